@@ -1,0 +1,64 @@
+"""The errors quintet raises on purpose, and the exit code each gives the command line.
+
+Anything the user can put right is a `UserError`: its message says what is wrong, where, and what to do, and
+is printed without a traceback. Everything else is a bug, and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class QuintetError(Exception):
+    """Base of the errors raised on purpose; `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class UserError(QuintetError):
+    """Bad input: a recipe, a file, a missing package. The message stands on its own."""
+
+    exit_code = 2
+
+
+class WorkerFailure(QuintetError):
+    """A rank died or hung, which ends the run.
+
+    `rank` is None when no single rank is to blame (a collective that some ranks never reached). `traceback`
+    is the worker's own traceback text; `stacks` maps a rank to the text of its Python stacks.
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        phase: str | None = None,
+        traceback: str | None = None,
+        stacks: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rank = rank
+        self.phase = phase
+        self.traceback = traceback
+        self.stacks = stacks or {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keyword-only arguments do not survive the default pickling of exceptions, which Ray relies on."""
+        return (_rebuild_worker_failure, (self.message, self.rank, self.phase, self.traceback, self.stacks))
+
+    def __str__(self) -> str:
+        where = [f"rank {self.rank}"] if self.rank is not None else []
+        where += [f"phase {self.phase}"] if self.phase else []
+        parts = [self.message + (f" ({', '.join(where)})" if where else "")]
+        if self.traceback:
+            parts.append("Original traceback of the worker:\n" + self.traceback.rstrip())
+        parts += [f"Stacks of rank {rank}:\n{text.rstrip()}" for rank, text in sorted(self.stacks.items())]
+        return "\n\n".join(parts)
+
+
+def _rebuild_worker_failure(
+    message: str, rank: int | None, phase: str | None, traceback: str | None, stacks: dict[int, str]
+) -> WorkerFailure:
+    return WorkerFailure(message, rank=rank, phase=phase, traceback=traceback, stacks=stacks)

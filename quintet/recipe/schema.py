@@ -1,0 +1,216 @@
+"""The recipe: everything a run is told, as typed fields.
+
+One class a section, one field a key. A key that nothing reads does not belong here. Sizes carry their
+unit and scope in the name. Free-form pass-through exists in exactly three places: `engine.megatron`,
+`rollout.vllm` and `rollout.sglang`. This module imports without torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A recipe section: unknown keys are errors, values are checked when they are set."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+class Run(Section):
+    name: str = "run"
+    """Name of the run; its directory is `dir/name-<time>` unless `resume` names one."""
+    dir: Path = Path("runs")
+    """Where run directories are made."""
+    seed: int = 0
+    """Seeds data order, initial weights and sampling noise."""
+    trackers: list[Literal["tensorboard", "wandb"]] = []
+    """Where metrics go besides metrics.jsonl."""
+    samples_logged_per_step: NonNegativeInt = 4
+    """Samples written to samples.jsonl each step."""
+
+
+class Cluster(Section):
+    address: str | None = None
+    """Ray address of an existing cluster; null starts a local one."""
+    ranks: PositiveInt = 1
+    """Worker processes; one device each. The product of the layout's sizes must divide it."""
+    ranks_per_node: PositiveInt | None = None
+    """Ranks on one node; null packs them on as few nodes as hold them."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    collective_timeout_s: PositiveFloat = 600.0
+    """A collective that waits longer ends the run with the stacks of all ranks."""
+
+
+class BuildModel(Section):
+    """A model made from nothing, for laptops and speed tests: a Qwen3-shaped decoder with random weights."""
+
+    layers: PositiveInt = 4
+    hidden_size: PositiveInt = 128
+    ffn_hidden_size: PositiveInt = 384
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 32
+    tied_embeddings: bool = True
+    max_position_embeddings: PositiveInt = 1024
+
+
+class Model(Section):
+    path: Path | None = None
+    """Hugging Face directory: config.json, *.safetensors, tokenizer files."""
+    build: BuildModel | None = None
+    """Make a model and a character tokenizer from nothing instead of reading `path`."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Compute and parameter type; null is bf16 on GPU (fp32 master weights) and fp32 on CPU."""
+    chat_template: str | None = None
+    """Jinja text or a file; null takes the tokenizer's own."""
+
+
+class Layout(Section):
+    """Sizes of the mesh axes. dp is what is left: ranks / (tp * pp * cp)."""
+
+    tp: PositiveInt = 1
+    sp: bool = False
+    """Sequence parallel: needs tp > 1."""
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt | None = None
+    """Expert tensor parallel; null is tp."""
+
+
+class Optimizer(Section):
+    lr: PositiveFloat = 1e-6
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.98
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this global norm; null leaves them."""
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = None
+    """cosine: steps from the end of warmup to the minimum (null: to the end of the run). wsd: length of the final decay."""
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end of the decay, as a share of lr."""
+
+
+class Engine(Section):
+    tokens_per_microbatch_per_rank: PositiveInt = 8192
+    """Hard token budget of a packed micro-batch on one rank, padding included."""
+    distributed_optimizer: bool = True
+    """Shard the optimizer state over dp."""
+    megatron: dict[str, Any] = {}
+    """Further TransformerConfig fields of megatron-core, as they are named there."""
+
+
+class RolloutLayout(Section):
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    ep: PositiveInt = 1
+
+
+class Rollout(Section):
+    backend: Literal["native", "vllm", "sglang"] = "native"
+    layout: RolloutLayout | None = None
+    """null is the training layout: the rollout then reads the engine's own parameters."""
+    samples_per_prompt: PositiveInt = 8
+    max_response_tokens: PositiveInt = 512
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegativeInt = 0
+    """0 keeps every token."""
+    min_p: Fraction = 0.0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    """Besides the tokenizer's end-of-sequence token."""
+    sequences_per_rank: PositiveInt = 256
+    """Most sequences decoded at once on one rank; also the KV cache's slots."""
+    vllm: dict[str, Any] = {}
+    sglang: dict[str, Any] = {}
+
+
+class Data(Section):
+    task: Literal["addition", "countdown", "gsm8k", "jsonl"] = "jsonl"
+    """Built-in synthetic task (no files), or the shape of the files under train_path and eval_path."""
+    train_path: str | None = None
+    """jsonl or parquet file, directory saved by `datasets`, or hub name."""
+    eval_path: str | None = None
+    prompt_key: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    answer_key: str = "answer"
+    response_key: str = "response"
+    """Column with the response to imitate (sft)."""
+    system_prompt: str | None = None
+    chat: bool = True
+    """Render prompts with the chat template; false feeds the text as it is."""
+    max_prompt_tokens: PositiveInt = 1024
+    """A longer prompt is an error naming its file and line."""
+    shuffle: bool = True
+    task_options: dict[str, int] = {}
+    """Options of a synthetic task, such as digits."""
+
+
+class Reward(Section):
+    function: str = "math"
+    """`math`, `exact_match`, `gsm8k`, `length`, or a user's own `module:function` or `file.py:function`."""
+
+
+class Algorithm(Section):
+    name: Literal["grpo"] = "grpo"
+    clip_low: Fraction = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """Clip-higher (DAPO): the ratio stays within [1 - clip_low, 1 + clip_high]."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """How per-token losses become one number: over all tokens of the mini-batch, or within each sample first."""
+    normalize_by_std: bool = True
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL to the reference policy (the weights RL starts from); 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class Train(Section):
+    steps: PositiveInt = 100
+    prompts_per_step: PositiveInt = 64
+    mini_batches_per_step: PositiveInt = 1
+    """Optimizer steps on the samples of one step."""
+    eval_every_steps: NonNegativeInt = 0
+    """0 evaluates before the first and after the last step only."""
+    eval_prompts: NonNegativeInt = 256
+    """Held-out prompts of one evaluation; 0 evaluates none."""
+    eval_samples_per_prompt: PositiveInt = 8
+
+
+class Sft(Section):
+    """Supervised fine-tuning: the whole of `quintet sft`, or the warm-up before `quintet train`."""
+
+    steps: PositiveInt = 100
+    samples_per_step: PositiveInt = 64
+    optimizer: Optimizer = Optimizer(lr=1e-5)
+
+
+class Recipe(Section):
+    run: Run = Run()
+    cluster: Cluster = Cluster()
+    model: Model = Model()
+    layout: Layout = Layout()
+    engine: Engine = Engine()
+    optimizer: Optimizer = Optimizer()
+    rollout: Rollout = Rollout()
+    data: Data = Data()
+    reward: Reward = Reward()
+    algorithm: Algorithm = Algorithm()
+    train: Train = Train()
+    sft: Sft | None = None
+    """Under `quintet train`: a warm-up by SFT before RL when present."""
