@@ -1,0 +1,56 @@
+"""The pool itself: right ranks, right group, errors that say what happened, and life after them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.oracle.pool import Pool, PoolError
+
+
+def total(scale: float) -> tuple[int, int, float]:
+    x = torch.tensor([scale * (dist.get_rank() + 1)])
+    dist.all_reduce(x)
+    return dist.get_rank(), dist.get_world_size(), x.item()
+
+
+def raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise LookupError("no such expert")
+    dist.barrier()
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+
+
+def sleep_forever() -> None:
+    time.sleep(1000)
+
+
+def test_group_has_the_world_size_asked_for(pool: Pool) -> None:
+    for world_size in (2, 4, 1, 4, 2):
+        expected = sum(range(1, world_size + 1)) * 2.0
+        results = pool.run(total, world_size, 2.0)
+        assert results == [(rank, world_size, expected) for rank in range(world_size)]
+
+
+def test_processes_are_reused(pool: Pool) -> None:
+    assert pool.run(os.getpid, 2) == pool.run(os.getpid, 2)
+
+
+def test_failures_are_told_and_the_pool_lives_on(pool: Pool) -> None:
+    started = time.monotonic()
+    with pytest.raises(PoolError, match=r"rank 1 ---\nTraceback(.|\n)*raise_on(.|\n)*no such expert"):
+        pool.run(raise_on, 2, 1)
+    with pytest.raises(PoolError, match="rank 0 ---\nthe process ended with exit code 7"):
+        pool.run(die_on, 2, 0)
+    with pytest.raises(PoolError, match="sleep_forever"):
+        pool.run(sleep_forever, 2, timeout_s=0.5)
+    assert pool.run(total, 2, 1.0)[1] == (1, 2, 3.0)
+    assert time.monotonic() - started < 30
