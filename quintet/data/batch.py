@@ -1,0 +1,217 @@
+"""The Batch: what a step trains on, samples of any length with no padding.
+
+A Batch is a TensorDict of batch size [samples]. Per-token fields are jagged (`torch.jagged`) nested tensors of
+shape [samples, j, ...] over the whole sample (prompt and response); per-sample fields are dense. All
+jagged fields of a batch are built on one `offsets` tensor, because nested tensors only combine when they share
+it; make them here (`make_batch`, `set_tokens`) and that holds. Position t of a per-token field speaks of token t:
+`old_logprobs` at t is the log-prob of token t given the tokens before it.
+
+Every function here works on flat values and one gather index, whatever the number of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+Batch: TypeAlias = TensorDict
+
+_FLOAT_FIELDS = {"loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "rewards"}
+
+
+def make_batch(input_ids: Sequence[Any], prompt_lengths: Sequence[int] | Tensor, **fields: Any) -> Batch:
+    """Build a Batch from ragged Python data.
+
+    Args:
+        input_ids: one list or 1-d tensor of token ids a sample, prompt and response together.
+        prompt_lengths: tokens of each sample that are prompt, between 0 and the sample's length.
+        fields: further fields by name. A list of lists or tensors is a per-token field: one value a token of the
+            whole sample, or one a token of the response (the prompt then gets zeros). A flat list of numbers,
+            or a tensor of shape [samples, ...], is a per-sample field.
+
+    `loss_mask` is 1 on response tokens and `sample_index` counts from 0, unless given.
+
+    Raises:
+        ValueError: a field's lengths fit neither the samples nor the responses.
+    """
+    n = len(input_ids)
+    sizes = torch.tensor([len(ids) for ids in input_ids], dtype=torch.int64)
+    prompts = torch.as_tensor(prompt_lengths, dtype=torch.int64)
+    if prompts.shape != (n,):
+        raise ValueError(f"prompt_lengths has shape {tuple(prompts.shape)}, but there are {n} samples")
+    if n and bool(((prompts < 0) | (prompts > sizes)).any()):
+        bad = int(((prompts < 0) | (prompts > sizes)).nonzero()[0])
+        raise ValueError(f"sample {bad} has {sizes[bad]} tokens but prompt_length {prompts[bad]}")
+    offsets = _offsets(sizes)
+    on_response = _position(offsets) >= prompts.repeat_interleave(sizes)
+
+    made: dict[str, Tensor] = {"input_ids": _jagged(_flat("input_ids", input_ids), offsets)}
+    made["prompt_length"] = prompts
+    for name, value in fields.items():
+        if value is None:
+            raise ValueError(f"field {name} is None")
+        made[name] = _field(name, value, offsets, on_response)
+    made.setdefault("loss_mask", _jagged(on_response.float(), offsets))
+    made.setdefault("sample_index", torch.arange(n))
+    return TensorDict(cast(Any, made), batch_size=[n])
+
+
+def offsets(batch: Batch) -> Tensor:
+    """Where samples start in the flat values: int64 [samples + 1], the last is the number of tokens."""
+    return cast(Tensor, batch["input_ids"]).offsets()
+
+
+def lengths(batch: Batch) -> list[int]:
+    """Tokens of each sample, prompt and response."""
+    return cast(list[int], offsets(batch).diff().tolist())
+
+
+def token_count(batch: Batch) -> int:
+    """Tokens of all samples together."""
+    return int(offsets(batch)[-1])
+
+
+def token_fields(batch: Batch) -> list[str]:
+    """Names of the per-token (jagged) fields."""
+    return [name for name, value in _items(batch) if value.is_nested]
+
+
+def tokens(batch: Batch, name: str) -> Tensor:
+    """Flat values of a per-token field: [tokens, ...], samples one after another."""
+    return cast(Tensor, batch[name]).values()
+
+
+def set_tokens(batch: Batch, name: str, values: Tensor) -> None:
+    """Set a per-token field in place from flat values [tokens, ...], on the batch's own offsets."""
+    if values.shape[0] != token_count(batch):
+        raise ValueError(f"{name} has {values.shape[0]} values, but the batch has {token_count(batch)} tokens")
+    batch[name] = _jagged(values, offsets(batch))
+
+
+def sample_ids(batch: Batch) -> Tensor:
+    """The sample (0 .. samples - 1) of each token: int64 [tokens]."""
+    sizes = offsets(batch).diff()
+    return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+
+
+def select(batch: Batch, indices: Sequence[int] | Tensor) -> Batch:
+    """The samples at `indices` (any order, repeats allowed) as a new Batch that shares no memory with this one.
+
+    Raises:
+        IndexError: an index is not in 0 .. samples - 1.
+    """
+    old = offsets(batch)
+    index = torch.as_tensor(indices, dtype=torch.int64, device=old.device)
+    n = batch.batch_size[0]
+    if index.numel() and not (0 <= int(index.min()) and int(index.max()) < n):
+        raise IndexError(f"sample indices must be within 0 .. {n - 1}, got {int(index.min())} .. {int(index.max())}")
+    sizes = old.diff()[index]
+    new = _offsets(sizes)
+    # One gather index for all per-token fields: the position in the new values, moved by how far its sample moved.
+    moved = (old[:-1][index] - new[:-1]).repeat_interleave(sizes)
+    gather = moved + torch.arange(len(moved), device=moved.device)
+    out = {
+        name: _jagged(value.values().index_select(0, gather), new)
+        if value.is_nested
+        else value.index_select(0, index)
+        for name, value in _items(batch)
+    }
+    return TensorDict(cast(Any, out), batch_size=[len(index)])
+
+
+def concat(batches: Sequence[Batch]) -> Batch:
+    """All samples of `batches` in order, as a new Batch.
+
+    Raises:
+        ValueError: there are no batches, or their fields differ.
+    """
+    if not batches:
+        raise ValueError("concat needs at least one batch")
+    names = set(batches[0].keys())
+    for i, batch in enumerate(batches):
+        if set(batch.keys()) != names:
+            odd = ", ".join(sorted(map(str, names ^ set(batch.keys()))))
+            raise ValueError(f"batches 0 and {i} do not have the same fields; only one of them has: {odd}")
+    new = _offsets(torch.cat([offsets(batch).diff() for batch in batches]))
+    out = {}
+    for name, first in _items(batches[0]):
+        parts = [cast(Tensor, batch[name]) for batch in batches]
+        if any(part.is_nested != first.is_nested for part in parts):
+            raise ValueError(f"field {name} is per token in some batches and per sample in others")
+        if first.is_nested:
+            out[name] = _jagged(torch.cat([part.values() for part in parts]), new)
+        else:
+            out[name] = torch.cat(parts)
+    return TensorDict(cast(Any, out), batch_size=[len(new) - 1])
+
+
+def _items(batch: Batch) -> Iterable[tuple[str, Tensor]]:
+    return cast(Iterable[tuple[str, Tensor]], batch.items())
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    out = sizes.new_zeros(len(sizes) + 1)
+    torch.cumsum(sizes, 0, out=out[1:])
+    return out
+
+
+def _position(offsets: Tensor) -> Tensor:
+    """Position of each token in its sample: int64 [tokens]."""
+    starts = offsets[:-1].repeat_interleave(offsets.diff())
+    return torch.arange(len(starts), device=starts.device) - starts
+
+
+def _jagged(values: Tensor, offsets: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(values.contiguous(), offsets)
+
+
+def _dtype(name: str, floating: bool) -> torch.dtype:
+    return torch.float32 if floating or name in _FLOAT_FIELDS else torch.int64
+
+
+def _flat(name: str, rows: Sequence[Any]) -> Tensor:
+    """Rows of per-token values, one after another: [tokens, ...]."""
+    rows = [row for row in rows if len(row)]
+    if not rows:
+        return torch.zeros(0, dtype=_dtype(name, False))
+    if isinstance(rows[0], Tensor):
+        flat = torch.cat(rows)
+    elif isinstance(rows[0], np.ndarray):
+        flat = torch.from_numpy(np.concatenate(rows))
+    else:
+        flat = torch.from_numpy(np.array(list(chain.from_iterable(rows))))
+    if flat.dtype == torch.bool and name not in _FLOAT_FIELDS:
+        return flat
+    return flat.to(_dtype(name, flat.is_floating_point()))
+
+
+def _field(name: str, value: Any, offsets: Tensor, on_response: Tensor) -> Tensor:
+    n = len(offsets) - 1
+    if isinstance(value, Tensor) and value.is_nested:
+        value = list(value.unbind())
+    if isinstance(value, Tensor) or not len(value) or np.isscalar(value[0]):
+        dense = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        if dense.shape[:1] != (n,):
+            raise ValueError(f"field {name} has shape {tuple(dense.shape)}, but there are {n} samples")
+        keep = dense.dtype == torch.bool and name not in _FLOAT_FIELDS
+        return dense if keep else dense.to(_dtype(name, dense.is_floating_point()))
+    sizes = torch.tensor([len(row) for row in value], dtype=torch.int64)
+    flat = _flat(name, value)
+    if torch.equal(sizes, offsets.diff()):
+        return _jagged(flat, offsets)
+    if len(sizes) == n:
+        responses = _offsets(on_response.long())[offsets].diff()
+        if torch.equal(sizes, responses):
+            whole = flat.new_zeros(len(on_response), *flat.shape[1:])
+            whole[on_response] = flat
+            return _jagged(whole, offsets)
+    raise ValueError(
+        f"field {name} has rows of lengths {sizes.tolist()[:8]}…, which are neither the samples' lengths "
+        f"{offsets.diff().tolist()[:8]}… nor the responses'"
+    )
