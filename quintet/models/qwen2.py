@@ -1,0 +1,11 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v."""
+
+from quintet.models.dense import dense_shape, dense_weights
+from quintet.models.family import Family, ModelShape, register
+
+
+def _shape(config: dict) -> ModelShape:
+    return dense_shape(config, "qwen2", qk_norm=False, qkv_bias=True, tied_by_default=False)
+
+
+FAMILY = register(Family("qwen2", ("Qwen2ForCausalLM",), _shape, dense_weights))
