@@ -64,7 +64,7 @@ def make_batch(input_ids: Sequence[Any], prompt_lengths: Sequence[int] | Tensor,
 
 def offsets(batch: Batch) -> Tensor:
     """Where samples start in the flat values: int64 [samples + 1], the last is the number of tokens."""
-    return cast(Tensor, batch["input_ids"]).offsets()
+    return cast(Any, batch["input_ids"]).offsets()
 
 
 def lengths(batch: Batch) -> list[int]:
@@ -90,7 +90,9 @@ def tokens(batch: Batch, name: str) -> Tensor:
 def set_tokens(batch: Batch, name: str, values: Tensor) -> None:
     """Set a per-token field in place from flat values [tokens, ...], on the batch's own offsets."""
     if values.shape[0] != token_count(batch):
-        raise ValueError(f"{name} has {values.shape[0]} values, but the batch has {token_count(batch)} tokens")
+        raise ValueError(
+            f"{name} has {values.shape[0]} values, but the batch has {token_count(batch)} tokens"
+        )
     batch[name] = _jagged(values, offsets(batch))
 
 
@@ -109,8 +111,10 @@ def select(batch: Batch, indices: Sequence[int] | Tensor) -> Batch:
     old = offsets(batch)
     index = torch.as_tensor(indices, dtype=torch.int64, device=old.device)
     n = batch.batch_size[0]
-    if index.numel() and not (0 <= int(index.min()) and int(index.max()) < n):
-        raise IndexError(f"sample indices must be within 0 .. {n - 1}, got {int(index.min())} .. {int(index.max())}")
+    if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < n):
+        raise IndexError(
+            f"sample indices must be within 0 .. {n - 1}, got {int(index.min())} .. {int(index.max())}"
+        )
     sizes = old.diff()[index]
     new = _offsets(sizes)
     # One gather index for all per-token fields: the position in the new values, moved by how far its sample moved.

@@ -43,10 +43,12 @@ def build(shape: list[tuple[int, int]], start: int = 0) -> Batch:
 
 def rows(batch: Batch) -> list[dict[str, object]]:
     """A naive reading, sample by sample, in plain Python."""
-    per_field = {name: [v.tolist() for v in batch[name].unbind()] for name in batch.keys()}
+    fields = dict(batch.items())
+    per_field = {name: [v.tolist() for v in fields[name].unbind()] for name in fields}
     return [{name: values[i] for name, values in per_field.items()} for i in range(batch.batch_size[0])]
 
 
+@settings(max_examples=40)
 @given(shapes)
 def test_make(shape: list[tuple[int, int]]) -> None:
     batch = build(shape)
@@ -58,10 +60,13 @@ def test_make(shape: list[tuple[int, int]]) -> None:
         assert row["loss_mask"] == [0.0] * p + [1.0] * r
         assert row["rollout_logprobs"] == [0.0] * p + [-float(t) for t in ids[p:]]
         assert row["routes"] == [[[t] * 3] * 2 for t in ids]
-        assert row["prompt_length"] == p and row["sample_index"] == i
-    assert batch["input_ids"].dtype == torch.int64 and batch["old_logprobs"].dtype == torch.float32
+        assert row["prompt_length"] == p
+        assert row["sample_index"] == i
+    assert batch["input_ids"].dtype == torch.int64
+    assert batch["old_logprobs"].dtype == torch.float32
 
 
+@settings(max_examples=40)
 @given(shapes, st.data())
 def test_select(shape: list[tuple[int, int]], data: st.DataObject) -> None:
     batch = build(shape)
@@ -74,6 +79,7 @@ def test_select(shape: list[tuple[int, int]], data: st.DataObject) -> None:
         assert rows(batch) == everything, "select must not share memory"
 
 
+@settings(max_examples=40)
 @given(st.lists(shapes, min_size=1, max_size=4))
 def test_concat_and_back(parts: list[list[tuple[int, int]]]) -> None:
     batches = [build(shape, start=100 * k) for k, shape in enumerate(parts)]
@@ -86,17 +92,25 @@ def test_concat_and_back(parts: list[list[tuple[int, int]]]) -> None:
         first += n
 
 
+@settings(max_examples=40)
 @given(shapes)
 def test_fields_combine_after_anything(shape: list[tuple[int, int]]) -> None:
     """Jagged fields share one offsets tensor: elementwise operations on nested tensors raise otherwise."""
     made = build(shape)
-    for batch in (made, select(made, [0]), concat([made, made]), pickle.loads(pickle.dumps(made)), made.clone()):
+    for batch in (
+        made,
+        select(made, [0]),
+        concat([made, made]),
+        pickle.loads(pickle.dumps(made)),
+        made.clone(),
+    ):
         product = batch["old_logprobs"] * batch["loss_mask"]
         assert torch.equal(product.values(), tokens(batch, "old_logprobs") * tokens(batch, "loss_mask"))
         set_tokens(batch, "ref_logprobs", torch.ones(token_count(batch)))
         assert torch.equal((batch["ref_logprobs"] * batch["loss_mask"]).values(), tokens(batch, "loss_mask"))
 
 
+@settings(max_examples=40)
 @given(shapes)
 def test_pickle(shape: list[tuple[int, int]]) -> None:
     batch = build(shape)
@@ -106,10 +120,17 @@ def test_pickle(shape: list[tuple[int, int]]) -> None:
 def test_helpers() -> None:
     batch = build([(1, 2), (2, 0), (1, 1)])
     assert sample_ids(batch).tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert set(token_fields(batch)) == {"input_ids", "loss_mask", "old_logprobs", "rollout_logprobs", "routes"}
+    assert set(token_fields(batch)) == {
+        "input_ids",
+        "loss_mask",
+        "old_logprobs",
+        "rollout_logprobs",
+        "routes",
+    }
     assert rows(select(batch, []).clone()) == []
     one = make_batch([torch.tensor([5])], [1])
-    assert lengths(one) == [1] and tokens(one, "loss_mask").tolist() == [0.0]
+    assert lengths(one) == [1]
+    assert tokens(one, "loss_mask").tolist() == [0.0]
 
 
 def test_errors() -> None:
@@ -128,7 +149,7 @@ def test_errors() -> None:
         concat([batch, batch.exclude("routes")])
     with pytest.raises(ValueError, match="at least one"):
         concat([])
-    with pytest.raises(ValueError, match="2 tokens|4 tokens"):
+    with pytest.raises(ValueError, match="the batch has 4 tokens"):
         set_tokens(batch, "x", torch.zeros(3))
 
 
@@ -141,9 +162,7 @@ def best_ms(function: object, repeats: int = 20) -> float:
     return best * 1e3
 
 
-@settings(deadline=None)
-@given(st.just(None))
-def test_nothing_is_per_sample(_: None) -> None:
+def test_nothing_is_per_sample() -> None:
     """512 samples cost about what 8 cost: a per-sample Python loop over tensors would take tens of milliseconds."""
     shape = [(10 + i % 7, i % 40) for i in range(512)]
     batch = build(shape)

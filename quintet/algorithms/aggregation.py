@@ -1,0 +1,113 @@
+"""From values per token to numbers, with global counts, so that the split into micro-batches and ranks cannot matter.
+
+Each way of aggregating is a weight a token: the loss is Σ weight · value over all tokens wherever they are, and the
+weights can be made before a sample is cut over context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+def token_weights(
+    mask: Tensor,
+    sample_ids: Tensor,
+    how: str,
+    tokens_in_mini_batch: int,
+    samples_in_mini_batch: int,
+    tokens_in_sample: Tensor | None = None,
+) -> Tensor:
+    """The weight of each token's loss in the mini-batch's loss: [tokens] float32, 0 where the mask is 0.
+
+    "token_mean": 1 / tokens_in_mini_batch. "sequence_mean": 1 / (trained tokens of its sample · samples_in_mini_batch).
+
+    Args:
+        mask: 1 on trained tokens, [tokens].
+        sample_ids: the sample of each token, 0-based, [tokens] int64.
+        tokens_in_mini_batch: trained tokens of the whole mini-batch, over all ranks and micro-batches.
+        samples_in_mini_batch: its samples; one without a trained token adds nothing but counts if counted here.
+        tokens_in_sample: trained tokens of each sample, [samples]; needed for "sequence_mean" only where a
+            sample's tokens are not all here (context parallel).
+    """
+    on = mask > 0
+    if how == "token_mean":
+        return on.float() / max(tokens_in_mini_batch, 1)
+    if how == "sequence_mean":
+        if tokens_in_sample is None:
+            samples = int(sample_ids.max()) + 1 if len(sample_ids) else 0
+            tokens_in_sample = on.new_zeros(samples, dtype=torch.float32).index_add_(
+                0, sample_ids, on.float()
+            )
+        share = tokens_in_sample.to(torch.float32).clamp(min=1)[sample_ids] * max(samples_in_mini_batch, 1)
+        return on.float() / share
+    raise ValueError(f"unknown aggregation {how!r}: token_mean or sequence_mean")
+
+
+def aggregate(
+    per_token: Tensor,
+    sample_ids: Tensor,
+    mask: Tensor,
+    how: str,
+    tokens_in_mini_batch: int,
+    samples_in_mini_batch: int,
+    tokens_in_sample: Tensor | None = None,
+) -> Tensor:
+    """This part's share of the mini-batch's loss, a scalar: shares sum to the whole over any split.
+
+    Arguments as in `token_weights`; `per_token` is [tokens].
+    """
+    weights = token_weights(
+        mask, sample_ids, how, tokens_in_mini_batch, samples_in_mini_batch, tokens_in_sample
+    )
+    return (torch.where(weights > 0, per_token, 0.0) * weights).sum()
+
+
+class Tally:
+    """Running sum, maximum and count of per-token quantities; tallies of micro-batches and ranks merge exactly.
+
+    Holds tensors on their device, so adding does not wait for it; `means` and `maxima` do.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+
+    def add(self, quantities: Mapping[str, Tensor], mask: Tensor) -> None:
+        """Count the values [tokens] under a non-zero mask [tokens]."""
+        on = mask > 0
+        count = on.sum()
+        for name, value in quantities.items():
+            value = value.detach().double()
+            top = torch.where(on, value, -torch.inf)
+            self._put(
+                name,
+                torch.where(on, value, 0.0).sum(),
+                top.max() if len(top) else value.new_tensor(-torch.inf),
+                count,
+            )
+
+    def merge(self, others: Iterable[Tally]) -> Tally:
+        """Add other tallies to this one, and return it."""
+        for other in others:
+            for name in other._sums:
+                self._put(name, other._sums[name], other._maxima[name], other._counts[name])
+        return self
+
+    def means(self) -> dict[str, float]:
+        """Mean over the counted tokens by name; 0 where none was counted."""
+        return {name: float(total) / max(int(self._counts[name]), 1) for name, total in self._sums.items()}
+
+    def maxima(self) -> dict[str, float]:
+        """Largest counted value by name; 0 where none was counted."""
+        return {name: float(top) if self._counts[name] else 0.0 for name, top in self._maxima.items()}
+
+    def _put(self, name: str, total: Tensor, top: Tensor, count: Tensor) -> None:
+        if name in self._sums:
+            total = self._sums[name] + total
+            top = torch.maximum(self._maxima[name], top)
+            count = self._counts[name] + count
+        self._sums[name], self._maxima[name], self._counts[name] = total, top, count
