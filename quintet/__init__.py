@@ -1,0 +1,1 @@
+"""quintet: reinforcement-learning post-training of language models on Megatron-style parallelism."""

@@ -1,0 +1,55 @@
+# Every target does its own set-up: a virtual environment in .venv with the pinned packages (constraints.txt).
+# Needs git, make, Python >= 3.11 and a package index. PYTHON=/path/to/python picks an interpreter;
+# QUINTET_TORCH=cpu|cuda overrides the choice of torch (tools/bootstrap.py says how it is made).
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-nightly lint bench-laptop lock lock-trl clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.quintet-stamp
+FIND_PYTHON := for p in $(PYTHON) python3 python3.11 python3.12 python3.13 python3.14 python; do \
+	  "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; exit 0; }; done; \
+	echo "error: no Python >= 3.11 found (tried $(PYTHON) python3, python3.11 ... python3.14). Install one, or name it: make PYTHON=/path/to/python" >&2; exit 1
+BOOTSTRAP = python=$$($(FIND_PYTHON)) && "$$python" tools/bootstrap.py
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## make .venv with the pinned packages
+
+$(STAMP): constraints.txt pyproject.toml tools/bootstrap.py
+	@$(BOOTSTRAP) && touch $@
+
+demo: $(STAMP)  ## a small model learns arithmetic by reinforcement (about 6 minutes on two cores)
+	@$(BIN)/quintet train recipes/laptop_demo.yaml $(ARGS)
+
+test: $(STAMP)  ## the tests (under 5 minutes on two cores); ARGS="-k name" is handed to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+# 5 is pytest's exit code for "nothing selected", which is no failure here.
+test-slow: $(STAMP)  ## the tests that take minutes each
+	@$(BIN)/python -m pytest -m slow -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
+
+test-nightly: $(STAMP)  ## the tests that take many minutes or large downloads
+	@$(BIN)/python -m pytest -m nightly -o timeout=7200 $(ARGS) || [ $$? -eq 5 ]
+
+lint: $(STAMP)  ## ruff, ruff format, mypy, import rules
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+bench-laptop: $(STAMP)  ## seconds per GRPO step, against TRL on the same work; writes benchmarks/results
+	@$(BOOTSTRAP) --venv .venv-trl --constraints benchmarks/trl-constraints.txt -- trl
+	@$(BIN)/python -m benchmarks.laptop_grpo $(ARGS)
+
+lock:  ## resolve the newest allowed versions anew and write constraints.txt
+	@$(BOOTSTRAP) --venv .venv-lock --lock -- -e '.[dev,wandb]' && rm -rf .venv-lock
+
+lock-trl:  ## the same for the benchmark's TRL environment
+	@$(BOOTSTRAP) --venv .venv-lock --lock --constraints benchmarks/trl-constraints.txt -- trl && rm -rf .venv-lock
+
+clean:  ## remove the environments and caches, not the runs
+	@rm -rf .venv .venv-trl .venv-lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info

@@ -1,0 +1,1 @@
+"""Ray: placement, worker groups, dispatch protocols, failures."""

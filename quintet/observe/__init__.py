@@ -1,0 +1,1 @@
+"""Metrics, the run directory, trackers, progress, the report."""

@@ -1,0 +1,1 @@
+"""Verifiable rewards and the user's own reward functions."""

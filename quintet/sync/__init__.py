@@ -1,0 +1,1 @@
+"""Weights out of the engine and into a rollout."""
