@@ -1,0 +1,133 @@
+"""Rows of a dataset with where each stands, from a jsonl or parquet file, a `datasets` directory or the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from quintet.errors import UserError
+
+
+class Row(NamedTuple):
+    source: str
+    """Where it stands, for messages: "prompts.jsonl:17"."""
+    columns: dict[str, Any]
+
+
+def read_rows(path: str, which: Literal["train", "eval"]) -> list[Row]:
+    """All rows of a dataset.
+
+    Args:
+        path: a .jsonl or .parquet file, a directory made by `Dataset.save_to_disk`, or a hub name as "owner/name",
+            "owner/name:split" or "owner/name:config:split".
+        which: picks the split where the path does not: "train", or for evaluation the first of test, validation, eval.
+
+    Raises:
+        UserError: it is missing, empty or malformed; names the file, the line and what was expected.
+    """
+    key = f"data.{which}_path"
+    local = Path(path).expanduser()
+    if local.is_dir():
+        rows = _from_disk(local, which, key)
+    elif local.is_file():
+        if local.suffix == ".jsonl":
+            rows = list(_from_jsonl(local))
+        elif local.suffix == ".parquet":
+            rows = _from_parquet(local)
+        else:
+            raise UserError(f"{key}: {path} is neither a .jsonl nor a .parquet file")
+    elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}", path) and local.suffix not in (
+        ".jsonl",
+        ".parquet",
+    ):
+        rows = _from_hub(path, which, key)
+    else:
+        raise UserError(f"{key}: there is no file {path} (looked in {Path.cwd()})")
+    if not rows:
+        raise UserError(f"{key}: {path} is empty; expected one row a prompt")
+    return rows
+
+
+def _from_jsonl(path: Path) -> Iterator[Row]:
+    # Cut at newlines only: str.splitlines would also cut at separators that may stand inside JSON strings.
+    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from None
+        except ValueError as error:
+            shown = line[:60].decode(errors="replace")
+            raise UserError(
+                f"{where}: not valid JSON ({error}); expected one JSON object a line, got: {shown}"
+            ) from None
+        except RecursionError:
+            raise UserError(f"{where}: JSON nested too deeply; expected one flat object a line") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: expected a JSON object with one key a column, got {_json_type(row)}")
+        yield Row(where, row)
+
+
+def _from_parquet(path: Path) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable parquet file ({error})") from error
+    return [Row(f"{path}:row {i}", row) for i, row in enumerate(table.to_pylist(), start=1)]
+
+
+def _from_disk(path: Path, which: str, key: str) -> list[Row]:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise UserError(
+            f"{key}: {path} is a directory, but not one saved by datasets' save_to_disk ({error})"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        loaded = loaded[_split(list(loaded), which, key, str(path))]
+    return _from_dataset(loaded, str(path))
+
+
+def _from_hub(path: str, which: str, key: str) -> list[Row]:
+    import datasets
+
+    name, *rest = path.split(":")
+    config = rest[0] if len(rest) == 2 else None
+    try:
+        split = rest[-1] if rest else _split(datasets.get_dataset_split_names(name, config), which, key, path)
+        loaded = datasets.load_dataset(name, config, split=split)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{key}: there is no file {path}, and reading it as a hub dataset failed: "
+            f"{next(iter(str(error).splitlines()), type(error).__name__)}"
+        ) from error
+    return _from_dataset(loaded, path)
+
+
+def _from_dataset(dataset: Any, name: str) -> list[Row]:
+    return [Row(f"{name}:row {i}", dict(row)) for i, row in enumerate(dataset, start=1)]
+
+
+def _split(names: list[str], which: str, key: str, path: str) -> str:
+    wanted = ["train"] if which == "train" else ["test", "validation", "eval"]
+    for name in wanted:
+        if name in names:
+            return name
+    raise UserError(f"{key}: {path} has the splits {', '.join(names)}, but none of {', '.join(wanted)}")
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "a list", str: "a string", type(None): "null", bool: "a truth value"}
+    return names.get(type(value), "a number")

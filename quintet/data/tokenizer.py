@@ -1,0 +1,89 @@
+"""Tokenizers: a model's own, read from its directory, or one of single characters made from nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from quintet.errors import UserError
+
+# transformers' classes change their names between versions and import slowly; nothing here needs the type.
+Tokenizer: TypeAlias = Any
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+# Messages one after another with nothing between them: a character model needs no roles, and "=" ends a question.
+_PLAIN_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer in a Hugging Face directory; nothing is downloaded.
+
+    Args:
+        path: directory with tokenizer.json or what else `AutoTokenizer` reads.
+        chat_template: Jinja text, or a file with it, instead of the tokenizer's own.
+
+    Raises:
+        UserError: no such directory, no tokenizer in it, or one without an end-of-sequence token.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"model.path: there is no directory {path}; it must hold config.json and a tokenizer")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            f"model.path: no tokenizer could be read from {path} ({first_line}); "
+            "it needs tokenizer.json and tokenizer_config.json"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"model.path: the tokenizer in {path} has no end-of-sequence token, so no response would ever end; "
+            'set "eos_token" in its tokenizer_config.json'
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = _template_text(chat_template)
+    return tokenizer
+
+
+def build_char_tokenizer(alphabet: str, directory: str | Path) -> Tokenizer:
+    """Make a tokenizer with one token a character, and save it to `directory` for `load_tokenizer`.
+
+    Ids: 0 pad, 1 end of sequence, 2 unknown, then the characters in code point order, whatever the order and
+    repeats in `alphabet`. Its chat template joins the messages with nothing between.
+    """
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as RustTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate([PAD, EOS, UNK, *sorted(set(alphabet))])}
+    rust = RustTokenizer(models.WordLevel(vocab, unk_token=UNK))
+    rust.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    rust.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=rust,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+        chat_template=_PLAIN_CHAT_TEMPLATE,
+    )
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def _template_text(chat_template: str) -> str:
+    if "{" in chat_template:
+        return chat_template
+    path = Path(chat_template).expanduser()
+    if not path.is_file():
+        raise UserError(f"model.chat_template is neither Jinja text nor a file: {chat_template}")
+    return path.read_text(encoding="utf-8")

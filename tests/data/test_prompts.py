@@ -1,0 +1,230 @@
+"""Datasets in every format come out right; malformed ones are refused with file, line and what was expected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quintet.data.prompts import PromptSet, alphabet_of, load_prompts
+from quintet.data.stream import PromptStream
+from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
+from quintet.errors import UserError
+from quintet.recipe.schema import Data
+
+ROWS = [{"prompt": f"What is {i}+1?", "answer": str(i + 1), "response": f"It is {i + 1}"} for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    build_char_tokenizer(alphabet_of(Data(task="jsonl")), directory)
+    return load_tokenizer(directory)
+
+
+def jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def load(path: Path | str, tokenizer: Any, **options: Any) -> PromptSet:
+    needs = options.pop("needs", ("answer",))
+    return load_prompts(Data(train_path=str(path), **options), "train", tokenizer, seed=0, needs=needs)
+
+
+def test_formats_give_the_same_prompts(tmp_path: Path, tokenizer: Any) -> None:
+    import datasets
+
+    dataset = datasets.Dataset.from_list(ROWS)
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    dataset.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": dataset, "test": dataset.select([3])}).save_to_disk(tmp_path / "splits")
+    jsonl(tmp_path / "rows.jsonl", ROWS)
+
+    loaded = [load(tmp_path / n, tokenizer) for n in ("rows.jsonl", "rows.parquet", "one", "splits")]
+    for prompts in loaded:
+        assert [(p.id, p.text, p.answer, p.response) for p in prompts] == [
+            (i, row["prompt"], row["answer"], row["response"]) for i, row in enumerate(ROWS)
+        ]
+    assert loaded[0][16].source == f"{tmp_path / 'rows.jsonl'}:17"
+    assert loaded[1][16].source == f"{tmp_path / 'rows.parquet'}:row 17"
+    data = Data(eval_path=str(tmp_path / "splits"))
+    assert [p.answer for p in load_prompts(data, "eval", tokenizer, seed=0)] == ["4"]
+
+
+def test_tokens(tmp_path: Path, tokenizer: Any) -> None:
+    (prompt,) = load(jsonl(tmp_path / "a.jsonl", ROWS[:1]), tokenizer)
+    assert tokenizer.decode(prompt.token_ids) == prompt.text == "What is 0+1?"
+    assert tokenizer.decode(prompt.response_ids) == "It is 1<eos>"
+    assert prompt.response_ids[-1] == tokenizer.eos_token_id
+
+
+def test_chat_template_and_system_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    from copy import deepcopy
+
+    roles = deepcopy(tokenizer)
+    roles.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    text = jsonl(tmp_path / "text.jsonl", [{"prompt": "hi", "answer": 3}])
+    (prompt,) = load(text, roles, system_prompt="be kind")
+    assert prompt.text == "[system]be kind[user]hi[assistant]"
+    assert prompt.answer == "3"
+    assert load(text, roles)[0].text == "[user]hi[assistant]"
+    assert load(text, roles, chat=False)[0].text == "hi"
+    turns = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    chat = jsonl(tmp_path / "chat.jsonl", [{"prompt": turns, "answer": ""}])
+    assert load(chat, roles)[0].text == "[user]a[assistant]b[user]c[assistant]"
+
+    with pytest.raises(UserError, match=r"needs data\.chat=true"):
+        load(chat, roles, chat=False)
+    with pytest.raises(UserError, match=r"system_prompt needs data\.chat=true"):
+        load(text, roles, chat=False, system_prompt="x")
+    own = jsonl(
+        tmp_path / "own.jsonl", [{"prompt": [{"role": "system", "content": "s"}, turns[0]], "answer": ""}]
+    )
+    with pytest.raises(UserError, match="a system prompt of their own"):
+        load(own, roles, system_prompt="x")
+    roles.chat_template = "{{ raise_exception('no tools here') }}"
+    with pytest.raises(UserError, match=r"text\.jsonl:1: the chat template cannot render.*no tools here"):
+        load(text, roles)
+    roles.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        load(text, roles)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            b'{"prompt": "x", "answer": }',
+            r"bad\.jsonl:17: not valid JSON .*expected one JSON object a line, got: \{",
+        ),
+        (b"[1, 2]", r"bad\.jsonl:17: expected a JSON object .*got a list"),
+        (b'{"answer": "1"}', r"bad\.jsonl:17: no column 'prompt'; the row has 'answer'.*data\.prompt_key"),
+        (b'{"prompt": "x"}', r"bad\.jsonl:17: no column 'answer'.*data\.answer_key"),
+        (b'{"prompt": 5, "answer": "1"}', r"bad\.jsonl:17: column 'prompt' must be text .*got 5"),
+        (b'{"prompt": "", "answer": "1"}', r"bad\.jsonl:17: column 'prompt' must be text"),
+        (
+            b'{"prompt": "x", "answer": null}',
+            r"bad\.jsonl:17: column 'answer' must be text or a number, got None",
+        ),
+        (b'{"prompt": "x", "answer": [1]}', r"bad\.jsonl:17: column 'answer' must be"),
+        (b'{"prompt": ["x"], "answer": "1"}', r"bad\.jsonl:17: message 0 .*expected \[\{"),
+        (b'{"prompt": [], "answer": "1"}', r"bad\.jsonl:17: column 'prompt' must end in a message"),
+        (
+            b'{"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"}',
+            r":17: .*must end in a message",
+        ),
+        (b'{"prompt": "\xff", "answer": "1"}', r"bad\.jsonl:17: not UTF-8"),
+        (b'{"prompt": "x\\u4e00", "answer": "1"}', r"bad\.jsonl:17: the tokenizer does not know"),
+        (
+            b'{"prompt": "' + b"x" * 101 + b'", "answer": "1"}',
+            r"bad\.jsonl:17: the prompt has 101 tokens, more than data\.max_prompt_tokens=100; .*tokens=101",
+        ),
+        (b"[" * 100000, r"bad\.jsonl:17: "),
+    ],
+)
+def test_bad_line_17(tmp_path: Path, tokenizer: Any, line: bytes, message: str) -> None:
+    good = json.dumps(ROWS[0]).encode()
+    (tmp_path / "bad.jsonl").write_bytes(b"\n".join([good] * 16 + [line] + [good] * 3))
+    with pytest.raises(UserError, match=message):
+        load(tmp_path / "bad.jsonl", tokenizer, max_prompt_tokens=100)
+
+
+def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
+    def refused(path: Path | str, message: str, **options: Any) -> None:
+        with pytest.raises(UserError, match=message):
+            load(path, tokenizer, **options)
+
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    (tmp_path / "fake.parquet").write_text("x")
+    (tmp_path / "rows.csv").write_text("x")
+    (tmp_path / "directory").mkdir()
+    good = jsonl(tmp_path / "good.jsonl", ROWS)
+    refused(tmp_path / "empty.jsonl", r"data\.train_path: .*empty\.jsonl is empty")
+    refused(tmp_path / "fake.parquet", r"fake\.parquet: not a readable parquet file")
+    refused(tmp_path / "rows.csv", r"neither a \.jsonl nor a \.parquet")
+    refused(tmp_path / "missing.jsonl", r"data\.train_path: there is no file .*missing\.jsonl")
+    refused("missing.jsonl", r"data\.train_path: there is no file missing\.jsonl")
+    refused("prompts/missing.jsonl", "there is no file prompts/missing.jsonl")
+    refused(tmp_path / "directory", "not one saved by datasets")
+    refused(good, "task_options are for built-in tasks", task_options={"digits": 3})
+    refused(jsonl(tmp_path / "only.jsonl", [{"prompt": "x"}]), "no column 'response'", needs=("response",))
+    with pytest.raises(UserError, match=r"data\.eval_path is not set.*eval_prompts=0"):
+        load_prompts(Data(train_path=str(good)), "eval", tokenizer, seed=0)
+    with pytest.raises(UserError, match="the built-in task 'addition' reads no files"):
+        load(good, tokenizer, task="addition")
+
+
+def test_no_answers_on_request(tmp_path: Path, tokenizer: Any) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}])
+    assert load(path, tokenizer, answer_key="")[0].answer == ""
+    assert load(path, tokenizer, needs=())[0].answer == ""
+
+
+def test_line_separators_inside_strings_do_not_cut_a_row(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('\ufeff{"prompt": "a\\tb", "answer": "\u2028 \x85"}\r\n', encoding="utf-8")
+    assert load(path, tokenizer)[0].answer == "\u2028 \x85"
+
+
+def test_gsm8k(tmp_path: Path, tokenizer: Any) -> None:
+    row = {"question": "How many?", "answer": "She has 16 - 4 = $<<16-4=12>>1,200.\nSo.\n#### 1,200"}
+    (prompt,) = load(jsonl(tmp_path / "g.jsonl", [row]), tokenizer, task="gsm8k")
+    assert prompt.text == "How many?\nThink step by step, and put the final answer in \\boxed{}."
+    assert prompt.answer == "1200"
+    assert prompt.response == "She has 16 - 4 = $1,200.\nSo.\nThe answer is \\boxed{1200}."
+    with pytest.raises(UserError, match=r'g\.jsonl:1: expected a GSM8K row.*"#### <number>"'):
+        load(jsonl(tmp_path / "g.jsonl", [{"question": "x", "answer": "5"}]), tokenizer, task="gsm8k")
+
+
+def test_alphabet_covers_the_files(tmp_path: Path) -> None:
+    row = {"question": "Janet’s ducks?", "answer": "é\n#### 3"}
+    data = Data(task="gsm8k", train_path=str(jsonl(tmp_path / "g.jsonl", [row])))
+    tokenizer = build_char_tokenizer(alphabet_of(data), tmp_path / "tokenizer")
+    (prompt,) = load_prompts(data, "train", tokenizer, seed=0)
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    assert alphabet_of(Data(task="addition")) == "0123456789+="
+
+
+def test_built_in_task(tmp_path: Path) -> None:
+    data = Data(task="addition", task_options={"digits": 2})
+    tokenizer = build_char_tokenizer(alphabet_of(data), tmp_path)
+    train = load_prompts(data, "train", tokenizer, seed=0)
+    prompt = train[0]
+    assert eval(prompt.text.rstrip("=")) == int(prompt.answer)
+    assert len(prompt.token_ids) == len(prompt.text)
+    assert len(prompt.response_ids) == len(prompt.answer) + 1
+    assert train.fingerprint() == load_prompts(data, "train", tokenizer, seed=0).fingerprint()
+    assert train.fingerprint() != load_prompts(data, "train", tokenizer, seed=1).fingerprint()
+    assert len(train.subset(5, 0)) == 5
+    assert train.subset(5, 0).prompts == train.subset(5, 0).prompts
+    assert train.subset(10**6, 0) is train
+
+
+def test_stream_covers_every_prompt_each_epoch_and_resumes(tmp_path: Path, tokenizer: Any) -> None:
+    prompts = load(jsonl(tmp_path / "a.jsonl", ROWS), tokenizer)
+    stream = PromptStream(prompts, seed=1)
+    epochs = [[p.id for p in stream.take(7)] + [p.id for p in stream.take(13)] for _ in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+    stream = PromptStream(prompts, seed=1)
+    stream.take(33)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = PromptStream(prompts, seed=1)
+    resumed.load_state_dict(state)
+    assert [p.id for p in resumed.take(45)] == [p.id for p in stream.take(45)]
+    assert [p.id for p in PromptStream(prompts, seed=2).take(20)] != epochs[0]
+    assert [p.id for p in PromptStream(prompts, seed=2, shuffle=False).take(25)] == [*range(20), *range(5)]
+
+    for other, message in (
+        (PromptStream(prompts, seed=2), r"run\.seed was 1 and is now 2"),
+        (PromptStream(prompts.subset(5, 0), seed=1), "number of prompts .* was 20 and is now 5"),
+    ):
+        with pytest.raises(UserError, match=message):
+            other.load_state_dict(state)

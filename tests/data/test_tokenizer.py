@@ -1,0 +1,69 @@
+"""Character tokenizers survive saving and decode to what was encoded; bad directories are explained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
+from quintet.errors import UserError
+
+ALPHABET = "0123456789+= \n\tabc(é’中"
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    return [build_char_tokenizer(ALPHABET, directory), load_tokenizer(directory)]
+
+
+@given(text=st.text(alphabet=ALPHABET))
+def test_round_trip(tokenizers: list[object], text: str) -> None:
+    for tokenizer in tokenizers:
+        ids = tokenizer(text)["input_ids"]  # type: ignore[operator]
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text  # type: ignore[attr-defined]
+        assert tokenizer.decode([*ids, 1, 0], skip_special_tokens=True) == text  # type: ignore[attr-defined]
+
+
+def test_ids_do_not_depend_on_the_order_of_the_alphabet(tmp_path: Path) -> None:
+    a, b = (build_char_tokenizer(text, tmp_path / text[:1]) for text in ("abc1", "1cbaa"))
+    assert (
+        a.get_vocab() == b.get_vocab() == {"<pad>": 0, "<eos>": 1, "<unk>": 2, "1": 3, "a": 4, "b": 5, "c": 6}
+    )
+    assert (a.pad_token_id, a.eos_token_id, a("?")["input_ids"]) == (0, 1, [2])
+
+
+def test_chat_template(tokenizers: list[object]) -> None:
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    for tokenizer in tokenizers:
+        render = tokenizer.apply_chat_template  # type: ignore[attr-defined]
+        assert render(turns[:1], tokenize=False, add_generation_prompt=True) == "1+1="
+        assert render(turns, tokenize=False) == "1+1=2<eos>"
+
+
+def test_template_override(tmp_path: Path) -> None:
+    build_char_tokenizer("ab", tmp_path / "t")
+    (tmp_path / "template.jinja").write_text("{{ messages[0].content }}!")
+    assert load_tokenizer(tmp_path / "t", "{{ x }}").chat_template == "{{ x }}"
+    assert load_tokenizer(tmp_path / "t", str(tmp_path / "template.jinja")).chat_template.endswith("!")
+    with pytest.raises(UserError, match=r"model\.chat_template is neither"):
+        load_tokenizer(tmp_path / "t", "no_such_file")
+
+
+def test_bad_directories(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no directory"):
+        load_tokenizer(tmp_path / "missing")
+    with pytest.raises(UserError, match="no tokenizer could be read"):
+        load_tokenizer(tmp_path)
+    build_char_tokenizer("ab", tmp_path / "t")
+    config_path = tmp_path / "t" / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+    del config["eos_token"]
+    config_path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        load_tokenizer(tmp_path / "t")
