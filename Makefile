@@ -20,7 +20,7 @@ help:  ## this list
 setup: $(STAMP)  ## make .venv with the pinned packages
 
 $(STAMP): constraints.txt pyproject.toml tools/bootstrap.py
-	@$(BOOTSTRAP) && touch $@
+	@$(BOOTSTRAP) --venv $(VENV) && touch $@
 
 demo: $(STAMP)  ## a small model learns arithmetic by reinforcement (about 6 minutes on two cores)
 	@$(BIN)/quintet train recipes/laptop_demo.yaml $(ARGS)
