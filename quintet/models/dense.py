@@ -16,7 +16,9 @@ def read_rope(config: dict[str, Any]) -> Rope:
     scaling = {**(config.get("rope_scaling") or {}), **parameters}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise UserError(f"config.json: rope type {kind!r} is not supported; supported are default, linear, llama3")
+        raise UserError(
+            f"config.json: rope type {kind!r} is not supported; supported are default, linear, llama3"
+        )
     return Rope(theta=float(theta), scaling=None if kind == "default" else {**scaling, "rope_type": kind})
 
 

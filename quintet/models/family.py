@@ -132,7 +132,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise UserError(f"{file} does not exist: model.path must be a Hugging Face directory with a config.json")
+        raise UserError(
+            f"{file} does not exist: model.path must be a Hugging Face directory with a config.json"
+        )
     try:
         config = json.loads(file.read_text())
     except json.JSONDecodeError as error:
@@ -156,6 +158,12 @@ def family_of(config: dict[str, Any], where: str = "config.json") -> Family:
         f"{where}: architecture {', '.join(names) or '(none given)'} is not supported; "
         f"supported are {', '.join(sorted(_FAMILIES))}"
     )
+
+
+def family_named(name: str) -> Family:
+    """A family by its own name, as `ModelShape.family` holds it."""
+    _load_builtin()
+    return next(f for f in _FAMILIES.values() if f.name == name)
 
 
 def read_shape(path: Path) -> ModelShape:

@@ -21,9 +21,7 @@ def length_buckets(lengths: Sequence[int], *, overhead_tokens: int = 256) -> lis
     starts = [0, *ends]
     for j in range(1, len(starts)):
         longest = lengths[order[starts[j] - 1]]
-        costs = [
-            best[i] + overhead_tokens + (starts[j] - starts[i]) * longest for i in range(j)
-        ]
+        costs = [best[i] + overhead_tokens + (starts[j] - starts[i]) * longest for i in range(j)]
         cut[j] = min(range(j), key=costs.__getitem__)
         best[j] = costs[cut[j]]
     groups, j = [], len(starts) - 1

@@ -10,7 +10,9 @@ from quintet.packing import Alignment, alignment, length_buckets, plan_microbatc
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=60)
 
 
-@given(LENGTHS, st.integers(1, 8), st.integers(0, 200), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
+@given(
+    LENGTHS, st.integers(1, 8), st.integers(0, 200), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])
+)
 def test_every_sample_once_within_the_budget(lengths, dp, slack, tp, cp):
     align = alignment(tp=tp, sp=tp > 1, cp=cp)
     budget = -(-align.row([max(lengths)]) // cp) + slack

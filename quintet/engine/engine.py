@@ -1,0 +1,246 @@
+"""The training engine: one rank of a megatron-core model in a layout.
+
+    engine = Engine(shape, layout, ...)
+    engine.load_hf(path)
+    engine.forward_backward(batch, microbatches, loss)      # gradients add up over calls
+    engine.optimizer_step()
+
+Every method that communicates is called by all ranks of the layout, in the same order. Losses are normalised by
+global counts (the caller's), so results do not depend on how a batch was cut into micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quintet.engine import megatron_compat
+
+megatron_compat.install()
+
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
+
+from quintet.data.batch import Batch, offsets  # noqa: E402
+from quintet.engine import build, hf  # noqa: E402
+from quintet.engine.head import VocabSlice, log_probs_and_entropy  # noqa: E402
+from quintet.engine.row import MicroBatch, pack  # noqa: E402
+from quintet.engine.schedule import learning_rate  # noqa: E402
+from quintet.engine.shards import Shard, shard_map  # noqa: E402
+from quintet.models import ModelShape  # noqa: E402
+from quintet.packing import alignment  # noqa: E402
+from quintet.recipe import schema  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Outputs:
+    """What the model says about the N trained tokens of a micro-batch, both fp32 [N]."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+Loss = Callable[[Outputs, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""(outputs, fields of the same N tokens) → (this micro-batch's share of the loss, sums to be added up)."""
+
+
+class Engine:
+    """One rank of a model that is trained, or, without an optimizer, only evaluated."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: schema.Layout,
+        *,
+        engine: schema.Engine,
+        optimizer: schema.Optimizer | None,
+        dtype: str,
+        total_steps: int = 1,
+    ) -> None:
+        self.shape, self.layout, self.recipe = shape, layout, engine
+        self.dtype = DTYPES[dtype]
+        self.mesh = build.mesh_of(layout, dist.get_world_size())
+        self.alignment = alignment(tp=layout.tp, sp=layout.sp, cp=layout.cp)
+        self.model = build.build_model(shape, layout, self.mesh, self.dtype, engine)
+        self.config = self.model.config
+        self.steps, self.total_steps = 0, total_steps
+        self._chunk: Any = self.model
+        self._optimizer: Any = None
+        self._optimizer_recipe = optimizer
+        if optimizer is not None:
+            self._chunk = build.wrap_for_training(self.model, self.mesh, self.dtype, engine)
+        self._p2p = P2PCommunicator(self.mesh.groups.pp, self.config) if self.mesh.sizes.pp > 1 else None
+        self.config.finalize_model_grads_func = _finalize
+
+    # weights
+
+    def load_hf(self, path: Path) -> None:
+        """Read weights from a Hugging Face directory and (re)start the optimizer from them."""
+        hf.load_hf(self.shard_map(), self.shape, path)
+        self.start_optimizer(self._optimizer_recipe, self.total_steps)
+
+    def start_optimizer(self, optimizer: schema.Optimizer | None, total_steps: int) -> None:
+        """A fresh optimizer (master weights, zero moments, step 0) on the present weights. Collective."""
+        self._optimizer_recipe, self.total_steps, self.steps = optimizer, total_steps, 0
+        if optimizer is not None:
+            self._optimizer = build.build_optimizer(
+                self._chunk, self.mesh, self.dtype, optimizer, self.recipe.distributed_optimizer
+            )
+            self.config.grad_scale_func = self._optimizer.scale_loss
+
+    def save_hf(self, path: Path, companions: Path) -> None:
+        """Write a Hugging Face directory; `companions` gives config.json and the tokenizer. Collective."""
+        hf.save_hf(self.shard_map(), self.shape, self.dtype, path, companions)
+
+    def shard_map(self, of: str = "param") -> list[Shard]:
+        """What this rank holds: see `quintet.engine.shards`."""
+        return shard_map(self.model, self.shape, self.mesh, of)
+
+    # compute
+
+    def forward(
+        self, batch: Batch, microbatches: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor] | None:
+        """Log-probs and entropies of the tokens with loss_mask 1, flat like the batch's values, fp32 on the CPU.
+
+        Other tokens get 0. Only the rank that owns the output returns them, others None.
+        """
+        values = [torch.zeros(len(batch["input_ids"].values())) for _ in range(2)]
+
+        def collect(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+            for out, new in zip(values, (outputs.logprobs, outputs.entropy), strict=True):
+                out[micro.token_index] = new.cpu()
+            return outputs.logprobs.sum(), {}
+
+        with torch.no_grad():
+            self.model.eval()
+            self._run(batch, microbatches, collect, temperature, forward_only=True)
+        return (values[0], values[1]) if self.mesh.owns_output else None
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        microbatches: Sequence[Sequence[int]],
+        loss: Loss,
+        temperature: float = 1.0,
+    ) -> dict[str, float] | None:
+        """Add the gradients of a mini-batch. Returns this dp rank's sums from the loss, on the owning rank.
+
+        microbatches: positions of the samples in `batch`, as planned; every rank has as many.
+        """
+        fields = _flat_fields(batch, build.device())
+        sums: dict[str, Tensor] = {}
+
+        def compute(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+            value, more = loss(outputs, _fields_of(fields, micro))
+            for key, x in more.items():
+                sums[key] = sums[key] + x.detach() if key in sums else x.detach()
+            return value, {}
+
+        self._chunk.zero_grad_buffer()
+        self.model.train()
+        self._run(batch, microbatches, compute, temperature, forward_only=False)
+        if not self.mesh.owns_output:
+            return None
+        return (
+            dict(zip(sums, torch.stack([x.double() for x in sums.values()]).tolist(), strict=True))
+            if sums
+            else {}
+        )
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, and return the gradient norm before clipping and the learning rate used."""
+        assert self._optimizer_recipe is not None
+        self.steps += 1
+        rate = learning_rate(self.steps, self.total_steps, self._optimizer_recipe)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        done, norm, _ = self._optimizer.step()
+        if not done:
+            raise FloatingPointError(f"optimizer step {self.steps}: gradients are not finite")
+        return {"grad_norm": float(norm), "lr": rate}
+
+    def _run(
+        self,
+        batch: Batch,
+        microbatches: Sequence[Sequence[int]],
+        use: Callable[[Outputs, MicroBatch], tuple[Tensor, dict[str, Any]]],
+        temperature: float,
+        *,
+        forward_only: bool,
+    ) -> None:
+        values = batch["input_ids"].values()
+        trained = batch["loss_mask"].values() > 0
+        ends = offsets(batch)
+        packed = (pack(values, ends, trained, samples, self.alignment) for samples in microbatches)
+        step = partial(self._forward_step, use=use, temperature=temperature)
+        schedule = get_forward_backward_func(pp_size=self.mesh.sizes.pp, vp_size=None)
+        extra = {"p2p_communicator": self._p2p} if self._p2p else {}
+        schedule(
+            forward_step_func=step,
+            data_iterator=packed,
+            model=[self._chunk],
+            num_microbatches=len(microbatches),
+            seq_length=self.recipe.tokens_per_microbatch_per_rank,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            pg_collection=self.mesh.groups,
+            **extra,
+        )
+
+    def _forward_step(
+        self, microbatches: Iterator[MicroBatch], chunk: Any, *, use: Any, temperature: float
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        micro = next(microbatches)
+        hidden = chunk(micro.input_ids.to(build.device()), self.model.row(micro))
+
+        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            value, extra = use(self._outputs(hidden, micro, temperature), micro)
+            return value, torch.zeros((), dtype=torch.int, device=value.device), extra
+
+        return hidden, loss
+
+    def _outputs(self, hidden: Tensor, micro: MicroBatch, temperature: float) -> Outputs:
+        where = hidden.device
+        weight = self.model.head_weight()
+        vocab = VocabSlice(len(weight), self.shape.vocab_size, self.mesh.groups.tp)
+        wanted = self.model.for_head(hidden).index_select(0, micro.predictors.to(where))
+        return Outputs(*log_probs_and_entropy(wanted, weight, micro.targets.to(where), vocab, temperature))
+
+
+def _finalize(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """megatron-core's reduction of gradients, without its division by token counts: the loss did that."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _flat_fields(batch: Batch, device: torch.device) -> dict[str, tuple[bool, Tensor]]:
+    """Fields on the device: (is per token, values)."""
+    out = {}
+    for name, value in batch.items():
+        if name == "input_ids":
+            continue
+        out[name] = (value.is_nested, (value.values() if value.is_nested else value).to(device))
+    return out
+
+
+def _fields_of(fields: dict[str, tuple[bool, Tensor]], micro: MicroBatch) -> dict[str, Tensor]:
+    """Fields at the micro-batch's N trained tokens; per-sample ones are repeated for each token.
+
+    `sample` tells the tokens' samples apart: positions in the rank's batch.
+    """
+    token, sample = micro.token_index, micro.sample
+    device = next(iter(fields.values()))[1].device
+    token, sample = token.to(device), sample.to(device)
+    out = {name: v.index_select(0, token if jagged else sample) for name, (jagged, v) in fields.items()}
+    out["sample"] = sample
+    return out

@@ -1,0 +1,170 @@
+"""Hugging Face directories in and out: safetensors read slice by slice, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quintet.engine.reshard import Resharder
+from quintet.engine.shards import Shard
+from quintet.errors import UserError
+from quintet.models import ModelShape, family_named
+
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+"""Buffers that old checkpoints carry and that follow from the config."""
+
+SHARD_BYTES = 4 << 30
+
+
+class HfWeights:
+    """The tensors of a Hugging Face directory, by name, read lazily."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.file_of = self._index()
+        self._open: dict[Path, Any] = {}
+
+    def _index(self) -> dict[str, Path]:
+        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"]
+            return {name: self.path / file for name, file in names.items()}
+        if single.is_file():
+            with _open(single) as f:
+                return {name: single for name in f.keys()}  # noqa: SIM118 (safe_open has no __iter__)
+        raise UserError(f"{self.path}: neither model.safetensors nor model.safetensors.index.json is there")
+
+    def names(self) -> set[str]:
+        return set(self.file_of)
+
+    def read(self, shard: Shard) -> Tensor:
+        """The box of one tensor, reading no more than it.
+
+        Raises UserError naming file and tensor when shapes disagree or the file is damaged.
+        """
+        file = self.file_of[shard.name]
+        if file not in self._open:
+            if not file.is_file():
+                raise UserError(f"{file} is missing: {self.path}'s index says it holds {shard.name}")
+            self._open[file] = _open(file)
+        try:
+            piece = self._open[file].get_slice(shard.name)
+            found = tuple(piece.get_shape())
+            if found != shard.shape:
+                raise UserError(f"{file}: {shard.name} has shape {found}, config.json implies {shard.shape}")
+            return piece[tuple(slice(a, b) for a, b in shard.box)]
+        except SafetensorError as error:
+            raise UserError(f"{file}: cannot read {shard.name}: {error}") from None
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: not a readable safetensors file ({error})") from None
+
+
+def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
+    """Every tensor accounted for: none missing, none left over.
+
+    Raises UserError listing what is missing and what has no place.
+    """
+    wanted = {name for weight in family_named(shape.family).weights(shape) for name in weight.hf}
+    spare = {"lm_head.weight"} if shape.tied_embeddings else set()
+    missing = sorted(wanted - names)
+    extra = sorted(n for n in names - wanted - spare if not n.endswith(IGNORED_SUFFIXES))
+    if missing or extra:
+        said = [f"missing: {', '.join(missing)}"] if missing else []
+        said += [f"left over: {', '.join(extra)}"] if extra else []
+        raise UserError(
+            f"{where}: tensors do not fit a {shape.family} model of this config; {'; '.join(said)}"
+        )
+
+
+def load_hf(shards: list[Shard], shape: ModelShape, path: Path) -> None:
+    """Fill this rank's shards from a Hugging Face directory, one slice at a time."""
+    weights = HfWeights(path)
+    check_names(weights.names(), shape, path)
+    for shard in shards:
+        shard.write(weights.read(shard))
+
+
+def full_tensors(shards: list[Shard], shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors in the family's order. Collective; rank 0 gets them on the CPU, others get nothing.
+
+    One tensor is gathered at a time: peak memory on rank 0 is its shards and the largest tensor.
+    """
+    rank = dist.get_rank()
+    device = shards[0].view.device if shards else torch.device("cpu")
+    for weight in family_named(shape.family).weights(shape):
+        for name, full in zip(weight.hf, weight.shapes, strict=True):
+            out = torch.empty(full, dtype=dtype, device=device) if rank == 0 else None
+            target = [] if out is None else [Shard(name, full, tuple((0, n) for n in full), out)]
+            Resharder([s for s in shards if s.name == name], target).run()
+            if out is not None:
+                yield name, out.cpu()
+
+
+def save_hf(shards: list[Shard], shape: ModelShape, dtype: torch.dtype, path: Path, companions: Path) -> None:
+    """Write a Hugging Face directory that transformers loads. Collective; rank 0 writes.
+
+    companions: the directory the model came from; its config.json and tokenizer files are copied.
+    """
+    writer = _Writer(path) if dist.get_rank() == 0 else None
+    for name, tensor in full_tensors(shards, shape, dtype):
+        assert writer is not None
+        writer.add(name, tensor)
+    if writer is not None:
+        writer.finish()
+        for file in companions.iterdir():
+            keep = file.suffix in (".json", ".jinja", ".txt", ".model")
+            if keep and "safetensors" not in file.name and file.is_file():
+                shutil.copy(file, path / file.name)
+    dist.barrier()
+
+
+class _Writer:
+    """Safetensors files of at most SHARD_BYTES and their index."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path, self.pending, self.bytes = path, {}, 0  # type: ignore[var-annotated]
+        self.files: list[list[str]] = []
+        self.total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self.pending and self.bytes + size > SHARD_BYTES:
+            self._flush()
+        self.pending[name] = tensor.contiguous()
+        self.bytes += size
+        self.total += size
+
+    def _flush(self) -> None:
+        file = self.path / f"model-{len(self.files) + 1:05d}.safetensors"
+        save_file(self.pending, str(file), metadata={"format": "pt"})
+        self.files.append(list(self.pending))
+        self.pending, self.bytes = {}, 0
+
+    def finish(self) -> None:
+        self._flush()
+        count = len(self.files)
+        if count == 1:
+            (self.path / "model-00001.safetensors").rename(self.path / "model.safetensors")
+            return
+        weight_map = {}
+        for i, names in enumerate(self.files, start=1):
+            file = f"model-{i:05d}-of-{count:05d}.safetensors"
+            (self.path / f"model-{i:05d}.safetensors").rename(self.path / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+        (self.path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -1,0 +1,151 @@
+"""What megatron-core 0.16.1 needs before it runs on a CPU, and without its process-global state.
+
+Nowhere else in quintet is megatron-core or torch adapted. Each adaptation says which gap it closes and which
+test fails without it. `install()` runs before the first use of megatron-core and is idempotent. On a machine
+with a GPU it only provides the scratch buffer.
+
+The adaptations touch named functions of megatron-core, not torch's factories: code outside megatron-core
+that asks for a CUDA device on a CPU machine still gets torch's own error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+VERSION = "0.16.1"
+_installed = False
+
+
+def install() -> None:
+    """Adapt megatron-core once in this process.
+
+    Raises RuntimeError when another version of megatron-core is installed than the tested one.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    if not torch.cuda.is_available():
+        # `jit_fuser` compiles small elementwise functions: minutes of C++ on a CPU for nothing.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        _stand_in_for_cuda()
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    import megatron.core
+
+    if megatron.core.__version__ != VERSION:
+        raise RuntimeError(
+            f"quintet is tested with megatron-core {VERSION}, found {megatron.core.__version__}"
+        )
+    _provide_scratch_buffer()
+    if not torch.cuda.is_available():
+        _retarget_cuda_literals()
+        _plain_rng()
+
+
+def _provide_scratch_buffer() -> None:
+    """Sequence parallelism asks parallel_state for a scratch buffer, which only `initialize_model_parallel`
+    makes; quintet passes process groups explicitly and never calls it. (tests/oracle: tp2-sp)"""
+    from megatron.core import parallel_state
+
+    parallel_state._set_global_memory_buffer()
+
+
+class _NoStream:
+    """Stream and event of a device on which everything is synchronous."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _NoStream()
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    wait = wait_stream = wait_event = synchronize = record = _nothing
+
+
+def _stand_in_for_cuda() -> None:
+    """`torch.cuda.current_device()` is megatron-core's name for "here": on a CPU machine it is the CPU, and
+    streams are nothing. Without a GPU the originals can only raise. (tests/oracle: every layout)"""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.Stream = cuda.Event = _NoStream
+    cuda.current_stream = cuda.default_stream = lambda *args: _NoStream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.synchronize = lambda *args: None
+    cuda.nvtx.range_push = lambda *args: None
+    cuda.nvtx.range_pop = lambda *args: None
+
+
+def _retarget_cuda_literals() -> None:
+    """Schedules, gradient clipping and the optimizers name the device "cuda" and compare tensor type names
+    like 'torch.cuda.FloatTensor' in their code: on a CPU machine these constants are replaced in just those
+    functions. (tests/oracle: every layout)"""
+    from megatron.core import utils
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+    from megatron.core.pipeline_parallel import schedules
+
+    for function in (
+        schedules.forward_backward_no_pipelining,
+        schedules.forward_backward_pipelining_without_interleaving,
+        schedules.forward_backward_pipelining_with_interleaving,
+        utils.local_multi_tensor_l2_norm,
+        clip_grads.get_grad_norm_fp32,
+        clip_grads.clip_grad_by_total_norm_fp32,
+        clip_grads.count_zeros_fp32,
+        optimizer.MixedPrecisionOptimizer.__init__,
+        optimizer.Float16OptimizerWithFloat16Params.__init__,
+        optimizer.FP32Optimizer.__init__,
+        distrib_optimizer.DistributedOptimizer.__init__,
+        distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups,
+    ):
+        _replace_constants(function)
+    # Tied embeddings over pipeline stages: `weight.data.cuda()` becomes `weight.data.cpu()`. (tests/oracle: pp2, tied)
+    setup: Any = LanguageModule.setup_embeddings_and_output_layer
+    names = tuple("cpu" if n == "cuda" else n for n in setup.__code__.co_names)
+    setup.__code__ = setup.__code__.replace(co_names=names)
+
+
+def _replace_constants(function: Callable[..., Any]) -> None:
+    target: Any = getattr(function, "__func__", function)
+    target = getattr(target, "__wrapped__", target)
+    target.__code__ = _on_cpu(target.__code__)
+
+
+def _on_cpu(constant: Any) -> Any:
+    if isinstance(constant, str):
+        return "cpu" if constant == "cuda" else constant.replace("torch.cuda.", "torch.")
+    if isinstance(constant, tuple):
+        return tuple(_on_cpu(c) for c in constant)
+    if isinstance(constant, types.CodeType):
+        return constant.replace(co_consts=tuple(_on_cpu(c) for c in constant.co_consts))
+    return constant
+
+
+def _plain_rng() -> None:
+    """Sequence-parallel blocks fork a CUDA random state for dropout. quintet trains without dropout, so on a
+    CPU the fork is empty. (tests/oracle: tp2-sp)"""
+    from megatron.core.tensor_parallel import random
+
+    tracker: Any = random.CudaRNGStatesTracker
+    tracker.fork = lambda self, name="": contextlib.nullcontext()

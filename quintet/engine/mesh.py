@@ -1,0 +1,135 @@
+"""Process groups of one layout.
+
+A `Mesh` is what megatron-core calls a ProcessGroupCollection, with this rank's coordinates. It is built from
+the layout alone, passed to every constructor, and never stored in process-global state, so meshes of different
+layouts live side by side. Ranks are ordered tp fastest, then cp, dp, and pp slowest, as megatron-core does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+AXES = ("tp", "cp", "dp", "pp")  # fastest first
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the mesh axes; their product is the number of ranks."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Coordinates of a rank on each axis."""
+        found = {}
+        for axis in AXES:
+            size = getattr(self, axis)
+            found[axis] = rank % size
+            rank //= size
+        return found
+
+    def partition(self, *axes: str) -> list[list[int]]:
+        """All groups of ranks that differ only along `axes`, ordered by the other axes."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.ranks):
+            at = self.coordinates(rank)
+            groups.setdefault(tuple(at[a] for a in AXES if a not in axes), []).append(rank)
+        return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in a layout and the groups it belongs to."""
+
+    sizes: Sizes
+    rank: int
+    groups: ProcessGroupCollection
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        return self.sizes.coordinates(self.rank)
+
+    def at(self, axis: str) -> int:
+        """This rank's coordinate on one axis."""
+        return self.coordinates[axis]
+
+    @property
+    def first_stage(self) -> bool:
+        return self.at("pp") == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.at("pp") == self.sizes.pp - 1
+
+    @property
+    def owns_output(self) -> bool:
+        """Whether this is the one rank of its dp rank whose results are reported."""
+        return self.last_stage and self.at("tp") == 0 and self.at("cp") == 0
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_default: dist.ProcessGroup | None = None
+
+
+def _group(partition: list[list[int]], rank: int) -> dist.ProcessGroup:
+    """The group of `partition` that holds this rank. Every rank must call this with the same partitions in the
+    same order; groups of the same ranks are made once in a process."""
+    global _default
+    if _default is not dist.group.WORLD:  # a new default group: the old ones are gone
+        _groups.clear()
+        _default = dist.group.WORLD
+    for ranks in partition:
+        key = tuple(ranks)
+        if key not in _groups:
+            _groups[key] = dist.new_group(list(ranks))
+    mine = next(tuple(ranks) for ranks in partition if rank in ranks)
+    return _groups[mine]
+
+
+def build_mesh(sizes: Sizes) -> Mesh:
+    """Make the groups of a layout. Collective: every rank of the default group calls it with the same sizes.
+
+    Raises ValueError when the sizes do not multiply to the number of ranks.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if sizes.ranks != world:
+        raise ValueError(f"{sizes} need {sizes.ranks} ranks, there are {world}")
+
+    def over(*axes: str) -> dist.ProcessGroup:
+        return _group(sizes.partition(*axes), rank)
+
+    ends = [[column[0], column[-1]] if sizes.pp > 1 else column for column in sizes.partition("pp")]
+    middle = [[r] for column in sizes.partition("pp") for r in column[1:-1]]
+    dp_cp = over("dp", "cp")
+    groups = ProcessGroupCollection(
+        tp=over("tp"),
+        cp=over("cp"),
+        dp=over("dp"),
+        pp=over("pp"),
+        dp_cp=dp_cp,
+        mp=over("tp", "pp"),
+        tp_cp=over("tp", "cp"),
+        tp_dp_cp=over("tp", "dp", "cp"),
+        # Embedding weights live on the first stage, and tied ones on the last too: their gradients are summed.
+        embd=_group(ends + middle, rank),
+        pos_embd=_group([[r] for r in range(world)], rank),
+        # Without experts: one expert group a rank, expert data parallel = data parallel.
+        ep=_group([[r] for r in range(world)], rank),
+        expt_tp=over("tp"),
+        tp_ep=over("tp"),
+        tp_ep_pp=over("tp", "pp"),
+        expt_dp=dp_cp,
+        intra_dp_cp=dp_cp,
+        intra_expt_dp=dp_cp,
+        intra_dist_opt=_group([list(range(world))], rank),
+    )
+    return Mesh(sizes, rank, groups)

@@ -1,0 +1,149 @@
+"""Move weights from one layout to another, straight from shard to shard.
+
+Both sides describe what they hold as boxes of full tensors (`quintet.engine.shards`). Where a source box and a
+destination box meet, that part travels from one owner of the source box to the destination. Everything is
+planned once, from the boxes of all ranks; a transfer is then one all-to-all a bucket, and parts that stay on
+their rank are copied in place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quintet.engine.shards import Box, Shard
+
+Holding = tuple[str, Box]
+"""Name and box of a shard, without its data."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One part on its way: `box` of `name` from rank `source` (its shard `source_index`) to rank `target`."""
+
+    name: str
+    box: Box
+    source: int
+    source_index: int
+    target: int
+    target_index: int
+
+    @property
+    def elements(self) -> int:
+        n = 1
+        for start, stop in self.box:
+            n *= stop - start
+        return n
+
+
+def plan_transfers(
+    sources: Sequence[Sequence[Holding]], targets: Sequence[Sequence[Holding]]
+) -> list[Transfer]:
+    """Transfers that fill every target box, ordered by target index so that buckets follow the model.
+
+    A part comes from its own rank where that rank holds it; otherwise the owners of a box share the work.
+
+    Raises ValueError naming a box that no source covers.
+    """
+    owners: dict[str, dict[Box, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, holdings in enumerate(sources):
+        for index, (name, box) in enumerate(holdings):
+            owners[name][box].append((rank, index))
+    transfers = []
+    for target, holdings in enumerate(targets):
+        for target_index, (name, box) in enumerate(holdings):
+            missing = _volume(box)
+            for source_box, holders in owners[name].items():
+                part = _meet(box, source_box)
+                if part is None:
+                    continue
+                local = [h for h in holders if h[0] == target]
+                source, source_index = local[0] if local else holders[target % len(holders)]
+                transfers.append(Transfer(name, part, source, source_index, target, target_index))
+                missing -= _volume(part)
+            if missing:
+                raise ValueError(f"{name}: {missing} elements of {box} on rank {target} have no source")
+    return sorted(transfers, key=lambda t: (t.target_index, t.target, t.source, t.box))
+
+
+def _meet(a: Box, b: Box) -> Box | None:
+    both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def _volume(box: Box) -> int:
+    n = 1
+    for start, stop in box:
+        n *= stop - start
+    return n
+
+
+class Resharder:
+    """A standing plan between two sets of shards over the same ranks.
+
+    Collective to build and to run: every rank of the default group takes part, also one without shards.
+    """
+
+    def __init__(self, sources: list[Shard], targets: list[Shard], bucket_mib: int = 256) -> None:
+        self.sources, self.targets = sources, targets
+        holdings: list[tuple[list[Holding], list[Holding]]] = [([], [])] * dist.get_world_size()
+        mine = ([(s.name, s.box) for s in sources], [(t.name, t.box) for t in targets])
+        dist.all_gather_object(holdings, mine)
+        transfers = plan_transfers([h[0] for h in holdings], [h[1] for h in holdings])
+        limit = bucket_mib << 18  # elements of 4 bytes
+        self.buckets: list[list[Transfer]] = [[]]
+        room = limit
+        for transfer in transfers:  # the same cuts on every rank: they follow from the plan alone
+            if room < transfer.elements and self.buckets[-1]:
+                self.buckets.append([])
+                room = limit
+            self.buckets[-1].append(transfer)
+            room -= transfer.elements
+
+    def run(self) -> None:
+        """Copy every target's content from the sources."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                self._run(bucket)
+
+    def _run(self, bucket: list[Transfer]) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        sending: list[list[Tensor]] = [[] for _ in range(world)]
+        receiving: list[list[Tensor]] = [[] for _ in range(world)]
+        for t in bucket:
+            if t.source == rank == t.target:
+                source, target = self._source(t), self._target(t)
+                target.copy_(source.reshape(target.shape))
+            elif t.source == rank:
+                sending[t.target].append(self._source(t))
+            elif t.target == rank:
+                receiving[t.source].append(self._target(t))
+        if all(t.source == t.target for t in bucket):
+            return
+        device, dtype = self._where()
+        sizes_out = [sum(p.numel() for p in parts) for parts in sending]
+        sizes_in = [sum(p.numel() for p in parts) for parts in receiving]
+        outgoing = [p.reshape(-1).to(dtype) for parts in sending for p in parts]
+        out = torch.cat(outgoing) if outgoing else torch.empty(0, dtype=dtype, device=device)
+        arrived = torch.empty(sum(sizes_in), dtype=dtype, device=device)
+        dist.all_to_all_single(arrived, out, sizes_in, sizes_out)
+        start = 0
+        for parts in receiving:
+            for part in parts:
+                part.copy_(arrived[start : start + part.numel()].view(part.shape))
+                start += part.numel()
+
+    def _source(self, t: Transfer) -> Tensor:
+        return self.sources[t.source_index].part(t.box)
+
+    def _target(self, t: Transfer) -> Tensor:
+        return self.targets[t.target_index].part(t.box)
+
+    def _where(self) -> tuple[torch.device, torch.dtype]:
+        view = (self.sources or self.targets)[0].view
+        return view.device, view.dtype
