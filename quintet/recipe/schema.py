@@ -7,28 +7,33 @@ unit and scope in the name. Free-form pass-through exists in exactly three place
 
 from __future__ import annotations
 
+import os.path
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+UserPathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path where "~" is the home directory: no shell expands it inside a YAML file or after `key=`."""
 
 
 class Section(BaseModel):
-    """A recipe section: unknown keys are errors, values are checked when they are set."""
+    """A recipe section: unknown keys are errors, and so are infinite numbers."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Run(Section):
     name: str = "run"
-    """Name of the run; its directory is `dir/name-<time>` unless `resume` names one."""
-    dir: Path = Path("runs")
+    """Name of the run; its directory is `dir/name-<time>`."""
+    dir: UserPath = Path("runs")
     """Where run directories are made."""
     seed: int = 0
     """Seeds data order, initial weights and sampling noise."""
@@ -60,11 +65,11 @@ class BuildModel(Section):
     kv_heads: PositiveInt = 2
     head_dim: PositiveInt = 32
     tied_embeddings: bool = True
-    max_position_embeddings: PositiveInt = 1024
+    max_position_embeddings: PositiveInt = 4096
 
 
 class Model(Section):
-    path: Path | None = None
+    path: UserPath | None = None
     """Hugging Face directory: config.json, *.safetensors, tokenizer files."""
     build: BuildModel | None = None
     """Make a model and a character tokenizer from nothing instead of reading `path`."""
@@ -90,8 +95,8 @@ class Layout(Section):
 
 class Optimizer(Section):
     lr: PositiveFloat = 1e-6
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.98
+    beta1: Beta = 0.9
+    beta2: Beta = 0.98
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     clip_grad_norm: PositiveFloat | None = 1.0
@@ -143,11 +148,11 @@ class Rollout(Section):
 class Data(Section):
     task: Literal["addition", "countdown", "gsm8k", "jsonl"] = "jsonl"
     """Built-in synthetic task (no files), or the shape of the files under train_path and eval_path."""
-    train_path: str | None = None
+    train_path: UserPathText | None = None
     """jsonl or parquet file, directory saved by `datasets`, or hub name."""
-    eval_path: str | None = None
+    eval_path: UserPathText | None = None
     prompt_key: str = "prompt"
-    """Column with the prompt: text, or a list of chat messages."""
+    """Column with the prompt: text, or a list of chat messages. "question" unless named when task is gsm8k."""
     answer_key: str = "answer"
     response_key: str = "response"
     """Column with the response to imitate (sft)."""
@@ -159,6 +164,13 @@ class Data(Section):
     shuffle: bool = True
     task_options: dict[str, int] = {}
     """Options of a synthetic task, such as digits."""
+
+    @model_validator(mode="after")
+    def _columns_of_gsm8k(self) -> Self:
+        # Written into the field, so that the resolved recipe says it and reads back to the same.
+        if self.task == "gsm8k" and "prompt_key" not in self.model_fields_set:
+            self.prompt_key = "question"
+        return self
 
 
 class Reward(Section):
@@ -192,12 +204,18 @@ class Train(Section):
     eval_samples_per_prompt: PositiveInt = 8
 
 
+class SftOptimizer(Optimizer):
+    """The optimizer of SFT: a class of its own, so that naming one key leaves the default of `lr` alone."""
+
+    lr: PositiveFloat = 1e-5
+
+
 class Sft(Section):
     """Supervised fine-tuning: the whole of `quintet sft`, or the warm-up before `quintet train`."""
 
     steps: PositiveInt = 100
     samples_per_step: PositiveInt = 64
-    optimizer: Optimizer = Optimizer(lr=1e-5)
+    optimizer: SftOptimizer = SftOptimizer()
 
 
 class Recipe(Section):

@@ -1,0 +1,175 @@
+"""From a recipe file and `key=value` overrides to a checked `Recipe`, or to one error that says all that is wrong.
+
+The order: YAML text to plain data with the line of each key, overrides laid on top, types by pydantic, then
+the rules across fields. Every problem names its key, its value and where that was written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from quintet.errors import UserError
+from quintet.recipe.keys import all_keys, expected, nearest_key, section_type
+from quintet.recipe.rules import Command, Problem, broken_rules
+from quintet.recipe.schema import Recipe
+from quintet.recipe.yaml_text import Path as KeyPath
+from quintet.recipe.yaml_text import read_yaml, write_yaml
+
+
+@dataclass
+class _Source:
+    """Plain data, and for each key where it was written: "recipe.yaml:12" or 'override "a.b=c"'."""
+
+    name: str
+    data: dict[str, Any] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+
+    def origin(self, path: KeyPath) -> str | None:
+        """Where `path`, or the nearest section above it, was written; None for a default."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return None
+
+    def written_at_or_below(self, path: KeyPath) -> list[str]:
+        """Where `path` itself or keys below it were written, `path` itself first."""
+        return [self.origins[key] for key in sorted(self.origins) if key[: len(path)] == path]
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, command: Command = "train") -> Recipe:
+    """Read, override and check a recipe.
+
+    Args:
+        path: YAML file.
+        overrides: "dotted.key=value" each, in order; the value is YAML (`true`, `null`, `[a, b]`, `1e-6`).
+        command: what the recipe is for; some keys are needed by some commands only.
+
+    Raises:
+        UserError: lists every problem found, each with its file and line or its override.
+    """
+    source = _read(Path(path))
+    for override in overrides:
+        _apply(source, override)
+    _fill_empty_sections(source.data)
+    try:
+        # JSON mode is strict about types ("3" is no number) yet takes text for a path and 1 for 1.0.
+        recipe = Recipe.model_validate_json(json.dumps(source.data), strict=True)
+    except ValidationError as error:
+        problems = [_explain(details, source) for details in error.errors(include_url=False)]
+        raise UserError(_report(source, problems)) from None
+    problems = [_locate(problem, source) for problem in broken_rules(recipe, command)]
+    if problems:
+        raise UserError(_report(source, problems))
+    return recipe
+
+
+def dump_resolved(recipe: Recipe) -> str:
+    """The recipe as YAML with every key written out; `load_recipe` reads it back to an equal recipe."""
+    return write_yaml(recipe.model_dump(mode="json"))
+
+
+def _read(path: Path) -> _Source:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"recipe {path} does not exist (looked in {Path.cwd()})") from None
+    except IsADirectoryError:
+        raise UserError(f"recipe {path} is a directory; name a YAML file") from None
+    except OSError as error:
+        raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"recipe {path} is not UTF-8 text; name a YAML file") from None
+    document = read_yaml(text, str(path))
+    if document.data is None:
+        document.data = {}
+    if not isinstance(document.data, dict):
+        raise UserError(f"{path}: expected sections with keys, such as\n  model:\n    path: …")
+    origins = {key: f"{path}:{line}" for key, line in document.lines.items()}
+    return _Source(str(path), document.data, origins)
+
+
+def _apply(source: _Source, override: str) -> None:
+    key, equals, text = override.partition("=")
+    where = f'override "{override}"'
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        raise UserError(f"{where}: expected key=value with a dotted key, such as train.steps=10")
+    try:
+        value = read_yaml(text, where).data
+    except UserError as error:
+        raise UserError(str(error).replace(f"{where}:1: ", f"{where}: ")) from None
+    node = source.data
+    for part in path[:-1]:
+        below = node.get(part)
+        if below is None:
+            below = node[part] = {}
+        if not isinstance(below, dict):
+            break  # The type error of this value is reported below, with both places.
+        node = below
+    else:
+        node[path[-1]] = value
+        for old in [one for one in source.origins if one[: len(path)] == path]:
+            del source.origins[old]
+        source.origins[path] = where
+        return
+    raise UserError(f"{where}: {'.'.join(path[:-1])} is no section (at {source.origin(path[:-1])})")
+
+
+def _fill_empty_sections(data: dict[str, Any]) -> None:
+    """`train:` with nothing below it means its defaults; for an optional section, null means absent."""
+    for name, field_info in Recipe.model_fields.items():
+        if name in data and data[name] is None and field_info.annotation is section_type(field_info):
+            data[name] = {}
+
+
+def _explain(details: ErrorDetails, source: _Source) -> str:
+    path = tuple(str(part) for part in details["loc"])
+    key = ".".join(path)
+    where = source.origin(path) or source.name
+    if details["type"] == "extra_forbidden":
+        return f"{where}: unknown key {key}; the nearest valid key is {nearest_key(key)}{_siblings(path)}"
+    known = all_keys()
+    field_key = next((key for key in _prefixes(path) if key in known), None)
+    wanted = f"expected {expected(known[field_key])}" if field_key else details["msg"]
+    return f"{where}: {key} is {_shown(details['input'])}; {wanted}"
+
+
+def _prefixes(path: KeyPath) -> Iterator[str]:
+    for length in range(len(path), 0, -1):
+        yield ".".join(path[:length])
+
+
+def _siblings(path: KeyPath) -> str:
+    """The keys of the section an unknown key stands in, when it stands in one."""
+    above = ".".join(path[:-1])
+    field_info = all_keys().get(above)
+    section = section_type(field_info) if field_info is not None else None if above else Recipe
+    if section is None:
+        return ""
+    return f" (keys {'of ' + above if above else 'at the top'}: {', '.join(section.model_fields)})"
+
+
+def _locate(problem: Problem, source: _Source) -> str:
+    """A broken rule with where its keys were written; of keys left at their defaults, where their section is."""
+    paths = [tuple(key.split(".")) for key in problem.keys]
+    places = [place for path in paths for place in source.written_at_or_below(path)[:1]]
+    places = places or [place for place in map(source.origin, paths) if place is not None]
+    return f"{', '.join(dict.fromkeys(places)) or source.name}: {problem.message}"
+
+
+def _report(source: _Source, problems: list[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return f"{source.name} has {len(problems)} problems:\n" + "\n".join(f"  {one}" for one in problems)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"

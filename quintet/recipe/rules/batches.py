@@ -1,0 +1,110 @@
+"""Rules of tokens, batches and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.schema import Recipe
+
+
+@rule
+def samples_fit_a_microbatch(facts: Facts) -> Iterator[Problem]:
+    """The longest sample fits in one micro-batch and in the model's positions: samples are never cut."""
+    recipe = facts.recipe
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    text = (
+        f"data.max_prompt_tokens + rollout.max_response_tokens = {recipe.data.max_prompt_tokens} + "
+        f"{recipe.rollout.max_response_tokens} = {longest}"
+    )
+    keys = ("data.max_prompt_tokens", "rollout.max_response_tokens")
+    budget = recipe.engine.tokens_per_microbatch_per_rank * recipe.layout.cp
+    if longest > budget:
+        yield Problem(
+            (*keys, "engine.tokens_per_microbatch_per_rank"),
+            f"{text} is more than engine.tokens_per_microbatch_per_rank={budget}: a whole sample must fit; raise the "
+            "budget or lower the lengths",
+        )
+    if facts.sizes is not None and longest > facts.sizes.max_positions:
+        yield Problem(
+            (*keys, "model.build.max_position_embeddings"),
+            f"{text} is more than the {facts.sizes.max_positions} positions the model was made for; lower the lengths",
+        )
+
+
+@rule
+def groups_have_a_contrast(facts: Facts) -> Iterator[Problem]:
+    """GRPO compares the samples of one prompt, so there are at least two and they differ."""
+    rollout = facts.recipe.rollout
+    if facts.command != "train" or facts.recipe.algorithm.name != "grpo":
+        return
+    if rollout.samples_per_prompt < 2:
+        yield Problem(
+            ("rollout.samples_per_prompt",),
+            "rollout.samples_per_prompt=1: grpo compares the samples of one prompt and needs at least 2",
+        )
+    if rollout.temperature == 0:
+        yield Problem(
+            ("rollout.temperature",),
+            "rollout.temperature=0: greedy samples of one prompt are all the same, so grpo learns nothing; use 1.0",
+        )
+
+
+@rule
+def batches_divide(facts: Facts) -> Iterator[Problem]:
+    """Mini-batches are equally large, and each has a sample for every data-parallel rank."""
+    recipe, dp = facts.recipe, facts.dp
+    if facts.command == "train":
+        samples = recipe.train.prompts_per_step * recipe.rollout.samples_per_prompt
+        count = recipe.train.mini_batches_per_step
+        keys = ("train.prompts_per_step", "rollout.samples_per_prompt", "train.mini_batches_per_step")
+        if samples % count:
+            yield Problem(
+                keys,
+                f"train.prompts_per_step × rollout.samples_per_prompt = {samples} samples are not divisible by "
+                f"train.mini_batches_per_step={count}",
+            )
+        elif samples // count < dp:
+            yield Problem(
+                keys,
+                f"a mini-batch of {samples // count} samples is smaller than the {dp} data-parallel ranks; "
+                "raise train.prompts_per_step or use fewer ranks",
+            )
+    sft = recipe.sft
+    if facts.command in ("train", "sft") and sft is not None and sft.samples_per_step < dp:
+        yield Problem(
+            ("sft.samples_per_step",),
+            f"sft.samples_per_step={sft.samples_per_step} is smaller than the {dp} data-parallel ranks",
+        )
+
+
+@rule
+def schedules_are_whole(facts: Facts) -> Iterator[Problem]:
+    """A schedule has the keys it reads and no others, and its parts fit in the run."""
+    recipe = facts.recipe
+    yield from _schedule(recipe, "optimizer", recipe.train.steps * recipe.train.mini_batches_per_step)
+    if recipe.sft is not None:
+        yield from _schedule(recipe, "sft.optimizer", recipe.sft.steps)
+
+
+def _schedule(recipe: Recipe, section: str, steps: int) -> Iterator[Problem]:
+    optimizer = recipe.optimizer if section == "optimizer" else recipe.sft.optimizer  # type: ignore[union-attr]
+    decay = f"{section}.decay_steps"
+    if optimizer.schedule == "constant":
+        for name, given in (("decay_steps", optimizer.decay_steps), ("min_lr_ratio", optimizer.min_lr_ratio)):
+            if given:
+                yield Problem(
+                    (f"{section}.{name}", f"{section}.schedule"),
+                    f"{section}.{name}={given} is not read by {section}.schedule=constant; remove it or use cosine or wsd",
+                )
+    elif optimizer.schedule == "wsd" and optimizer.decay_steps is None:
+        yield Problem(
+            (decay, f"{section}.schedule"),
+            f"{section}.schedule=wsd needs {decay}, the length of its final decay in steps",
+        )
+    elif optimizer.warmup_steps + (optimizer.decay_steps or 0) > steps:
+        yield Problem(
+            (f"{section}.warmup_steps", decay),
+            f"{section}.warmup_steps + decay_steps = {optimizer.warmup_steps} + {optimizer.decay_steps or 0} is more "
+            f"than the run's {steps} optimizer steps",
+        )

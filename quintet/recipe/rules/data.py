@@ -1,0 +1,80 @@
+"""Rules of data and rewards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from quintet.recipe.rules.facts import Facts, Problem, rule
+
+
+@rule
+def data_is_named(facts: Facts) -> Iterator[Problem]:
+    """A task that reads files names those its command needs, and a built-in task names none."""
+    data, train = facts.recipe.data, facts.recipe.train
+    paths = {"data.train_path": data.train_path, "data.eval_path": data.eval_path}
+    if data.task in ("addition", "countdown"):
+        for key, path in paths.items():
+            if path is not None:
+                yield Problem(
+                    (key, "data.task"),
+                    f"{key} is set, but data.task={data.task} makes its own problems; remove it, or use data.task=jsonl",
+                )
+        return
+    if data.train_path is None and facts.command in ("train", "sft"):
+        yield Problem(
+            ("data.train_path", "data.task"),
+            f"data.train_path is not set; data.task={data.task} needs a jsonl or parquet file, a directory or a hub name",
+        )
+    if data.eval_path is None and facts.command in ("train", "eval") and train.eval_prompts:
+        instead = ", or train.eval_prompts=0 to evaluate nothing" if facts.command == "train" else ""
+        yield Problem(
+            ("data.eval_path", "data.task"), f"data.eval_path is not set; name held-out prompts{instead}"
+        )
+    for key, path in paths.items():
+        if path is not None and not Path(path).exists() and not _HUB_NAME.fullmatch(path):
+            yield Problem((key,), f"{key}: there is no file {path} (looked in {Path.cwd()})")
+
+
+_HUB_NAME = re.compile(r"(?!.*\.(?:jsonl?|parquet|csv|txt)$)[\w-][\w.-]*/[\w.-]+(?::[\w.-]+){0,2}")
+
+
+@rule
+def task_options_are_read(facts: Facts) -> Iterator[Problem]:
+    """Only built-in tasks have options."""
+    data = facts.recipe.data
+    if data.task_options and data.task not in ("addition", "countdown"):
+        yield Problem(
+            ("data.task_options", "data.task"),
+            f"data.task_options are for the built-in tasks addition and countdown; data.task={data.task} reads none",
+        )
+
+
+@rule
+def system_prompt_needs_chat(facts: Facts) -> Iterator[Problem]:
+    """A system prompt has a place only in a chat."""
+    data = facts.recipe.data
+    if data.system_prompt is not None and not data.chat:
+        yield Problem(
+            ("data.system_prompt", "data.chat"),
+            "data.system_prompt needs data.chat=true: prompts fed as they are have no place for it",
+        )
+
+
+@rule
+def reward_is_there(facts: Facts) -> Iterator[Problem]:
+    """A reward is built in, or a user's own function named with its module or file."""
+    function = facts.recipe.reward.function
+    where, colon, name = function.rpartition(":")
+    if function in ("math", "exact_match", "gsm8k", "length"):
+        return
+    if not colon or not where or not name.isidentifier():
+        yield Problem(
+            ("reward.function",),
+            f"reward.function={function}: expected math, gsm8k, exact_match, length, module:function or file.py:function",
+        )
+    elif where.endswith(".py") and not Path(where).expanduser().is_file():
+        yield Problem(
+            ("reward.function",), f"reward.function: there is no file {where} (looked in {Path.cwd()})"
+        )

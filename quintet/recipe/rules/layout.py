@@ -1,0 +1,93 @@
+"""Rules of the layout: what the sizes of the mesh axes must divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quintet.recipe.rules.facts import Facts, Problem, Sizes, rule
+
+
+@rule
+def ranks_divide(facts: Facts) -> Iterator[Problem]:
+    """The ranks of the run are a whole number of copies of the training layout and of the rollout layout."""
+    ranks, layout, rollout = facts.recipe.cluster.ranks, facts.recipe.layout, facts.recipe.rollout.layout
+    size = layout.tp * layout.pp * layout.cp
+    if ranks % size:
+        yield Problem(
+            ("cluster.ranks", "layout.tp", "layout.pp", "layout.cp"),
+            f"cluster.ranks={ranks} is not divisible by layout.tp × pp × cp = {layout.tp} × {layout.pp} × {layout.cp} = {size}; "
+            f"use {_multiples(ranks, size)} ranks, or a smaller layout",
+        )
+    if rollout is not None and ranks % (size := rollout.tp * rollout.pp):
+        yield Problem(
+            ("cluster.ranks", "rollout.layout.tp", "rollout.layout.pp"),
+            f"cluster.ranks={ranks} is not divisible by rollout.layout.tp × pp = {rollout.tp} × {rollout.pp} = {size}; "
+            f"use {_multiples(ranks, size)} ranks, or a smaller rollout layout",
+        )
+
+
+def _multiples(ranks: int, size: int) -> str:
+    below, above = ranks // size * size, (ranks // size + 1) * size
+    return f"{below} or {above}" if below else str(above)
+
+
+@rule
+def nodes_divide(facts: Facts) -> Iterator[Problem]:
+    """Every node takes the same number of ranks."""
+    cluster = facts.recipe.cluster
+    if cluster.ranks_per_node and cluster.ranks % cluster.ranks_per_node:
+        yield Problem(
+            ("cluster.ranks", "cluster.ranks_per_node"),
+            f"cluster.ranks={cluster.ranks} is not divisible by cluster.ranks_per_node={cluster.ranks_per_node}; "
+            "every node takes the same number of ranks",
+        )
+
+
+@rule
+def sp_needs_tp(facts: Facts) -> Iterator[Problem]:
+    """Sequence parallelism splits over the tensor-parallel ranks, so there must be more than one."""
+    if facts.recipe.layout.sp and facts.recipe.layout.tp == 1:
+        yield Problem(
+            ("layout.sp", "layout.tp"),
+            "layout.sp=true needs layout.tp > 1: it splits activations over the tensor-parallel ranks; set layout.sp=false",
+        )
+
+
+@rule
+def vpp_needs_pp(facts: Facts) -> Iterator[Problem]:
+    """An interleaved pipeline needs a pipeline."""
+    if facts.recipe.layout.vpp > 1 and facts.recipe.layout.pp == 1:
+        yield Problem(
+            ("layout.vpp", "layout.pp"),
+            f"layout.vpp={facts.recipe.layout.vpp} needs layout.pp > 1: it interleaves pipeline stages; set layout.vpp=1",
+        )
+
+
+@rule
+def model_divides(facts: Facts) -> Iterator[Problem]:
+    """tp divides heads, KV heads and the MLP's width; pp × vpp divides the layers; in both layouts."""
+    if facts.sizes is None:
+        return
+    layout, rollout = facts.recipe.layout, facts.recipe.rollout.layout
+    yield from _divides(facts.sizes, "layout", layout.tp, layout.pp, layout.vpp)
+    if rollout is not None:
+        yield from _divides(facts.sizes, "rollout.layout", rollout.tp, rollout.pp, 1)
+
+
+def _divides(sizes: Sizes, section: str, tp: int, pp: int, vpp: int) -> Iterator[Problem]:
+    for name, size in (
+        ("attention heads", sizes.heads),
+        ("KV heads", sizes.kv_heads),
+        ("units of its MLP (ffn_hidden_size)", sizes.ffn_hidden_size),
+    ):
+        if size % tp:
+            yield Problem(
+                (f"{section}.tp",),
+                f"{section}.tp={tp} does not divide the model's {size} {name}; use a tp that divides {size}",
+            )
+    if sizes.layers % (pp * vpp):
+        stages = f"pp={pp}" if vpp == 1 else f"pp × vpp = {pp} × {vpp}"
+        yield Problem(
+            (f"{section}.pp", f"{section}.vpp"),
+            f"{section}.{stages} does not divide the model's {sizes.layers} layers; every stage holds the same number",
+        )

@@ -1,0 +1,79 @@
+"""Rules of the model: where it comes from and what must be there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from quintet.recipe.rules.facts import Facts, Problem, rule
+
+
+@rule
+def one_model(facts: Facts) -> Iterator[Problem]:
+    """A model is read from model.path or made by model.build, exactly one of them."""
+    model = facts.recipe.model
+    if model.path is None and model.build is None:
+        yield Problem(
+            ("model.path", "model.build"),
+            "no model: set model.path to a Hugging Face directory, or model.build to make a small one from nothing",
+        )
+    if model.path is not None and model.build is not None:
+        yield Problem(
+            ("model.path", "model.build"),
+            "both model.path and model.build are set; set one of them to null",
+        )
+
+
+@rule
+def weights_are_there(facts: Facts) -> Iterator[Problem]:
+    """A Hugging Face directory holds safetensors weights and a tokenizer besides config.json."""
+    path = facts.recipe.model.path
+    if path is None or facts.sizes is None or facts.recipe.model.build is not None:
+        return
+    if not any(path.glob("*.safetensors")):
+        yield Problem(
+            ("model.path",),
+            f"model.path: {path} has no *.safetensors; download the weights, or convert them with transformers' save_pretrained",
+        )
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        yield Problem(
+            ("model.path",),
+            f"model.path: {path} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy it from the model's page",
+        )
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@rule
+def built_model_is_sound(facts: Facts) -> Iterator[Problem]:
+    """KV heads divide the heads of a built model, and rotary embedding needs an even head size."""
+    build = facts.recipe.model.build
+    if build is None:
+        return
+    if build.heads % build.kv_heads:
+        yield Problem(
+            ("model.build.heads", "model.build.kv_heads"),
+            f"model.build.heads={build.heads} is not divisible by model.build.kv_heads={build.kv_heads}; each KV head serves a whole number of heads",
+        )
+    if build.head_dim % 2:
+        yield Problem(
+            ("model.build.head_dim",),
+            f"model.build.head_dim={build.head_dim} is odd; rotary embedding turns pairs, so make it even",
+        )
+
+
+@rule
+def chat_template_exists(facts: Facts) -> Iterator[Problem]:
+    """A chat template that reads like a file name is a file."""
+    template = facts.recipe.model.chat_template
+    if (
+        template
+        and "{" not in template
+        and "\n" not in template
+        and not Path(template).expanduser().is_file()
+    ):
+        yield Problem(
+            ("model.chat_template",),
+            f"model.chat_template: there is no file {template} (looked in {Path.cwd()}); Jinja text would have a {{ in it",
+        )

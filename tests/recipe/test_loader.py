@@ -1,0 +1,170 @@
+"""Loading: overrides, messages with their places, and the resolved recipe."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintet.errors import UserError
+from quintet.recipe import dump_resolved, load_recipe
+from quintet.recipe.keys import OTHER_NAMES, all_keys, expected, leaf_keys, nearest_key
+from quintet.recipe.schema import Recipe, Sft
+
+
+def test_fewer_than_150_leaf_keys() -> None:
+    assert len(leaf_keys()) < 150
+
+
+def test_free_form_options_stand_in_three_places_only() -> None:
+    free = [key for key, field in leaf_keys().items() if expected(field) == "a mapping"]
+    assert free == ["engine.megatron", "rollout.vllm", "rollout.sglang"]
+
+
+def test_every_key_says_what_it_expects() -> None:
+    assert not [
+        key for key, field in all_keys().items() if "<" in expected(field) or "typing" in expected(field)
+    ]
+
+
+def test_overrides_are_typed_nested_and_applied_in_order(load) -> None:
+    recipe = load(
+        "model.build.layers=2",
+        "train.steps=3",
+        "train.steps=7",
+        "rollout.stop=['\\n', END]",
+        "rollout.layout.tp=1",
+        "optimizer.lr=3e-4",
+        "optimizer.clip_grad_norm=null",
+        "run.trackers=[tensorboard]",
+        "engine.megatron.recompute_granularity=selective",
+    )
+    assert recipe.model.build is not None
+    assert recipe.model.build.layers == 2
+    assert recipe.train.steps == 7
+    assert recipe.rollout.stop == ["\\n", "END"]
+    assert recipe.rollout.layout is not None
+    assert recipe.optimizer.lr == 3e-4
+    assert recipe.optimizer.clip_grad_norm is None
+    assert recipe.run.trackers == ["tensorboard"]
+    assert recipe.run.dir == Path("runs")
+    assert recipe.engine.megatron == {"recompute_granularity": "selective"}
+
+
+def test_an_optional_section_can_be_switched_on_and_off(load) -> None:
+    assert load().sft is None
+    assert load("sft.steps=5").sft.steps == 5
+    assert load("sft={}").sft == Sft()
+    assert load("sft.steps=5", "sft=null").sft is None
+    assert load("model.build=null", "model.build.heads=2").model.build.layers == 4  # its defaults again
+
+
+def test_naming_one_sft_optimizer_key_keeps_its_default_lr(load) -> None:
+    assert load("sft.optimizer.warmup_steps=2").sft.optimizer.lr == Sft().optimizer.lr == 1e-5
+
+
+def test_an_empty_section_is_its_defaults(load) -> None:
+    assert load(text="model: {build: {}}\ndata: {task: addition}\ntrain:\n").train == Recipe().train
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.stpes=1"], ['override "train.stpes=1"', "unknown key train.stpes", "train.steps"]),
+        (["lr=1"], ["unknown key lr", "optimizer.lr"]),
+        (["optimizer.learning_rate=1"], ["optimizer.lr"]),
+        (["layout.tensor_parallel_size=2"], ["layout.tp"]),
+        (["model.build.layer=1"], ["unknown key model.build.layer", "model.build.layers"]),
+        (
+            ["train.steps=two"],
+            ['override "train.steps=two"', 'train.steps is "two"', "a whole number greater than 0"],
+        ),
+        (["train.steps='3'"], ['train.steps is "3"']),
+        (["train.steps=2.0"], ["train.steps is 2.0"]),
+        (["train.steps=true"], ["train.steps is true"]),
+        (["train.steps=0"], ["train.steps is 0", "greater than 0"]),
+        (["optimizer.lr=.inf"], ["optimizer.lr is Infinity", "a number greater than 0"]),
+        (["layout.sp=yes"], ["true or false"]),
+        (["rollout.top_p=1.5"], ["a number greater than 0 and at most 1"]),
+        (["optimizer.schedule=linear"], ["one of constant, cosine, wsd"]),
+        (["run.trackers=wandb"], ["a list, each item one of tensorboard, wandb"]),
+        (["run.trackers=[mlflow]"], ["run.trackers.0", "mlflow"]),
+        (["data.task_options={digits: x}"], ["data.task_options.digits", "whole number"]),
+        (["layout=3"], ["layout is 3", "a section"]),
+        (["train.steps"], ["expected key=value"]),
+        (["=3"], ["expected key=value"]),
+        (["train..steps=3"], ["expected key=value"]),
+        (["train.steps=3", "train.steps.x=3"], ["train.steps is no section", 'override "train.steps=3"']),
+        (["rollout.stop=[a"], ['override "rollout.stop=[a": not valid YAML']),
+        (["model.build.layers.x=3"], ["model.build.layers is no section", "r.yaml:3"]),
+    ],
+)
+def test_a_bad_override_is_named_with_what_was_expected(
+    refuse, overrides: list[str], said: list[str]
+) -> None:
+    message = refuse(*overrides)
+    for part in said:
+        assert part in message
+
+
+def test_an_unknown_key_in_the_file_names_file_line_and_nearest_key(refuse) -> None:
+    message = refuse(text="model:\n  build:\n    layers: 2\n    hiden_size: 64\ndata:\n  task: addition\n")
+    assert "r.yaml:4: unknown key model.build.hiden_size" in message
+    assert "the nearest valid key is model.build.hidden_size" in message
+
+
+def test_all_problems_are_told_at_once(refuse) -> None:
+    message = refuse("run.nme=x", text="model: {build: {}}\ndata: {task: 3}\nlayout:\n  tp: two\n")
+    assert "3 problems" in message
+    for part in ("r.yaml:2: data.task", "r.yaml:4: layout.tp", 'override "run.nme=x"'):
+        assert part in message
+
+
+@pytest.mark.parametrize(("text", "said"), [("- a\n", "expected sections"), ("a: 1\na: 2\n", "given twice")])
+def test_a_file_of_another_shape(refuse, text: str, said: str) -> None:
+    assert said in refuse(text=text)
+
+
+def test_a_missing_file_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere.yaml does not exist \(looked in "):
+        load_recipe("nowhere.yaml")
+    with pytest.raises(UserError, match="is a directory"):
+        load_recipe(tmp_path)
+
+
+def test_the_resolved_recipe_reads_back_equal(load, tmp_path: Path) -> None:
+    recipe = load("optimizer.lr=1e-7", "rollout.stop=['1e-6', 'off', '', 'a\nb']", "sft={}", "run.dir=~/runs")
+    file = tmp_path / "resolved.yaml"
+    file.write_text(dump_resolved(recipe))
+    assert load_recipe(file) == recipe
+    assert dump_resolved(load_recipe(file)) == dump_resolved(recipe)
+
+
+def test_the_resolved_recipe_names_gsm8k_columns(load, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    paths = (f"data.train_path={data}", f"data.eval_path={data}", "data.task=gsm8k")
+    assert load(*paths).data.prompt_key == "question"
+    assert load(*paths, "data.prompt_key=prompt").data.prompt_key == "prompt"
+    assert load().data.prompt_key == "prompt"
+
+
+def test_home_is_expanded(load) -> None:
+    assert load("run.dir=~/x").run.dir == Path.home() / "x"
+
+
+def test_hints_for_other_names_are_keys() -> None:
+    assert set(OTHER_NAMES.values()) <= set(leaf_keys())
+    assert not set(OTHER_NAMES) & {key.rpartition(".")[2] for key in leaf_keys()}
+
+
+@pytest.mark.parametrize("key", sorted(leaf_keys()))
+def test_a_key_with_a_letter_missing_is_recognized(key: str) -> None:
+    word = key.rpartition(".")[2]
+    if len(word) >= 5:
+        assert nearest_key(key[:-3] + key[-2:]) == key
+
+
+def test_loading_needs_no_torch() -> None:
+    code = "import sys, quintet.recipe; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
