@@ -113,6 +113,17 @@ def load_prompts(
     return PromptSet(_tokenize(drafts, data, tokenizer), _name(data, which))
 
 
+def check_rows(data: Data, which: Which, *, seed: int, needs: Collection[str] = ("answer",)) -> int:
+    """Check every row as `load_prompts` does, short of rendering and tokenizing; how many there are.
+
+    Needs no tokenizer, so that a recipe can be checked without the seconds a model library takes to import.
+
+    Raises:
+        UserError: as `load_prompts`.
+    """
+    return len(_drafts(data, which, seed, needs))
+
+
 def alphabet_of(data: Data) -> str:
     """Characters a character tokenizer needs for this data: the task's own, or printable ASCII and the files'."""
     if data.task in TASKS:
@@ -259,11 +270,11 @@ def _check_messages(source: str, key: str, messages: list[Any], data: Data) -> M
 def _tokenize(drafts: list[_Draft], data: Data, tokenizer: Tokenizer) -> list[Prompt]:
     texts = [_render(draft, tokenizer) for draft in drafts]
     # A chat template writes the special tokens itself; raw text gets those the tokenizer puts around any text.
-    token_ids = tokenizer(texts, add_special_tokens=not data.chat)["input_ids"]
+    token_ids = _encode(tokenizer, texts, special=not data.chat)
     answered = [i for i, draft in enumerate(drafts) if draft.response is not None]
     response_ids: list[list[int]] = [[] for _ in drafts]
     if answered:
-        tokenized = tokenizer([drafts[i].response for i in answered], add_special_tokens=False)["input_ids"]
+        tokenized = _encode(tokenizer, [drafts[i].response or "" for i in answered], special=False)
         for i, ids in zip(answered, tokenized, strict=True):
             response_ids[i] = [*ids, tokenizer.eos_token_id]
     prompts = [
@@ -272,6 +283,13 @@ def _tokenize(drafts: list[_Draft], data: Data, tokenizer: Tokenizer) -> list[Pr
     ]
     _check_tokens(prompts, data, tokenizer)
     return prompts
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[list[int]]:
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=special, return_attention_mask=False)[
+        "input_ids"
+    ]
+    return ids
 
 
 def _render(draft: _Draft, tokenizer: Tokenizer) -> str:

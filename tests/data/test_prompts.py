@@ -192,7 +192,7 @@ def test_alphabet_covers_the_files(tmp_path: Path) -> None:
 
 
 def test_built_in_task(tmp_path: Path) -> None:
-    data = Data(task="addition", task_options={"digits": 2})
+    data = Data(task="addition", task_options={"digits": 1})
     tokenizer = build_char_tokenizer(alphabet_of(data), tmp_path)
     train = load_prompts(data, "train", tokenizer, seed=0)
     prompt = train[0]
