@@ -1,1 +1,73 @@
-"""The command line, one thin file a command."""
+"""The command line: `quintet COMMAND RECIPE.yaml [key=value ...]`, one thin file a command.
+
+Nothing heavy is imported before a command has read its recipe: `--help` and `check` stay instant.
+Exit codes: 0 done, 1 a bug, 2 something for the user to put right, 3 a worker failed, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from quintet.cli import check, eval, generate, sft, train
+from quintet.cli.command import Command
+from quintet.errors import QuintetError
+
+COMMANDS: dict[str, Command] = {
+    command.name: command
+    for command in (train.COMMAND, sft.COMMAND, generate.COMMAND, eval.COMMAND, check.COMMAND)
+}
+
+_HEAD = """\
+usage: quintet COMMAND RECIPE.yaml [key=value ...] [options]
+
+Reinforcement-learning post-training of language models, from a laptop to a cluster.
+
+commands:
+"""
+_TAIL = """
+A recipe is a YAML file; any of its keys can be set on the command line: train.steps=10
+`quintet COMMAND --help` says more and gives examples; `quintet --version` prints the version.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(
+            _HEAD + "".join(f"  {name:<10}{one.summary}\n" for name, one in COMMANDS.items()) + _TAIL, end=""
+        )
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"quintet {version('quintet')}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        return _complain(f"there is no command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}", 2)
+    return _run(COMMANDS[arguments[0]], arguments[1:])
+
+
+def _run(command: Command, arguments: list[str]) -> int:
+    try:
+        code = command.run(command.parse(arguments))
+        sys.stdout.flush()
+        return code
+    except QuintetError as error:
+        return _complain(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output went away (`quintet check R.yaml | head`): nothing to say, and no one to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _complain(message: str, code: int) -> int:
+    word = "quintet:" if code == 130 else "error:"
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        word = f"\033[1;31m{word}\033[0m"
+    print(f"{word} {message}", file=sys.stderr)
+    return code

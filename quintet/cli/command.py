@@ -1,0 +1,44 @@
+"""What a command is: a name, its help, its options besides RECIPE and key=value, and what it does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the command line. `run` gets the parsed arguments and returns the exit code."""
+
+    name: str
+    summary: str
+    """One line for `quintet --help`."""
+    description: str
+    examples: str
+    run: Callable[[argparse.Namespace], int]
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+    def parser(self) -> argparse.ArgumentParser:
+        """RECIPE, overrides and the command's own options."""
+        parser = argparse.ArgumentParser(
+            prog=f"quintet {self.name}",
+            usage=f"quintet {self.name} RECIPE.yaml [key=value ...] [options]",
+            description=self.description,
+            epilog=f"examples:\n{self.examples}\n\nexit codes: 0 done, 2 something to put right, 3 a worker failed, 130 Ctrl-C",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.add_argument("recipe", metavar="RECIPE.yaml", help="the recipe file")
+        parser.add_argument(
+            "overrides",
+            metavar="key=value",
+            nargs="*",
+            help="set any key of the recipe; the value is YAML: train.steps=10 rollout.stop='[\"\\n\"]' sft=null",
+        )
+        self.add_options(parser)
+        return parser
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Options may stand anywhere among the key=value arguments; bad ones end the program with code 2."""
+        return self.parser().parse_intermixed_args(list(arguments))

@@ -1,0 +1,46 @@
+"""`quintet eval`: accuracy of a model on held-out prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from quintet.cli.command import Command
+from quintet.errors import UserError
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from quintet.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides, command="eval")
+    output = Path(arguments.output) if arguments.output else None
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"--output: there is no directory {output.parent}")
+    from quintet.train.generate import evaluate
+
+    results = evaluate(recipe)
+    width = max(map(len, results), default=0)
+    for name, value in results.items():
+        print(f"{name:<{width}}  {value:.4f}" if isinstance(value, float) else f"{name:<{width}}  {value}")
+    if output is not None:
+        output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", metavar="FILE", help="also write the results there as JSON")
+
+
+COMMAND = Command(
+    name="eval",
+    summary="measure a model on held-out prompts",
+    description="""\
+Evaluate the recipe's model on its held-out prompts: data.eval_path (or the built-in task's), train.eval_prompts
+of them, train.eval_samples_per_prompt responses each at the rollout's temperature, and one greedy response each.""",
+    examples="""\
+  quintet eval my.yaml model.path=runs/demo-20261121-100000/checkpoint
+  quintet eval my.yaml data.eval_path=gsm8k_test.jsonl train.eval_prompts=64 --output result.json""",
+    run=run,
+    add_options=_add_options,
+)

@@ -1,0 +1,104 @@
+"""`quintet generate`: responses of a model to given prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from quintet.cli.command import Command
+from quintet.errors import UserError
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from quintet.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides, command="generate")
+    prompts = _prompts(arguments, recipe.data.prompt_key)
+    output = Path(arguments.output) if arguments.output else None
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"--output: there is no directory {output.parent}")
+    from quintet.train.generate import generate
+
+    samples = generate(recipe, prompts)
+    lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+    if output is not None:
+        output.write_text(lines, encoding="utf-8")
+        print(f"{len(samples)} samples of {len(prompts)} prompts written to {output}")
+    elif sys.stdout.isatty():
+        print("\n\n".join(_readable(sample) for sample in samples))
+    else:
+        print(lines, end="")
+    return 0
+
+
+def _prompts(arguments: argparse.Namespace, prompt_key: str) -> list[str]:
+    prompts = list(arguments.prompt)
+    if arguments.prompts:
+        prompts += _read(arguments.prompts, prompt_key)
+    if not prompts:
+        raise UserError("no prompts: give --prompt TEXT (as often as you like) or --prompts FILE")
+    return prompts
+
+
+def _read(name: str, prompt_key: str) -> list[str]:
+    """Prompts of a text file (one a line) or a jsonl file (column `data.prompt_key`); "-" is standard input."""
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--prompts {name}: {error.strerror} (looked in {Path.cwd()})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--prompts {name}: not UTF-8 text") from None
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise UserError(f"--prompts {name}: no prompts in it; expected one a line")
+    if not name.endswith(".jsonl"):
+        return [line for _, line in lines]
+    return [_from_json(f"{name}:{number}", line, prompt_key) for number, line in lines]
+
+
+def _from_json(where: str, line: str, prompt_key: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg}); expected one object a line") from None
+    if not isinstance(row, dict) or not isinstance(row.get(prompt_key), str):
+        raise UserError(f"{where}: expected an object with a text {prompt_key!r} (data.prompt_key)")
+    return str(row[prompt_key])
+
+
+def _readable(sample: dict[str, Any]) -> str:
+    return f"\033[2m{sample.get('prompt', '')}\033[0m\n{sample.get('response', '')}"
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt", metavar="TEXT", action="append", default=[], help="a prompt; may be repeated"
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="prompts from a text file, one a line, or a .jsonl file with the column data.prompt_key; - is standard input",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write the samples there, one JSON object a line, instead of printing them",
+    )
+
+
+COMMAND = Command(
+    name="generate",
+    summary="generate responses to given prompts",
+    description="""\
+Generate responses with the recipe's model and `rollout` section. A prompt is rendered by the chat template
+unless data.chat is false. On a terminal the samples are printed to be read, otherwise as JSON, one object a line.""",
+    examples="""\
+  quintet generate my.yaml --prompt "What is 12 + 30?" rollout.samples_per_prompt=1 rollout.temperature=0
+  quintet generate my.yaml model.path=runs/demo-20261121-100000/checkpoint --prompts questions.txt
+  quintet generate my.yaml --prompts questions.jsonl --output samples.jsonl""",
+    run=run,
+    add_options=_add_options,
+)

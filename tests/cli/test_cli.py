@@ -1,0 +1,212 @@
+"""The command line: help, exit codes, messages, and what each command hands on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quintet.cli import COMMANDS, main
+from quintet.errors import UserError, WorkerFailure
+from quintet.recipe import Recipe, load_recipe
+
+RECIPE = "model:\n  build: {layers: 2}\ndata:\n  task: addition\nsft:\n  steps: 3\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    file = tmp_path / "r.yaml"
+    file.write_text(RECIPE)
+    return str(file)
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Put a function where a command looks for its loop."""
+
+    def put(module: str, **functions: Callable[..., object]) -> None:
+        stand_in = types.ModuleType(module)
+        stand_in.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+
+    return put
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_complete(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for part in ("RECIPE.yaml", "key=value", "examples:", f"quintet {name} ", "exit codes"):
+        assert part in text
+
+
+def test_the_head_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text and command.summary in text for name, command in COMMANDS.items())
+    assert main([]) == 2
+    assert main(["trian"]) == 2
+    assert "there is no command 'trian'" in capsys.readouterr().err
+
+
+def test_train_and_sft_hand_on_the_recipe(recipe: str, stub) -> None:
+    seen: list[Recipe] = []
+    stub("quintet.train.ppo", train=seen.append)
+    stub("quintet.train.sft", sft=seen.append)
+    assert main(["train", recipe, "train.steps=5"]) == 0
+    assert main(["sft", recipe, "sft.steps=6"]) == 0
+    assert seen[0].train.steps == 5
+    assert seen[1].sft is not None
+    assert seen[1].sft.steps == 6
+
+
+def test_errors_become_messages_and_exit_codes(recipe: str, stub, capsys: pytest.CaptureFixture[str]) -> None:
+    def raising(error: BaseException) -> Callable[[Recipe], None]:
+        def train(recipe: Recipe) -> None:
+            raise error
+
+        return train
+
+    for error, code, said in (
+        (UserError("the disk is full"), 2, "error: the disk is full\n"),
+        (
+            WorkerFailure("a worker died", rank=1, phase="train", traceback="Traceback: x"),
+            3,
+            "(rank 1, phase train)",
+        ),
+        (KeyboardInterrupt(), 130, "quintet: interrupted\n"),
+    ):
+        stub("quintet.train.ppo", train=raising(error))
+        assert main(["train", recipe]) == code
+        captured = capsys.readouterr()
+        assert said in captured.err
+        assert 'File "' not in captured.err
+    stub("quintet.train.ppo", train=raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        main(["train", recipe])
+
+
+def test_a_bad_recipe_ends_with_2_before_the_loop_is_imported(
+    recipe: str, stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub("quintet.train.ppo")  # importing `train` from it would fail
+    assert main(["train", recipe, "train.stpes=5"]) == 2
+    assert "train.steps" in capsys.readouterr().err
+
+
+def test_generate_reads_prompts_and_writes_samples(
+    recipe: str, stub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(recipe: Recipe, prompts: list[str]) -> list[dict]:
+        return [{"prompt": one, "response": one[::-1]} for one in prompts]
+
+    stub("quintet.train.generate", generate=generate)
+    lines = tmp_path / "p.txt"
+    lines.write_text("two\n\nthree\n")
+    rows = tmp_path / "p.jsonl"
+    rows.write_text('{"prompt": "four"}\n')
+    # Options may stand before, between and after the key=value arguments.
+    assert main(["generate", "--prompt", "one", recipe, "--prompts", str(lines), "run.seed=3"]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["prompt"] for one in printed] == ["one", "two", "three"]
+    out = tmp_path / "out.jsonl"
+    assert main(["generate", recipe, "--prompts", str(rows), "--output", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"prompt": "four", "response": "ruof"}
+    assert "1 samples of 1 prompts" in capsys.readouterr().out
+
+    rows.write_text('{"prompt": "four"}\n{"question": "five"}\n')
+    for arguments, said in (
+        ([], "no prompts: give --prompt"),
+        (["--prompts", str(rows)], "p.jsonl:2: expected an object with a text 'prompt'"),
+        (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: No such file"),
+        (["--prompt", "x", "--output", "no/where.jsonl"], "--output: there is no directory no"),
+    ):
+        assert main(["generate", recipe, *arguments]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_eval_prints_and_writes_results(
+    recipe: str, stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub("quintet.train.generate", evaluate=lambda recipe: {"accuracy": 0.5, "prompts": 64})
+    out = tmp_path / "result.json"
+    assert main(["eval", recipe, "--output", str(out)]) == 0
+    assert capsys.readouterr().out == "accuracy  0.5000\nprompts   64\n"
+    assert json.loads(out.read_text()) == {"accuracy": 0.5, "prompts": 64}
+
+
+def test_check_prints_the_resolved_recipe(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", recipe, "cluster.ranks=2", "rollout.layout.tp=2"]) == 0
+    captured = capsys.readouterr()
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(captured.out)
+    assert load_recipe(resolved) == load_recipe(recipe, ["cluster.ranks=2", "rollout.layout.tp=2"])
+    for said in (
+        "sound recipe for quintet train",
+        "2 ranks = dp 2 × tp 1 × pp 1; rollout: dp 1 × tp 2",
+        "prompts in",
+    ):
+        assert said in captured.err
+
+
+def test_check_reads_every_row(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "b"}\n' * 16 + '{"prompt": \n')
+    command = [recipe, "data.task=jsonl", f"data.train_path={rows}", "data.eval_path=who/knows", "sft=null"]
+    assert main(["check", *command]) == 2
+    assert "rows.jsonl:17: not valid JSON" in capsys.readouterr().err
+    rows.write_text('{"prompt": "a", "answer": "b"}\n')
+    assert main(["check", *command]) == 0
+    assert "taken for a hub name" in capsys.readouterr().err
+    assert main(["check", *command, "sft={}"]) == 2
+    assert "rows.jsonl:1: no column 'response'" in capsys.readouterr().err
+
+
+_HEAVY = "('torch', 'ray', 'transformers', 'tensordict', 'megatron', 'datasets', 'rich', 'numpy')"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["check", "{recipe}"]])
+def test_help_and_check_import_nothing_heavy(recipe: str, arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom quintet.cli import main\n"
+        "try: code = main(sys.argv[1:])\nexcept SystemExit as end: code = end.code\n"
+        f"heavy = [m for m in {_HEAVY} if m in sys.modules]\nsys.exit(code or ' '.join(heavy) or 0)"
+    )
+    command = [sys.executable, "-c", code, *(one.format(recipe=recipe) for one in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_ends_with_130_and_one_line(recipe: str, tmp_path: Path) -> None:
+    """Through a real process, because Python's own handler and exit code are what is tested."""
+    (tmp_path / "slow.py").write_text(
+        "import sys, types, time\nloop = types.ModuleType('quintet.train.ppo')\n"
+        "def train(recipe):\n    print('ready', flush=True)\n    time.sleep(60)\n"
+        "loop.train = train\nsys.modules['quintet.train.ppo'] = loop\n"
+        "from quintet.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "slow.py"), "train", recipe],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert said == "quintet: interrupted\n"
+    assert time.monotonic() - started < 5
