@@ -11,10 +11,9 @@ LONGEST_TEXT = 16_000
 _LONGEST_NUMBER = 64
 _MOST_MARKS = 16
 
-_MARK = re.compile(
-    r"####|\\f?boxed\b|\banswer\b(?:\s+(?:is|equals|would be|will be|must be)\b|\*{0,2}\s*[:=])",
-    re.IGNORECASE,
-)
+_IS = r"(?:\s+(?i:is|equals|would be|will be|must be)\b|\*{0,2}\s*[:=])"
+# Every alternative begins with one literal character: the search then skips plain text several times faster.
+_MARK = re.compile(rf"####|\\boxed\b|\\fboxed\b|answer{_IS}|Answer{_IS}|ANSWER{_IS}")
 _SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)|;\s")
 _SECOND_THOUGHT = re.compile(
     r"\b(?:wait|actually|correction|mistake|sorry|oops|no,|not right|wrong|incorrect|instead)", re.IGNORECASE

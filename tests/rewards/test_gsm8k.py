@@ -226,11 +226,11 @@ def test_never_raises(text: str, gold: str) -> None:
 )  # fmt: skip
 def test_time_is_bounded_on_long_text(unit: str) -> None:
     text = unit * (2 * LONGEST_TEXT // len(unit)) + "\\boxed{" + unit * LONGEST_TEXT
-    start = time.perf_counter()
+    start = time.process_time()
     for response in (text, text + "}", "answer is " + text):
         assert gsm8k("", response, "18") in (0.0, 1.0)
         math("", response[: LONGEST_TEXT // 2], "18")
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_numbers() -> None:
