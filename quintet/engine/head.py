@@ -42,13 +42,17 @@ def log_probs_and_entropy(
 
 
 def logits(hidden: Tensor, weight: Tensor, vocab: VocabSlice) -> Tensor:
-    """All logits in fp32, [N, vocabulary without padding], gathered over tp. For sampling, not for training."""
+    """All logits in fp32, [N, at least the vocabulary], gathered over tp. For sampling, not for training.
+
+    Columns from vocab_size on are padding.
+    """
     local = (hidden @ weight.t()).float()
     if vocab.group.size() == 1:
-        return local[:, : vocab.valid]
-    out = local.new_empty((vocab.group.size(), *local.shape))
+        return local
+    ranks = vocab.group.size()
+    out = local.new_empty((ranks * len(local), local.shape[1]))
     dist.all_gather_into_tensor(out, local.contiguous(), group=vocab.group)
-    return out.transpose(0, 1).reshape(len(local), -1)
+    return out.view(ranks, *local.shape).transpose(0, 1).reshape(len(local), -1)
 
 
 def _chunks(tokens: int, vocab_rows: int) -> Iterator[slice]:

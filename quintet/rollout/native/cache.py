@@ -1,0 +1,85 @@
+"""A KV cache of slots: one sequence a slot, active slots always at the front.
+
+Decoding then reads a slice of the cache, with no gather and no page table. A sequence that ends gives its slot
+to the last active one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class SlotCache:
+    """Keys and values of one rank's layers, [slots, capacity, kv heads, head_dim] each.
+
+    The engine's attention calls `attend` with every row it computes; `prefill` and `decode` say beforehand what
+    the row is.
+    """
+
+    def __init__(
+        self,
+        layers: list[int],
+        slots: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.slots, self.capacity = slots, capacity
+        shape = (slots, capacity, kv_heads, head_dim)
+        self.keys = {i: torch.zeros(shape, dtype=dtype, device=device) for i in layers}
+        self.values = {i: torch.zeros(shape, dtype=dtype, device=device) for i in layers}
+        self._write = torch.empty(0, dtype=torch.int64, device=device)
+        self._source: Tensor | None = None
+        self._decoding = 0
+        self._length = 0
+        self._mask: Tensor | None = None
+
+    def fits(self, slots: int, capacity: int) -> bool:
+        return self.slots >= slots and self.capacity >= capacity
+
+    def prefill(self, source: Tensor, slot: Tensor, position: Tensor) -> None:
+        """The next row holds prompts: row token `source[i]` is kept at (slot[i], position[i])."""
+        self._decoding, self._source = 0, source
+        self._write = slot * self.capacity + position
+
+    def decode(self, positions: Tensor, longest: int) -> None:
+        """The next row holds one token of each of the first slots, at `positions` [active]; longest = their max + 1."""
+        self._decoding, self._source = len(positions), None
+        slots = torch.arange(len(positions), device=positions.device)
+        self._write = slots * self.capacity + positions
+        self._length = longest
+        steps = torch.arange(longest, device=positions.device)
+        self._mask = (steps[None] <= positions[:, None])[:, None, None]
+
+    def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, row: Any) -> Tensor:
+        """Keep keys and values, and attend: within the row when prefilling, to the cache when decoding."""
+        keys, values = self.keys[attention.layer_number], self.values[attention.layer_number]
+        flat_keys, flat_values = keys.view(-1, *keys.shape[2:]), values.view(-1, *values.shape[2:])
+        if not self._decoding:
+            flat_keys.index_copy_(0, self._write, key.index_select(0, self._source))
+            flat_values.index_copy_(0, self._write, value.index_select(0, self._source))
+            return attention.within(query, key, value, row)
+        n = self._decoding
+        flat_keys.index_copy_(0, self._write, key[:n])
+        flat_values.index_copy_(0, self._write, value[:n])
+        heads, kv_heads = query.shape[1], key.shape[1]
+        # Query heads of one KV group become query rows of that head: grouped attention without repeating keys.
+        q = query[:n].view(n, kv_heads, heads // kv_heads, -1)
+        k = keys[:n, : self._length].transpose(1, 2)
+        v = values[:n, : self._length].transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=attention.scale)
+        out = out.reshape(n, heads, -1)
+        if len(query) > n:  # rows that only pad for sequence parallelism
+            out = torch.cat((out, out.new_zeros(len(query) - n, *out.shape[1:])))
+        return out
+
+    def move(self, source: list[int], target: list[int], tokens: int) -> None:
+        """Copy the first `tokens` of whole slots; no slot is both a source and a target."""
+        for store in (*self.keys.values(), *self.values.values()):
+            store[target, :tokens] = store[source, :tokens]

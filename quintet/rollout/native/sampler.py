@@ -1,0 +1,91 @@
+"""Sampling with noise keyed by (seed, position, token), so that output does not depend on batching.
+
+The Gumbel-max trick: argmax over tokens of log p + g, with g independent Gumbel noise, is a draw from p
+(Gumbel 1954). The noise is a hash, not a stream: whoever else is in the batch, in whatever slot or order, cannot
+change it. Written as log p - log e with e exponential, it keeps full precision where it matters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quintet.rollout.base import Sampling
+
+_MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+"""The constants of SplitMix64 (Steele, Lea, Flood 2014) as signed 64-bit numbers."""
+
+
+def mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 tensors (wrapping arithmetic): a well-spread hash of each number."""
+    x = (x ^ _shift(x, 30)) * _MIX[1]
+    x = (x ^ _shift(x, 27)) * _MIX[2]
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sample_seeds(seeds: Tensor, numbers: Tensor) -> Tensor:
+    """The seed of sample `numbers` of each request's seed; int64, any shape."""
+    return mix(seeds * _MIX[0] + mix(numbers + 1))
+
+
+def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Exponential(1) noise, fp32 [n, vocab], a function of (seed, position, token) alone. seeds, positions: int64 [n]."""
+    key = mix(seeds + mix(positions * _MIX[0]))
+    tokens = torch.arange(vocab_size, device=seeds.device, dtype=torch.int64) * _MIX[0]
+    bits = _shift(mix(key[:, None] + tokens[None]), 32)
+    return -torch.log1p(-(bits.float() + 0.5) * 2.0**-32)
+
+
+def draw(
+    logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a token from each row of fp32 logits [n, vocab].
+
+    positions: the drawn tokens' positions in their sequences. Returns tokens int64 [n], their log-probs under
+    the sampling distribution, and under the raw model, fp32 [n]. Greedy draws have sampling log-prob 0.
+    """
+    raw = logits.log_softmax(-1)
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+        picked = raw.gather(1, tokens[:, None])[:, 0]
+        return tokens, torch.zeros_like(picked), picked
+    plain = sampling.temperature == 1
+    log_p = raw if plain else (logits / sampling.temperature).log_softmax(-1)
+    cut = keep_mask(log_p, sampling)
+    if cut is not None:
+        log_p = log_p.masked_fill(~cut, float("-inf")).log_softmax(-1)
+    noise = exponential_noise(seeds, positions, logits.shape[1])
+    tokens = (log_p - noise.log()).argmax(-1)
+    drawn = log_p.gather(1, tokens[:, None])[:, 0]
+    return tokens, drawn, drawn if plain and cut is None else raw.gather(1, tokens[:, None])[:, 0]
+
+
+def keep_mask(log_p: Tensor, sampling: Sampling) -> Tensor | None:
+    """Which tokens survive top-k, top-p and min-p, bool [n, vocab]; None when all do.
+
+    Each rule looks at what the ones before it left, renormalised; the most likely token always survives.
+    """
+    vocab = log_p.shape[1]
+    if (
+        (sampling.top_k in (0, vocab) or sampling.top_k > vocab)
+        and sampling.top_p == 1
+        and sampling.min_p == 0
+    ):
+        return None
+    ordered, order = log_p.sort(dim=-1, descending=True, stable=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if 0 < sampling.top_k < vocab:
+        keep[:, sampling.top_k :] = False
+    if sampling.top_p < 1:
+        p = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
+        keep &= p.cumsum(-1) - p < sampling.top_p
+    if sampling.min_p > 0:
+        p = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
+        keep &= p >= sampling.min_p * p[:, :1]
+    keep[:, 0] = True
+    return torch.zeros_like(keep).scatter(1, order, keep)

@@ -1,0 +1,87 @@
+"""Continuous batching: which sequences decode, which prompts enter, who leaves.
+
+Plain bookkeeping, the same on every rank that shares the requests. Samples of one prompt enter together when there
+is room, so their prompt is computed once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quintet.errors import UserError
+from quintet.rollout.base import Request, Sampling
+
+
+@dataclass
+class Draft:
+    """One sample being written."""
+
+    request: int
+    number: int
+    prompt_length: int
+    most_tokens: int
+    response_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    finish: str = ""
+
+
+class Scheduler:
+    """Waiting and active sequences of one `generate`. `active[i]` sits in slot i."""
+
+    def __init__(
+        self, requests: Sequence[Request], sampling: Sampling, slots: int, prefill_tokens: int
+    ) -> None:
+        self.requests, self.slots, self.prefill_tokens = requests, slots, prefill_tokens
+        self.active: list[Draft] = []
+        self.sequences: list[list[Draft]] = []
+        self._waiting: deque[Draft] = deque()
+        for r, request in enumerate(requests):
+            if not request.prompt_ids:
+                raise UserError(f"prompt {r} has no tokens: a response cannot start from nothing")
+            limits = request.max_response_tokens or (sampling.max_response_tokens,) * request.samples
+            made = [Draft(r, k, len(request.prompt_ids), limits[k]) for k in range(request.samples)]
+            self.sequences.append(made)
+            self._waiting.extend(made)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens any sequence may come to hold."""
+        return max(s.prompt_length + s.most_tokens for row in self.sequences for s in row)
+
+    @property
+    def most_active(self) -> int:
+        """Most sequences ever active at once."""
+        return min(self.slots, len(self._waiting) + len(self.active))
+
+    @property
+    def done(self) -> bool:
+        return not self._waiting and not self.active
+
+    def admit(self) -> list[list[Draft]]:
+        """Move waiting sequences into free slots, grouped by prompt; at most `prefill_tokens` prompt tokens, but
+        always one prompt."""
+        groups: list[list[Draft]] = []
+        tokens = 0
+        while self._waiting and len(self.active) < self.slots:
+            new = self._waiting[0]
+            if not groups or groups[-1][0].request != new.request:
+                if groups and tokens + new.prompt_length > self.prefill_tokens:
+                    break
+                tokens += new.prompt_length
+                groups.append([])
+            groups[-1].append(self._waiting.popleft())
+            self.active.append(new)
+        return groups
+
+    def retire(self) -> tuple[list[int], list[int]]:
+        """Drop finished sequences and close the gaps from the end. Returns moves (from slots, to slots)."""
+        keep = sum(not s.finish for s in self.active)
+        holes = [i for i, s in enumerate(self.active[:keep]) if s.finish]
+        movers = [i for i in range(keep, len(self.active)) if not self.active[i].finish]
+        for hole, mover in zip(holes, movers, strict=True):
+            self.active[hole] = self.active[mover]
+        del self.active[keep:]
+        return movers, holes

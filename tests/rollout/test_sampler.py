@@ -1,0 +1,62 @@
+"""The sampler draws from the distribution it reports."""
+
+import pytest
+import torch
+
+from quintet.rollout import Sampling
+from quintet.rollout.native.sampler import draw, exponential_noise, keep_mask, sample_seeds
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(top_k=3),
+        Sampling(top_p=0.8),
+        Sampling(min_p=0.2),
+        Sampling(temperature=2.0, top_k=5, top_p=0.9, min_p=0.05),
+    ],
+    ids=str,
+)
+def test_frequencies_match_the_reported_probabilities(sampling):
+    n = 40_000
+    seeds = sample_seeds(torch.zeros(n, dtype=torch.int64), torch.arange(n))
+    tokens, logprobs, raw = draw(LOGITS.expand(n, -1), sampling, seeds, torch.full((n,), 7))
+    total = 0.0
+    for token in tokens.unique().tolist():
+        p = logprobs[tokens == token][0].exp().item()
+        total += p
+        share = (tokens == token).float().mean().item()
+        assert share == pytest.approx(p, abs=4 * (p * (1 - p) / n) ** 0.5 + 1e-4)
+    assert total == pytest.approx(1.0, abs=2e-2)
+    torch.testing.assert_close(raw, LOGITS.log_softmax(0)[tokens])
+
+
+def test_noise_is_exponential_and_keyed():
+    seeds, positions = torch.arange(300), torch.arange(300) % 17
+    noise = exponential_noise(seeds, positions, 2000)
+    assert noise.min() > 0
+    assert noise.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert noise.var().item() == pytest.approx(1.0, abs=0.02)
+    assert (noise[:, 0] > 1).float().mean().item() == pytest.approx(0.368, abs=0.1)
+    torch.testing.assert_close(noise[5:6], exponential_noise(seeds[5:6], positions[5:6], 2000))
+    assert not torch.equal(noise[0], exponential_noise(seeds[:1], positions[:1] + 1, 2000)[0])
+
+
+def test_filters_keep_what_they_should():
+    log_p = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert keep_mask(log_p, Sampling()) is None
+    assert keep_mask(log_p, Sampling(top_k=2)).tolist() == [[True, True, False, False]]
+    assert keep_mask(log_p, Sampling(top_p=0.6)).tolist() == [[True, True, False, False]]
+    assert keep_mask(log_p, Sampling(top_p=0.01)).tolist() == [[True, False, False, False]]
+    assert keep_mask(log_p, Sampling(min_p=0.4)).tolist() == [[True, True, False, False]]
+
+
+def test_greedy_takes_the_largest():
+    tokens, logprobs, raw = draw(LOGITS[None], Sampling(temperature=0), torch.tensor([1]), torch.tensor([1]))
+    assert tokens.tolist() == [0]
+    assert logprobs.tolist() == [0.0]
+    assert raw[0] == pytest.approx(LOGITS.log_softmax(0)[0])
