@@ -120,12 +120,13 @@ def select(batch: Batch, indices: Sequence[int] | Tensor) -> Batch:
     # One gather index for all per-token fields: the position in the new values, moved by how far its sample moved.
     moved = (old[:-1][index] - new[:-1]).repeat_interleave(sizes)
     gather = moved + torch.arange(len(moved), device=moved.device)
-    out = {
-        name: _jagged(value.values().index_select(0, gather), new)
-        if value.is_nested
-        else value.index_select(0, index)
-        for name, value in _items(batch)
-    }
+    with _plain_dispatch():
+        out = {
+            name: _jagged(value.values().index_select(0, gather), new)
+            if value.is_nested
+            else value.index_select(0, index)
+            for name, value in _items(batch)
+        }
     return TensorDict(cast(Any, out), batch_size=[len(index)])
 
 
@@ -144,15 +145,21 @@ def concat(batches: Sequence[Batch]) -> Batch:
             raise ValueError(f"batches 0 and {i} do not have the same fields; only one of them has: {odd}")
     new = _offsets(torch.cat([offsets(batch).diff() for batch in batches]))
     out = {}
-    for name, first in _items(batches[0]):
-        parts = [cast(Tensor, batch[name]) for batch in batches]
-        if any(part.is_nested != first.is_nested for part in parts):
-            raise ValueError(f"field {name} is per token in some batches and per sample in others")
-        if first.is_nested:
-            out[name] = _jagged(torch.cat([part.values() for part in parts]), new)
-        else:
-            out[name] = torch.cat(parts)
+    with _plain_dispatch():
+        for name, first in _items(batches[0]):
+            parts = [cast(Tensor, batch[name]) for batch in batches]
+            if any(part.is_nested != first.is_nested for part in parts):
+                raise ValueError(f"field {name} is per token in some batches and per sample in others")
+            if first.is_nested:
+                out[name] = _jagged(torch.cat([part.values() for part in parts]), new)
+            else:
+                out[name] = torch.cat(parts)
     return TensorDict(cast(Any, out), batch_size=[len(new) - 1])
+
+
+def _plain_dispatch() -> Any:
+    """Nested tensors' Python-level interception off: it costs several times the work itself on small batches."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def _items(batch: Batch) -> Iterable[tuple[str, Tensor]]:
