@@ -1,0 +1,210 @@
+"""One case of the laptop benchmark in TRL's GRPOTrainer, timed step by step; prints one JSON object.
+
+Runs in an environment of its own (TRL and its dependencies, pinned in trl-constraints.txt) and imports nothing of quintet. The
+defaults are TRL's fastest settings that we found on two CPU cores; benchmarks/README.md has what was tried.
+
+    python benchmarks/trl_baseline.py --model DIR --work WORK.json [--micro-batches 1] [--cache dynamic] ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TrainerCallback,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from laptop_cases import reward
+
+
+class ForcedLengths(LogitsProcessor):
+    """Ends each sample at its length, counted in response tokens with the end-of-sequence token, and never before."""
+
+    def __init__(self, lengths: list[int], prompt_tokens: int, eos: int):
+        self.prompt_tokens, self.eos = prompt_tokens, eos
+        self.ending: dict[int, torch.Tensor] = {}
+        for last in set(lengths):
+            rows = [row for row, length in enumerate(lengths) if length == last]
+            self.ending[last - 1] = torch.tensor(rows)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, self.eos] = -torch.inf
+        rows = self.ending.get(input_ids.shape[1] - self.prompt_tokens)
+        if rows is not None:
+            scores[rows] = -torch.inf
+            scores[rows, self.eos] = 0.0
+        return scores
+
+
+class TimedTrainer(trl.GRPOTrainer):
+    """GRPOTrainer that forces the response lengths of the work and notes where the time goes."""
+
+    def __init__(self, *args: Any, lengths: list[list[int]], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.lengths, self.generated = lengths, 0
+        self.generate_s: list[float] = []
+        self.tokens: list[int] = []
+        self._plain_generate = self.model.generate
+        self.model.generate = self._forced_generate
+
+    def _forced_generate(self, **inputs: Any) -> torch.Tensor:
+        rows, prompt_tokens = inputs["input_ids"].shape
+        start = self.accelerator.process_index * rows
+        lengths = self.lengths[self.generated][start : start + rows]
+        forced = ForcedLengths(lengths, prompt_tokens, self.processing_class.eos_token_id)
+        return self._plain_generate(**inputs, logits_processor=LogitsProcessorList([forced]))
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        self.generate_s.append(time.perf_counter() - started)
+        start = self.accelerator.process_index * len(ids)
+        wanted = self.lengths[self.generated][start : start + len(ids)]
+        if [len(one) for one in ids] != wanted:
+            raise AssertionError("TRL's responses do not have the lengths of the work")
+        self.generated += 1
+        self.tokens.append(sum(wanted))
+        return ids, logprobs
+
+
+class StepClock(TrainerCallback):
+    """Seconds from the end of one step to the end of the next: everything counts, data loading too."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def share_of_digits(completions: list[str], **_: Any) -> list[float]:
+    return [reward("", response) for response in completions]
+
+
+def config(args: argparse.Namespace, work: dict[str, Any], output_dir: str) -> trl.GRPOConfig:
+    """The same algorithm as quintet's side: GRPO, clip-higher, token mean, no KL, one optimizer step a generation."""
+    samples = len(work["lengths"][0])
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return trl.GRPOConfig(
+        output_dir=output_dir,
+        max_steps=work["warmup_steps"] + work["steps"],
+        per_device_train_batch_size=samples // args.micro_batches // processes,
+        gradient_accumulation_steps=args.micro_batches,
+        num_generations=work["samples_per_prompt"],
+        max_completion_length=work["longest"],
+        cache_implementation=None if args.cache == "dynamic" else args.cache,
+        beta=0.0,
+        num_iterations=1,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        loss_type="dapo",
+        temperature=1.0,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        optim=args.optim,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_dropout=True,
+        shuffle_dataset=False,
+        use_transformers_continuous_batching=args.continuous_batching,
+        ddp_backend="gloo" if processes > 1 else None,
+        ddp_find_unused_parameters=False if processes > 1 else None,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=0,
+    )
+
+
+def run(args: argparse.Namespace, work: dict[str, Any]) -> dict[str, Any]:
+    """Train for the work's steps; return seconds by step (warm-up left out) and their summary."""
+    torch.set_num_threads(args.threads)
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.float32, attn_implementation=args.attention
+    )
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    clock = StepClock()
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainer = TimedTrainer(
+            model=model,
+            reward_funcs=share_of_digits,
+            args=config(args, work, output_dir),
+            train_dataset=Dataset.from_dict({"prompt": work["prompts"]}),
+            processing_class=tokenizer,
+            callbacks=[clock],
+            lengths=work["lengths"],
+        )
+        trainer.train()
+    skip = work["warmup_steps"]
+    step_s = [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)][skip:]
+    generate_s = trainer.generate_s[skip:]
+    samples = len(work["lengths"][0])
+    return {
+        "case": work["case"],
+        "step_s": step_s,
+        "step_s_median": statistics.median(step_s),
+        "step_s_min": min(step_s),
+        "step_s_max": max(step_s),
+        "generate_s_median": statistics.median(generate_s),
+        "train_s_median": statistics.median(step - gen for step, gen in zip(step_s, generate_s, strict=True)),
+        "samples_per_s": samples / statistics.median(step_s),
+        "response_tokens_per_step": sum(map(sum, work["lengths"][skip:])) / len(step_s),
+        "settings": {key: value for key, value in vars(args).items() if key not in ("model", "work")},
+        "versions": {
+            "trl": trl.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="Hugging Face directory")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="JSON file: prompts, lengths by step, counts"
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=1, help="backward passes a step")
+    parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
+    parser.add_argument(
+        "--cache", choices=["dynamic", "static"], default="dynamic", help="transformers' KV cache"
+    )
+    parser.add_argument("--optim", default="adamw_torch_fused")
+    parser.add_argument(
+        "--continuous-batching", action="store_true", help="transformers' continuous batching"
+    )
+    args = parser.parse_args()
+    result = run(args, json.loads(args.work.read_text()))
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
