@@ -22,7 +22,7 @@ class UserError(QuintetError):
 class WorkerFailure(QuintetError):
     """A rank died or hung, which ends the run.
 
-    `rank` is None when no single rank is to blame (a collective that some ranks never reached). `traceback`
+    The message names rank and phase in words; the attributes are for code. `rank` is None when no single rank is to blame (a collective that some ranks never reached). `traceback`
     is the worker's own traceback text; `stacks` maps a rank to the text of its Python stacks.
     """
 
@@ -49,9 +49,7 @@ class WorkerFailure(QuintetError):
         return (_rebuild_worker_failure, (self.message, self.rank, self.phase, self.traceback, self.stacks))
 
     def __str__(self) -> str:
-        where = [f"rank {self.rank}"] if self.rank is not None else []
-        where += [f"phase {self.phase}"] if self.phase else []
-        parts = [self.message + (f" ({', '.join(where)})" if where else "")]
+        parts = [self.message]
         if self.traceback:
             parts.append("Original traceback of the worker:\n" + self.traceback.rstrip())
         parts += [f"Stacks of rank {rank}:\n{text.rstrip()}" for rank, text in sorted(self.stacks.items())]

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
+from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.oracle.pool import Pool
-
-# Wall-clock deadlines per example fail on a busy machine; derandomized, a red test is red for everyone.
-settings.register_profile("quintet", deadline=None, derandomize=True)
-settings.load_profile("quintet")
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +16,12 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator["Cluster"]:  # noqa: F821, UP037  (Ray is imported only by tests that use it)
+    """A local Ray for the session. `Cluster(other_settings)` within it shares its processes, not its settings."""
+    from quintet.cluster.cluster import Cluster
+
+    with Cluster(ClusterSettings(ranks=2, device="cpu", collective_timeout_s=60)) as cluster:
+        yield cluster

@@ -29,7 +29,7 @@ class MeanNll:
 
     def __call__(self, outputs: Any, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -(outputs.logprobs * fields["loss_mask"]).sum() / TOKENS
-        return loss, {"loss": loss}
+        return loss, {"nll": -outputs.logprobs}
 
 
 def run_rank(path: Path, layout: dict[str, Any], distributed_optimizer: bool, budget: int) -> dict[str, Any]:
@@ -55,14 +55,14 @@ def run_rank(path: Path, layout: dict[str, Any], distributed_optimizer: bool, bu
     dp = engine.mesh.at("dp")
     mine = select(batch, plan.samples_of(dp))
     forward = engine.forward(mine, plan.local(dp))
-    sums = engine.forward_backward(mine, plan.local(dp), MeanNll())
+    result = engine.forward_backward(mine, plan.local(dp), MeanNll())
     if distributed_optimizer:
         _gather_gradients(engine)
     gradients = [(s.name, s.box, s.read().clone()) for s in engine.shard_map("main_grad")]
     info = engine.optimizer_step()
     return {
         "gradients": gradients,
-        "loss": sums["loss"] if sums else 0.0,
+        "loss": result.loss if result and engine.mesh.owns_output else 0.0,
         "norm": info["grad_norm"],
         "samples": plan.samples_of(dp),
         "forward": forward,

@@ -1,0 +1,129 @@
+"""The Ray cluster of a run: started here, or joined; and stopped again if it was started here."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self
+
+from quintet.cluster import ray_compat  # sets Ray's environment before Ray is imported
+from quintet.errors import UserError
+from quintet.recipe.schema import Cluster as Settings
+
+import ray  # isort: skip
+
+if TYPE_CHECKING:
+    from quintet.cluster.group import WorkerGroup
+
+
+class Cluster:
+    """`with Cluster(recipe.cluster) as cluster:` is Ray for the length of the block.
+
+    Starts a local Ray when `settings.address` is null, unless this process is connected already. On exit, also by
+    Ctrl-C or an error, closes its worker groups and stops what it started, and nothing else.
+
+    `log_dir` gets one log a rank (null: a temporary directory, kept only for the length of the block);
+    `say` prints the few lines a user should see.
+    """
+
+    def __init__(
+        self, settings: Settings, *, log_dir: Path | None = None, say: Callable[[str], None] = print
+    ) -> None:
+        self.settings = settings
+        self.say = say
+        self.device: Literal["cpu", "cuda"] = "cpu"
+        self.start_s = 0.0
+        """Seconds that starting or joining took."""
+        self.is_local = True
+        """Whether all of the cluster is this machine, and ours to fill."""
+        self._log_dir = log_dir
+        self._started: ray_compat.LocalRay | None = None
+        self._joined = False
+        self._groups: list[WorkerGroup] = []
+        self._exit = contextlib.ExitStack()
+
+    @property
+    def log_dir(self) -> Path:
+        """Where the ranks' logs go."""
+        assert self._log_dir is not None, "the cluster is not started"
+        return self._log_dir
+
+    def __enter__(self) -> Self:
+        began = time.perf_counter()
+        try:
+            if self._log_dir is None:
+                self._log_dir = Path(
+                    self._exit.enter_context(tempfile.TemporaryDirectory(prefix="quintet-logs-"))
+                )
+            self._log_dir = self._log_dir.absolute()
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._connect()
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            self.is_local = self.settings.address is None and len(nodes) == 1
+            self.device = self._choose_device()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        self.start_s = time.perf_counter() - began
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with ray_compat.uninterrupted():
+            if self._started is not None:
+                # The groups' processes go with their Ray.
+                for group in self._groups:
+                    group.forget()
+                self._started.stop()
+            else:
+                for group in self._groups:
+                    group.close()
+                if self._joined:
+                    ray.shutdown()
+            self._groups, self._started, self._joined = [], None, False
+            self._exit.close()
+
+    def adopt(self, group: WorkerGroup) -> None:
+        """Close `group` together with the cluster."""
+        self._groups.append(group)
+
+    def _connect(self) -> None:
+        if ray.is_initialized():
+            return
+        if self.settings.address is None:
+            cpu_only = self.settings.device == "cpu"
+            self._started = ray_compat.start_local(self.settings.ranks, num_gpus=0 if cpu_only else None)
+            return
+        try:
+            ray_compat.join(self.settings.address)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"No Ray cluster answers at cluster.address={self.settings.address!r} ({_first_line(error)}). "
+                "Start one there with `ray start --head`, or leave cluster.address null for a local one."
+            ) from error
+        self._joined = True
+
+    def _choose_device(self) -> Literal["cpu", "cuda"]:
+        if self.settings.device == "cpu":
+            return "cpu"
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        if self.settings.device == "auto" and gpus == 0:
+            return "cpu"
+        if gpus < self.settings.ranks:
+            raise UserError(
+                f"cluster.ranks={self.settings.ranks} needs as many GPUs, and the cluster has {gpus}. "
+                "Lower cluster.ranks, or set cluster.device=cpu."
+            )
+        return "cuda"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,336 @@
+"""A worker group: the ranks that run one program together, and how the controller calls them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from quintet.cluster import placement, probe, ray_compat
+from quintet.cluster.cluster import Cluster
+from quintet.cluster.dispatch import Call, Dispatch, one_to_all
+from quintet.cluster.failures import Failure, explain
+from quintet.cluster.seat import Built, Location, Order, Seat
+from quintet.cluster.worker import Place, Worker
+from quintet.errors import WorkerFailure
+from quintet.recipe.schema import Layout
+
+import ray  # isort: skip
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+PLACEMENT_TIMEOUT_S = 120.0
+REMOTE_PROBE_TIMEOUT_S = 10.0
+GRACE_AFTER_CAUSE_S = 0.3  # for further failures, once one is known that explains the others
+GRACE_AFTER_ECHO_S = 3.0  # for the cause, once a collective has failed that may only be its echo
+_names = itertools.count()
+
+
+class WorkerGroup:
+    """One `worker_class(place, **kwargs)` a rank, in a process of its own, placed and set up.
+
+    `layout` (of the recipe) decides whether CUDA needs a single connection; `name` names the logs. Raises UserError
+    when the cluster cannot hold the ranks, WorkerFailure when a rank fails to start.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        worker_class: type[Worker],
+        n_ranks: int,
+        *,
+        layout: Layout | None = None,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.cluster = cluster
+        self.n_ranks = n_ranks
+        self.name = name or f"{worker_class.__name__.lower()}-{next(_names)}"
+        self._seats: list[Any] = []
+        self._processes: dict[int, probe.RankProcess] = {}
+        self._coords: list[dict[str, int]] | None = None
+        self._placement: Any = None
+        self._broken: WorkerFailure | None = None
+        began = time.perf_counter()
+        cluster.adopt(self)
+        try:
+            locations = self._place(n_ranks)
+            self._build(locations, worker_class, layout, kwargs)
+        except BaseException:
+            self.close()
+            raise
+        self.start_s = time.perf_counter() - began
+        """Seconds from asking Ray for processes to the end of every rank's setup."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        dispatch: Dispatch = one_to_all,
+        phase: str | None = None,
+        num_returns: int = 1,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a method on the ranks that `dispatch` names, and wait: see `quintet.cluster.dispatch` for who gets
+        what and what comes back.
+
+        With `num_returns` = k > 1 the method returns a tuple of k: the first comes back as a value, the others as
+        object references, whose objects stay on the worker's node. References may be passed on, at any depth of
+        lists, tuples and dicts. Raises WorkerFailure (or the worker's own UserError) for the first rank that
+        fails; the group is of no use afterwards. `phase` names the work in messages (null: the method).
+        """
+        return self.submit(
+            method, *args, dispatch=dispatch, phase=phase, num_returns=num_returns, **kwargs
+        ).result()
+
+    def submit(
+        self,
+        method: str,
+        *args: Any,
+        dispatch: Dispatch = one_to_all,
+        phase: str | None = None,
+        num_returns: int = 1,
+        **kwargs: Any,
+    ) -> PendingCall:
+        """`call` without the wait: two groups can work at once. A rank runs its calls in the order given."""
+        if self._broken is not None:
+            raise self._broken
+        coords = self.coords() if dispatch.needs_coords else [{}] * self.n_ranks
+        refs: dict[int, list[Any]] = {}
+        for rank, rank_call in enumerate(dispatch.split(coords, args, kwargs)):
+            if rank_call is not None:
+                refs[rank] = self._remote_call(rank, method, rank_call, num_returns)
+        return PendingCall(self, refs, dispatch, coords, phase or method)
+
+    def coords(self) -> list[dict[str, int]]:
+        """Each rank's position on the mesh axes, as its worker tells it; asked once."""
+        if self._coords is None:
+            self._coords = self.call("coords")
+        return self._coords
+
+    def inspect(self, ranks: Sequence[int] | None = None, wait_s: float = 1.5) -> dict[int, probe.Report]:
+        """Stacks, state and log tail of each rank, whatever it is doing; answers within a few seconds."""
+        processes = self._processes.values() if ranks is None else [self._processes[rank] for rank in ranks]
+        by_node: dict[str, list[probe.RankProcess]] = {}
+        for process in processes:
+            by_node.setdefault(process.node_id, []).append(process)
+        calls = {node: _on_node(node, probe.inspect, there, wait_s) for node, there in by_node.items()}
+        reports: dict[int, probe.Report] = {}
+        for node, there in by_node.items():
+            reports |= calls[node]() or {p.rank: _NODE_GONE for p in there}
+        return reports
+
+    def close(self) -> None:
+        """End the group's processes and give its place back."""
+        for seat in self._seats:
+            ray.kill(seat)
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+        self.forget()
+
+    def forget(self) -> None:
+        """The cluster is going, and the processes with it."""
+        self._seats, self._placement = [], None
+
+    # --- starting ---
+
+    def _place(self, n_ranks: int) -> list[Location]:
+        """Start one actor a rank; `self._seats` and the returned locations are in rank order."""
+        settings = self.cluster.settings
+        resources = placement.rank_resources(self.cluster.device, self.cluster.is_local)
+        per_node = settings.ranks_per_node
+        bundles, strategy = placement.bundles(n_ranks, per_node, resources)
+        placement.check_fits(ray_compat.free_resources(), n_ranks, per_node, resources)
+        self._placement = placement_group(bundles, strategy=strategy)
+        if not self._placement.wait(PLACEMENT_TIMEOUT_S):
+            raise WorkerFailure(
+                f"Ray placed no {n_ranks} ranks within {PLACEMENT_TIMEOUT_S:g} s", phase="start"
+            )
+        actor = ray.remote(Seat)
+        self._seats = [
+            actor.options(
+                num_cpus=resources.get("CPU", 0),
+                num_gpus=resources.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._placement, placement_group_bundle_index=index // (per_node or 1)
+                ),
+            ).remote()
+            for index in range(n_ranks)
+        ]
+        locations = ray.get([seat.locate.remote() for seat in self._seats])
+        order = placement.rank_order(locations)
+        self._seats = [self._seats[index] for index in order]
+        return [locations[index] for index in order]
+
+    def _build(
+        self,
+        locations: list[Location],
+        worker_class: type[Worker],
+        layout: Layout | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        port = ray.get(self._seats[0].listen.remote())
+        blob = ray.put(ray.cloudpickle.dumps((worker_class, kwargs)))
+        single = placement.needs_single_cuda_connection(self.cluster.device, layout)
+        refs = {}
+        for rank, (local_rank, local_world_size) in enumerate(placement.local_ranks(locations)):
+            location = locations[rank]
+            place = Place(
+                rank=rank,
+                world_size=self.n_ranks,
+                local_rank=local_rank,
+                local_world_size=local_world_size,
+                # Ray shows an actor its own GPU only, which is then number 0.
+                device="cpu" if self.cluster.device == "cpu" else "cuda:0",
+                master_host=locations[0].host,
+                master_port=port,
+                collective_timeout_s=self.cluster.settings.collective_timeout_s,
+            )
+            order = Order(
+                place=place,
+                env=_environment(place, location, self.cluster.is_local),
+                search_path=[path for path in sys.path if path],
+                log=self.cluster.log_dir / f"{self.name}-rank-{rank}.log",
+                single_cuda_connection=single,
+            )
+            refs[rank] = [self._seats[rank].build.remote(order, blob)]
+        built: list[Built] = PendingCall(self, refs, one_to_all, [{}] * self.n_ranks, "setup").result()
+        self._processes = {one.process.rank: one.process for one in built}
+        if any(one.single_cuda_connection for one in built):
+            self.cluster.say(
+                f"{self.name}: CUDA_DEVICE_MAX_CONNECTIONS=1, which this layout (tp or cp > 1) needs on these GPUs"
+            )
+
+    # --- calling ---
+
+    def _remote_call(self, rank: int, method: str, rank_call: Call, num_returns: int) -> list[Any]:
+        args, kwargs = rank_call
+        seat_call = self._seats[rank].call
+        if num_returns == 1:
+            return [seat_call.remote(method, args, kwargs)]
+        return list(seat_call.options(num_returns=num_returns).remote(method, args, kwargs, num_returns))
+
+    def death(self, rank: int, error: ray.exceptions.RayError) -> Failure:
+        """What is known of a rank whose process is gone."""
+        process = self._processes.get(rank)
+        if process is None:
+            report = probe.Report(False, "its process ended before it was set up")
+        else:
+            report = _on_node(process.node_id, probe.obituary, process)() or _NODE_GONE
+        return Failure.of_death(rank, report, str(error))
+
+    def fail(
+        self, failures: list[Failure], phase: str, at_work: Sequence[int], returned: Sequence[int]
+    ) -> Exception:
+        """The error for these failures; `at_work` ranks are asked for their stacks if it is a hang."""
+        hang = all(failure.communication for failure in failures) and any(f.timed_out for f in failures)
+        error = explain(
+            failures,
+            phase=phase,
+            timeout_s=self.cluster.settings.collective_timeout_s,
+            reports=self.inspect(at_work) if hang else {},
+            returned=returned,
+        )
+        if isinstance(error, WorkerFailure):
+            self._broken = error
+        return error
+
+
+class PendingCall:
+    """A call on its way."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        refs: dict[int, list[Any]],
+        dispatch: Dispatch,
+        coords: Sequence[dict[str, int]],
+        phase: str,
+    ) -> None:
+        self._group = group
+        self._refs = refs
+        self._dispatch = dispatch
+        self._coords = coords
+        self._phase = phase
+
+    def result(self) -> Any:
+        """Wait for every rank, or for the first failure and a short while for what explains it."""
+        pending = {refs[0]: rank for rank, refs in self._refs.items()}
+        values: dict[int, Any] = {}
+        failures: list[Failure] = []
+        deadline: float | None = None
+        while pending:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=timeout)
+            if not done:
+                break
+            rank = pending.pop(done[0])
+            failure, values[rank] = self._outcome(rank, done[0])
+            if failure is not None:
+                failures.append(failure)
+                grace = GRACE_AFTER_ECHO_S if failure.communication else GRACE_AFTER_CAUSE_S
+                deadline = min(deadline or float("inf"), time.monotonic() + grace)
+        if failures:
+            failed = {failure.rank for failure in failures}
+            returned = [rank for rank in values if rank not in failed]
+            raise self._group.fail(failures, self._phase, list(pending.values()), returned)
+        results = {
+            rank: (values[rank], *refs[1:]) if refs[1:] else values[rank] for rank, refs in self._refs.items()
+        }
+        return self._dispatch.collect(self._coords, results)
+
+    def _outcome(self, rank: int, ref: Any) -> tuple[Failure | None, Any]:
+        try:
+            outcome: tuple[Failure | None, Any] = ray.get(ref)
+            return outcome
+        except ray.exceptions.RayActorError as error:
+            return self._group.death(rank, error), None
+        except ray.exceptions.RayError as error:
+            # The outcome itself did not travel: it cannot be pickled, or an argument is lost.
+            return Failure(rank, f"{type(error).__name__}: {error}".split("\n", 1)[0], str(error)), None
+
+
+def _environment(place: Place, location: Location, is_local: bool) -> dict[str, str]:
+    env = {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": place.master_host,
+        "MASTER_PORT": str(place.master_port),
+    }
+    if place.device == "cpu":
+        threads = max(1, location.cores // place.local_world_size)
+        env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+    if is_local and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # gloo would look the host's name up, which laptops often cannot.
+        env["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return env
+
+
+_NODE_GONE = probe.Report(False, "no answer: its node is gone")
+
+
+def _on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Start `function(*args)` on a node; calling what is returned waits for the result, None if the node is gone."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        return lambda: function(*args)
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    ref = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(*args)
+
+    def result() -> Any:
+        try:
+            return ray.get(ref, timeout=REMOTE_PROBE_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError):
+            return None
+
+    return result

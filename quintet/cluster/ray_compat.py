@@ -1,0 +1,143 @@
+"""Ray, started lean and stopped completely: the one place that knows Ray's private parts.
+
+`ray.init` starts a dashboard server, an autoscaler monitor and a log monitor even with `include_dashboard=False`:
+three Python processes, half of the start-up's processor time on a laptop, and nothing here talks to them.
+Written for and tested with ray 2.60. Adaptations, and what fails without them (tests/cluster/test_cluster.py):
+
+- `_LeanNode`: no dashboard, monitor and log monitor processes (`test_only_needed_processes_run`).
+- `listen_error_messages` replaced: no "(raylet) A worker died" on the console beside our own message, which says
+  more (`test_ctrl_c_...` and the failure tests read a quiet console).
+- `_kill_started`: `ray.shutdown` returns before agents and workers are gone (`test_nothing_is_left_behind`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+# Read by Ray when it is imported or started. The last one keeps `uv run` from packing up the working directory
+# and building an environment anew for every worker.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+import psutil
+import ray
+import ray._private.node
+import ray._private.state
+import ray._private.worker
+
+OBJECT_STORE_BYTES_WITHOUT_GPU = 512 * 2**20
+
+
+class _LeanNode(ray._private.node.Node):
+    """A head node of GCS, raylet and the raylet's two agents."""
+
+    def __init__(self, ray_params: Any, **kwargs: Any) -> None:
+        ray_params.update(no_monitor=True, include_log_monitor=False)
+        super().__init__(ray_params, **kwargs)
+
+    def start_api_server(self, **_: Any) -> None:
+        pass
+
+
+def _no_error_messages(worker: Any, threads_stopped: threading.Event) -> None:
+    """Stands in for the thread that prints what raylets report."""
+
+
+def start_local(num_cpus: int, num_gpus: int | None) -> LocalRay:
+    """Start Ray on this machine only, reachable from this machine only; returns what `stop` needs.
+
+    `num_cpus` is also the number of worker processes that are started ahead of need. `num_gpus` None lets Ray count them.
+    """
+    # A short directory: the sockets in it must stay under 104 characters on macOS.
+    directory = Path(tempfile.mkdtemp(prefix="quintet-ray-", dir="/tmp"))
+    before = set(psutil.Process().children(recursive=True))
+    small = num_gpus == 0 or not Path("/dev/nvidiactl").exists()
+    try:
+        with (
+            mock.patch.object(ray._private.node, "Node", _LeanNode),
+            mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages),
+        ):
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                object_store_memory=OBJECT_STORE_BYTES_WITHOUT_GPU if small else None,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(directory),
+            )
+    except BaseException:  # also Ctrl-C: a half-started cluster is ours to clear away
+        _kill_started(set(psutil.Process().children(recursive=True)) - before)
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return LocalRay(directory, before)
+
+
+def join(address: str) -> None:
+    """Connect to a running cluster."""
+    with mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages):
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+
+
+class LocalRay:
+    """The processes and files of a Ray that `start_local` started."""
+
+    def __init__(self, directory: Path, before: set[psutil.Process]) -> None:
+        self.directory = directory
+        self._before = before
+
+    def stop(self) -> None:
+        """End every process of it, at once, and remove its files."""
+        started = set(psutil.Process().children(recursive=True)) - self._before
+        # Workers first and without asking: one that waits in a collective would not listen anyway.
+        workers = {process for process in started if _name(process).startswith("ray::")}
+        for process in workers:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        ray.shutdown()
+        _kill_started(started)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _kill_started(processes: set[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=2)
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return (process.cmdline() or [""])[0]
+    return ""
+
+
+def free_resources() -> list[dict[str, float]]:
+    """What is free on each node, by node."""
+    per_node: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
+    return list(per_node.values())
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C must not break the clearing up that the first one began."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

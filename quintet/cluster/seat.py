@@ -1,0 +1,190 @@
+"""The actor in which a worker lives: prepares the process, builds the worker, runs its methods.
+
+Two things need a layer between Ray and the worker. The environment must be set before torch is imported, and
+Ray's own way (`runtime_env`) cannot use the worker processes that Ray has started ahead: each rank would start
+Python twice. And an exception must come back as the worker's own traceback, not wrapped in Ray's.
+
+Methods run in the process's main thread: Ray runs an actor without concurrency groups there (measured with 2.60: an
+actor *with* them runs everything in other threads, where signal handlers cannot be set). What must be answered while
+a method runs goes by signal instead (`quintet.cluster.probe`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from quintet.cluster.failures import Failure
+from quintet.cluster.probe import STACK_SIGNAL, RankProcess, kernel_oom_kills
+from quintet.cluster.worker import Place
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where Ray has put an actor."""
+
+    node_id: str
+    host: str
+    gpus: tuple[int, ...]
+    cores: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """All that a seat needs to become a rank."""
+
+    place: Place
+    env: dict[str, str]
+    search_path: list[str]
+    """The controller's sys.path: modules it can import, the worker can."""
+    log: Path
+    single_cuda_connection: bool
+
+
+@dataclass(frozen=True)
+class Built:
+    process: RankProcess
+    single_cuda_connection: bool
+    """Whether CUDA_DEVICE_MAX_CONNECTIONS=1 was set."""
+
+
+class Seat:
+    """One rank's process. Everything it returns is a pair (failure, value), one of them None."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+        self._rank = -1
+        self._listener: socket.socket | None = None
+        self._stacks_file: Any = None
+
+    def locate(self) -> Location:
+        context = ray.get_runtime_context()
+        return Location(
+            node_id=context.get_node_id(),
+            host=ray.util.get_node_ip_address(),
+            gpus=tuple(int(gpu) for gpu in ray.get_gpu_ids()),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        )
+
+    def listen(self) -> int:
+        """Find the port of rank 0's store, and hold it: the socket is handed to the store when torch is there."""
+        self._listener = socket.create_server(("", 0), backlog=4096)
+        return int(self._listener.getsockname()[1])
+
+    def build(self, order: Order, blob: bytes) -> tuple[Failure | None, Built | None]:
+        """Become a rank: log, signals, environment, then the worker itself.
+
+        `blob` is a cloudpickle of (worker class, keyword arguments), bytes to Ray, because unpickling it imports
+        torch, which must find the environment set.
+        """
+        self._rank = order.place.rank
+        try:
+            process = self._prepare(order)
+            limited = order.single_cuda_connection and _is_before_blackwell()
+            if limited:
+                os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            place = order.place
+            if self._listener is not None:
+                place = replace(place, master_fd=self._listener.detach())
+            worker_class, kwargs = ray.cloudpickle.loads(blob)
+            self._worker = worker_class(place, **kwargs)
+            self._worker.setup()
+            return None, Built(process, limited)
+        except BaseException as error:  # sys.exit in a worker must be told like any other end
+            return self._failure(error), None
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_returns: int = 1) -> Any:
+        """Run a method of the worker with every object reference within its arguments resolved."""
+        try:
+            args, kwargs = resolve((args, kwargs))
+            value = getattr(self._worker, method)(*args, **kwargs)
+            if num_returns == 1:
+                return None, value
+            if not isinstance(value, tuple) or len(value) != num_returns:
+                raise TypeError(
+                    f"{method} must return a tuple of {num_returns} (num_returns), got {value!r:.80}"
+                )
+            return (None, value[0]), *value[1:]
+        except BaseException as error:
+            outcome = (self._failure(error), None)
+            return outcome if num_returns == 1 else (outcome, *[None] * (num_returns - 1))
+        finally:
+            sys.stdout.flush()
+
+    def _prepare(self, order: Order) -> RankProcess:
+        order.log.parent.mkdir(parents=True, exist_ok=True)
+        with order.log.open("ab", buffering=0) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        stacks = order.log.with_suffix(".stacks")
+        self._stacks_file = stacks.open("w")
+        faulthandler.enable(self._stacks_file)
+        faulthandler.register(STACK_SIGNAL, self._stacks_file, all_threads=True)
+        os.environ.update(order.env)
+        sys.path.extend(path for path in order.search_path if path not in sys.path)
+        return RankProcess(
+            rank=order.place.rank,
+            node_id=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+            created=psutil.Process().create_time(),
+            log=order.log,
+            stacks=stacks,
+            oom_kills=kernel_oom_kills(),
+        )
+
+    def _failure(self, error: BaseException) -> Failure:
+        return Failure.of_exception(self._rank, error, __file__)
+
+
+def resolve(value: Any) -> Any:
+    """`value` with each ray.ObjectRef within its lists, tuples and dicts replaced by its object.
+
+    All are fetched in one `ray.get`, straight from the node that has them; the controller never sees them.
+    """
+    refs: list[ray.ObjectRef[Any]] = []
+    _find_refs(value, refs)
+    if not refs:
+        return value
+    return _replace_refs(value, dict(zip(refs, ray.get(refs), strict=True)))
+
+
+def _find_refs(value: Any, refs: list[ray.ObjectRef[Any]]) -> None:
+    if isinstance(value, ray.ObjectRef):
+        refs.append(value)
+    elif type(value) in (list, tuple):
+        if value and type(value[0]) in (int, float, str):  # token ids and the like: no need to look at each
+            return
+        for item in value:
+            _find_refs(item, refs)
+    elif type(value) is dict:
+        for item in value.values():
+            _find_refs(item, refs)
+
+
+def _replace_refs(value: Any, found: dict[ray.ObjectRef[Any], Any]) -> Any:
+    if isinstance(value, ray.ObjectRef):
+        return found[value]
+    if type(value) in (list, tuple):
+        return type(value)(_replace_refs(item, found) for item in value)
+    if type(value) is dict:
+        return {key: _replace_refs(item, found) for key, item in value.items()}
+    return value
+
+
+def _is_before_blackwell() -> bool:
+    """Compute capability below 10, asked without starting CUDA; unknown counts as yes, which costs little."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        return float(text.split()[0]) < 10
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return True

@@ -1,0 +1,84 @@
+"""The base class of what runs on a rank: knows its place and joins the process group.
+
+Importing this module does not import torch, so that a worker's environment can be set first.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+STARTUP_TIMEOUT = timedelta(minutes=10)
+"""Ranks come to the first meeting as far apart as their imports take, whatever the time limit of a collective."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in its group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Position among the group's ranks on this node."""
+    local_world_size: int
+    device: str
+    """`cpu`, or the `cuda:i` of this rank as its process sees it."""
+    master_host: str
+    master_port: int
+    collective_timeout_s: float
+    master_fd: int | None = None
+    """Rank 0 only: the listening socket behind `master_port`, held since the port was found."""
+
+
+class Worker:
+    """One rank. Subclasses take `place` first, add keyword arguments, and do their building in `setup`.
+
+    Methods are called through `WorkerGroup.call`, one at a time, in the process's main thread.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.device = place.device
+
+    def setup(self) -> None:
+        """Join the default process group (gloo on CPU; gloo and NCCL by device on GPU)."""
+        import torch
+        import torch.distributed as dist
+
+        place = self.place
+        if place.device == "cpu":
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            backend = "gloo"
+        else:
+            torch.cuda.set_device(place.device)
+            backend = "cpu:gloo,cuda:nccl"
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            place.master_host,
+            place.master_port,
+            is_master=place.rank == 0,
+            timeout=STARTUP_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=place.master_fd,
+        )
+        store.set(f"arrived/{place.rank}", "")
+        store.wait([f"arrived/{rank}" for rank in range(place.world_size)], STARTUP_TIMEOUT)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default", store),  # type: ignore[attr-defined]
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=place.collective_timeout_s),
+            device_id=None if place.device == "cpu" else torch.device(place.device),
+        )
+
+    def coords(self) -> dict[str, int]:
+        """Position on each mesh axis (`tp`, `pp`, `cp`, `dp`), for the dispatch protocols; here: all ranks are dp."""
+        return {"tp": 0, "pp": 0, "cp": 0, "dp": self.rank}
+
+    def ping(self, value: Any = None) -> Any:
+        """Return `value`; measures what a call costs."""
+        return value

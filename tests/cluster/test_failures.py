@@ -1,0 +1,137 @@
+"""Dead, failing and hanging ranks: one message that names the cause, in time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from quintet.cluster.cluster import Cluster
+from quintet.cluster.dispatch import rank_zero
+from quintet.cluster.failures import Failure, explain, root_cause
+from quintet.cluster.group import WorkerGroup
+from quintet.cluster.probe import Report, tidy
+from quintet.errors import UserError, WorkerFailure
+from quintet.recipe.schema import Cluster as ClusterSettings
+from tests.cluster.workers import Collective, Light
+
+
+def test_an_exception_is_told_at_once_and_without_noise(ray_cluster: Cluster) -> None:
+    with WorkerGroup(ray_cluster, Collective, 2) as group:
+        began = time.monotonic()
+        with pytest.raises(WorkerFailure) as caught:
+            group.call("meet", ["come", "raise"], phase="train")
+        # Rank 0 waits in the all_reduce for 60 s; nobody waits for it.
+        assert time.monotonic() - began < 5
+        with pytest.raises(WorkerFailure, match="Rank 1 failed in train"):
+            group.call("ping")
+    error = caught.value
+    assert (error.rank, error.phase) == (1, "train")
+    assert error.message.startswith("Rank 1 failed in train: LookupError: expert 7 is missing")
+    assert error.traceback is not None
+    assert "in inner_fail" in error.traceback
+    assert "ray" not in error.traceback.replace("array", "")
+    assert "seat.py" not in error.traceback
+
+
+def test_a_killed_rank_is_named_though_its_peers_fail_too(ray_cluster: Cluster) -> None:
+    with WorkerGroup(ray_cluster, Collective, 2) as group, pytest.raises(WorkerFailure) as caught:
+        group.call("meet", ["come", "kill"], phase="train")
+    assert caught.value.rank == 1
+    assert caught.value.message.startswith("Rank 1 died in train: ")
+    assert "kill" in caught.value.message
+    assert "last words" in str(caught.value)
+
+
+def test_other_ends(ray_cluster: Cluster) -> None:
+    with WorkerGroup(ray_cluster, Light, 3) as group:
+        with pytest.raises(WorkerFailure, match=r"Rank 2 failed in fail: it called sys.exit\(3\)"):
+            group.call("fail", "sys.exit", 2)
+        group._broken = None
+        with pytest.raises(UserError, match=r"^model.path: no such directory$"):
+            group.call("fail", "user", 1)
+        with pytest.raises(WorkerFailure, match=r"Rank 1 died in fail: (.*exit code 7|ended without a word)"):
+            group.call("fail", "os._exit", 1)
+        group._broken = None
+        with pytest.raises(
+            WorkerFailure, match=r"(?s)Rank 0 died in fail: .*(SIGSEGV|Segmentation).*inner_fail"
+        ):
+            group.call("fail", "segfault", 0, dispatch=rank_zero)
+
+
+def test_a_hang_shows_who_waits_and_who_never_came(ray_cluster: Cluster) -> None:
+    settings = ClusterSettings(ranks=4, device="cpu", collective_timeout_s=2)
+    with Cluster(settings) as cluster:
+        group = WorkerGroup(cluster, Collective, 4)
+        began = time.monotonic()
+        with pytest.raises(WorkerFailure) as caught:
+            group.call("meet", ["come", "sleep", "hold the lock", "stop"], phase="train")
+        assert time.monotonic() - began < 2 + 5
+    error = caught.value
+    assert error.rank is None
+    assert error.message.startswith(
+        "A collective waited longer than 2 s (cluster.collective_timeout_s) in train."
+    )
+    assert "Waiting in it: rank 0. Never came: ranks 1, 2, 3." in error.message
+    assert "in total" in error.stacks[0]
+    assert "all_reduce" in error.stacks[0]
+    assert "in oversleep" in error.stacks[1]
+    assert "in hold_the_lock" in error.stacks[2]
+    assert "no answer: its process is stopped" in error.stacks[3]
+    assert "ray/" not in str(error)
+
+
+def test_a_rank_that_returned_without_entering_is_named(ray_cluster: Cluster) -> None:
+    reports = {0: Report(True, "", 'main thread:\n  File "torch/distributed/x.py", line 1 in all_reduce', "")}
+    late = Failure(2, "RuntimeError: Timed out waiting 2000ms", "trace", communication=True, timed_out=True)
+    error = explain([late], phase="train", timeout_s=2, reports=reports, returned=[1])
+    assert "Waiting in it: ranks 0, 2. Never came: rank 1." in str(error)
+    assert "it had returned from train" in str(error)
+
+
+def test_inspect_answers_while_ranks_are_busy(quartet: WorkerGroup) -> None:
+    assert {report.stacks for report in quartet.inspect().values()} == {
+        "main thread: idle, waiting for the next call"
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "communication", "timed_out"),
+    [
+        (
+            "[/p/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 2000ms for recv operation",
+            True,
+            True,
+        ),
+        ("[/p/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:123", True, False),
+        ("shape mismatch: gloom is not a backend", False, False),
+    ],
+)
+def test_what_counts_as_communication(text: str, communication: bool, timed_out: bool) -> None:
+    failure = Failure.of_exception(0, RuntimeError(text), __file__)
+    assert (failure.communication, failure.timed_out) == (communication, timed_out)
+
+
+def test_the_cause_is_the_first_that_is_no_echo() -> None:
+    echo = Failure(0, "Connection closed", communication=True)
+    late = Failure(3, "Timed out", communication=True, timed_out=True)
+    bug, death = Failure(1, "KeyError"), Failure(2, "killed", died=True)
+    assert root_cause([echo, bug, death]) is bug
+    assert root_cause([late, death]) is death
+    assert root_cause([echo, late]) is None
+    assert root_cause([echo]) is echo
+
+
+def test_tidy_keeps_the_worker_and_drops_ray() -> None:
+    dump = """Thread 0x00007f01 (most recent call first):
+  File "/v/site-packages/ray/_private/worker.py", line 10 in poll
+  File "/lib/python3.11/threading.py", line 5 in run
+
+Current thread 0x00007f00 (most recent call first):
+  File "/x/tests/model.py", line 3 in oversleep
+  File "/x/quintet/cluster/seat.py", line 90 in call
+  File "/v/site-packages/ray/_private/workers/default_worker.py", line 300 in <module>
+"""
+    assert tidy(dump) == (
+        'main thread (most recent call first):\n  File "/x/tests/model.py", line 3 in oversleep'
+    )

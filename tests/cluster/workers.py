@@ -1,0 +1,110 @@
+"""Workers for the cluster's tests; imported by the ranks, so it imports nothing that is slow."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from quintet.cluster.worker import Place, Worker
+from quintet.errors import UserError
+
+
+class Light(Worker):
+    """A rank without torch: starts fast."""
+
+    def __init__(self, place: Place, mesh: tuple[int, int, int] = (1, 1, 4)) -> None:
+        super().__init__(place)
+        self.mesh = mesh
+
+    def setup(self) -> None:
+        pass
+
+    def coords(self) -> dict[str, int]:
+        tp, cp, dp = self.mesh
+        rank, position = self.rank, {}
+        for axis, size in (("tp", tp), ("cp", cp), ("dp", dp)):
+            position[axis], rank = rank % size, rank // size
+        return {**position, "pp": rank}
+
+    def tell(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        return self.rank, args, kwargs
+
+    def environment(self, *names: str) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in names}
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "main": threading.current_thread() is threading.main_thread(),
+            "torch": "torch" in sys.modules,
+            "node": self.place.local_rank,
+            "pid": os.getpid(),
+        }
+
+    def make(self, n: int) -> tuple[int, bytes]:
+        return n, bytes([self.rank]) * n
+
+    def fail(self, how: str, rank: int) -> str:
+        if self.rank == rank:
+            inner_fail(how)
+        return "done"
+
+    def sleep(self) -> None:
+        print("about to sleep")
+        time.sleep(1000)
+
+
+class Collective(Light):
+    """A rank in a gloo group."""
+
+    def setup(self) -> None:
+        Worker.setup(self)
+
+    def total(self, value: float) -> float:
+        import torch
+        import torch.distributed as dist
+
+        x = torch.tensor([value])
+        dist.all_reduce(x)
+        return x.item()
+
+    def meet(self, hows: list[str]) -> float:
+        """`hows[rank]`: 'come' enters an all_reduce; anything else happens instead."""
+        if hows[self.rank] != "come":
+            inner_fail(hows[self.rank])
+            return 0.0
+        return self.total(1.0)
+
+
+def inner_fail(how: str) -> None:
+    if how == "raise":
+        raise LookupError("expert 7 is missing")
+    if how == "user":
+        raise UserError("model.path: no such directory")
+    if how == "sys.exit":
+        sys.exit(3)
+    if how == "os._exit":
+        os._exit(7)
+    if how == "kill":
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "sleep":
+        oversleep()
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "hold the lock":
+        hold_the_lock()
+
+
+def oversleep() -> None:
+    time.sleep(1000)
+
+
+def hold_the_lock() -> None:
+    ctypes.PyDLL(None).sleep(1000)  # PyDLL keeps the interpreter's lock
