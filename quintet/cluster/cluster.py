@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -103,8 +104,9 @@ class Cluster:
             self._started = ray_compat.start_local(self.settings.ranks, num_gpus=0 if cpu_only else None)
             return
         try:
+            _knock(self.settings.address)
             ray_compat.join(self.settings.address)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"No Ray cluster answers at cluster.address={self.settings.address!r} ({_first_line(error)}). "
                 "Start one there with `ray start --head`, or leave cluster.address null for a local one."
@@ -123,6 +125,16 @@ class Cluster:
                 "Lower cluster.ranks, or set cluster.device=cpu."
             )
         return "cuda"
+
+
+def _knock(address: str) -> None:
+    """Raise OSError or ValueError unless something listens at host:port; Ray itself would try for minutes."""
+    if address == "auto":
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or "/" in address or not port.isdigit():
+        raise ValueError("an address is host:port, or auto for the cluster of this machine")
+    socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _first_line(error: BaseException) -> str:

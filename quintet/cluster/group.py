@@ -15,13 +15,14 @@ from quintet.cluster.dispatch import Call, Dispatch, one_to_all
 from quintet.cluster.failures import Failure, explain
 from quintet.cluster.seat import Built, Location, Order, Seat
 from quintet.cluster.worker import Place, Worker
-from quintet.errors import WorkerFailure
+from quintet.errors import UserError, WorkerFailure
 from quintet.recipe.schema import Layout
 
 import ray  # isort: skip
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+ROOM_TIMEOUT_S = 15.0
 PLACEMENT_TIMEOUT_S = 120.0
 REMOTE_PROBE_TIMEOUT_S = 10.0
 GRACE_AFTER_CAUSE_S = 0.3  # for further failures, once one is known that explains the others
@@ -149,7 +150,7 @@ class WorkerGroup:
         resources = placement.rank_resources(self.cluster.device, self.cluster.is_local)
         per_node = settings.ranks_per_node
         bundles, strategy = placement.bundles(n_ranks, per_node, resources)
-        placement.check_fits(ray_compat.free_resources(), n_ranks, per_node, resources)
+        _wait_for_room(n_ranks, per_node, resources)
         self._placement = placement_group(bundles, strategy=strategy)
         if not self._placement.wait(PLACEMENT_TIMEOUT_S):
             raise WorkerFailure(
@@ -297,6 +298,20 @@ class PendingCall:
         except ray.exceptions.RayError as error:
             # The outcome itself did not travel: it cannot be pickled, or an argument is lost.
             return Failure(rank, f"{type(error).__name__}: {error}".split("\n", 1)[0], str(error)), None
+
+
+def _wait_for_room(n_ranks: int, ranks_per_node: int | None, resources: dict[str, float]) -> None:
+    """Raise a UserError when the cluster is too small, or stays too full: what another group gave back comes late."""
+    total = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    placement.check_fits(total, n_ranks, ranks_per_node, resources)
+    deadline = time.monotonic() + ROOM_TIMEOUT_S
+    while True:
+        try:
+            return placement.check_fits(ray_compat.free_resources(), n_ranks, ranks_per_node, resources)
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 def _environment(place: Place, location: Location, is_local: bool) -> dict[str, str]:

@@ -43,7 +43,7 @@ def check_fits(
     ranks_per_node: int | None,
     resources: Mapping[str, float],
 ) -> None:
-    """Raise a UserError when `nodes` (the free resources of each) cannot hold the ranks."""
+    """Raise a UserError when `nodes` (the resources of each, all or the free ones) cannot hold the ranks."""
     ((kind, amount),) = resources.items()
     room = [int((node.get(kind, 0.0) + 1e-6) / amount) for node in nodes]
     unit = f"{kind}s" if amount == 1 else kind

@@ -1,0 +1,19 @@
+"""A controller to be run as a program of its own, and interrupted: see test_cluster.py."""
+
+from __future__ import annotations
+
+import sys
+
+from quintet.cluster.cluster import Cluster
+from quintet.cluster.group import WorkerGroup
+from quintet.recipe.schema import Cluster as ClusterSettings
+from tests.cluster.workers import Light
+
+if __name__ == "__main__":
+    with Cluster(ClusterSettings(ranks=2, device="cpu")) as cluster:
+        group = WorkerGroup(cluster, Light, 2)
+        if sys.argv[1:] == ["fail"]:
+            group.call("fail", "kill", 1, phase="train")
+        pending = group.submit("sleep")
+        print("calling", flush=True)
+        pending.result()

@@ -1,0 +1,95 @@
+"""Starting and stopping: only what is needed runs, and nothing stays behind, however the controller ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quintet.cluster.cluster import Cluster
+from quintet.errors import UserError
+from quintet.recipe.schema import Cluster as ClusterSettings
+
+ROOT = Path(__file__).parents[2]
+
+
+def start_controller(*args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.cluster.controller", *args],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # all that it starts, and starts in turn, is then found by the session
+    )
+
+
+def session_members(session: int) -> list[str]:
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(f"{process.pid} {process.cmdline()[:3]}")
+        except (OSError, psutil.Error):
+            continue
+    return members
+
+
+def test_only_needed_processes_run(ray_cluster: Cluster) -> None:
+    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    ours = [command for command in commands if "/ray/" in command or "ray::" in command]
+    names = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Seat", "ray::IDLE"}
+    assert [command for command in ours if not any(name in command for name in names)] == []
+    assert sum("gcs_server" in command.split()[0] for command in ours) == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_everything_within_five_seconds(how: signal.Signals) -> None:
+    controller = start_controller()
+    assert controller.stdout is not None
+    assert controller.stdout.readline() == "calling\n"
+    assert len(session_members(controller.pid)) >= 5  # controller, GCS, raylet, two ranks
+    began = time.monotonic()
+    controller.send_signal(how)
+    out, err = controller.communicate(timeout=20)
+    assert time.monotonic() - began < 5
+    assert controller.returncode != 0
+    assert session_members(controller.pid) == []
+    assert out == ""
+    if how == signal.SIGINT:
+        assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_dead_rank_ends_the_run_with_one_message() -> None:
+    controller = start_controller("fail")
+    out, err = controller.communicate(timeout=60)
+    assert session_members(controller.pid) == []
+    assert out == ""
+    assert err.count("WorkerFailure") == 1
+    assert "Rank 1 died in train" in err
+    assert "raylet" not in err
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("127.0.0.1:1", "Connection refused"),
+        ("ray://127.0.0.1:1", "is host:port"),
+        ("somewhere", "is host:port"),
+    ],
+)
+def test_no_cluster_at_the_address(address: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(UserError, match=rf"No Ray cluster answers at cluster.address='{address}' \(.*{why}"):
+        Cluster(ClusterSettings(address=address)).__enter__()
+
+
+def test_gpus_that_are_not_there(ray_cluster: Cluster) -> None:
+    with pytest.raises(UserError, match=r"cluster.ranks=2 needs as many GPUs, and the cluster has 0"):
+        Cluster(ClusterSettings(ranks=2, device="cuda")).__enter__()
