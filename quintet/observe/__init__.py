@@ -1,1 +1,21 @@
-"""Metrics, the run directory, trackers, progress, the report."""
+"""Metrics, the run directory, trackers, progress, the report.
+
+A loop needs `Observer` only; a worker reports its memory by `memory_peaks`.
+"""
+
+from quintet.observe.memory import combine_peaks, memory_peaks
+from quintet.observe.observer import Observer
+from quintet.observe.phases import PhaseTimer
+from quintet.observe.progress import Progress
+from quintet.observe.report import write_report
+from quintet.observe.run_directory import RunDirectory
+
+__all__ = [
+    "Observer",
+    "PhaseTimer",
+    "Progress",
+    "RunDirectory",
+    "combine_peaks",
+    "memory_peaks",
+    "write_report",
+]

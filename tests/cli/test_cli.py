@@ -78,9 +78,9 @@ def test_errors_become_messages_and_exit_codes(recipe: str, stub, capsys: pytest
     for error, code, said in (
         (UserError("the disk is full"), 2, "error: the disk is full\n"),
         (
-            WorkerFailure("a worker died", rank=1, phase="train", traceback="Traceback: x"),
+            WorkerFailure("rank 1 died in phase train", rank=1, phase="train", traceback="Traceback: x"),
             3,
-            "(rank 1, phase train)",
+            "error: rank 1 died in phase train",
         ),
         (KeyboardInterrupt(), 130, "quintet: interrupted\n"),
     ):

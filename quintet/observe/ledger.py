@@ -1,0 +1,67 @@
+"""The step ledger: metrics.jsonl, one flat JSON object a line, readable at any moment and after any death.
+
+A line holds `stage` ("sft" or "rl"), `step`, and numbers or null. What the clock decides sits in keys of its
+own (`seconds/…`, `tokens_per_s`, `memory/…`), so that everything else repeats bit by bit with the same seed.
+JSON has no infinities and no NaN: they are written as the texts "inf", "-inf" and "nan" and read back as numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+Number = float | int | None
+CLOCK_KEYS = ("seconds/", "tokens_per_s", "memory/")
+"""Prefixes of the keys whose values differ from run to run."""
+
+
+class Ledger:
+    """Appends lines of metrics to a file; each is on its way to the disk before `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one line. Values are numbers or null; numpy and 0-dim tensors become plain numbers."""
+        line = {"stage": stage, "step": step} | {key: _plain(key, value) for key, value in metrics.items()}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ledger. A last line cut short by the end of its run is left out; a missing file has none."""
+    return [
+        {key: float(value) if value in ("inf", "-inf", "nan") else value for key, value in line.items()}
+        for line in read_jsonl(path)
+    ]
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """JSON objects of a file, one a line, up to the first line that is not whole."""
+    lines: list[dict[str, Any]] = []
+    if not path.exists():
+        return lines
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            break
+        if isinstance(value, dict):
+            lines.append(value)
+    return lines
+
+
+def _plain(key: str, value: Any) -> int | float | str | None:
+    if value is None or isinstance(value, int):
+        return value if value is None else int(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metric {key} must be a number or None, got {value!r}") from error
+    return number if math.isfinite(number) else str(number)

@@ -1,0 +1,53 @@
+"""Numbers as people read them, the same in the terminal and in the report."""
+
+from __future__ import annotations
+
+import math
+
+
+def short(value: float | None) -> str:
+    """About three digits: 0.412, 12.3k, 4.5e-5; "–" for nothing."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return str(float(value))
+    size = abs(value)
+    if size == 0:
+        return "0"
+    for unit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= unit * (10 if suffix == "k" else 0.9995):
+            return f"{value / unit:.3g}{suffix}" if size / unit < 999.5 else f"{value / unit:.0f}{suffix}"
+    if size >= 999.5:
+        return f"{value:,.0f}"
+    if size < 1e-3:
+        return scientific(value)
+    return f"{value:.3g}"
+
+
+def scientific(value: float, digits: int = 1) -> str:
+    """1.2e-7: no padding in the exponent."""
+    mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def percent(share: float | None) -> str:
+    """0.7183 as "71.8%"."""
+    return "–" if share is None else f"{100 * share:.1f}%"
+
+
+def points(before: float | None, after: float | None) -> str:
+    """The difference of two shares in percentage points: "+30.6"."""
+    return "–" if before is None or after is None else f"{100 * (after - before):+.1f}"
+
+
+def duration(seconds: float) -> str:
+    """0.47 s, 12.3 s, 4 min 12 s, 2 h 05 min."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"

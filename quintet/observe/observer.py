@@ -1,0 +1,137 @@
+"""One object the loops talk to: it times phases, keeps the ledger, shows progress, and closes the run well.
+
+However a run ends (done, failed, Ctrl-C), leaving the `with` block leaves a readable run directory: a summary
+with its status and a report of the steps there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+
+from quintet.observe.ledger import Ledger, read_metrics
+from quintet.observe.memory import HostMemory, device_peak
+from quintet.observe.phases import PhaseTimer
+from quintet.observe.progress import Progress
+from quintet.observe.report import write_report
+from quintet.observe.run_directory import RunDirectory
+from quintet.observe.step_line import StepPrinter
+from quintet.observe.summary import closing_table, summarize, where_to_look
+from quintet.observe.trackers import make_trackers
+from quintet.recipe import Recipe
+
+
+class Observer:
+    """Use as a context manager around a whole run.
+
+    `directory` is the run directory, `progress` shows long phases, `extra` is added to summary.json.
+    """
+
+    def __init__(self, recipe: Recipe, console: Console | None = None) -> None:
+        self.recipe = recipe
+        self.console = console or Console(highlight=False)
+        self.directory = RunDirectory.create(recipe)
+        self.progress = Progress(self.console)
+        self.phases = PhaseTimer()
+        self.extra: dict[str, Any] = {}
+        self._ledger = Ledger(self.directory.metrics)
+        self._printer = StepPrinter(self.console)
+        self._host = HostMemory()
+        self._trackers = make_trackers(recipe, self.directory.path)
+        self.console.print(f"run directory {self.directory.path}", soft_wrap=True)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """`with observer.phase("generate"): …` counts the seconds inside to that phase."""
+        return self.phases(name)
+
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        *,
+        stage: str = "rl",
+        total: int | None = None,
+        show: bool = True,
+    ) -> None:
+        """Record one training step and print its line (unless not `show`, as in a warm-up under a progress bar).
+
+        Adds seconds/<phase>, seconds/step, tokens_per_s (from `tokens`) and memory peaks that are not given.
+        """
+        by_phase, seconds = self.phases.lap()
+        line = dict(metrics)
+        line |= {f"seconds/{phase}": value for phase, value in by_phase.items()}
+        line["seconds/step"] = seconds
+        if line.get("tokens") is not None:
+            line.setdefault("tokens_per_s", line["tokens"] / seconds if seconds > 0 else None)
+        if "memory/host_gib" not in line:
+            line |= {"memory/host_gib": self._host.look(), "memory/device_gib": device_peak()}
+        self._record(stage, step, line)
+        if show:
+            self._printer.step(stage, step, total, line)
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any], *, stage: str = "rl") -> None:
+        """Record and print an evaluation after `step` steps: accuracy, greedy, well_formed and what else there is.
+
+        The names get the prefix `eval/`. The first and the last one become the summary's before and after.
+        """
+        by_phase, _ = self.phases.lap()
+        line = {key if key.startswith("eval/") else f"eval/{key}": value for key, value in metrics.items()}
+        self._record(stage, step, line | {f"seconds/{phase}": value for phase, value in by_phase.items()})
+        shown = "  ".join(
+            f"{key.removeprefix('eval/').replace('_', ' ')} {value:.3f}"
+            for key, value in line.items()
+            if isinstance(value, float)
+        )
+        self.console.print(f"[bold cyan]evaluation after step {step}[/]  {shown}", soft_wrap=True)
+
+    def samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Write samples to samples.jsonl: prompt, response, answer, reward, and what else there is."""
+        self.directory.write_samples(step, samples)
+
+    def note(self, text: str) -> None:
+        """Print a line among the step lines."""
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.close()
+        self._ledger.close()
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        status = "finished" if kind is None else "interrupted" if interrupted else "failed"
+        summary: dict[str, Any] = {"status": status, "run": self.directory.path.name}
+        if kind is not None:
+            summary["error"] = next(iter(str(error).strip().splitlines()), kind.__name__)
+            summary["phase"] = self.phases.failed_in
+        try:
+            self._close(summary)
+        except Exception as late:
+            if kind is None:
+                raise
+            self.note(
+                f"could not write the summary or the report: {late}"
+            )  # What ended the run matters more.
+
+    def _close(self, summary: dict[str, Any]) -> None:
+        lines = read_metrics(self.directory.metrics)
+        summary |= summarize(lines, self.phases.elapsed(), self.phases.totals) | self.extra
+        self.directory.write_summary(summary)
+        write_report(self.directory.path)
+        for tracker in self._trackers:
+            tracker.close()
+        if summary["status"] != "failed":
+            self.console.print(closing_table(summary))
+        for text in where_to_look(self.directory):
+            self.console.print(text, soft_wrap=True, markup=False)
+
+    def _record(self, stage: str, step: int, line: Mapping[str, Any]) -> None:
+        self._ledger.write(stage, step, line)
+        for tracker in self._trackers:
+            tracker.log(stage, step, line)

@@ -1,0 +1,62 @@
+"""Seconds by phase. A phase within a phase takes its time from the outer one, so that phases add up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class PhaseTimer:
+    """`with phases("generate"): …` adds to that phase's seconds, of this lap and in total.
+
+    A lap is what lies between two calls of `lap`: one training step, or one evaluation.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._open: list[str] = []
+        self._mark = self._lap_start = self.started = clock()
+        self._lap: dict[str, float] = {}
+        self.totals: dict[str, float] = {}
+        """Seconds of each phase since the start."""
+        self.failed_in: str | None = None
+        """The innermost phase that an exception left."""
+
+    @property
+    def current(self) -> str | None:
+        """The innermost open phase."""
+        return self._open[-1] if self._open else None
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._settle()
+        self._open.append(phase)
+        try:
+            yield
+        except BaseException:
+            self.failed_in = self.failed_in or phase
+            raise
+        finally:
+            self._settle()
+            self._open.pop()
+
+    def lap(self) -> tuple[dict[str, float], float]:
+        """Seconds by phase since the last lap, and all seconds since then, in no phase or in one."""
+        self._settle()
+        seconds, elapsed = self._lap, self._mark - self._lap_start
+        self._lap, self._lap_start = {}, self._mark
+        return seconds, elapsed
+
+    def elapsed(self) -> float:
+        """Seconds since the timer was made."""
+        return self._clock() - self.started
+
+    def _settle(self) -> None:
+        """Give the time since the last mark to the innermost open phase."""
+        now = self._clock()
+        if self._open:
+            phase = self._open[-1]
+            for seconds in (self._lap, self.totals):
+                seconds[phase] = seconds.get(phase, 0.0) + now - self._mark
+        self._mark = now

@@ -1,0 +1,80 @@
+"""report.html: a run at a glance, in one file that needs nothing else.
+
+It is made from what lies in the run directory, so it can be made for a run that was cut off anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quintet.errors import UserError
+from quintet.observe.ledger import read_jsonl, read_metrics
+from quintet.observe.report.page import Run, page
+from quintet.observe.run_directory import RunDirectory
+from quintet.recipe.schema import BuildModel, Model, Recipe, Rollout, RolloutLayout, Sft
+from quintet.recipe.yaml_text import read_yaml
+
+SAMPLES_SHOWN = 6
+
+__all__ = ["write_report"]
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into a run directory and return its path; whatever is missing there is left out."""
+    directory = RunDirectory(Path(run_dir))
+    run = Run(
+        name=directory.path.resolve().name,
+        lines=read_metrics(directory.metrics),
+        summary=_read_json(directory.summary),
+        samples=_choose(read_jsonl(directory.samples)),
+        environment=_read_json(directory.environment),
+        recipe=_recipe_lines(directory.recipe),
+    )
+    directory.report.write_text(page(run), encoding="utf-8")
+    return directory.report
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _choose(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Some of the first step's and some of the last step's samples: what changed is seen side by side."""
+    if len(samples) <= SAMPLES_SHOWN:
+        return samples
+    half = SAMPLES_SHOWN // 2
+    first = [one for one in samples if one.get("step") == samples[0].get("step")][:half]
+    last = [one for one in samples[len(first) :] if one.get("step") == samples[-1].get("step")]
+    return first + last[: SAMPLES_SHOWN - len(first)]
+
+
+def _recipe_lines(path: Path) -> list[tuple[str, bool]]:
+    """Lines of the resolved recipe, and whether the key on each has another value than its default."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = read_yaml(text, str(path))
+    except (OSError, UserError):
+        return []
+    absent = Recipe()
+    # A section that is absent by default is compared with its own defaults when it is given.
+    present = Recipe(model=Model(build=BuildModel()), rollout=Rollout(layout=RolloutLayout()), sft=Sft())
+    defaults = [recipe.model_dump(mode="json") for recipe in (absent, present)]
+    given = {
+        line
+        for key, line in document.lines.items()
+        if not isinstance(value := _at(document.data, key), dict)
+        and all(value != _at(default, key) for default in defaults)
+    }
+    return [(line, number in given) for number, line in enumerate(text.rstrip("\n").split("\n"), start=1)]
+
+
+def _at(data: Any, key: tuple[str, ...]) -> Any:
+    for part in key:
+        data = data.get(part) if isinstance(data, dict) else None
+    return data

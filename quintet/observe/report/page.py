@@ -1,0 +1,210 @@
+"""The report's page: from the plain contents of a run directory to one HTML text without outside resources."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quintet.observe.numbers import duration, percent, points, short
+from quintet.observe.report.figures import REST, main_plots, phase_colors, warm_up_plots
+from quintet.observe.report.style import CSS, SCRIPT
+from quintet.observe.report.svg import Plot, render
+from quintet.observe.summary import ROWS, main_stage
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory holds, as far as it got."""
+
+    name: str
+    lines: Sequence[dict[str, Any]] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    samples: Sequence[Mapping[str, Any]] = ()
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Sequence[tuple[str, bool]] = ()
+    """Lines of the resolved recipe, and whether each differs from the default."""
+
+
+def page(run: Run) -> str:
+    """The whole report."""
+    stage = main_stage(list(run.lines))
+    main = [line for line in run.lines if line.get("stage") == stage]
+    warm_up = [line for line in run.lines if line.get("stage") == "sft" and stage != "sft"]
+    sections = [
+        _head(run),
+        _tiles(run.summary, main),
+        _figures("Training", main_plots(main)),
+        _figures("Supervised warm-up", warm_up_plots(warm_up)),
+        _result(run.summary, phase_colors([*main, *warm_up])),
+        _samples(run.samples),
+        _recipe(run.recipe),
+        _environment(run.environment),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_text(run.name)}: quintet report</title><style>{CSS}</style></head>\n"
+        f'<body><main>{"".join(sections)}</main><div id="hover"></div><script>{SCRIPT}</script></body></html>\n'
+    )
+
+
+def _head(run: Run) -> str:
+    status = str(run.summary.get("status", "unfinished"))
+    parts = [str(run.environment[key]) for key in ("started", "command") if run.environment.get(key)]
+    error = run.summary.get("error")
+    phase = f" (phase {run.summary['phase']})" if run.summary.get("phase") else ""
+    return (
+        f'<header><h1>{_text(run.name)}</h1><span class="badge {_text(status)}">{_text(status)}</span></header>'
+        f'<p class="lead">{" · ".join(map(_text, parts))}</p>'
+        + (f'<div class="error">{_text(str(error) + phase)}</div>' if error and status == "failed" else "")
+    )
+
+
+def _tiles(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
+    tiles = []
+    for name, title in (("eval", "Accuracy, sampled"), ("greedy", "Accuracy, greedy")):
+        before, after = _evaluated(summary, lines, name)
+        if after is not None:
+            more = f"from {percent(before)} · {_gain(before, after)}"
+            tiles.append(_tile(title, percent(after), more))
+        elif before is not None:
+            tiles.append(_tile(title, percent(before), "before training"))
+    steps = [line for line in lines if "seconds/step" in line]
+    if steps:
+        last = steps[-1]
+        if last.get("reward/mean") is not None:
+            tiles.append(
+                _tile("Reward", short(last["reward/mean"]), f"{short(steps[0].get('reward/mean'))} at first")
+            )
+        tokens = sum(line.get("tokens") or 0 for line in steps)
+        seconds = sum(line.get("seconds/step") or 0 for line in steps)
+        tiles.append(_tile("Steps", f"{len(steps):,}", f"{duration(seconds / len(steps))} a step"))
+        if tokens:
+            rate = f"{short(tokens / seconds)} tokens/s" if seconds else ""
+            tiles.append(_tile("Tokens trained on", short(tokens), rate))
+    if summary.get("seconds_total"):
+        tiles.append(_tile("Wall time", duration(summary["seconds_total"]), "with start-up and evaluations"))
+    return f'<section class="tiles">{"".join(tiles)}</section>'
+
+
+def _evaluated(
+    summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], name: str
+) -> tuple[float | None, float | None]:
+    """Before and after, from the ledger where a run ended without a summary."""
+    if f"{name}_before" in summary:
+        return summary[f"{name}_before"], summary[f"{name}_after"]
+    key = "eval/accuracy" if name == "eval" else f"eval/{name}"
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return (values[0] if values else None), (values[-1] if len(values) > 1 else None)
+
+
+def _tile(name: str, value: str, more: str = "") -> str:
+    return (
+        f'<div class="tile"><div class="name">{_text(name)}</div><div class="value">{_text(value)}</div>'
+        f'<div class="more">{more}</div></div>'
+    )
+
+
+def _gain(before: float | None, after: float | None) -> str:
+    text = points(before, after)
+    kind = "up" if text.startswith("+") else "down"
+    return text if text == "–" else f'<span class="{kind}">{text} pts</span>'
+
+
+def _figures(title: str, plots: Sequence[Plot]) -> str:
+    figures = "".join(map(render, plots))
+    return f'<h2>{title}</h2><section class="plots">{figures}</section>' if figures else ""
+
+
+def _result(summary: Mapping[str, Any], colors: Mapping[str, int]) -> str:
+    if not summary:
+        return ""
+    rows = [
+        f"<tr><td>{label[0].upper() + label[1:]}</td><td>{percent(summary.get(f'{name}_before'))}</td>"
+        f"<td>{percent(summary.get(f'{name}_after'))}</td>"
+        f"<td>{_gain(summary.get(f'{name}_before'), summary.get(f'{name}_after'))}</td></tr>"
+        for name, label in ROWS.items()
+        if summary.get(f"{name}_before") is not None
+    ]
+    head = '<tr><th></th><th class="n">before</th><th class="n">after</th><th class="n">change</th></tr>'
+    accuracy = f'<div class="card"><table>{head}{"".join(rows)}</table></div>' if rows else ""
+    return f'<h2>Result</h2><section class="pair">{accuracy}{_time(summary, colors)}</section>'
+
+
+def _time(summary: Mapping[str, Any], colors: Mapping[str, int]) -> str:
+    phases = dict(summary.get("seconds_by_phase") or {})
+    total = float(summary.get("seconds_total") or 0)
+    rest = total - sum(phases.values())
+    if rest > 0.01 * total > 0:
+        phases[REST] = rest
+    bar = "".join(
+        f'<i class="c{colors.get(phase, 7)}" style="flex:{seconds:.4f}"></i>'
+        for phase, seconds in phases.items()
+    )
+    rows = "".join(
+        f'<tr><td><span class="key"><i class="c{colors.get(phase, 7)}"></i></span>{_text(phase)}</td><td>{duration(seconds)}</td>'
+        f"<td>{percent(seconds / total) if total else ''}</td></tr>"
+        for phase, seconds in phases.items()
+    )
+    facts = [("wall time", duration(total), "")]
+    for key, label in (("host_gib_peak", "host memory peak"), ("device_gib_peak", "device memory peak")):
+        if summary.get(key) is not None:
+            facts.append((label, f"{summary[key]:.2f} GiB", ""))
+    rows += "".join(
+        f"<tr><th>{label}</th><td>{value}</td><td>{more}</td></tr>" for label, value, more in facts
+    )
+    return f'<div class="card"><div class="bar">{bar}</div><table>{rows}</table></div>'
+
+
+def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
+    if not samples:
+        return ""
+    cards = []
+    for sample in samples:
+        reward = sample.get("reward")
+        shown = short(float(reward)) if isinstance(reward, int | float) else ""
+        kind = "up" if isinstance(reward, int | float) and reward > 0 else "down"
+        answer = f"<span>answer {_text(sample['answer'])}</span>" if sample.get("answer") else ""
+        badge = f'<b class="{kind}">reward {shown}</b>' if shown else ""
+        cards.append(
+            f'<div class="card sample"><div class="head"><span>step {_text(sample.get("step", ""))}</span>{answer}'
+            f'{badge}</div><pre class="prompt">{_text(sample.get("prompt", ""))}</pre>'
+            f"<pre>{_text(sample.get('response', ''))}</pre></div>"
+        )
+    return f'<h2>Samples</h2><section class="samples">{"".join(cards)}</section>'
+
+
+def _recipe(lines: Sequence[tuple[str, bool]]) -> str:
+    if not lines:
+        return ""
+    body = "\n".join(
+        f'<span class="set">{_text(line)}</span>' if given else _text(line) for line, given in lines
+    )
+    return (
+        '<h2>Recipe</h2><details class="card" open><summary>Resolved recipe '
+        f'<span class="note">highlighted: not the default</span></summary><pre class="recipe">{body}</pre></details>'
+    )
+
+
+def _environment(environment: Mapping[str, Any]) -> str:
+    if not environment:
+        return ""
+    facts = {
+        "python": environment.get("python"),
+        "platform": environment.get("platform"),
+        "CPU cores": environment.get("cpu_count"),
+    }
+    versions = dict(environment.get("versions") or {})
+    tables = [
+        "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in part.items())
+        for part in (versions, {key: value for key, value in facts.items() if value})
+        if part
+    ]
+    cards = "".join(f'<div class="card"><table>{table}</table></div>' for table in tables)
+    return f'<h2>Versions and machine</h2><section class="pair">{cards}</section>'
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))

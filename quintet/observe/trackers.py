@@ -1,0 +1,115 @@
+"""TensorBoard and Weights & Biases behind one protocol. metrics.jsonl stays the record; these are windows on it."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from quintet.errors import UserError
+from quintet.recipe import Recipe
+
+
+class Tracker(Protocol):
+    """Takes a step's metrics somewhere."""
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Metrics that are None are left out."""
+
+    def close(self) -> None:
+        """Everything logged is written out when this returns."""
+
+
+def make_trackers(recipe: Recipe, directory: Path) -> list[Tracker]:
+    """The trackers of `run.trackers`, started.
+
+    Raises UserError naming the extra to install when a package is missing.
+    """
+    kinds: dict[str, Callable[[Recipe, Path], Tracker]] = {
+        "tensorboard": TensorBoard,
+        "wandb": WeightsAndBiases,
+    }
+    trackers: list[Tracker] = []
+    for name in recipe.run.trackers:
+        try:
+            trackers.append(kinds[name](recipe, directory))
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != name:
+                raise
+            raise UserError(
+                f"run.trackers: {name} is not installed; pip install 'quintet[{name}]', or remove it from run.trackers"
+            ) from None
+    return trackers
+
+
+class TensorBoard:
+    """Event files in `tensorboard/` of the run directory, written without torch."""
+
+    def __init__(self, recipe: Recipe, directory: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(directory / "tensorboard"))
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        import time
+
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _named(stage, metrics).items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A W&B run in the project "quintet": online with a key, otherwise offline below the run directory.
+
+    WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE are W&B's own and are respected.
+    """
+
+    def __init__(self, recipe: Recipe, directory: Path) -> None:
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        options: dict[str, Any] = {
+            "project": os.environ.get("WANDB_PROJECT", "quintet"),
+            "name": directory.name,
+            "dir": str(directory),
+            "config": recipe.model_dump(mode="json"),
+            "settings": wandb.Settings(init_timeout=30, console="off", silent=True),
+        }
+        try:
+            self._run = wandb.init(mode=mode, **options)
+        except wandb.errors.Error:
+            if mode != "online":
+                raise
+            self._run = wandb.init(mode="offline", **options)  # No network: `wandb sync` can send it later.
+        # W&B insists on one growing step; the stages count from the start each.
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("sft/*", step_metric="sft/step")
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        step_key = "sft/step" if stage == "sft" else "step"
+        self._run.log({**_named(stage, metrics), step_key: step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _named(stage: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Warm-up metrics get a prefix, so that two losses do not share a curve."""
+    prefix = "sft/" if stage == "sft" else ""
+    return {prefix + key: float(value) for key, value in metrics.items() if value is not None}
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,230 @@
+"""A run seen from outside: what is in its directory and on the screen, however it ended."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from quintet.errors import UserError
+from quintet.observe import Observer, RunDirectory
+from quintet.observe.ledger import CLOCK_KEYS, read_jsonl, read_metrics
+from quintet.observe.numbers import duration, percent, points, scientific, short
+from quintet.recipe import Recipe, load_recipe
+from quintet.recipe.schema import Run
+
+STEP = {
+    "reward/mean": 0.25,
+    "loss": 0.1,
+    "response_tokens/mean": 5.0,
+    "kl/rollout_trainer": 2e-7,
+    "kl/reference": None,
+    "grad_norm": 0.5,
+    "lr": 1e-3,
+    "tokens": 100,
+}
+
+
+def run(observer: Observer, steps: int, error: BaseException | None = None) -> None:
+    with observer:
+        for step in (1, 2):
+            observer.step(step, {"loss": 1.0 / step, "tokens": 10}, stage="sft", show=False)
+        observer.evaluation(0, {"accuracy": 0.3, "greedy": 0.4, "well_formed": 1.0})
+        for step in range(1, steps + 1):
+            with observer.phase("generate"):
+                pass
+            with observer.phase("train"):
+                if error is not None and step == steps:
+                    raise error
+            observer.step(step, {**STEP, "reward/mean": 0.1 * step}, total=steps)
+            observer.samples(step, [{"prompt": "1+1=", "response": "<2>", "answer": "2", "reward": 1.0}])
+        observer.evaluation(steps, {"accuracy": 0.75, "greedy": 0.7, "well_formed": 1.0})
+
+
+def test_a_finished_run_leaves_everything(observe) -> None:
+    observer, printed = observe()
+    run(observer, 3)
+    directory = observer.directory
+    summary = json.loads(directory.summary.read_text())
+    wanted = {
+        "status": "finished",
+        "eval_before": 0.3,
+        "eval_after": 0.75,
+        "greedy_before": 0.4,
+        "greedy_after": 0.7,
+        "steps": 3,
+        "tokens_trained": 300,
+        "sft_steps": 2,
+        "sft_tokens_trained": 20,
+    }
+    assert {key: summary[key] for key in wanted} == wanted
+    assert set(summary["seconds_by_phase"]) == {"generate", "train"}
+    assert summary["seconds_total"] >= sum(summary["seconds_by_phase"].values()) - 0.01
+    assert summary["host_gib_peak"] > 0
+    assert [line["step"] for line in read_jsonl(directory.samples)] == [1, 2, 3]
+    assert load_recipe(directory.recipe) == observer.recipe
+    assert json.loads(directory.environment.read_text())["versions"]["pydantic"]
+    assert "<svg" in directory.report.read_text()
+    text = printed.getvalue()
+    for said in (
+        "accuracy, sampled",
+        "30.0%",
+        "75.0%",
+        "+45.0",
+        str(directory.path),
+        "report.html in a browser",
+    ):
+        assert said in text
+
+
+def test_only_clock_keys_differ_between_two_equal_runs(observe) -> None:
+    ledgers = []
+    for _ in range(2):
+        observer, _ = observe()
+        run(observer, 2)
+        ledgers.append(
+            [
+                {key: value for key, value in line.items() if not key.startswith(CLOCK_KEYS)}
+                for line in read_metrics(observer.directory.metrics)
+            ]
+        )
+    assert ledgers[0] == ledgers[1]
+    assert ledgers[0][-2] == {"stage": "rl", "step": 2, **STEP, "reward/mean": 0.2}
+
+
+def test_steps_carry_what_the_clock_and_the_machine_say(observe) -> None:
+    observer, _ = observe()
+    run(observer, 1)
+    line = next(
+        one for one in read_metrics(observer.directory.metrics) if one["stage"] == "rl" and "loss" in one
+    )
+    assert {"seconds/generate", "seconds/train", "seconds/step", "tokens_per_s", "memory/host_gib"} <= set(
+        line
+    )
+    assert line["tokens_per_s"] == pytest.approx(100 / line["seconds/step"])
+    assert line["memory/device_gib"] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt(), "interrupted"), (RuntimeError("rank 1 died\nmore"), "failed")]
+)
+def test_a_run_cut_short_stays_readable(observe, error: BaseException, status: str) -> None:
+    observer, printed = observe()
+    with pytest.raises(type(error)):
+        run(observer, 3, error)
+    summary = json.loads(observer.directory.summary.read_text())
+    assert summary["status"] == status
+    assert summary["phase"] == "train"
+    assert (summary["steps"], summary["eval_before"], summary["eval_after"]) == (2, 0.3, None)
+    report = observer.directory.report.read_text()
+    assert f">{status}</span>" in report
+    assert ("rank 1 died" in report) == (status == "failed")
+    assert str(observer.directory.path) in printed.getvalue()
+
+
+def test_sft_alone_is_the_main_stage(observe) -> None:
+    observer, _ = observe()
+    with observer:
+        observer.step(1, {"loss": 2.0, "tokens": 7}, stage="sft")
+    summary = json.loads(observer.directory.summary.read_text())
+    assert (summary["steps"], summary["tokens_trained"], "sft_steps" in summary) == (1, 7, False)
+    assert summary["eval_before"] is None
+
+
+def test_step_lines_are_aligned_with_their_header(observe) -> None:
+    observer, printed = observe()
+    run(observer, 25)
+    lines = [line for line in printed.getvalue().splitlines() if re.match(r" *(rl|\d+/25) ", line)]
+    assert len(lines) == 25 + 2  # the header comes back after 20 lines
+    assert len({len(line) for line in lines}) == 1
+    header, first = lines[:2]
+    for name in ("reward", "length", "KL r↔t", "grad", "tok/s", "s/step", "generate", "train", "host GiB"):
+        assert name in header
+    end = header.index("KL r↔t") + len("KL r↔t")
+    assert first[:end].endswith("  2.0e-7")
+    assert "\x1b" not in printed.getvalue()
+
+
+def test_a_narrow_terminal_drops_columns_and_has_colour(observe) -> None:
+    observer, printed = observe(force_terminal=True, width=60, color_system="standard")
+    run(observer, 2)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed.getvalue())
+    header = next(line for line in plain.splitlines() if "reward" in line)
+    assert len(header) <= 60
+    assert "s/step" in header
+    assert "host GiB" not in header
+    assert "\x1b[32m" in printed.getvalue()
+
+
+def test_progress_is_plain_lines_off_a_terminal(observe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintet.observe.progress.PLAIN_EVERY_S", 0.0)
+    observer, printed = observe()
+    with observer.progress.task("warm-up", total=3, unit="steps") as task:
+        task.advance()
+        task.note("loss 0.5")
+        task.advance(2)
+    with pytest.raises(ValueError), observer.progress.task("download"):
+        raise ValueError
+    with observer.progress.task("rollout", quiet=True):
+        pass
+    lines = printed.getvalue().splitlines()[1:]
+    assert lines[0].startswith("warm-up: 1/3 steps, ")
+    assert re.fullmatch(r"warm-up: 3 steps, in \S+ s, loss 0.5", lines[-1])
+    assert "download" not in printed.getvalue()
+    assert "rollout" not in printed.getvalue()
+
+
+def test_progress_bars_share_the_terminal_with_lines(observe) -> None:
+    observer, printed = observe(force_terminal=True, width=120)
+    with observer.progress.task("train", total=2, unit="steps") as outer:
+        with observer.progress.task("generate", quiet=True):
+            observer.note("a line among bars")
+        outer.advance(2)
+        assert observer.progress.bars is not None
+    assert observer.progress.bars is None
+    assert "a line among bars" in printed.getvalue()
+    assert "train: 2 steps" in printed.getvalue()
+
+
+def test_run_directories_never_collide(recipe: Recipe, tmp_path: Path) -> None:
+    assert len({RunDirectory.create(recipe).path for _ in range(3)}) == 3
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"run\.dir: cannot make .*: Not a directory"):
+        RunDirectory.create(recipe.model_copy(update={"run": Run(dir=tmp_path / "file")}))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (0.4123, "0.412"),
+        (4.5e-5, "4.5e-5"),
+        (12.34, "12.3"),
+        (999.9, "1,000"),
+        (6144, "6,144"),
+        (12345, "12.3k"),
+        (999_999, "1M"),
+        (1.234e6, "1.23M"),
+        (-0.5, "-0.5"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_short_numbers(value: float | None, text: str) -> None:
+    assert short(value) == text
+
+
+def test_other_numbers() -> None:
+    assert [duration(one) for one in (0.474, 12.34, 252, 7500)] == [
+        "0.47 s",
+        "12.3 s",
+        "4 min 12 s",
+        "2 h 05 min",
+    ]
+    assert (percent(0.7183), percent(None), points(0.4, 0.718), points(None, 1)) == (
+        "71.8%",
+        "–",
+        "+31.8",
+        "–",
+    )
+    assert scientific(1.25e-12) == "1.2e-12"
