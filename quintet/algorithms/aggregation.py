@@ -97,6 +97,13 @@ class Tally:
                 self._put(name, other._sums[name], other._maxima[name], other._counts[name])
         return self
 
+    def cpu(self) -> Tally:
+        """This tally with its numbers on the CPU, to be sent elsewhere."""
+        for numbers in (self._sums, self._maxima, self._counts):
+            for name in numbers:
+                numbers[name] = numbers[name].cpu()
+        return self
+
     def means(self) -> dict[str, float]:
         """Mean over the counted tokens by name; 0 where none was counted."""
         return {name: float(total) / max(int(self._counts[name]), 1) for name, total in self._sums.items()}

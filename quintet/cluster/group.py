@@ -26,13 +26,15 @@ ROOM_TIMEOUT_S = 15.0
 PLACEMENT_TIMEOUT_S = 120.0
 REMOTE_PROBE_TIMEOUT_S = 10.0
 GRACE_AFTER_CAUSE_S = 0.3  # for further failures, once one is known that explains the others
-GRACE_AFTER_ECHO_S = 3.0  # for the cause, once a collective has failed that may only be its echo
+GRACE_AFTER_ECHO_S = 3.0  # for the cause, once a collective was cut off, which can only be an echo
+GRACE_AFTER_TIMEOUT_S = 1.0  # for the other ranks' time limits, which began at about the same time
 _names = itertools.count()
 
 
 class WorkerGroup:
     """One `worker_class(place, **kwargs)` a rank, in a process of its own, placed and set up.
 
+    A class named as text, "module:Class", is imported on the ranks alone, so the controller is spared its imports.
     `layout` (of the recipe) decides whether CUDA needs a single connection; `name` names the logs. Raises UserError
     when the cluster cannot hold the ranks, WorkerFailure when a rank fails to start.
     """
@@ -40,7 +42,7 @@ class WorkerGroup:
     def __init__(
         self,
         cluster: Cluster,
-        worker_class: type[Worker],
+        worker_class: type[Worker] | str,
         n_ranks: int,
         *,
         layout: Layout | None = None,
@@ -49,7 +51,8 @@ class WorkerGroup:
     ) -> None:
         self.cluster = cluster
         self.n_ranks = n_ranks
-        self.name = name or f"{worker_class.__name__.lower()}-{next(_names)}"
+        kind = worker_class.rpartition(":")[2] if isinstance(worker_class, str) else worker_class.__name__
+        self.name = name or f"{kind.lower()}-{next(_names)}"
         self._seats: list[Any] = []
         self._processes: dict[int, probe.RankProcess] = {}
         self._coords: list[dict[str, int]] | None = None
@@ -175,7 +178,7 @@ class WorkerGroup:
     def _build(
         self,
         locations: list[Location],
-        worker_class: type[Worker],
+        worker_class: type[Worker] | str,
         layout: Layout | None,
         kwargs: dict[str, Any],
     ) -> None:
@@ -278,8 +281,7 @@ class PendingCall:
             failure, values[rank] = self._outcome(rank, done[0])
             if failure is not None:
                 failures.append(failure)
-                grace = GRACE_AFTER_ECHO_S if failure.communication else GRACE_AFTER_CAUSE_S
-                deadline = min(deadline or float("inf"), time.monotonic() + grace)
+                deadline = min(deadline or float("inf"), time.monotonic() + _grace(failure))
         if failures:
             failed = {failure.rank for failure in failures}
             returned = [rank for rank in values if rank not in failed]
@@ -298,6 +300,12 @@ class PendingCall:
         except ray.exceptions.RayError as error:
             # The outcome itself did not travel: it cannot be pickled, or an argument is lost.
             return Failure(rank, f"{type(error).__name__}: {error}".split("\n", 1)[0], str(error)), None
+
+
+def _grace(failure: Failure) -> float:
+    if not failure.communication:
+        return GRACE_AFTER_CAUSE_S
+    return GRACE_AFTER_TIMEOUT_S if failure.timed_out else GRACE_AFTER_ECHO_S
 
 
 def _wait_for_room(n_ranks: int, ranks_per_node: int | None, resources: dict[str, float]) -> None:

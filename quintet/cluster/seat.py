@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pkgutil
 import socket
 import subprocess
 import sys
@@ -96,6 +97,8 @@ class Seat:
             if self._listener is not None:
                 place = replace(place, master_fd=self._listener.detach())
             worker_class, kwargs = ray.cloudpickle.loads(blob)
+            if isinstance(worker_class, str):
+                worker_class = pkgutil.resolve_name(worker_class)
             self._worker = worker_class(place, **kwargs)
             self._worker.setup()
             return None, Built(process, limited)

@@ -113,6 +113,14 @@ def load_prompts(
     return PromptSet(_tokenize(drafts, data, tokenizer), _name(data, which))
 
 
+def make_prompts(texts: list[str], data: Data, tokenizer: Tokenizer) -> list[Prompt]:
+    """Prompts of texts given by hand, rendered like those of a file."""
+    drafts = [
+        _Draft(f"prompt {i}", *_as_messages(text, data), "", None) for i, text in enumerate(texts, start=1)
+    ]
+    return _tokenize(drafts, data, tokenizer)
+
+
 def check_rows(data: Data, which: Which, *, seed: int, needs: Collection[str] = ("answer",)) -> int:
     """Check every row as `load_prompts` does, short of rendering and tokenizing; how many there are.
 

@@ -29,6 +29,7 @@ from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
 
+from quintet.algorithms.aggregation import Tally  # noqa: E402
 from quintet.data.batch import Batch, offsets  # noqa: E402
 from quintet.engine import build, hf  # noqa: E402
 from quintet.engine.head import VocabSlice, log_probs_and_entropy  # noqa: E402
@@ -51,7 +52,15 @@ class Outputs:
 
 
 Loss = Callable[[Outputs, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
-"""(outputs, fields of the same N tokens) → (this micro-batch's share of the loss, sums to be added up)."""
+"""(outputs, fields of the same N tokens) → (this micro-batch's share of the loss, quantities [N] to be averaged)."""
+
+
+@dataclass
+class MiniBatchResult:
+    """What one dp rank's part of a mini-batch came to: its share of the loss, and its tally of quantities."""
+
+    loss: float
+    tally: Tally
 
 
 class Engine:
@@ -113,7 +122,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor] | None:
         """Log-probs and entropies of the tokens with loss_mask 1, flat like the batch's values, fp32 on the CPU.
 
-        Other tokens get 0. Only the rank that owns the output returns them, others None.
+        Other tokens get 0. Ranks of the last stage return them, others None.
         """
         values = [torch.zeros(len(batch["input_ids"].values())) for _ in range(2)]
 
@@ -125,7 +134,7 @@ class Engine:
         with torch.no_grad():
             self.model.eval()
             self._run(batch, microbatches, collect, temperature, forward_only=True)
-        return (values[0], values[1]) if self.mesh.owns_output else None
+        return (values[0], values[1]) if self.mesh.last_stage else None
 
     def forward_backward(
         self,
@@ -133,30 +142,28 @@ class Engine:
         microbatches: Sequence[Sequence[int]],
         loss: Loss,
         temperature: float = 1.0,
-    ) -> dict[str, float] | None:
-        """Add the gradients of a mini-batch. Returns this dp rank's sums from the loss, on the owning rank.
+    ) -> MiniBatchResult | None:
+        """Add the gradients of a mini-batch. Ranks of the last stage return their dp rank's part, others None.
 
         microbatches: positions of the samples in `batch`, as planned; every rank has as many.
         """
         fields = _flat_fields(batch, build.device())
-        sums: dict[str, Tensor] = {}
+        shares: list[Tensor] = []
+        tally = Tally()
 
         def compute(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-            value, more = loss(outputs, _fields_of(fields, micro))
-            for key, x in more.items():
-                sums[key] = sums[key] + x.detach() if key in sums else x.detach()
-            return value, {}
+            at = _fields_of(fields, micro)
+            share, quantities = loss(outputs, at)
+            shares.append(share.detach())
+            tally.add(quantities, at["loss_mask"])
+            return share, {}
 
         self._chunk.zero_grad_buffer()
         self.model.train()
         self._run(batch, microbatches, compute, temperature, forward_only=False)
-        if not self.mesh.owns_output:
+        if not self.mesh.last_stage:
             return None
-        return (
-            dict(zip(sums, torch.stack([x.double() for x in sums.values()]).tolist(), strict=True))
-            if sums
-            else {}
-        )
+        return MiniBatchResult(float(torch.stack(shares).sum()), tally.cpu())
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, step, and return the gradient norm before clipping and the learning rate used."""

@@ -173,9 +173,13 @@ class Data(Section):
         return self
 
 
+BUILT_IN_REWARDS = ("math", "gsm8k", "exact_match", "length", "addition", "countdown")
+"""A built-in task's own reward has its name."""
+
+
 class Reward(Section):
     function: str = "math"
-    """`math`, `exact_match`, `gsm8k`, `length`, or a user's own `module:function` or `file.py:function`."""
+    """One of BUILT_IN_REWARDS, or a user's own `module:function` or `file.py:function`."""
 
 
 class Algorithm(Section):
@@ -215,6 +219,8 @@ class Sft(Section):
 
     steps: PositiveInt = 100
     samples_per_step: PositiveInt = 64
+    stop_at_loss: PositiveFloat | None = None
+    """End early once the loss, averaged over about ten steps, is below this; null takes all steps."""
     optimizer: SftOptimizer = SftOptimizer()
 
 

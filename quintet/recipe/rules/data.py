@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.schema import BUILT_IN_REWARDS
 
 
 @rule
@@ -67,12 +68,12 @@ def reward_is_there(facts: Facts) -> Iterator[Problem]:
     """A reward is built in, or a user's own function named with its module or file."""
     function = facts.recipe.reward.function
     where, colon, name = function.rpartition(":")
-    if function in ("math", "exact_match", "gsm8k", "length"):
+    if function in BUILT_IN_REWARDS:
         return
     if not colon or not where or not name.isidentifier():
         yield Problem(
             ("reward.function",),
-            f"reward.function={function}: expected math, gsm8k, exact_match, length, module:function or file.py:function",
+            f"reward.function={function}: expected {', '.join(BUILT_IN_REWARDS)}, module:function or file.py:function",
         )
     elif where.endswith(".py") and not Path(where).expanduser().is_file():
         yield Problem(

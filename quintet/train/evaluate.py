@@ -1,0 +1,40 @@
+"""Accuracy on held-out prompts: sampled as in training (mean over several samples), and greedy beside it."""
+
+from __future__ import annotations
+
+from quintet.train.fleet import Samples
+from quintet.train.session import Session
+
+
+def evaluate(s: Session, step: int) -> dict[str, float]:
+    """Evaluate the present policy and record it as the state after `step` steps; {} where nothing is held out."""
+    if s.inputs.eval is None or s.inputs.reward is None:
+        return {}
+    prompts = list(s.inputs.eval)
+    count = s.recipe.train.eval_samples_per_prompt
+    with (
+        s.observer.phase("evaluate"),
+        s.observer.progress.task("evaluation", len(prompts), "prompts") as task,
+    ):
+        seed = f"{s.recipe.run.seed}/eval"
+        sampled = s.fleet.generate(prompts, s.sampling(), count, seed)
+        s.fleet.reward(sampled, s.inputs.reward)
+        greedy = s.fleet.generate(prompts, s.sampling(greedy=True), 1, seed)
+        s.fleet.reward(greedy, s.inputs.reward)
+        task.advance(len(prompts))
+    metrics = {
+        "accuracy": sampled.mean(),
+        "greedy": greedy.mean(),
+        f"pass_at_{count}": _any_right(sampled),
+        "response_tokens": sum(g.response_tokens for g in sampled.generated) / len(sampled.generated),
+    }
+    if any("well_formed" in r.metrics for r in sampled.rewards):
+        metrics["well_formed"] = sampled.mean("well_formed")
+    s.observer.evaluation(step, metrics)
+    return metrics
+
+
+def _any_right(samples: Samples) -> float:
+    """Share of prompts with at least one sample of reward 1 or more."""
+    right = {g for g, r in zip(samples.groups, samples.rewards, strict=True) if r.reward >= 1}
+    return len(right) / len(samples.prompts)

@@ -1,0 +1,281 @@
+"""The verbs of the outer loop, spread over the ranks: generate, reward, train, sync, save.
+
+The controller plans from lengths and rewards alone. Tokens and log-probs stay on the ranks that generated them,
+go from there straight to the ranks that train on them, and are never on the controller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from torch import Tensor
+
+from quintet.algorithms.aggregation import Tally
+from quintet.cluster.dispatch import all_to_all, megatron_compute
+from quintet.cluster.group import WorkerGroup
+from quintet.data.batch import make_batch, select
+from quintet.data.prompts import Prompt
+from quintet.models import ModelShape
+from quintet.observe.memory import combine_peaks
+from quintet.packing import Plan, alignment, plan_microbatches, split_evenly
+from quintet.recipe import schema
+from quintet.rewards.load import RewardFunction, RewardResult
+from quintet.rollout import Request, Sampling
+from quintet.train.messages import Assignment, Generated, Updated
+from quintet.train.objective import Objective
+
+
+@dataclass
+class Samples:
+    """Generated samples, in order of prompts and then of samples; `place` says which rank keeps each, and where."""
+
+    prompts: list[Prompt]
+    groups: list[int]
+    generated: list[Generated]
+    place: list[tuple[int, int]]
+    rewards: list[RewardResult]
+
+    def mean(self, name: str = "reward") -> float:
+        """Mean reward, or mean of a number the reward function returned beside it (0 where it did not)."""
+        values = [r.reward if name == "reward" else r.metrics.get(name, 0.0) for r in self.rewards]
+        return sum(values) / max(len(values), 1)
+
+    def shown(self, count: int) -> list[dict[str, Any]]:
+        """The first `count` samples, as they are written to samples.jsonl."""
+        return [
+            {
+                "prompt": self.prompts[g].text,
+                "response": made.text,
+                "answer": self.prompts[g].answer,
+                "reward": scored.reward,
+                "finish": made.finish,
+                **scored.metrics,
+            }
+            for g, made, scored in list(zip(self.groups, self.generated, self.rewards, strict=True))[:count]
+        ]
+
+
+@dataclass
+class StepResult:
+    """What the optimizer steps on one step's samples came to."""
+
+    loss: float
+    tally: Tally
+    grad_norm: float
+    lr: float
+
+
+class Fleet:
+    """All ranks of a run, seen from the controller."""
+
+    def __init__(self, cluster: Any, recipe: schema.Recipe, model_dir: Path, shape: ModelShape) -> None:
+        self.recipe = recipe
+        self.ranks = recipe.cluster.ranks
+        self.workers = WorkerGroup(
+            cluster,
+            "quintet.train.worker:PolicyWorker",  # by name: the controller needs no megatron
+            self.ranks,
+            layout=recipe.layout,
+            name="policy",
+            recipe=recipe,
+            model_dir=model_dir.absolute(),
+        )
+        layout = recipe.layout
+        self.dp = self.ranks // (layout.tp * layout.pp * layout.cp)
+        self._alignment = alignment(tp=layout.tp, sp=layout.sp, cp=layout.cp)
+        # Attention's cost next to the rest, per token of length: see `ModelShape.flops_per_token`.
+        self._quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (
+            2 * shape.flops_per_token(0.0)
+        )
+        self._rollout_coords: list[dict[str, int]] = self.workers.call("rollout_coords")
+        self._stage = max(c["pp"] for c in self._rollout_coords)
+
+    # generation
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        samples_per_prompt: int,
+        seed: str,
+        lengths: Sequence[Sequence[int]] | None = None,
+    ) -> Samples:
+        """Generate `samples_per_prompt` responses to each prompt. `seed` keys all noise of this call.
+
+        lengths: most response tokens of each sample, by prompt, where they differ from the sampling's.
+        """
+        requests = [
+            Request(
+                prompt.token_ids,
+                samples_per_prompt,
+                _seed(f"{seed}/{i}/{prompt.id}"),
+                tuple(lengths[i]) if lengths is not None else None,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        shares = split_evenly(len(requests), self._rollout_dp)
+        by_rank = [requests[shares[c["dp"]].start : shares[c["dp"]].stop] for c in self._rollout_coords]
+        answers = self.workers.call(
+            "generate", by_rank, [sampling] * self.ranks, dispatch=all_to_all, phase="generate"
+        )
+        samples = Samples(list(prompts), [], [], [], [])
+        for rank in sorted(self._owners, key=lambda r: self._rollout_coords[r]["dp"]):
+            kept = 0
+            for row in answers[rank]:
+                for generated in row:
+                    samples.groups.append(len(samples.generated) // samples_per_prompt)
+                    samples.generated.append(generated)
+                    samples.place.append((rank, kept))
+                    kept += 1
+        return samples
+
+    @property
+    def _rollout_dp(self) -> int:
+        return 1 + max(c["dp"] for c in self._rollout_coords)
+
+    @property
+    def _owners(self) -> list[int]:
+        """Ranks that keep generated samples: one a dp rank of the rollout."""
+        return [
+            rank
+            for rank, c in enumerate(self._rollout_coords)
+            if c["tp"] == 0 and c["cp"] == 0 and c["pp"] == self._stage
+        ]
+
+    def reward(self, samples: Samples, function: RewardFunction) -> list[float]:
+        """Score all samples, spread over the ranks; kept in `samples.rewards`."""
+        prompts = [samples.prompts[g] for g in samples.groups]
+        texts = [[p.text for p in prompts], [g.text for g in samples.generated], [p.answer for p in prompts]]
+        parts = split_evenly(len(prompts), self.ranks)
+        scored = self.workers.call(
+            "reward",
+            [function] * self.ranks,
+            *([[column[i] for i in part] for part in parts] for column in texts),
+            dispatch=all_to_all,
+            phase="reward",
+        )
+        samples.rewards = [result for part in scored for result in part]
+        return [result.reward for result in samples.rewards]
+
+    # training
+
+    def deal(self, samples: Samples, advantages: Tensor) -> None:
+        """Plan the step's mini-batches and micro-batches, and send each rank what it trains on."""
+        count = self.recipe.train.mini_batches_per_step
+        values = advantages.tolist()
+        parts = split_evenly(len(samples.prompts), count)
+        chosen = [[i for i, g in enumerate(samples.groups) if g in part] for part in parts]
+        plans = [self._plan([samples.generated[i].tokens for i in mini]) for mini in chosen]
+        received = [
+            self._send(mini, plan, samples, values) for mini, plan in zip(chosen, plans, strict=True) if mini
+        ]
+        self.workers.call(
+            "receive",
+            [[mini[d][0] for mini in received] for d in range(self.dp)],
+            [[mini[d][1] for mini in received] for d in range(self.dp)],
+            aggregation=self.recipe.algorithm.aggregation,
+            dispatch=megatron_compute,
+            phase="deal",
+        )
+        self._mini_batches = len(received)
+
+    def _plan(self, lengths: list[int]) -> Plan:
+        return plan_microbatches(
+            lengths,
+            dp=self.dp,
+            budget=self.recipe.engine.tokens_per_microbatch_per_rank,
+            alignment=self._alignment,
+            cp=self.recipe.layout.cp,
+            quadratic=self._quadratic,
+        )
+
+    def _send(
+        self, mini: list[int], plan: Plan, samples: Samples, advantages: list[float]
+    ) -> list[tuple[list[Any], Assignment]]:
+        """Have the keepers cut out each dp rank's samples; what comes back are references."""
+        chosen: list[list[list[int]]] = [[[] for _ in range(self.dp)] for _ in range(self.ranks)]
+        worth: list[list[list[float]]] = [[[] for _ in range(self.dp)] for _ in range(self.ranks)]
+        order: list[dict[int, int]] = []
+        for d in range(self.dp):
+            mine = sorted(plan.samples_of(d), key=lambda i: samples.place[mini[i]])
+            order.append({i: at for at, i in enumerate(mine)})
+            for i in mine:
+                rank, kept = samples.place[mini[i]]
+                chosen[rank][d].append(kept)
+                worth[rank][d].append(advantages[mini[i]])
+        parts = self.workers.call(
+            "deal", chosen, worth, dispatch=all_to_all, phase="deal", num_returns=1 + self.dp
+        )
+        tokens = sum(samples.generated[i].response_tokens for i in mini)
+        return [
+            (
+                [parts[rank][1 + d] for rank in range(self.ranks) if chosen[rank][d]],
+                Assignment([[order[d][i] for i in row] for row in plan.microbatches[d]], tokens, len(mini)),
+            )
+            for d in range(self.dp)
+        ]
+
+    def imitate(self, prompts: Sequence[Prompt]) -> None:
+        """Send each rank its part of a mini-batch of prompts with the responses to imitate."""
+        ids = [p.token_ids + p.response_ids for p in prompts]
+        batch = make_batch(ids, [len(p.token_ids) for p in prompts])
+        plan = self._plan([len(x) for x in ids])
+        tokens = sum(len(p.response_ids) for p in prompts)
+        self.workers.call(
+            "receive",
+            [[[ray.put(select(batch, plan.samples_of(d)))]] for d in range(self.dp)],
+            [[Assignment(plan.local(d), tokens, len(prompts))] for d in range(self.dp)],
+            aggregation="token_mean",
+            dispatch=megatron_compute,
+            phase="deal",
+        )
+        self._mini_batches = 1
+
+    def score_samples(self, temperature: float) -> None:
+        """Old and reference log-probs, where the step needs them."""
+        old = self._mini_batches > 1
+        if old or self.recipe.algorithm.kl_coef > 0:
+            self.workers.call("score_samples", old=old, temperature=temperature, phase="logprob")
+
+    def update(self, objective: Objective, temperature: float = 1.0) -> StepResult:
+        """One optimizer step a mini-batch. Loss and quantities are averaged over them, norm and rate the last's."""
+        loss, tally = 0.0, Tally()
+        parts: list[Updated] = []
+        for number in range(self._mini_batches):
+            parts = self.workers.call(
+                "update",
+                [number] * self.dp,
+                objective=objective,
+                temperature=temperature,
+                dispatch=megatron_compute,
+                phase="train",
+            )
+            loss += sum(part.loss for part in parts) / self._mini_batches
+            tally.merge(part.tally for part in parts)
+        return StepResult(loss, tally, parts[0].grad_norm, parts[0].lr)
+
+    def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int) -> None:
+        """A fresh optimizer on the present weights."""
+        self.workers.call("start_optimizer", optimizer, total_steps, phase="optimizer")
+
+    def sync(self) -> None:
+        """Bring the trained weights to the rollout."""
+        self.workers.call("sync", phase="sync")
+
+    def save(self, path: Path) -> None:
+        """Write the policy as a Hugging Face directory."""
+        self.workers.call("save", path.absolute(), phase="save")
+
+    def memory(self) -> dict[str, float | None]:
+        """Memory peaks over the ranks, as metrics."""
+        return combine_peaks(self.workers.call("memory"))
+
+
+def _seed(text: str) -> int:
+    """63 bits that follow from the text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,34 @@
+"""Generation and evaluation without training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quintet.data.prompts import Prompt, make_prompts
+from quintet.recipe.schema import Recipe
+from quintet.train.evaluate import evaluate as evaluate_session
+from quintet.train.session import session
+
+
+def generate(recipe: Recipe, prompts: list[str]) -> list[dict[str, Any]]:
+    """Responses to texts: one dict a sample with prompt, response, tokens, finish and log-prob."""
+    with session(recipe, "generate") as s:
+        ready: list[Prompt] = make_prompts(prompts, recipe.data, s.inputs.tokenizer)
+        samples = s.fleet.generate(
+            ready, s.sampling(), recipe.rollout.samples_per_prompt, f"{recipe.run.seed}/generate"
+        )
+        return [
+            {
+                "prompt": prompts[group],
+                "response": made.text,
+                "response_tokens": made.response_tokens,
+                "finish": made.finish,
+            }
+            for group, made in zip(samples.groups, samples.generated, strict=True)
+        ]
+
+
+def evaluate(recipe: Recipe) -> dict[str, float]:
+    """Accuracy on the recipe's held-out prompts."""
+    with session(recipe, "eval") as s:
+        return evaluate_session(s, 0)

@@ -1,0 +1,91 @@
+"""Reinforcement learning: the outer loop of the PPO family.
+
+prompts → samples → rewards → advantages → mini-batches → optimizer steps → new rollout weights, and again
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import torch
+
+from quintet.algorithms.advantages import grpo_advantages
+from quintet.data.stream import PromptStream
+from quintet.recipe.schema import Recipe
+from quintet.train.evaluate import evaluate
+from quintet.train.fleet import Samples, StepResult
+from quintet.train.objective import policy_objective
+from quintet.train.session import Session, session
+from quintet.train.sft import imitate
+
+
+def train(recipe: Recipe) -> Path:
+    """Train by reinforcement learning, after a warm-up by SFT if the recipe has one; returns the run directory."""
+    with session(recipe, "train") as s:
+        if recipe.sft is not None:
+            imitate(s, recipe.sft, recipe.sft.optimizer)
+        reinforce(s)
+        with s.observer.phase("save"), s.observer.progress.task("saving the model"):
+            s.fleet.save(s.observer.directory.checkpoint)
+        return s.observer.directory.path
+
+
+def reinforce(s: Session) -> None:
+    """The loop."""
+    recipe, fleet, phase = s.recipe, s.fleet, s.observer.phase
+    assert s.inputs.train is not None and s.inputs.reward is not None
+    stream = PromptStream(s.inputs.train, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+    objective = policy_objective(recipe.algorithm)
+    fleet.start_optimizer(recipe.optimizer, recipe.train.steps * recipe.train.mini_batches_per_step)
+    evaluate(s, 0)
+
+    for step in range(1, recipe.train.steps + 1):
+        with phase("generate"):
+            prompts = stream.take(recipe.train.prompts_per_step)
+            seed = f"{recipe.run.seed}/train/{step}"
+            samples = fleet.generate(prompts, s.sampling(), recipe.rollout.samples_per_prompt, seed)
+        with phase("reward"):
+            rewards = torch.tensor(fleet.reward(samples, s.inputs.reward))
+            groups = torch.tensor(samples.groups)
+            advantages = grpo_advantages(rewards, groups, recipe.algorithm.normalize_by_std)
+        with phase("deal"):
+            fleet.deal(samples, advantages)
+        with phase("logprob"):
+            fleet.score_samples(s.temperature)
+        with phase("train"):
+            result = fleet.update(objective, s.temperature)
+        with phase("sync"):
+            fleet.sync()
+        record(s, step, samples, result)
+        every = recipe.train.eval_every_steps
+        if step == recipe.train.steps or (every and step % every == 0):
+            evaluate(s, step)
+
+
+def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
+    """Tell the observer what a step came to."""
+    rewards = [r.reward for r in samples.rewards]
+    responses = [g.response_tokens for g in samples.generated]
+    means, maxima = result.tally.means(), result.tally.maxima()
+    metrics = {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "response_tokens/mean": statistics.fmean(responses),
+        "response_tokens/max": max(responses),
+        "loss": result.loss,
+        "kl/rollout_trainer": means["rollout_kl_k3"],
+        "logprob_gap/max": maxima["rollout_logprob_gap"],
+        "kl/reference": means.get("ref_kl"),
+        "entropy": means["entropy"],
+        "clip/low_fraction": means["clip_low"],
+        "clip/high_fraction": means["clip_high"],
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "truncated": statistics.fmean(g.finish == "length" for g in samples.generated),
+        "tokens": sum(g.tokens for g in samples.generated),
+    }
+    for name in sorted({name for r in samples.rewards for name in r.metrics}):
+        metrics[name] = samples.mean(name)
+    s.observer.step(step, metrics, total=s.recipe.train.steps)
+    s.observer.samples(step, samples.shown(s.recipe.run.samples_logged_per_step))

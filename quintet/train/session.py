@@ -1,0 +1,135 @@
+"""What every command that computes needs: checked data, a model directory, a run directory, and the ranks.
+
+Everything a user can get wrong is read and checked in `prepare`, before any process starts.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quintet.data.prompts import PromptSet, alphabet_of, load_prompts
+from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
+from quintet.errors import UserError
+from quintet.models import ModelShape, read_shape
+from quintet.observe import Observer
+from quintet.recipe import schema
+from quintet.rewards.load import RewardFunction, load_reward
+from quintet.rollout import Sampling
+
+Command = Literal["train", "sft", "generate", "eval"]
+
+
+@dataclass
+class Inputs:
+    """What a recipe names, read and checked."""
+
+    model_dir: Path
+    shape: ModelShape
+    tokenizer: Any
+    train: PromptSet | None
+    eval: PromptSet | None
+    reward: RewardFunction | None
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Token ids that end a response."""
+        return [self.tokenizer.eos_token_id]
+
+
+def prepare(recipe: schema.Recipe, command: Command, scratch: Path) -> Inputs:
+    """Read and check everything the command will need. A model to be built is written to `scratch`."""
+    model_dir = recipe.model.path
+    if recipe.model.build is not None:
+        model_dir = scratch / "model"
+        tokenizer = build_char_tokenizer(alphabet_of(recipe.data), model_dir)
+        from quintet.engine.fresh import write_fresh_model
+
+        write_fresh_model(
+            recipe.model.build,
+            model_dir,
+            vocab_size=len(tokenizer),
+            eos_id=tokenizer.eos_token_id,
+            pad_id=tokenizer.pad_token_id,
+            seed=recipe.run.seed,
+        )
+    if model_dir is None:
+        raise UserError("model.path is not set: name a Hugging Face directory, or give model.build")
+    tokenizer = load_tokenizer(model_dir, recipe.model.chat_template)
+    shape = read_shape(model_dir)
+    inputs = Inputs(model_dir, shape, tokenizer, None, None, None)
+    if command in ("train", "eval"):
+        inputs.reward = load_reward(recipe.reward.function)
+    if command in ("train", "sft"):
+        needs = [*(["answer"] if command == "train" else []), *(["response"] if recipe.sft else [])]
+        inputs.train = load_prompts(recipe.data, "train", tokenizer, seed=recipe.run.seed, needs=needs)
+        _check_lengths(inputs.train, recipe)
+    if command in ("train", "eval") and recipe.train.eval_prompts:
+        held_out = load_prompts(recipe.data, "eval", tokenizer, seed=recipe.run.seed)
+        inputs.eval = held_out.subset(recipe.train.eval_prompts, recipe.run.seed)
+    return inputs
+
+
+def _check_lengths(prompts: PromptSet, recipe: schema.Recipe) -> None:
+    """Prompt and longest response must fit a micro-batch, for every prompt, before anything is generated."""
+    budget = recipe.engine.tokens_per_microbatch_per_rank * recipe.layout.cp
+    for prompt in prompts:
+        longest = max(recipe.rollout.max_response_tokens, len(prompt.response_ids))
+        total = len(prompt.token_ids) + longest
+        if total > budget:
+            raise UserError(
+                f"{prompt.source}: {len(prompt.token_ids)} prompt tokens and up to {longest} of response are "
+                f"{total}, more than engine.tokens_per_microbatch_per_rank={budget}. "
+                "Raise the budget, or lower rollout.max_response_tokens"
+            )
+
+
+class Session:
+    """A run under way: its inputs, its observer, its ranks."""
+
+    def __init__(self, recipe: schema.Recipe, inputs: Inputs, observer: Observer, fleet: Any) -> None:
+        from quintet.train.fleet import Fleet
+
+        self.recipe, self.inputs, self.observer = recipe, inputs, observer
+        self.fleet: Fleet = fleet
+
+    def sampling(self, *, greedy: bool = False) -> Sampling:
+        """The recipe's sampling."""
+        return Sampling.of(self.recipe.rollout, self.inputs.end_ids, greedy=greedy)
+
+    @property
+    def temperature(self) -> float:
+        """Of the policy that is trained: the sampling temperature, 1 when sampling is greedy."""
+        return self.recipe.rollout.temperature or 1.0
+
+
+@contextmanager
+def session(recipe: schema.Recipe, command: Command) -> Iterator[Session]:
+    """Prepare, make the run directory, start the ranks; and end all of it well, however the body ends."""
+    with tempfile.TemporaryDirectory(prefix="quintet-") as scratch:
+        inputs = prepare(recipe, command, Path(scratch))
+        with Observer(recipe) as observer:
+            if recipe.model.build is not None:
+                inputs.model_dir = Path(
+                    shutil.move(str(inputs.model_dir), str(observer.directory.path / "model"))
+                )
+            with _ranks(recipe, inputs, observer) as fleet:
+                yield Session(recipe, inputs, observer, fleet)
+
+
+@contextmanager
+def _ranks(recipe: schema.Recipe, inputs: Inputs, observer: Observer) -> Iterator[Any]:
+    from quintet.cluster.cluster import Cluster
+    from quintet.train.fleet import Fleet
+
+    cluster = Cluster(recipe.cluster, log_dir=observer.directory.path / "logs", say=observer.note)
+    with ExitStack() as stack:
+        with observer.phase("start"), observer.progress.task(f"starting {recipe.cluster.ranks} ranks"):
+            stack.enter_context(cluster)
+            fleet = Fleet(cluster, recipe, inputs.model_dir, inputs.shape)
+        yield fleet

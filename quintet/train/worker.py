@@ -1,0 +1,197 @@
+"""One rank of a run: the engine, a rollout, and, with a KL term, a frozen reference policy.
+
+The controller calls these methods on all ranks (`quintet.train.fleet`). Samples stay on the ranks that generated
+them until the controller has planned who trains on what; then each rank cuts out what each other rank needs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quintet.algorithms.aggregation import token_weights
+from quintet.cluster.worker import Place, Worker
+from quintet.data.batch import Batch, concat, make_batch, sample_ids, select, set_tokens, token_count, tokens
+from quintet.data.tokenizer import load_tokenizer
+from quintet.engine import build
+from quintet.engine.engine import DTYPES, Engine
+from quintet.engine.reshard import Resharder
+from quintet.engine.shards import shard_map
+from quintet.models import read_shape
+from quintet.observe.memory import memory_peaks
+from quintet.recipe import schema
+from quintet.rewards.load import RewardFunction, RewardResult, score
+from quintet.rollout import Request, Sampling
+from quintet.rollout.native import NativeRollout
+from quintet.train.messages import Assignment, Generated, Updated
+from quintet.train.objective import Objective
+
+
+class PolicyWorker(Worker):
+    """One rank. `model_dir` is a Hugging Face directory that this rank's node can read."""
+
+    def __init__(self, place: Place, recipe: schema.Recipe, model_dir: Path) -> None:
+        super().__init__(place)
+        self.recipe, self.model_dir = recipe, model_dir
+        self.dtype = recipe.model.dtype or ("fp32" if place.device == "cpu" else "bf16")
+        self._samples: Batch | None = None
+        self._mini_batches: list[tuple[Batch, Assignment]] = []
+
+    def setup(self) -> None:
+        """Join the process group, read the weights, make the rollout."""
+        super().setup()
+        recipe = self.recipe
+        self.tokenizer = load_tokenizer(self.model_dir, recipe.model.chat_template)
+        self.shape = read_shape(self.model_dir)
+        self.engine = self._engine(recipe.optimizer)
+        self.reference = self._engine(None) if recipe.algorithm.kl_coef > 0 else None
+        self.rollout = self._rollout()
+
+    def _engine(self, optimizer: schema.Optimizer | None) -> Engine:
+        recipe = self.recipe
+        engine = Engine(
+            self.shape, recipe.layout, engine=recipe.engine, optimizer=optimizer, dtype=self.dtype
+        )
+        engine.load_hf(self.model_dir)
+        return engine
+
+    def _rollout(self) -> NativeRollout:
+        recipe, engine = self.recipe, self.engine
+        model, mesh, update = engine.model, engine.mesh, lambda: None
+        wanted = recipe.rollout.layout
+        if wanted is not None:
+            layout = schema.Layout(tp=wanted.tp, pp=wanted.pp)
+            if layout.model_dump() != recipe.layout.model_dump():
+                mesh = build.mesh_of(layout, self.world_size)
+                model = build.build_model(self.shape, layout, mesh, DTYPES[self.dtype], recipe.engine)
+                model.requires_grad_(False)
+                targets = shard_map(model, self.shape, mesh)
+                update = Resharder(engine.shard_map(), targets).run
+        rollout = NativeRollout(
+            model, mesh, slots=recipe.rollout.sequences_per_rank, decode=self._text, update=update
+        )
+        rollout.update_weights()
+        return rollout
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def coords(self) -> dict[str, int]:
+        """Place in the training layout."""
+        return self.engine.mesh.coordinates
+
+    def rollout_coords(self) -> dict[str, int]:
+        """Place in the rollout layout."""
+        return self.rollout.mesh.coordinates
+
+    # generation
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> list[list[Generated]] | None:
+        """Generate and keep the samples; the rank that owns the output tells what came out, others None."""
+        answered = self.rollout.generate(requests, sampling)
+        self._samples = None
+        if not self.rollout.mesh.owns_output or not requests:
+            return [] if self.rollout.mesh.owns_output else None
+        flat = [(r.prompt_ids, s) for r, row in zip(requests, answered, strict=True) for s in row]
+        self._samples = make_batch(
+            [prompt + s.response_ids for prompt, s in flat],
+            [len(prompt) for prompt, _ in flat],
+            rollout_logprobs=[s.logprobs for _, s in flat],
+        )
+        return [
+            [
+                Generated(len(r.prompt_ids) + len(s.response_ids), len(s.response_ids), s.finish, s.text)
+                for s in row
+            ]
+            for r, row in zip(requests, answered, strict=True)
+        ]
+
+    def reward(
+        self, function: RewardFunction, prompts: list[str], responses: list[str], answers: list[str]
+    ) -> list[RewardResult]:
+        """Score samples; any rank can."""
+        return score(function, prompts, responses, answers)
+
+    def deal(self, chosen: list[list[int]], advantages: list[list[float]]) -> tuple[Any, ...]:
+        """Cut the kept samples into what each receiver needs: positions here and their advantages, by receiver.
+
+        The first of the returned values is empty: it travels to the controller, the batches do not.
+        """
+        parts: list[Batch | None] = []
+        for samples, values in zip(chosen, advantages, strict=True):
+            if not samples or self._samples is None:
+                parts.append(None)
+                continue
+            part = select(self._samples, samples)
+            part["advantages"] = torch.tensor(values)
+            parts.append(part)
+        return None, *parts
+
+    # training
+
+    def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int) -> None:
+        """A fresh optimizer on the present weights; the reference policy becomes the present policy."""
+        self.engine.start_optimizer(optimizer, total_steps)
+        if self.reference is not None:
+            for mine, theirs in zip(self.reference.shard_map(), self.engine.shard_map(), strict=True):
+                mine.write(theirs.read())
+
+    def receive(self, parts: list[list[Batch]], assignments: list[Assignment], aggregation: str) -> None:
+        """Take this dp rank's part of each mini-batch of the step: batches to be joined, and what to do with them."""
+        self._mini_batches = []
+        for pieces, assignment in zip(parts, assignments, strict=True):
+            batch = concat(pieces) if pieces else _nothing()
+            trained = tokens(batch, "loss_mask")
+            weights = token_weights(
+                trained, sample_ids(batch), aggregation, assignment.tokens, assignment.samples
+            )
+            set_tokens(batch, "weights", weights)
+            self._mini_batches.append((batch, assignment))
+
+    def score_samples(self, old: bool, temperature: float) -> None:
+        """Log-probs of all received samples under the present (`old`) and the reference policy."""
+        for batch, assignment in self._mini_batches:
+            found = {}
+            if old:
+                found["old_logprobs"] = self._logprobs(self.engine, batch, assignment, temperature)
+            if self.reference is not None:
+                found["ref_logprobs"] = self._logprobs(self.reference, batch, assignment, temperature)
+            for name, values in found.items():
+                set_tokens(batch, name, values)
+
+    def _logprobs(
+        self, engine: Engine, batch: Batch, assignment: Assignment, temperature: float
+    ) -> torch.Tensor:
+        scored = engine.forward(batch, assignment.microbatches, temperature)
+        return (
+            scored[0] if scored is not None else torch.zeros(token_count(batch))
+        )  # unread before the last stage
+
+    def update(self, number: int, objective: Objective, temperature: float) -> Updated | None:
+        """One optimizer step on a received mini-batch. Ranks of the last stage tell what it came to."""
+        batch, assignment = self._mini_batches[number]
+        result = self.engine.forward_backward(batch, assignment.microbatches, objective, temperature)
+        step = self.engine.optimizer_step()
+        return None if result is None else Updated(result.loss, result.tally, step["grad_norm"], step["lr"])
+
+    def sync(self) -> None:
+        """Bring the engine's weights to the rollout."""
+        self.rollout.update_weights()
+
+    def save(self, path: Path) -> None:
+        """Write the policy as a Hugging Face directory."""
+        self.engine.save_hf(path, self.model_dir)
+
+    def memory(self) -> dict[str, float | None]:
+        """Peak memory of this rank so far."""
+        return memory_peaks()
+
+
+def _nothing() -> Batch:
+    """The part of a dp rank that has no sample in a mini-batch."""
+    empty = make_batch([], torch.empty(0, dtype=torch.int64))
+    empty["advantages"] = torch.empty(0)
+    set_tokens(empty, "rollout_logprobs", torch.empty(0))
+    return empty
