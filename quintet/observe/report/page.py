@@ -67,7 +67,7 @@ def _tiles(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> st
     for name, title in (("eval", "Accuracy, sampled"), ("greedy", "Accuracy, greedy")):
         before, after = _evaluated(summary, lines, name)
         if after is not None:
-            more = f"from {percent(before)} · {_gain(before, after)}"
+            more = f"from {percent(before)} {_gain(before, after)}"
             tiles.append(_tile(title, percent(after), more))
         elif before is not None:
             tiles.append(_tile(title, percent(before), "before training"))
@@ -110,7 +110,7 @@ def _tile(name: str, value: str, more: str = "") -> str:
 def _gain(before: float | None, after: float | None) -> str:
     text = points(before, after)
     kind = "up" if text.startswith("+") else "down"
-    return text if text == "–" else f'<span class="{kind}">{text} pts</span>'
+    return text if text == "–" else f'<span class="{kind}">{text}</span>'
 
 
 def _figures(title: str, plots: Sequence[Plot]) -> str:
@@ -128,7 +128,7 @@ def _result(summary: Mapping[str, Any], colors: Mapping[str, int]) -> str:
         for name, label in ROWS.items()
         if summary.get(f"{name}_before") is not None
     ]
-    head = '<tr><th></th><th class="n">before</th><th class="n">after</th><th class="n">change</th></tr>'
+    head = '<tr><th></th><th class="n">before</th><th class="n">after</th><th class="n">points</th></tr>'
     accuracy = f'<div class="card"><table>{head}{"".join(rows)}</table></div>' if rows else ""
     return f'<h2>Result</h2><section class="pair">{accuracy}{_time(summary, colors)}</section>'
 
@@ -140,7 +140,7 @@ def _time(summary: Mapping[str, Any], colors: Mapping[str, int]) -> str:
     if rest > 0.01 * total > 0:
         phases[REST] = rest
     bar = "".join(
-        f'<i class="c{colors.get(phase, 7)}" style="flex:{seconds:.4f}"></i>'
+        f'<i class="c{colors.get(phase, 7)}" style="width:{100 * seconds / total if total else 0:.3f}%"></i>'
         for phase, seconds in phases.items()
     )
     rows = "".join(
