@@ -41,9 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        print(f"quintet {version('quintet')}")
+        try:
+            print(f"quintet {version('quintet')}")
+        except PackageNotFoundError:
+            print("quintet (from a source tree, not installed)")
         return 0
     if arguments[0] not in COMMANDS:
         return _complain(f"there is no command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}", 2)
