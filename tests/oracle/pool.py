@@ -11,7 +11,7 @@ processes are started once (from a fork server that has done the imports) and ev
     def test_norms(pool):
         assert pool.run(norms, 2, 1.0) == ...    # one result a rank
 
-Inside the function the default process group (gloo) has exactly `world_size` ranks, whatever the pool's size.
+Inside the function the default process group (gloo; on GPU machines NCCL as well) has exactly `world_size` ranks, whatever the pool's size.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 GRACE_S = 2.0  # how long ranks that are still running get after the first one failed
@@ -169,8 +170,11 @@ def _join(group: tuple[int, int], rank: int, port: int) -> None:
         dist.destroy_process_group()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(rank % gpus)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if gpus else "gloo",
         store=dist.PrefixStore(f"group {number}", store),
         rank=rank,
         world_size=world_size,

@@ -58,7 +58,7 @@ def run_rank(path: Path, layout: dict[str, Any], distributed_optimizer: bool, bu
     result = engine.forward_backward(mine, plan.local(dp), MeanNll())
     if distributed_optimizer:
         _gather_gradients(engine)
-    gradients = [(s.name, s.box, s.read().clone()) for s in engine.shard_map("main_grad")]
+    gradients = [(s.name, s.box, s.read().cpu().clone()) for s in engine.shard_map("main_grad")]
     info = engine.optimizer_step()
     return {
         "gradients": gradients,

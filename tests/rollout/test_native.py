@@ -95,7 +95,7 @@ def test_logprobs_equal_the_engines(pool, path, layout, temperature):
         if again is not None:
             torch.testing.assert_close(torch.tensor(said), again, rtol=1e-5, atol=2e-5)
             checked += 1
-    assert checked == 1
+    assert checked >= 1
 
 
 def test_noise_does_not_depend_on_company(pool, path):

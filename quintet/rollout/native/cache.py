@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quintet.engine.attention import uses_varlen
+
 
 class SlotCache:
     """Keys and values of one rank's layers, [slots, capacity, kv heads, head_dim] each.
@@ -39,6 +41,9 @@ class SlotCache:
         self._decoding = 0
         self._length = 0
         self._mask: Tensor | None = None
+        self._queries: Tensor | None = None
+        self._starts: Tensor | None = None
+        self._used: Tensor | None = None
 
     def fits(self, slots: int, capacity: int) -> bool:
         return self.slots >= slots and self.capacity >= capacity
@@ -54,6 +59,10 @@ class SlotCache:
         slots = torch.arange(len(positions), device=positions.device)
         self._write = slots * self.capacity + positions
         self._length = longest
+        if positions.device.type == "cuda":
+            bounds = torch.arange(len(positions) + 1, device=positions.device, dtype=torch.int32)
+            self._queries, self._starts = bounds, bounds * self.capacity
+            self._used = (positions + 1).to(torch.int32)
         steps = torch.arange(longest, device=positions.device)
         self._mask = (steps[None] <= positions[:, None])[:, None, None]
 
@@ -68,16 +77,32 @@ class SlotCache:
         n = self._decoding
         flat_keys.index_copy_(0, self._write, key[:n])
         flat_values.index_copy_(0, self._write, value[:n])
-        heads, kv_heads = query.shape[1], key.shape[1]
-        # Query heads of one KV group become query rows of that head: grouped attention without repeating keys.
-        q = query[:n].view(n, kv_heads, heads // kv_heads, -1)
-        k = keys[:n, : self._length].transpose(1, 2)
-        v = values[:n, : self._length].transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=attention.scale)
-        out = out.reshape(n, heads, -1)
+        if uses_varlen(query.device, query.dtype):
+            out = self._flash(query[:n], flat_keys, flat_values, attention.scale)
+        else:
+            out = self._masked(query[:n], keys[:n, : self._length], values[:n, : self._length], attention.scale)
         if len(query) > n:  # rows that only pad for sequence parallelism
             out = torch.cat((out, out.new_zeros(len(query) - n, *out.shape[1:])))
         return out
+
+    def _masked(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+        """One query a slot over the longest active length. Query heads of one KV group become query rows of that
+        head: grouped attention without repeating keys."""
+        n, heads, kv_heads = len(query), query.shape[1], keys.shape[2]
+        q = query.view(n, kv_heads, heads // kv_heads, -1)
+        k, v = keys.transpose(1, 2), values.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=scale)
+        return out.reshape(n, heads, -1)
+
+    def _flash(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+        """The flash kernel on slots as they lie: sequence i starts at row i * capacity and has `seqused_k[i]` keys, so
+        no key past a sequence's end is read. (benchmarks/kv_cache.py compares.)"""
+        assert self._starts is not None and self._used is not None
+        out = torch.ops.aten._flash_attention_forward(
+            query.contiguous(), keys, values, self._queries, self._starts, 1, self._length, 0.0, False, False,
+            scale=scale, seqused_k=self._used,
+        )  # fmt: skip
+        return out[0]
 
     def move(self, source: list[int], target: list[int], tokens: int) -> None:
         """Copy the first `tokens` of whole slots; no slot is both a source and a target."""

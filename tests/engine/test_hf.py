@@ -1,0 +1,99 @@
+"""Hugging Face directories: bad ones are refused by name, good ones go round and come back the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quintet.engine.hf import SHARD_BYTES, HfWeights, check_names
+from quintet.errors import UserError
+from quintet.models import read_shape
+from tests.oracle.reference import CONFIGS, save
+
+
+@pytest.fixture
+def path(tmp_path):
+    return save("qwen3", tmp_path / "model")
+
+
+def rewrite(path: Path, change) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_and_left_over_tensors_are_listed(path):
+    rewrite(path, lambda t: t.update(stray=torch.ones(1)) or t.pop("model.norm.weight"))
+    with pytest.raises(UserError, match=r"missing: model.norm.weight; left over: stray"):
+        check_names(HfWeights(path).names(), read_shape(path), path)
+
+
+def test_a_truncated_file_is_named(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match="model.safetensors"):
+        HfWeights(path)
+
+
+def test_no_weights_at_all(path):
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="neither model.safetensors nor"):
+        HfWeights(path)
+
+
+def round_trip(path: Path, out: Path, layout: dict, shard_bytes: int) -> None:
+    from quintet.engine import hf
+    from quintet.engine.engine import Engine
+    from quintet.recipe import schema
+
+    hf.SHARD_BYTES = shard_bytes
+    engine = Engine(
+        read_shape(path), schema.Layout(**layout), engine=schema.Engine(), optimizer=None, dtype="fp32"
+    )
+    engine.load_hf(path)
+    engine.save_hf(out, path)
+    hf.SHARD_BYTES = SHARD_BYTES
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama"])
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})])
+def test_saved_equals_loaded(pool, tmp_path, family, world, layout):
+    path = save(family, tmp_path / "in")
+    pool.run(round_trip, world, path, tmp_path / "out", layout, SHARD_BYTES)
+    before, after = load_file(path / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_sharded_files_and_transformers(pool, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    path = save("qwen3", tmp_path / "in")
+    first, second = tmp_path / "first", tmp_path / "second"
+    pool.run(round_trip, 1, path, first, {}, 40_000)
+    index = json.loads((first / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    pool.run(round_trip, 2, first, second, {"tp": 2}, SHARD_BYTES)  # and read back from many files
+    model = AutoModelForCausalLM.from_pretrained(second, dtype=torch.float32)
+    want = load_file(path / "model.safetensors")
+    state = model.state_dict()
+    assert all(torch.equal(state[name], want[name]) for name in want)
+
+
+def test_unknown_architectures_name_the_known(path):
+    config = json.loads((path / "config.json").read_text())
+    config["architectures"] = ["MambaForCausalLM"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"MambaForCausalLM is not supported; supported are .*Qwen3ForCausalLM"):
+        read_shape(path)
+
+
+def test_shapes_count_their_parameters(tmp_path):
+    for name, config in CONFIGS.items():
+        path = save(name, tmp_path / name)
+        total = sum(t.numel() for t in load_file(path / "model.safetensors").values())
+        assert read_shape(path).parameter_count == total, config.model_type
