@@ -44,6 +44,7 @@ class Failure:
     user_error: bool = False
     died: bool = False
     """The process is gone."""
+    log_tail: str = ""
 
     @staticmethod
     def of_exception(rank: int, error: BaseException, skip_file: str) -> Failure:
@@ -73,10 +74,7 @@ class Failure:
         # An NCCL wait that lasts too long does not raise: torch's watchdog thread aborts the process, whose stacks
         # faulthandler then writes. (Not tested on a GPU.)
         timed_out = "Watchdog caught collective operation timeout" in report.log_tail
-        last_words = [report.stacks] if report.stacks else []
-        if report.log_tail:
-            last_words.append(f"last lines of its log:\n{report.log_tail}")
-        return Failure(rank, ended, "\n".join(last_words), timed_out, timed_out, died=True)
+        return Failure(rank, ended, report.stacks, timed_out, timed_out, died=True, log_tail=report.log_tail)
 
 
 def _is_communication(error: BaseException) -> bool:
@@ -116,9 +114,11 @@ def explain(
     for other in others:
         text += f"\nRank {other.rank} {'died' if other.died else 'failed'} too: {other.summary}"
     if echoes:
-        text += f"\n{_ranks(echoes)} lost the connection because of it."
+        text += f"\nBecause of it, the collectives of {_ranks(sorted(echoes))} were cut off."
     elif cause.communication:
         text += "\nNo rank is known to have failed before it: look at the network, and at that rank's node."
+    if cause.log_tail:
+        text += f"\n\nLast lines of the log of rank {cause.rank}:\n{cause.log_tail}"
     return WorkerFailure(text, rank=cause.rank, phase=phase, traceback=cause.traceback or None)
 
 

@@ -13,7 +13,7 @@ from quintet.cluster import placement, probe, ray_compat
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import Call, Dispatch, one_to_all
 from quintet.cluster.failures import Failure, explain
-from quintet.cluster.seat import Built, Location, Order, Seat
+from quintet.cluster.seat import Location, Order, Seat
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import UserError, WorkerFailure
 from quintet.recipe.schema import Layout
@@ -186,6 +186,17 @@ class WorkerGroup:
         blob = ray.put(ray.cloudpickle.dumps((worker_class, kwargs)))
         single = placement.needs_single_cuda_connection(self.cluster.device, layout)
         refs = {}
+        logs = self.cluster.log_dir
+        for rank, location in enumerate(locations):
+            self._processes[rank] = probe.RankProcess(
+                rank=rank,
+                node_id=location.node_id,
+                pid=location.pid,
+                created=location.created,
+                log=logs / f"{self.name}-rank-{rank}.log",
+                stacks=logs / f"{self.name}-rank-{rank}.stacks",
+                oom_kills=location.oom_kills,
+            )
         for rank, (local_rank, local_world_size) in enumerate(placement.local_ranks(locations)):
             location = locations[rank]
             place = Place(
@@ -203,13 +214,13 @@ class WorkerGroup:
                 place=place,
                 env=_environment(place, location, self.cluster.is_local),
                 search_path=[path for path in sys.path if path],
-                log=self.cluster.log_dir / f"{self.name}-rank-{rank}.log",
+                log=self._processes[rank].log,
+                stacks=self._processes[rank].stacks,
                 single_cuda_connection=single,
             )
             refs[rank] = [self._seats[rank].build.remote(order, blob)]
-        built: list[Built] = PendingCall(self, refs, one_to_all, [{}] * self.n_ranks, "setup").result()
-        self._processes = {one.process.rank: one.process for one in built}
-        if any(one.single_cuda_connection for one in built):
+        limited = PendingCall(self, refs, one_to_all, [{}] * self.n_ranks, "setup").result()
+        if any(limited):
             self.cluster.say(
                 f"{self.name}: CUDA_DEVICE_MAX_CONNECTIONS=1, which this layout (tp or cp > 1) needs on these GPUs"
             )
@@ -225,11 +236,8 @@ class WorkerGroup:
 
     def death(self, rank: int, error: ray.exceptions.RayError) -> Failure:
         """What is known of a rank whose process is gone."""
-        process = self._processes.get(rank)
-        if process is None:
-            report = probe.Report(False, "its process ended before it was set up")
-        else:
-            report = _on_node(process.node_id, probe.obituary, process)() or _NODE_GONE
+        process = self._processes[rank]
+        report = _on_node(process.node_id, probe.obituary, process)() or _NODE_GONE
         return Failure.of_death(rank, report, str(error))
 
     def fail(

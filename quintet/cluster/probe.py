@@ -57,7 +57,8 @@ class Report:
 
 def inspect(processes: list[RankProcess], wait_s: float = 1.5) -> dict[int, Report]:
     """Report on processes of this node, by rank; live ones get `wait_s` seconds to write their stacks."""
-    asked = {process.rank: _size(process.stacks) for process in processes if _ask(process)}
+    before = {process.rank: _size(process.stacks) for process in processes}
+    asked = {process.rank: before[process.rank] for process in processes if _ask(process)}
     deadline = time.monotonic() + wait_s
     grown: dict[int, int] = {}
     waiting = [process for process in processes if process.rank in asked]
@@ -108,7 +109,7 @@ def kernel_oom_kills() -> int | None:
 def _ask(process: RankProcess) -> bool:
     """Ask a process for its stacks; False when it is gone or cannot answer."""
     found = _find(process)
-    if found is None or found.status() in _STATES:
+    if found is None or found.status() in _STATES or not process.stacks.exists():
         return False
     with contextlib.suppress(OSError):
         os.kill(process.pid, STACK_SIGNAL)

@@ -101,8 +101,9 @@ class LocalRay:
     def stop(self) -> None:
         """End every process of it, at once, and remove its files."""
         started = set(psutil.Process().children(recursive=True)) - self._before
-        # Workers first and without asking: one that waits in a collective would not listen anyway.
-        workers = {process for process in started if _name(process).startswith("ray::")}
+        # Workers first and without asking: one that waits in a collective would not listen anyway. Not the agents:
+        # the raylet ends with them, and a driver that sees its raylet end ends itself, with exit code 1.
+        workers = {process for process in started if _is_worker(_name(process))}
         for process in workers:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -116,6 +117,10 @@ def _kill_started(processes: set[psutil.Process]) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(processes, timeout=2)
+
+
+def _is_worker(name: str) -> bool:
+    return name.startswith("ray::") and not name.endswith("Agent")
 
 
 def _name(process: psutil.Process) -> str:

@@ -25,7 +25,7 @@ import psutil
 import ray
 
 from quintet.cluster.failures import Failure
-from quintet.cluster.probe import STACK_SIGNAL, RankProcess, kernel_oom_kills
+from quintet.cluster.probe import STACK_SIGNAL, kernel_oom_kills
 from quintet.cluster.worker import Place
 
 
@@ -37,6 +37,10 @@ class Location:
     host: str
     gpus: tuple[int, ...]
     cores: int
+    pid: int
+    created: float
+    """Start time of the process."""
+    oom_kills: int | None
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,8 @@ class Order:
     search_path: list[str]
     """The controller's sys.path: modules it can import, the worker can."""
     log: Path
+    stacks: Path
     single_cuda_connection: bool
-
-
-@dataclass(frozen=True)
-class Built:
-    process: RankProcess
-    single_cuda_connection: bool
-    """Whether CUDA_DEVICE_MAX_CONNECTIONS=1 was set."""
 
 
 class Seat:
@@ -74,6 +72,9 @@ class Seat:
             host=ray.util.get_node_ip_address(),
             gpus=tuple(int(gpu) for gpu in ray.get_gpu_ids()),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            pid=os.getpid(),
+            created=psutil.Process().create_time(),
+            oom_kills=kernel_oom_kills(),
         )
 
     def listen(self) -> int:
@@ -81,15 +82,15 @@ class Seat:
         self._listener = socket.create_server(("", 0), backlog=4096)
         return int(self._listener.getsockname()[1])
 
-    def build(self, order: Order, blob: bytes) -> tuple[Failure | None, Built | None]:
+    def build(self, order: Order, blob: bytes) -> tuple[Failure | None, bool | None]:
         """Become a rank: log, signals, environment, then the worker itself.
 
         `blob` is a cloudpickle of (worker class, keyword arguments), bytes to Ray, because unpickling it imports
-        torch, which must find the environment set.
+        torch, which must find the environment set. The value is whether CUDA_DEVICE_MAX_CONNECTIONS=1 was set.
         """
         self._rank = order.place.rank
         try:
-            process = self._prepare(order)
+            self._prepare(order)
             limited = order.single_cuda_connection and _is_before_blackwell()
             if limited:
                 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -101,7 +102,7 @@ class Seat:
                 worker_class = pkgutil.resolve_name(worker_class)
             self._worker = worker_class(place, **kwargs)
             self._worker.setup()
-            return None, Built(process, limited)
+            return None, limited
         except BaseException as error:  # sys.exit in a worker must be told like any other end
             return self._failure(error), None
 
@@ -123,26 +124,19 @@ class Seat:
         finally:
             sys.stdout.flush()
 
-    def _prepare(self, order: Order) -> RankProcess:
+    def _prepare(self, order: Order) -> None:
         order.log.parent.mkdir(parents=True, exist_ok=True)
         with order.log.open("ab", buffering=0) as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        stacks = order.log.with_suffix(".stacks")
-        self._stacks_file = stacks.open("w")
+        # The file gets its name when the signal is caught: to a process without it, the signal is not sent.
+        unnamed = order.stacks.with_suffix(".unnamed")
+        self._stacks_file = unnamed.open("w")
         faulthandler.enable(self._stacks_file)
         faulthandler.register(STACK_SIGNAL, self._stacks_file, all_threads=True)
+        unnamed.rename(order.stacks)
         os.environ.update(order.env)
         sys.path.extend(path for path in order.search_path if path not in sys.path)
-        return RankProcess(
-            rank=order.place.rank,
-            node_id=ray.get_runtime_context().get_node_id(),
-            pid=os.getpid(),
-            created=psutil.Process().create_time(),
-            log=order.log,
-            stacks=stacks,
-            oom_kills=kernel_oom_kills(),
-        )
 
     def _failure(self, error: BaseException) -> Failure:
         return Failure.of_exception(self._rank, error, __file__)

@@ -10,10 +10,13 @@ from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.cluster.workers import Light
 
 if __name__ == "__main__":
-    with Cluster(ClusterSettings(ranks=2, device="cpu")) as cluster:
-        group = WorkerGroup(cluster, Light, 2)
-        if sys.argv[1:] == ["fail"]:
-            group.call("fail", "kill", 1, phase="train")
-        pending = group.submit("sleep")
-        print("calling", flush=True)
-        pending.result()
+    try:
+        with Cluster(ClusterSettings(ranks=2, device="cpu")) as cluster:
+            group = WorkerGroup(cluster, Light, 2)
+            if sys.argv[1:] == ["fail"]:
+                group.call("fail", "kill", 1, phase="train")
+            pending = group.submit("sleep")
+            print("calling", flush=True)
+            pending.result()
+    finally:
+        print("stopped")

@@ -13,7 +13,7 @@ from quintet.cluster.group import WorkerGroup
 from quintet.cluster.probe import Report, tidy
 from quintet.errors import UserError, WorkerFailure
 from quintet.recipe.schema import Cluster as ClusterSettings
-from tests.cluster.workers import Collective, Light
+from tests.cluster.workers import Collective, Light, Stillborn
 
 
 def test_an_exception_is_told_at_once_and_without_noise(ray_cluster: Cluster) -> None:
@@ -57,6 +57,14 @@ def test_other_ends(ray_cluster: Cluster) -> None:
             WorkerFailure, match=r"(?s)Rank 0 died in fail: .*(SIGSEGV|Segmentation).*inner_fail"
         ):
             group.call("fail", "segfault", 0, dispatch=rank_zero)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("raise", "failed in setup: LookupError"), ("kill", "died in setup: ")]
+)
+def test_a_rank_that_fails_to_start(ray_cluster: Cluster, how: str, text: str) -> None:
+    with pytest.raises(WorkerFailure, match=f"^Rank 1 {text}"):
+        WorkerGroup(ray_cluster, Stillborn, 2, how=how)
 
 
 def test_a_hang_shows_who_waits_and_who_never_came(ray_cluster: Cluster) -> None:

@@ -33,7 +33,9 @@ def test_ranks_per_node_needs_enough_nodes() -> None:
 
 def test_ranks_are_numbered_node_by_node_and_gpu_by_gpu() -> None:
     where = [("b", 1), ("a", 0), ("b", 0), ("a", 1)]
-    locations = [Location(node_id=node, host=node, gpus=(gpu,), cores=8) for node, gpu in where]
+    locations = [
+        Location(node, node, (gpu,), cores=8, pid=1, created=0.0, oom_kills=None) for node, gpu in where
+    ]
     order = placement.rank_order(locations)
     assert [where[index] for index in order] == [("b", 0), ("b", 1), ("a", 0), ("a", 1)]
     assert placement.local_ranks([locations[i] for i in order]) == [(0, 2), (1, 2), (0, 2), (1, 2)]

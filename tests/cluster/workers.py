@@ -58,6 +58,18 @@ class Light(Worker):
         time.sleep(1000)
 
 
+class Stillborn(Light):
+    """One rank of it does not get through its setup."""
+
+    def __init__(self, place: Place, how: str) -> None:
+        super().__init__(place)
+        self.how = how
+
+    def setup(self) -> None:
+        if self.rank == 1:
+            inner_fail(self.how)
+
+
 class Collective(Light):
     """A rank in a gloo group."""
 
