@@ -82,6 +82,7 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
         "clip/high_fraction": means["clip_high"],
         "grad_norm": result.grad_norm,
         "lr": result.lr,
+        "groups_without_signal": _alike(samples),
         "truncated": statistics.fmean(g.finish == "length" for g in samples.generated),
         "tokens": sum(g.tokens for g in samples.generated),
     }
@@ -89,3 +90,11 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
         metrics[name] = samples.mean(name)
     s.observer.step(step, metrics, total=s.recipe.train.steps)
     s.observer.samples(step, samples.shown(s.recipe.run.samples_logged_per_step))
+
+
+def _alike(samples: Samples) -> float:
+    """Share of groups whose samples all got the same reward, and so teach nothing."""
+    seen: dict[int, set[float]] = {}
+    for group, scored in zip(samples.groups, samples.rewards, strict=True):
+        seen.setdefault(group, set()).add(scored.reward)
+    return statistics.fmean(len(rewards) == 1 for rewards in seen.values())

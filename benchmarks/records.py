@@ -1,0 +1,83 @@
+"""Benchmark records: what a number must say about itself before it is kept under benchmarks/results/."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+KEYS = ("bench", "case", "metric", "value", "unit", "baseline", "hardware", "versions", "command", "commit", "date")
+PACKAGES = ("torch", "megatron-core", "transformers", "ray", "trl")
+
+
+def record(bench: str, case: str, metric: str, value: float, unit: str, *, baseline: float | None = None) -> dict[str, Any]:
+    """One record of this process's run. `baseline` is the same metric of what it is compared with, same run."""
+    return {
+        "bench": bench,
+        "case": case,
+        "metric": metric,
+        "value": value,
+        "unit": unit,
+        "baseline": baseline,
+        "hardware": hardware(),
+        "versions": versions(),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "date": date.today().isoformat(),
+    }
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write records as a JSON list; raises ValueError for one that lacks a key or has one too many."""
+    for one in records:
+        if tuple(one) != KEYS:
+            raise ValueError(f"a record has the keys {', '.join(KEYS)}; got {', '.join(one)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+
+
+def hardware() -> str:
+    """GPUs if there are any, else the processor and its cores."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    import os
+
+    return f"{os.cpu_count()} x {_processor()}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter, as installed here."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """Short hash of the source tree, with "+" when it has uncommitted changes; "unknown" outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        ask = lambda *words: subprocess.run(  # noqa: E731
+            ["git", *words], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        return ask("rev-parse", "--short", "HEAD") + ("+" if ask("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,182 @@
+"""The whole system as a user starts it: commands, run directories, interrupts, bad files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEMO = [
+    "recipes/demo.yaml",
+    "train.steps=2",
+    "train.prompts_per_step=8",
+    "train.eval_prompts=8",
+    "train.eval_samples_per_prompt=2",
+    "sft.steps=4",
+    "sft.optimizer.warmup_steps=1",
+    "optimizer.warmup_steps=1",
+    "model.build.layers=2",
+    "model.build.hidden_size=64",
+]
+
+
+def command(*arguments: str, **extra) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "quintet", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+        **extra,
+    )
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    process = command(*arguments)
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == code, output
+    return output
+
+
+def run_directory(output: str) -> Path:
+    found = re.search(r"^run directory\s+(\S+)$", output, re.MULTILINE)
+    assert found, output
+    return ROOT / found[1]
+
+
+def metrics(directory: Path, stage: str) -> list[dict]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["stage"] == stage]
+
+
+@pytest.fixture(scope="module")
+def resharded(tmp_path_factory) -> tuple[Path, str]:
+    """The demo at two steps, trained on tp 2 and generating on dp 2: the run directory and what was printed."""
+    output = run("train", *DEMO, "layout.tp=2", f"run.dir={tmp_path_factory.mktemp('runs')}")
+    return run_directory(output), output
+
+
+@pytest.mark.timeout(300)
+def test_run_directory_is_complete(resharded):
+    directory, output = resharded
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["steps"] == 2
+    assert summary["tokens_trained"] > 0
+    for key in ("eval_before", "eval_after", "greedy_before", "greedy_after"):
+        assert 0 <= summary[key] <= 1
+    phases = {"start", "sft", "evaluate", "generate", "reward", "deal", "logprob", "train", "sync", "save"}
+    assert phases <= set(summary["seconds_by_phase"])
+    assert summary["seconds_total"] >= sum(summary["seconds_by_phase"].values()) - 0.01
+    for name in ("recipe.yaml", "samples.jsonl", "report.html"):
+        assert (directory / name).stat().st_size > 0
+    assert "accuracy, sampled" in output
+    assert str(directory / "report.html") in output
+
+
+def test_steps_are_recorded_in_full(resharded):
+    directory, _ = resharded
+    steps = [line for line in metrics(directory, "rl") if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    wanted = {"reward/mean", "response_tokens/mean", "kl/rollout_trainer", "grad_norm", "lr", "tokens_per_s"}
+    wanted |= {"seconds/generate", "seconds/train", "memory/host_gib", "entropy", "well_formed"}
+    for line in steps:
+        assert wanted <= set(line)
+        # Rollout (dp 2) and trainer (tp 2) hold the same weights: fp32 rounding is all that parts them.
+        assert abs(line["kl/rollout_trainer"]) < 1e-9
+        assert line["logprob_gap/max"] < 1e-4
+
+
+def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory, _ = resharded
+    model = AutoModelForCausalLM.from_pretrained(directory / "checkpoint", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "checkpoint")
+    prompt = "123+456="
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+    output = run(
+        "generate",
+        "recipes/demo.yaml",
+        "model.build=null",
+        f"model.path={directory / 'checkpoint'}",
+        "sft=null",
+        "cluster.ranks=1",
+        "rollout.temperature=0",
+        "rollout.samples_per_prompt=1",
+        f"run.dir={directory / 'generate'}",
+        "--prompt",
+        prompt,
+    )
+    (line,) = [json.loads(x) for x in output.splitlines() if x.startswith("{")]
+    assert line["response"] == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.timeout(300)
+def test_the_same_seed_gives_the_same_losses(resharded, tmp_path):
+    directory, _ = resharded
+    again = run_directory(run("train", *DEMO, "layout.tp=2", f"run.dir={tmp_path}"))
+    for stage in ("sft", "rl"):
+        first, second = ([line["loss"] for line in metrics(d, stage) if "loss" in line] for d in (directory, again))
+        assert first == second
+        assert len(first) >= 2
+        assert all(math.isfinite(x) for x in first)
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_leaves_nothing_behind_but_a_readable_run(tmp_path):
+    process = command("train", *DEMO, "train.steps=10000", f"run.dir={tmp_path}", start_new_session=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if re.match(r"\s+\d+/10,?000 ", line):
+            break
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 130
+    _, alive = psutil.wait_procs(family, timeout=3)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    (directory,) = tmp_path.iterdir()
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert summary["steps"] >= 1
+    assert (directory / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("".join('{"prompt": "1+1=", "answer": "2"}\n' for _ in range(16)) + '{"prompt": "1+', "prompts.jsonl:17"),
+        ('{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1="}\n', "prompts.jsonl:2"),
+        ("", "prompts.jsonl"),
+        (json.dumps({"prompt": "1" * 40, "answer": "1"}) + "\n", "prompts.jsonl:1"),
+    ],
+    ids=["bad-json", "missing-column", "empty", "too-long"],
+)
+def test_a_malformed_prompt_file_is_named_before_anything_starts(tmp_path, content, said):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    output = run(
+        "train", *(x for x in DEMO if not x.startswith("sft.")), "sft=null", "data.task=jsonl", "data.task_options={}", f"data.train_path={file}",
+        f"data.eval_path={file}", "reward.function=exact_match", f"run.dir={tmp_path / 'runs'}", code=2,
+    )  # fmt: skip
+    assert said in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "runs").exists()
