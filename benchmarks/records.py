@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -27,7 +28,7 @@ def record(bench: str, case: str, metric: str, value: float, unit: str, *, basel
         "baseline": baseline,
         "hardware": hardware(),
         "versions": versions(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "commit": commit(),
         "date": date.today().isoformat(),
     }
@@ -42,13 +43,20 @@ def write_records(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
 
 
+def command() -> str:
+    """The command that makes these records, from the root of the source tree; without where they were written to."""
+    arguments = list(sys.argv[1:])
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
+    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments])
+
+
 def hardware() -> str:
     """GPUs if there are any, else the processor and its cores."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    import os
-
     return f"{os.cpu_count()} x {_processor()}"
 
 
@@ -72,7 +80,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Short hash of the source tree, with "+" when it has uncommitted changes; "unknown" outside a checkout."""
+    """Short hash of the source tree, with "+" when it has uncommitted changes. Where there is no checkout, the
+    environment variable QUINTET_COMMIT tells it; "unknown" without."""
+    if "QUINTET_COMMIT" in os.environ:
+        return os.environ["QUINTET_COMMIT"]
     here = Path(__file__).parent
     try:
         ask = lambda *words: subprocess.run(  # noqa: E731

@@ -6,7 +6,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
 
 from quintet.engine.mesh import Mesh, Sizes, build_mesh
 from quintet.engine.model import PolicyModel, transformer_config
@@ -44,15 +43,12 @@ def build_model(
     return model.to(device())
 
 
-def wrap_for_training(
-    model: PolicyModel, mesh: Mesh, dtype: torch.dtype, recipe: EngineRecipe
-) -> DistributedDataParallel:
+def wrap_for_training(model: PolicyModel, mesh: Mesh, recipe: EngineRecipe) -> DistributedDataParallel:
     """Gradient buffers (fp32) and their reduction over dp."""
-    inner = Float16Module(model.config, model) if dtype == torch.bfloat16 else model
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=recipe.distributed_optimizer, grad_reduce_in_fp32=True
     )
-    return DistributedDataParallel(model.config, settings, inner, pg_collection=mesh.groups)
+    return DistributedDataParallel(model.config, settings, model, pg_collection=mesh.groups)
 
 
 def build_optimizer(

@@ -87,7 +87,7 @@ class Engine:
         self._optimizer: Any = None
         self._optimizer_recipe = optimizer
         if optimizer is not None:
-            self._chunk = build.wrap_for_training(self.model, self.mesh, self.dtype, engine)
+            self._chunk = build.wrap_for_training(self.model, self.mesh, engine)
         self._p2p = P2PCommunicator(self.mesh.groups.pp, self.config) if self.mesh.sizes.pp > 1 else None
         self.config.finalize_model_grads_func = _finalize
 
