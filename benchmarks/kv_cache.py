@@ -43,7 +43,12 @@ def slots(cache: SlotCache, q: torch.Tensor, kv: torch.Tensor, flash: bool) -> t
 
 
 def pages(
-    store: torch.Tensor, table: torch.Tensor, write: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor
+    store: torch.Tensor,
+    table: torch.Tensor,
+    write: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    mask: torch.Tensor,
 ) -> torch.Tensor:
     """store: [2, pages, PAGE, kv heads, width]; table: [sequences, pages of the longest]."""
     for side in store:
@@ -102,7 +107,9 @@ def measure(sequences: int, context: int, device: torch.device, repeats: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write benchmark records to this file")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,7 +117,10 @@ def main() -> None:
     records = []
     for sequences, context in sizes:
         found = measure(sequences, context, device, 50 if device.type == "cuda" else 10)
-        print(f"{sequences} sequences, context {context}: " + ", ".join(f"{k} {v:.3f} ms" for k, v in found.items()))
+        print(
+            f"{sequences} sequences, context {context}: "
+            + ", ".join(f"{k} {v:.3f} ms" for k, v in found.items())
+        )
         for name, value in found.items():
             case = f"{sequences}x{context}/{name}"
             records.append(record("kv_cache", case, "decode_ms", value, "ms", baseline=found["pages-gather"]))

@@ -13,11 +13,25 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-KEYS = ("bench", "case", "metric", "value", "unit", "baseline", "hardware", "versions", "command", "commit", "date")
+KEYS = (
+    "bench",
+    "case",
+    "metric",
+    "value",
+    "unit",
+    "baseline",
+    "hardware",
+    "versions",
+    "command",
+    "commit",
+    "date",
+)
 PACKAGES = ("torch", "megatron-core", "transformers", "ray", "trl")
 
 
-def record(bench: str, case: str, metric: str, value: float, unit: str, *, baseline: float | None = None) -> dict[str, Any]:
+def record(
+    bench: str, case: str, metric: str, value: float, unit: str, *, baseline: float | None = None
+) -> dict[str, Any]:
     """One record of this process's run. `baseline` is the same metric of what it is compared with, same run."""
     return {
         "bench": bench,

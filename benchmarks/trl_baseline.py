@@ -54,33 +54,34 @@ class ForcedLengths(LogitsProcessor):
 
 
 class TimedTrainer(trl.GRPOTrainer):
-    """GRPOTrainer that forces the response lengths of the work and notes where the time goes."""
+    """GRPOTrainer that forces the response lengths of the work and notes how long each generation takes."""
 
     def __init__(self, *args: Any, lengths: list[list[int]], **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.lengths, self.generated = lengths, 0
+        self.lengths = [length for step in lengths for length in step]
+        self.taken = 0
         self.generate_s: list[float] = []
-        self.tokens: list[int] = []
         self._plain_generate = self.model.generate
         self.model.generate = self._forced_generate
 
+    def _next_lengths(self, rows: int) -> list[int]:
+        """Lengths of the rows that this process generates now; each process has the next slice of the batch."""
+        start = self.taken + self.accelerator.process_index * rows
+        return self.lengths[start : start + rows]
+
     def _forced_generate(self, **inputs: Any) -> torch.Tensor:
         rows, prompt_tokens = inputs["input_ids"].shape
-        start = self.accelerator.process_index * rows
-        lengths = self.lengths[self.generated][start : start + rows]
-        forced = ForcedLengths(lengths, prompt_tokens, self.processing_class.eos_token_id)
+        eos = self.processing_class.eos_token_id
+        forced = ForcedLengths(self._next_lengths(rows), prompt_tokens, eos)
         return self._plain_generate(**inputs, logits_processor=LogitsProcessorList([forced]))
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         ids, logprobs = super()._generate_single_turn(*args, **kwargs)
         self.generate_s.append(time.perf_counter() - started)
-        start = self.accelerator.process_index * len(ids)
-        wanted = self.lengths[self.generated][start : start + len(ids)]
-        if [len(one) for one in ids] != wanted:
+        if [len(one) for one in ids] != self._next_lengths(len(ids)):
             raise AssertionError("TRL's responses do not have the lengths of the work")
-        self.generated += 1
-        self.tokens.append(sum(wanted))
+        self.taken += len(ids) * self.accelerator.num_processes
         return ids, logprobs
 
 
@@ -110,6 +111,7 @@ def config(args: argparse.Namespace, work: dict[str, Any], output_dir: str) -> t
         max_steps=work["warmup_steps"] + work["steps"],
         per_device_train_batch_size=samples // args.micro_batches // processes,
         gradient_accumulation_steps=args.micro_batches,
+        steps_per_generation=args.micro_batches // args.generations,
         num_generations=work["samples_per_prompt"],
         max_completion_length=work["longest"],
         cache_implementation=None if args.cache == "dynamic" else args.cache,
@@ -128,7 +130,6 @@ def config(args: argparse.Namespace, work: dict[str, Any], output_dir: str) -> t
         gradient_checkpointing=False,
         disable_dropout=True,
         shuffle_dataset=False,
-        use_transformers_continuous_batching=args.continuous_batching,
         ddp_backend="gloo" if processes > 1 else None,
         ddp_find_unused_parameters=False if processes > 1 else None,
         report_to="none",
@@ -161,7 +162,8 @@ def run(args: argparse.Namespace, work: dict[str, Any]) -> dict[str, Any]:
         trainer.train()
     skip = work["warmup_steps"]
     step_s = [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)][skip:]
-    generate_s = trainer.generate_s[skip:]
+    calls = trainer.generate_s
+    generate_s = [sum(calls[i : i + args.generations]) for i in range(0, len(calls), args.generations)][skip:]
     samples = len(work["lengths"][0])
     return {
         "case": work["case"],
@@ -192,6 +194,9 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=1, help="backward passes a step")
+    parser.add_argument(
+        "--generations", type=int, default=1, help="calls of generate a step; divides --micro-batches"
+    )
     parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
     parser.add_argument(
         "--cache", choices=["dynamic", "static"], default="dynamic", help="transformers' KV cache"

@@ -10,7 +10,9 @@ def test_exit_codes_differ() -> None:
 
 
 def test_worker_failure_prints_traceback_and_stacks() -> None:
-    error = WorkerFailure("Rank 3 died in train", rank=3, phase="train", traceback="Traceback: boom\n", stacks={1: "in f"})
+    error = WorkerFailure(
+        "Rank 3 died in train", rank=3, phase="train", traceback="Traceback: boom\n", stacks={1: "in f"}
+    )
     text = str(error)
     for part in ("Rank 3 died in train", "Traceback: boom", "Stacks of rank 1:\nin f"):
         assert part in text

@@ -8,6 +8,7 @@ it is; elsewhere sequences of similar length form rectangles for SDPA, without a
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -18,9 +19,14 @@ from torch import Tensor
 from quintet.engine.row import Row
 
 try:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn as _varlen_attn
 except ImportError:  # torch before 2.10
-    varlen_attn = None
+    varlen_attn: Any = None
+else:
+    varlen_attn = _varlen_attn
+
+# torch 2.12 added the flag; before, fewer KV heads were accepted as they are.
+_NEEDS_GQA_FLAG = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
@@ -29,22 +35,23 @@ def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, halves convention. x: [T, 1, heads, d]; cos, sin: [T, 1, 1, d]."""
+    """Rotary embedding, halves convention. x: [T, 1, heads, d]; cos, sin: [T, 1, 1, d / 2]."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class PackedSelfAttention(SelfAttention):
     """Self-attention whose `packed_seq_params` is a `Row`. Hidden states are [T (/tp under SP), 1, hidden]."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the projected output like `hidden_states`, and the projection's bias (None)."""
         row: Row = kwargs["packed_seq_params"]
         query, key, value = self.get_query_key_value_tensors(hidden_states)
-        if row.cos is not None and row.sin is not None:
-            query, key = rotate(query, row.cos, row.sin), rotate(key, row.cos, row.sin)
+        assert row.cos is not None
+        assert row.sin is not None
+        query, key = rotate(query, row.cos, row.sin), rotate(key, row.cos, row.sin)
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if self.checkpoint_core_attention and self.training:
             from megatron.core.tensor_parallel import checkpoint
@@ -52,7 +59,8 @@ class PackedSelfAttention(SelfAttention):
             context = checkpoint(lambda q, k, v: self.core_attention(q, k, v, row), False, query, key, value)
         else:
             context = self.core_attention(query, key, value, row)
-        return self.linear_proj(context.flatten(1).unsqueeze(1))
+        out, bias = self.linear_proj(context.flatten(1).unsqueeze(1))
+        return out, bias
 
 
 class CoreAttention(torch.nn.Module):
@@ -65,7 +73,8 @@ class CoreAttention(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, row: Row) -> Tensor:
         if row.cache is not None:
-            return row.cache.attend(self, query, key, value, row)
+            out: Tensor = row.cache.attend(self, query, key, value, row)
+            return out
         return self.within(query, key, value, row)
 
     def within(self, query: Tensor, key: Tensor, value: Tensor, row: Row) -> Tensor:
@@ -77,31 +86,34 @@ class CoreAttention(torch.nn.Module):
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float | None) -> Tensor:
     arguments: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
-    if query.shape[1] != key.shape[1] and _varlen_needs_flag():
+    if _NEEDS_GQA_FLAG and query.shape[1] != key.shape[1]:
         arguments["enable_gqa"] = True
     cu, longest = row.cu_seqlens_q, row.max_seqlen_q
-    return varlen_attn(query, key.contiguous(), value.contiguous(), cu, cu, longest, longest, **arguments)
-
-
-def _varlen_needs_flag() -> bool:
-    """torch 2.12 added `enable_gqa`; before, fewer KV heads were accepted as they are."""
-    import inspect
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    out: Tensor = varlen_attn(
+        query, key.contiguous(), value.contiguous(), cu, cu, longest, longest, **arguments
+    )
+    return out
 
 
 def _rectangles(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float | None) -> Tensor:
+    """SDPA on groups of sequences of similar length. Where one group holds the row as it is, nothing is moved."""
     repeat = query.shape[1] // key.shape[1]
-    out = []
-    for rectangle in row.rectangles:
-        b, length = rectangle.gather.shape
-        flat = rectangle.gather.reshape(-1)
-        q, k, v = (
-            t.index_select(0, flat).view(b, length, *t.shape[1:]).transpose(1, 2) for t in (query, key, value)
+    if repeat > 1:  # CPU's flash kernel has no grouped heads
+        key, value = (
+            t[:, :, None].expand(-1, -1, repeat, -1).reshape(len(t), -1, t.shape[2]) for t in (key, value)
         )
-        if repeat > 1:  # CPU's flash kernel has no grouped heads
-            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    out = []
+    for gather in row.rectangles:
+        b, length = gather.shape
+        flat = gather.reshape(-1)
+        q, k, v = (
+            (t if row.order is None else t.index_select(0, flat))
+            .view(b, length, *t.shape[1:])
+            .transpose(1, 2)
+            for t in (query, key, value)
+        )
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         out.append(o.transpose(1, 2).reshape(b * length, *query.shape[1:]))
-    assert row.order is not None
+    if row.order is None:
+        return out[0]
     return torch.cat(out).index_select(0, row.order)

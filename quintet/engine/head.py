@@ -63,7 +63,7 @@ def _chunks(tokens: int, vocab_rows: int) -> Iterator[slice]:
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab: VocabSlice, temperature: float
     ) -> tuple[Tensor, Tensor]:
         n = len(hidden)
@@ -78,7 +78,7 @@ class _LogProbs(torch.autograd.Function):
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> Any:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         vocab: VocabSlice = ctx.vocab
         with_entropy = bool(grad_entropy.any())  # no entropy in the loss: skip its share of the work

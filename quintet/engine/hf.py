@@ -40,7 +40,7 @@ class HfWeights:
             return {name: self.path / file for name, file in names.items()}
         if single.is_file():
             with _open(single) as f:
-                return {name: single for name in f.keys()}  # noqa: SIM118 (safe_open has no __iter__)
+                return dict.fromkeys(f.keys(), single)
         raise UserError(f"{self.path}: neither model.safetensors nor model.safetensors.index.json is there")
 
     def names(self) -> set[str]:

@@ -56,15 +56,14 @@ class PolicyModel(GPTModel):
         return row
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, 1, head_dim] at positions [T], computed in fp32, in the parameters' type."""
+        """cos and sin [T, 1, 1, head_dim / 2] at positions [T], computed in fp32, in the parameters' type."""
         if self._inverse_frequencies.device != positions.device:
             self._inverse_frequencies = self._inverse_frequencies.to(positions.device)
-        angle = positions.float()[:, None] * self._inverse_frequencies
-        angle = torch.cat((angle, angle), dim=-1)[:, None, None]
+        angle = (positions.float()[:, None] * self._inverse_frequencies)[:, None, None]
         dtype = self.config.params_dtype
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
-    def forward(self, input_ids: Tensor, row: Row) -> Tensor:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, row: Row) -> Tensor:
         """input_ids: [1, T], read on the first stage only. Other stages take their input by `set_input_tensor`."""
         hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         return self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=row)

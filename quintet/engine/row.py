@@ -19,24 +19,19 @@ from quintet.packing import Alignment, length_buckets
 
 
 @dataclass
-class Rectangle:
-    """Sequences of similar length as a rectangle: `gather` [B, L] are row positions, tails repeat the last token."""
-
-    gather: Tensor
-
-
-@dataclass
 class Row(PackedSeqParams):
     """What every layer needs to know of a micro-batch.
 
-    cos, sin: rotary tables [T, 1, 1, head_dim] at each token's position in its own sequence.
-    rectangles, order: how SDPA sees the row; `order` [T] brings concatenated rectangles back to row order.
+    cos, sin: rotary tables [T, 1, 1, head_dim / 2] at each token's position in its own sequence.
+    rectangles, order: how SDPA sees the row. A rectangle [B, L] holds row positions of sequences of similar length
+    (tails repeat the last token); `order` [T] brings the concatenated rectangles back to row order, and is None
+    where the one rectangle is the row itself.
     cache: the KV cache in generation, else None.
     """
 
     cos: Tensor | None = None
     sin: Tensor | None = None
-    rectangles: list[Rectangle] = field(default_factory=list)
+    rectangles: list[Tensor] = field(default_factory=list)
     order: Tensor | None = None
     cache: Any = None
 
@@ -132,17 +127,21 @@ def describe(micro: MicroBatch, device: torch.device, *, rectangles: bool) -> Ro
     return row
 
 
-def _rectangles(lengths: list[int], ends: Tensor, device: torch.device) -> tuple[list[Rectangle], Tensor]:
-    out, slots, start = [], torch.empty(int(ends[-1]), dtype=torch.int64), 0
+def _rectangles(lengths: list[int], ends: Tensor, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
+    groups = length_buckets(lengths)
+    total = int(ends[-1])
+    if len(groups) == 1 and len(groups[0]) == len(lengths) and len(set(lengths)) == 1:
+        return [torch.arange(total, device=device).view(len(lengths), -1)], None
+    out, order, start = [], torch.empty(total, dtype=torch.int64), 0
     sizes = torch.tensor(lengths)
-    for group in length_buckets(lengths):
+    for group in groups:
         ids = torch.tensor(group)
         longest = int(sizes[ids].max())
         step = torch.arange(longest)
         gather = ends[ids][:, None] + torch.minimum(step[None], sizes[ids][:, None] - 1)
         inside = step[None] < sizes[ids][:, None]
         place = start + torch.arange(len(group) * longest).view(len(group), longest)
-        slots[gather[inside]] = place[inside]
-        out.append(Rectangle(gather.to(device)))
+        order[gather[inside]] = place[inside]
+        out.append(gather.to(device))
         start += len(group) * longest
-    return out, slots.to(device)
+    return out, order.to(device)

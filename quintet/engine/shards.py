@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,11 +99,11 @@ def shard_map(model: torch.nn.Module, shape: ModelShape, mesh: Mesh, of: str = "
 
 def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Named parameters, with the layer's number in the whole model instead of its place in the stage."""
-    layers = model.decoder.layers  # type: ignore[union-attr]
+    layers: Any = model.decoder.layers  # type: ignore[union-attr]
     for name, parameter in model.named_parameters():
         found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
         if found:
-            number = layers[int(found[1])].layer_number - 1  # type: ignore[index]
+            number = layers[int(found[1])].layer_number - 1
             name = f"decoder.layers.{number}.{found[2]}"
         yield name, parameter
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from quintet.errors import UserError
 from quintet.packing.align import Alignment
+
+PLAIN = Alignment()
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def plan_microbatches(
     *,
     dp: int,
     budget: int,
-    alignment: Alignment = Alignment(),
+    alignment: Alignment = PLAIN,
     cp: int = 1,
     quadratic: float = 0.0,
 ) -> Plan:
@@ -110,4 +113,4 @@ def _fill(
 def split_evenly(count: int, parts: int) -> list[range]:
     """`count` items in `parts` consecutive ranges whose sizes differ by at most one."""
     bounds = [count * k // parts for k in range(parts + 1)]
-    return [range(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [range(a, b) for a, b in pairwise(bounds)]

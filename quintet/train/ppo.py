@@ -34,7 +34,8 @@ def train(recipe: Recipe) -> Path:
 def reinforce(s: Session) -> None:
     """The loop."""
     recipe, fleet, phase = s.recipe, s.fleet, s.observer.phase
-    assert s.inputs.train is not None and s.inputs.reward is not None
+    assert s.inputs.train is not None
+    assert s.inputs.reward is not None
     stream = PromptStream(s.inputs.train, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
     objective = policy_objective(recipe.algorithm)
     fleet.start_optimizer(recipe.optimizer, recipe.train.steps * recipe.train.mini_batches_per_step)

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DEMO = [
-    "recipes/demo.yaml",
+    "recipes/laptop_demo.yaml",
     "train.steps=2",
     "train.prompts_per_step=8",
     "train.eval_prompts=8",
@@ -111,7 +111,7 @@ def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
         theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
     output = run(
         "generate",
-        "recipes/demo.yaml",
+        "recipes/laptop_demo.yaml",
         "model.build=null",
         f"model.path={directory / 'checkpoint'}",
         "sft=null",
@@ -131,7 +131,9 @@ def test_the_same_seed_gives_the_same_losses(resharded, tmp_path):
     directory, _ = resharded
     again = run_directory(run("train", *DEMO, "layout.tp=2", f"run.dir={tmp_path}"))
     for stage in ("sft", "rl"):
-        first, second = ([line["loss"] for line in metrics(d, stage) if "loss" in line] for d in (directory, again))
+        first, second = (
+            [line["loss"] for line in metrics(d, stage) if "loss" in line] for d in (directory, again)
+        )
         assert first == second
         assert len(first) >= 2
         assert all(math.isfinite(x) for x in first)
@@ -163,7 +165,10 @@ def test_ctrl_c_leaves_nothing_behind_but_a_readable_run(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("".join('{"prompt": "1+1=", "answer": "2"}\n' for _ in range(16)) + '{"prompt": "1+', "prompts.jsonl:17"),
+        (
+            "".join('{"prompt": "1+1=", "answer": "2"}\n' for _ in range(16)) + '{"prompt": "1+',
+            "prompts.jsonl:17",
+        ),
         ('{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1="}\n', "prompts.jsonl:2"),
         ("", "prompts.jsonl"),
         (json.dumps({"prompt": "1" * 40, "answer": "1"}) + "\n", "prompts.jsonl:1"),

@@ -35,13 +35,13 @@ def test_missing_and_left_over_tensors_are_listed(path):
 def test_a_truncated_file_is_named(path):
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match="model.safetensors"):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
         HfWeights(path)
 
 
 def test_no_weights_at_all(path):
     (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="neither model.safetensors nor"):
+    with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
         HfWeights(path)
 
 
@@ -88,7 +88,9 @@ def test_unknown_architectures_name_the_known(path):
     config = json.loads((path / "config.json").read_text())
     config["architectures"] = ["MambaForCausalLM"]
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"MambaForCausalLM is not supported; supported are .*Qwen3ForCausalLM"):
+    with pytest.raises(
+        UserError, match=r"MambaForCausalLM is not supported; supported are .*Qwen3ForCausalLM"
+    ):
         read_shape(path)
 
 

@@ -75,7 +75,7 @@ def test_every_element_is_sent_once(size, source_parts, target_parts, replicas):
         (a, b), (c, d) = t.box
         filled[t.target][a:b, c:d] += 1
         (first, last), _ = sources[t.source][t.source_index][1]
-        assert first <= a and b <= last
+        assert first <= a <= b <= last
     for holdings, count in zip(targets, filled, strict=True):
         expected = torch.zeros_like(count)
         for _, ((a, b), (c, d)) in holdings:

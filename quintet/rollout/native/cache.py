@@ -71,6 +71,7 @@ class SlotCache:
         keys, values = self.keys[attention.layer_number], self.values[attention.layer_number]
         flat_keys, flat_values = keys.view(-1, *keys.shape[2:]), values.view(-1, *values.shape[2:])
         if not self._decoding:
+            assert self._source is not None
             flat_keys.index_copy_(0, self._write, key.index_select(0, self._source))
             flat_values.index_copy_(0, self._write, value.index_select(0, self._source))
             return attention.within(query, key, value, row)
@@ -80,7 +81,9 @@ class SlotCache:
         if uses_varlen(query.device, query.dtype):
             out = self._flash(query[:n], flat_keys, flat_values, attention.scale)
         else:
-            out = self._masked(query[:n], keys[:n, : self._length], values[:n, : self._length], attention.scale)
+            out = self._masked(
+                query[:n], keys[:n, : self._length], values[:n, : self._length], attention.scale
+            )
         if len(query) > n:  # rows that only pad for sequence parallelism
             out = torch.cat((out, out.new_zeros(len(query) - n, *out.shape[1:])))
         return out
@@ -97,7 +100,6 @@ class SlotCache:
     def _flash(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
         """The flash kernel on slots as they lie: sequence i starts at row i * capacity and has `seqused_k[i]` keys, so
         no key past a sequence's end is read. (benchmarks/kv_cache.py compares.)"""
-        assert self._starts is not None and self._used is not None
         out = torch.ops.aten._flash_attention_forward(
             query.contiguous(), keys, values, self._queries, self._starts, 1, self._length, 0.0, False, False,
             scale=scale, seqused_k=self._used,

@@ -210,9 +210,7 @@ class _Run:
             self._check_end(draft)
 
     def _check_end(self, draft: Draft) -> None:
-        if draft.response_ids[-1] in self._stops:
-            draft.finish = "stop"
-        elif self._tail and self._stop_string(draft):
+        if draft.response_ids[-1] in self._stops or (self._tail and self._stop_string(draft)):
             draft.finish = "stop"
         elif len(draft.response_ids) >= draft.most_tokens:
             draft.finish = "length"
