@@ -80,7 +80,7 @@ CASES = {
     case.name: case
     for case in (
         Case("short", shortest=4, longest=5, log_normal=False, warmup_steps=5, steps=40),
-        Case("long_tail", shortest=8, longest=256, log_normal=True, warmup_steps=2, steps=8),
+        Case("long_tail", shortest=8, longest=256, log_normal=True, warmup_steps=1, steps=4),
     )
 }
 
