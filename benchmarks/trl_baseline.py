@@ -202,9 +202,6 @@ def main() -> None:
         "--cache", choices=["dynamic", "static"], default="dynamic", help="transformers' KV cache"
     )
     parser.add_argument("--optim", default="adamw_torch_fused")
-    parser.add_argument(
-        "--continuous-batching", action="store_true", help="transformers' continuous batching"
-    )
     args = parser.parse_args()
     result = run(args, json.loads(args.work.read_text()))
     if int(os.environ.get("RANK", "0")) == 0:
