@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quintet.engine.attention import CoreAttention, PackedSelfAttention, uses_varlen
 from quintet.engine.mesh import Mesh
+from quintet.engine.norm import RMSNorm
 from quintet.engine.row import MicroBatch, Row, describe
 from quintet.models import ModelShape
 from quintet.models.rope import inverse_frequencies
@@ -100,16 +101,6 @@ def block_spec(shape: ModelShape, config: TransformerConfig, mesh: Mesh) -> Tran
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=None, pp_rank=mesh.at("pp"))
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RMSNorm)
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with megatron-core's constructor. Under SP each rank sees a slice of the tokens, so the
-    weight's gradient is summed over tp: the attribute asks `finalize_model_grads` for it (which knows the norms
-    of q and k by name, whose heads are cut over tp in any case)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def transformer_config(

@@ -1,0 +1,76 @@
+"""quintet's side of the laptop benchmark: the outer loop's own verbs, on Ray workers, one a core."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.laptop_cases import SAMPLES_PER_PROMPT, Case
+from benchmarks.records import ROOT, versions
+from quintet.algorithms.advantages import grpo_advantages
+from quintet.cluster.cluster import Cluster
+from quintet.data.prompts import make_prompts
+from quintet.data.tokenizer import load_tokenizer
+from quintet.models import read_shape
+from quintet.recipe import schema
+from quintet.rewards.load import load_reward
+from quintet.rollout import Sampling
+from quintet.train.fleet import Fleet
+from quintet.train.objective import policy_objective
+
+
+def recipe(model: Path, cores: int, longest: int) -> schema.Recipe:
+    """The same algorithm as TRL's side: GRPO, clip-higher, token mean, no KL, one optimizer step a generation."""
+    return schema.Recipe(
+        cluster=schema.Cluster(ranks=cores, device="cpu"),
+        model=schema.Model(path=model, dtype="fp32"),
+        data=schema.Data(chat=False),
+        engine=schema.Engine(tokens_per_microbatch_per_rank=8192),
+        rollout=schema.Rollout(max_response_tokens=longest, sequences_per_rank=512),
+        optimizer=schema.Optimizer(lr=1e-4),
+    )
+
+
+def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
+    """One run of the case; see `benchmarks.laptop_grpo.Result`."""
+    settings = recipe(model, cores, case.longest)
+    tokenizer = load_tokenizer(model)
+    texts, lengths = case.prompts(), case.lengths()
+    prompts = make_prompts(texts, settings.data, tokenizer)
+    per_step = len(texts) // len(lengths)
+    reward = load_reward(f"{ROOT / 'benchmarks' / 'laptop_cases.py'}:reward")
+    sampling = Sampling(max_response_tokens=case.longest, ignore_end=True)
+    objective = policy_objective(settings.algorithm)
+    steps: list[tuple[float, float, float]] = []
+    with Cluster(settings.cluster) as cluster:
+        fleet = Fleet(cluster, settings, model, read_shape(model))
+        for step, wanted in enumerate(lengths):
+            chosen = prompts[step * per_step : (step + 1) * per_step]
+            by_prompt = [
+                wanted[i : i + SAMPLES_PER_PROMPT] for i in range(0, len(wanted), SAMPLES_PER_PROMPT)
+            ]
+            began = time.perf_counter()
+            samples = fleet.generate(chosen, sampling, SAMPLES_PER_PROMPT, f"bench/{step}", by_prompt)
+            generated = time.perf_counter()
+            rewards = torch.tensor(fleet.reward(samples, reward))
+            fleet.deal(samples, grpo_advantages(rewards, torch.tensor(samples.groups)))
+            fleet.update(objective)
+            fleet.sync()
+            ended = time.perf_counter()
+            if [g.response_tokens for g in samples.generated] != wanted:
+                raise AssertionError("the responses do not have the lengths of the work")
+            if step >= case.warmup_steps:
+                steps.append((ended - began, generated - began, ended - generated))
+    step_s, generate_s, train_s = (list(column) for column in zip(*steps, strict=True))
+    return {
+        "step_s": step_s,
+        "generate_s_median": statistics.median(generate_s),
+        "train_s_median": statistics.median(train_s),
+        "samples_per_s": len(lengths[0]) / statistics.median(step_s),
+        "versions": versions(),
+        "settings": {"ranks": cores},
+    }
