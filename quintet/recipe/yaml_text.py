@@ -50,8 +50,15 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _write_text(dumper: _Dumper, text: str) -> yaml.Node:
+    """Quoted with escapes where a character is a line break to YAML, which other styles would fold away."""
+    style = '"' if any(char in text for char in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
 _install_core_rules(_Loader)
 _install_core_rules(_Dumper)
+_Dumper.add_representer(str, _write_text)
 
 
 @dataclass

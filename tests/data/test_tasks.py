@@ -17,6 +17,7 @@ CASES = [
     ("addition", {}),
     ("addition", {"digits": 2, "reverse": 1}),
     ("addition", {"digits": 4, "min_digits": 4, "terms": 3}),
+    ("addition", {"digits": 3, "min_digits": 3, "scratchpad": 1}),
     ("countdown", {}),
     ("countdown", {"numbers": 4, "max_number": 20, "max_target": 200}),
 ]
@@ -133,7 +134,8 @@ def test_evaluate_agrees_with_python_and_never_raises(text: str) -> None:
         ("addition", {"digit": 3}, r"'digit'.*digits \(default 3\)"),
         ("addition", {"digits": 0}, "min_digits <= digits"),
         ("addition", {"terms": 1}, "terms must be"),
-        ("addition", {"reverse": 2}, "reverse must be"),
+        ("addition", {"reverse": 2}, "must be 0 or 1"),
+        ("addition", {"scratchpad": 1}, "scratchpad needs min_digits = digits"),
         ("countdown", {"numbers": 1}, "numbers must be"),
         ("countdown", {"max_number": 1}, "max_number must be"),
         ("countdown", {"max_target": 3}, "max_target must be"),
@@ -142,3 +144,14 @@ def test_evaluate_agrees_with_python_and_never_raises(text: str) -> None:
 def test_bad_options(name: str, options: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_task(name, options)
+
+
+def test_scratchpad_shows_column_sums_and_is_scored_by_its_answer() -> None:
+    task = Addition(digits=3, min_digits=3, scratchpad=1)
+    assert task.response((964, 494)) == "081514>1458"
+    assert task.response((237, 682)) == "091109>0919"
+    assert task.answer((983, 969)) == ">1952"
+    assert task.verify("", "000000>1458", ">1458") == {"reward": 1.0, "well_formed": 1.0}
+    assert task.verify("", "081514>1459", ">1458") == {"reward": 0.0, "well_formed": 1.0}
+    for malformed in ("1458", "081514>458", "81514>1458", "081514>1458>1458"):
+        assert task.verify("", malformed, ">1458") == {"reward": 0.0, "well_formed": 0.0}
