@@ -26,7 +26,11 @@ def text(ids: list[int]) -> str:
 
 
 def generate(
-    path: Path, layout: dict[str, Any], runs: list[tuple[list[Request], Sampling, int]], recheck: bool = False
+    path: Path,
+    layout: dict[str, Any],
+    runs: list[tuple[list[Request], Sampling, int]],
+    recheck: bool = False,
+    dtype: str = "fp32",
 ) -> Any:
     """On one rank: each run's samples, and with `recheck` the engine's log-probs of the first run's."""
     from quintet.data.batch import make_batch
@@ -40,7 +44,7 @@ def generate(
         schema.Layout(**layout),
         engine=schema.Engine(tokens_per_microbatch_per_rank=4096),
         optimizer=None,
-        dtype="fp32",
+        dtype=dtype,
     )
     engine.load_hf(path)
     out = []
@@ -96,6 +100,23 @@ def test_logprobs_equal_the_engines(pool, path, layout, temperature):
             torch.testing.assert_close(torch.tensor(said), again, rtol=1e-5, atol=2e-5)
             checked += 1
     assert checked >= 1
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2-sp"])
+def test_bf16_rollout_and_trainer_part_by_rounding_only(pool, path, layout):
+    world, sizes = LAYOUTS[layout]
+    requests = [Request(p, samples=8, seed=i) for i, p in enumerate(PROMPTS)]
+    sampling = Sampling(max_response_tokens=40)
+    results = pool.run(generate, world, path, sizes, [(requests, sampling, 7)], recheck=True, dtype="bf16")
+    for (run,), again in results:
+        if again is None:
+            continue
+        said = [
+            x for row, p in zip(run, PROMPTS, strict=True) for s in row for x in [0.0] * len(p) + s.logprobs
+        ]
+        gap = (torch.tensor(said) - again).abs()
+        assert gap.mean() < 0.02
+        assert gap.max() < 0.5
 
 
 def test_noise_does_not_depend_on_company(pool, path):
