@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.laptop_cases import ALPHABET, CASES, MODEL, Case
-from benchmarks.records import ROOT, Record, versions, write_records
+from benchmarks.records import RESULTS, merged, record, versions, write_records
 
+ROOT = Path(__file__).resolve().parent.parent
+FILE = RESULTS / "laptop_grpo.json"
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 # glibc otherwise hands freed memory back to the kernel each step and faults it in anew: a fifth to a half of TRL's speed.
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_MAX_": "0"}
@@ -100,30 +102,18 @@ def line(side: str, result: Result) -> str:
     )
 
 
-def records(case: Case, ours: Result, theirs: Result, command: str) -> list[Record]:
+def records(case: Case, ours: Result, theirs: Result) -> list[dict[str, Any]]:
     """Samples per second and the split of a step, TRL's beside ours."""
-    metrics = [
-        ("samples_per_s", "samples/s"),
-        ("generate_s_median", "s"),
-        ("train_s_median", "s"),
-    ]
     named = versions() | {f"trl side: {name}": version for name, version in theirs["versions"].items()}
+    units = {"samples_per_s": "samples/s", "generate_s_median": "s", "train_s_median": "s"}
     return [
-        Record(
-            bench="laptop_grpo",
-            case=f"{case.name}/trl",
-            metric=metric,
-            value=ours[metric],
-            unit=unit,
-            baseline=theirs[metric],
-            versions=named,
-            command=command,
-        )
-        for metric, unit in metrics
+        record("laptop_grpo", f"{case.name}/trl", metric, ours[metric], unit, baseline=theirs[metric])
+        | {"versions": named, "command": "make bench-laptop"}
+        for metric, unit in units.items()
     ]
 
 
-def measure(case: Case, model: Path, args: argparse.Namespace) -> list[Record]:
+def measure(case: Case, model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run both sides of one case in turns, print them, and return the records (none with one side alone)."""
     lengths = [length for step in case.lengths()[case.warmup_steps :] for length in step]
     print(
@@ -143,7 +133,7 @@ def measure(case: Case, model: Path, args: argparse.Namespace) -> list[Record]:
         return []
     ours, theirs = pooled(runs["quintet"], case), pooled(runs["trl"], case)
     print(f"  quintet / trl: {ours['samples_per_s'] / theirs['samples_per_s']:.2f}x samples/s", flush=True)
-    return records(case, ours, theirs, "make bench-laptop")
+    return records(case, ours, theirs)
 
 
 def main() -> None:
@@ -165,8 +155,9 @@ def main() -> None:
         model = Path(folder) / "model"
         make_model(model)
         for name in args.case or CASES:
-            for file in write_records(measure(CASES[name], model, args)):
-                print(f"  written to {file.relative_to(ROOT)}")
+            if found := measure(CASES[name], model, args):
+                write_records(FILE, merged(FILE, found))
+                print(f"  written to {FILE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -1,136 +1,141 @@
-"""Benchmark records: what was measured, against what, on what, and by which command.
-
-`benchmarks/results/<bench>.json` is a list of records; the benchmark page of the docs is generated from them and nothing else.
-A new measurement replaces the one of the same case, metric and hardware: the older one is in git's history.
-"""
+"""Benchmark records: what a number must say about itself before it is kept under benchmarks/results/."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
 import platform
-import re
+import shlex
 import subprocess
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+import sys
+from datetime import date
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("torch", "megatron-core", "transformers", "ray")
+KEYS = (
+    "bench",
+    "case",
+    "metric",
+    "value",
+    "unit",
+    "baseline",
+    "hardware",
+    "versions",
+    "command",
+    "commit",
+    "date",
+)
+PACKAGES = ("torch", "megatron-core", "transformers", "ray", "trl")
+
+
+def record(
+    bench: str, case: str, metric: str, value: float, unit: str, *, baseline: float | None = None
+) -> dict[str, Any]:
+    """One record of this process's run. `baseline` is the same metric of what it is compared with, same run."""
+    return {
+        "bench": bench,
+        "case": case,
+        "metric": metric,
+        "value": value,
+        "unit": unit,
+        "baseline": baseline,
+        "hardware": hardware(),
+        "versions": versions(),
+        "command": command(),
+        "commit": commit(),
+        "date": date.today().isoformat(),
+    }
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write records as a JSON list; raises ValueError for one that is not sound (`check`)."""
+    for one in records:
+        check(one)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of one results file; raises ValueError for one that is not sound."""
+    records = json.loads(path.read_text(encoding="utf-8"))
+    for one in records:
+        check(one)
+    return records
+
+
+def merged(path: Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The file's records and these; a new one takes the place of that with the same case, metric and hardware."""
+    old = read_records(path) if path.exists() else []
+    both = {(one["case"], one["metric"], one["hardware"]): one for one in [*old, *records]}
+    return list(both.values())
+
+
+def check(one: dict[str, Any]) -> None:
+    """Raises ValueError for a record with a key missing or too many, an empty text, or a number that is none."""
+    if tuple(one) != KEYS:
+        raise ValueError(f"a record has the keys {', '.join(KEYS)}; got {', '.join(one)}")
+    where = f"record {one['bench']}/{one['case']}"
+    for key in ("bench", "case", "metric", "unit", "hardware", "command", "commit"):
+        if not isinstance(one[key], str) or not one[key].strip():
+            raise ValueError(f"{where}: {key} must be a text that says something, got {one[key]!r}")
+    for key in ("value", "baseline"):
+        number = one[key]
+        absent = number is None and key == "baseline"
+        if not absent and (type(number) not in (int, float) or not math.isfinite(number)):
+            raise ValueError(f"{where}: {key} must be a finite number, got {number!r}")
+    if not one["versions"]:
+        raise ValueError(f"{where}: versions must name at least Python's")
+    date.fromisoformat(one["date"])
+
+
+def command() -> str:
+    """The command that makes these records, from the root of the source tree; without where they were written to."""
+    arguments = list(sys.argv[1:])
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
+    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments])
 
 
 def hardware() -> str:
-    """The GPUs if there are any, else the processor, with the count this process may use."""
-    import torch
-
-    if torch.cuda.is_available():
+    """GPUs if there are any, else the processor and its cores."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"CPU, {cores} cores, {_processor()}"
+    return f"{os.cpu_count()} x {_processor()}"
 
 
 def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide speed."""
+    """Python and the packages that matter, as installed here."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for package in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
             continue
     return found
 
 
 def commit() -> str:
-    """The commit measured, with `+changes` when the working tree differs from it."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
-    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+changes" if changed else "")
-
-
-@dataclass(frozen=True)
-class Record:
-    """One number. `baseline` is the same metric, in the same run, of what it is compared with; null without one."""
-
-    bench: str
-    case: str
-    """Shape and variant, with a slash between: `short/trl`."""
-    metric: str
-    value: float
-    unit: str
-    command: str
-    """What reproduces it, run in the repository's root."""
-    baseline: float | None = None
-    hardware: str = field(default_factory=hardware)
-    versions: dict[str, str] = field(default_factory=versions)
-    commit: str = field(default_factory=commit)
-    date: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
-
-    def __post_init__(self) -> None:
-        for name in ("bench", "case", "metric", "unit", "command", "hardware", "commit"):
-            text = getattr(self, name)
-            if not isinstance(text, str) or not text.strip():
-                raise ValueError(
-                    f"record {self.bench}/{self.case}: {name} must be a text that says something, found {text!r}"
-                )
-        for name in ("value", "baseline"):
-            number = getattr(self, name)
-            if number is None and name == "baseline":
-                continue
-            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-                raise ValueError(
-                    f"record {self.bench}/{self.case}: {name} must be a finite number, found {number!r}"
-                )
-        if not self.versions or not all(
-            isinstance(part, str) for pair in self.versions.items() for part in pair
-        ):
-            raise ValueError(f"record {self.bench}/{self.case}: versions must map package names to versions")
-        datetime.fromisoformat(self.date)
-
-
-def read_records(file: Path) -> list[Record]:
-    """The records of one results file.
-
-    Raises:
-        ValueError: not a list of records with exactly the known keys, or a value out of bounds.
-    """
-    rows = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(rows, list):
-        raise ValueError(f"{file}: a list of records was expected")
-    keys = set(Record.__dataclass_fields__)
-    for row in rows:
-        if not isinstance(row, dict) or set(row) != keys:
-            raise ValueError(f"{file}: each record has the keys {sorted(keys)}, found {row!r}")
-    return [Record(**row) for row in rows]
-
-
-def write_records(records: Iterable[Record], folder: Path = RESULTS) -> list[Path]:
-    """Merge records into `folder/<bench>.json`, one file a bench; return the files."""
-    new = list(records)
-    files = []
-    for bench in sorted({record.bench for record in new}):
-        file = folder / f"{bench}.json"
-        merged = {_key(record): record for record in (read_records(file) if file.exists() else [])}
-        merged |= {_key(record): record for record in new if record.bench == bench}
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = [asdict(merged[key]) for key in sorted(merged)]
-        file.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        files.append(file)
-    return files
-
-
-def _key(record: Record) -> tuple[str, str, str]:
-    return record.case, record.metric, record.hardware
+    """Short hash of the source tree, with "+" when it has uncommitted changes. Where there is no checkout, the
+    environment variable QUINTET_COMMIT tells it; "unknown" without."""
+    if "QUINTET_COMMIT" in os.environ:
+        return os.environ["QUINTET_COMMIT"]
+    here = Path(__file__).parent
+    try:
+        ask = lambda *words: subprocess.run(  # noqa: E731
+            ["git", *words], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        return ask("rev-parse", "--short", "HEAD") + ("+" if ask("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
