@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.laptop_cases import ALPHABET, CASES, MODEL, Case
-from benchmarks.records import RESULTS, merged, record, versions, write_records
+from benchmarks.records import RESULTS, ROOT, merged, record, versions, write_records
 
-ROOT = Path(__file__).resolve().parent.parent
 FILE = RESULTS / "laptop_grpo.json"
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 # glibc otherwise hands freed memory back to the kernel each step and faults it in anew: a fifth to a half of TRL's speed.
