@@ -69,6 +69,10 @@ class Pool:
         self._start(world_size)
         assert self._store is not None
         if self._group[1] != world_size:
+            if torch.cuda.is_available() and self._group[1]:
+                self.close()  # NCCL's groups end only with all their ranks: new processes then
+                self._start(world_size)
+                assert self._store is not None
             self._group = (self._group[0] + 1, world_size)
         call = pickle.dumps((fn, args, kwargs))
         for rank, (_, pipe) in enumerate(self._workers[:world_size]):
