@@ -11,6 +11,7 @@ global counts (the caller's), so results do not depend on how a batch was cut in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -101,6 +102,7 @@ class Engine:
     def start_optimizer(self, optimizer: schema.Optimizer | None, total_steps: int) -> None:
         """A fresh optimizer (master weights, zero moments, step 0) on the present weights. Collective."""
         self._optimizer_recipe, self.total_steps, self.steps = optimizer, total_steps, 0
+        self._optimizer = None  # the old moments and master weights go before the new ones come
         if optimizer is not None:
             self._optimizer = build.build_optimizer(
                 self._chunk, self.mesh, self.dtype, optimizer, self.recipe.distributed_optimizer
@@ -109,7 +111,7 @@ class Engine:
 
     def save_hf(self, path: Path, companions: Path) -> None:
         """Write a Hugging Face directory; `companions` gives config.json and the tokenizer. Collective."""
-        hf.save_hf(self.shard_map(), self.shape, self.dtype, path, companions)
+        hf.save_hf(self.shard_map(), self.shape, self.dtype, build.device(), path, companions)
 
     def shard_map(self, of: str = "param") -> list[Shard]:
         """What this rank holds: see `quintet.engine.shards`."""
@@ -172,9 +174,13 @@ class Engine:
         rate = learning_rate(self.steps, self.total_steps, self._optimizer_recipe)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        done, norm, _ = self._optimizer.step()
-        if not done:
-            raise FloatingPointError(f"optimizer step {self.steps}: gradients are not finite")
+        _, norm, _ = self._optimizer.step()
+        # The norm is the same on all ranks: all stop here, or none. What these weights have become is not saved.
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"optimizer step {self.steps}: the gradient norm is {norm}. Lower optimizer.lr, or look at what the "
+                "samples and rewards of this step hold"
+            )
         return {"grad_norm": float(norm), "lr": rate}
 
     def _run(

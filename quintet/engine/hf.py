@@ -24,6 +24,20 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 SHARD_BYTES = 4 << 30
 
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files beside the weights that a saved model takes along."""
+
 
 class HfWeights:
     """The tensors of a Hugging Face directory, by name, read lazily."""
@@ -98,37 +112,49 @@ def load_hf(shards: list[Shard], shape: ModelShape, path: Path) -> None:
         shard.write(weights.read(shard))
 
 
-def full_tensors(shards: list[Shard], shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def full_tensors(
+    shards: list[Shard], shape: ModelShape, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     """Full tensors in the family's order. Collective; rank 0 gets them on the CPU, others get nothing.
 
     One tensor is gathered at a time: peak memory on rank 0 is its shards and the largest tensor.
     """
     rank = dist.get_rank()
-    device = shards[0].view.device if shards else torch.device("cpu")
     for weight in family_named(shape.family).weights(shape):
         for name, full in zip(weight.hf, weight.shapes, strict=True):
             out = torch.empty(full, dtype=dtype, device=device) if rank == 0 else None
             target = [] if out is None else [Shard(name, full, tuple((0, n) for n in full), out)]
-            Resharder([s for s in shards if s.name == name], target).run()
+            Resharder([s for s in shards if s.name == name], target, dtype=dtype, device=device).run()
             if out is not None:
                 yield name, out.cpu()
 
 
-def save_hf(shards: list[Shard], shape: ModelShape, dtype: torch.dtype, path: Path, companions: Path) -> None:
+def save_hf(
+    shards: list[Shard],
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    path: Path,
+    companions: Path,
+) -> None:
     """Write a Hugging Face directory that transformers loads. Collective; rank 0 writes.
 
-    companions: the directory the model came from; its config.json and tokenizer files are copied.
+    companions: the directory the model came from. Its tokenizer files are copied, and its config.json with the type
+    of the weights as they are written.
     """
     writer = _Writer(path) if dist.get_rank() == 0 else None
-    for name, tensor in full_tensors(shards, shape, dtype):
+    for name, tensor in full_tensors(shards, shape, dtype, device):
         assert writer is not None
         writer.add(name, tensor)
     if writer is not None:
         writer.finish()
-        for file in companions.iterdir():
-            keep = file.suffix in (".json", ".jinja", ".txt", ".model")
-            if keep and "safetensors" not in file.name and file.is_file():
-                shutil.copy(file, path / file.name)
+        for name in COMPANIONS:
+            if (companions / name).is_file():
+                shutil.copy(companions / name, path / name)
+        config = json.loads((companions / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
 
 

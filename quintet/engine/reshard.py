@@ -84,18 +84,27 @@ def _volume(box: Box) -> int:
 
 
 class Resharder:
-    """A standing plan between two sets of shards over the same ranks.
+    """A standing plan between two sets of shards over the same ranks. Weights travel as `dtype`.
 
     Collective to build and to run: every rank of the default group takes part, also one without shards.
     """
 
-    def __init__(self, sources: list[Shard], targets: list[Shard], bucket_mib: int = 256) -> None:
+    def __init__(
+        self,
+        sources: list[Shard],
+        targets: list[Shard],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        bucket_mib: int = 256,
+    ) -> None:
         self.sources, self.targets = sources, targets
+        self._dtype, self._device = dtype, device
         holdings: list[tuple[list[Holding], list[Holding]]] = [([], [])] * dist.get_world_size()
         mine = ([(s.name, s.box) for s in sources], [(t.name, t.box) for t in targets])
         dist.all_gather_object(holdings, mine)
         transfers = plan_transfers([h[0] for h in holdings], [h[1] for h in holdings])
-        limit = bucket_mib << 18  # elements of 4 bytes
+        limit = (bucket_mib << 20) // dtype.itemsize
         self.buckets: list[list[Transfer]] = [[]]
         room = limit
         for transfer in transfers:  # the same cuts on every rank: they follow from the plan alone
@@ -125,12 +134,11 @@ class Resharder:
                 receiving[t.source].append(self._target(t))
         if all(t.source == t.target for t in bucket):
             return
-        device, dtype = self._where()
         sizes_out = [sum(p.numel() for p in parts) for parts in sending]
         sizes_in = [sum(p.numel() for p in parts) for parts in receiving]
-        outgoing = [p.reshape(-1).to(dtype) for parts in sending for p in parts]
-        out = torch.cat(outgoing) if outgoing else torch.empty(0, dtype=dtype, device=device)
-        arrived = torch.empty(sum(sizes_in), dtype=dtype, device=device)
+        outgoing = [p.reshape(-1).to(self._dtype) for parts in sending for p in parts]
+        out = torch.cat(outgoing) if outgoing else self._empty(0)
+        arrived = self._empty(sum(sizes_in))
         dist.all_to_all_single(arrived, out, sizes_in, sizes_out)
         start = 0
         for parts in receiving:
@@ -144,6 +152,5 @@ class Resharder:
     def _target(self, t: Transfer) -> Tensor:
         return self.targets[t.target_index].part(t.box)
 
-    def _where(self) -> tuple[torch.device, torch.dtype]:
-        view = (self.sources or self.targets)[0].view
-        return view.device, view.dtype
+    def _empty(self, elements: int) -> Tensor:
+        return torch.empty(elements, dtype=self._dtype, device=self._device)

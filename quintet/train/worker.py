@@ -68,7 +68,8 @@ class PolicyWorker(Worker):
                 model = build.build_model(self.shape, layout, mesh, DTYPES[self.dtype], recipe.engine)
                 model.requires_grad_(False)
                 targets = shard_map(model, self.shape, mesh)
-                update = Resharder(engine.shard_map(), targets).run
+                dtype = DTYPES[self.dtype]
+                update = Resharder(engine.shard_map(), targets, dtype=dtype, device=build.device()).run
         rollout = NativeRollout(
             model, mesh, slots=recipe.rollout.sequences_per_rank, decode=self._text, update=update
         )

@@ -60,7 +60,7 @@ def round_trip(path: Path, out: Path, layout: dict, shard_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama"])
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})])
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"tp": 2}), (4, {"pp": 2})])
 def test_saved_equals_loaded(pool, tmp_path, family, world, layout):
     path = save(family, tmp_path / "in")
     pool.run(round_trip, world, path, tmp_path / "out", layout, SHARD_BYTES)

@@ -44,7 +44,8 @@ def reshard(path: Path, source: dict[str, Any], target: dict[str, Any]) -> dict[
     load_hf(loaded, shape, path)
     for shard in moved:
         shard.view.fill_(float("nan"))
-    Resharder(engine.shard_map(), moved, bucket_mib=1).run()
+    where = {"dtype": torch.float32, "device": build.device()}
+    Resharder(engine.shard_map(), moved, bucket_mib=1, **where).run()
     return {a.name: torch.equal(a.read(), b.read()) for a, b in zip(moved, loaded, strict=True)}
 
 

@@ -60,3 +60,16 @@ def test_greedy_takes_the_largest():
     assert tokens.tolist() == [0]
     assert logprobs.tolist() == [0.0]
     assert raw[0] == pytest.approx(LOGITS.log_softmax(0)[0])
+
+
+def test_noise_is_finite_at_both_ends(monkeypatch):
+    from quintet.rollout.native import sampler
+
+    for ends in (0, -1):  # all bits 0, all bits 1
+        monkeypatch.setattr(sampler, "mix", lambda x, ends=ends: torch.full_like(x, ends))
+        noise = exponential_noise(torch.tensor([0]), torch.tensor([0]), 3)
+        assert torch.isfinite(noise).all()
+        assert (noise > 0).all()
+        tokens, logprobs, _ = draw(LOGITS[None], Sampling(top_k=1), torch.tensor([0]), torch.tensor([0]))
+        assert tokens.tolist() == [0]
+        assert logprobs.tolist() == [0.0]

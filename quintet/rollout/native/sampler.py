@@ -37,8 +37,10 @@ def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tens
     """Exponential(1) noise, fp32 [n, vocab], a function of (seed, position, token) alone. seeds, positions: int64 [n]."""
     key = mix(seeds + mix(positions * _MIX[0]))
     tokens = torch.arange(vocab_size, device=seeds.device, dtype=torch.int64) * _MIX[0]
-    bits = _shift(mix(key[:, None] + tokens[None]), 32)
-    return -torch.log1p(-(bits.float() + 0.5) * 2.0**-32)
+    bits = _shift(
+        mix(key[:, None] + tokens[None]), 41
+    )  # 23 bits and a half: exact in fp32, never 0 and never 1
+    return -torch.log1p(-(bits.float() + 0.5) * 2.0**-23)
 
 
 def draw(
