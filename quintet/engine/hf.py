@@ -18,9 +18,7 @@ from quintet.engine.reshard import Resharder
 from quintet.engine.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape, family_named
-
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-"""Buffers that old checkpoints carry and that follow from the config."""
+from quintet.models.weights_on_disk import check_names, weight_files
 
 SHARD_BYTES = 4 << 30
 
@@ -44,18 +42,8 @@ class HfWeights:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.file_of = self._index()
+        self.file_of = weight_files(self.path)
         self._open: dict[Path, Any] = {}
-
-    def _index(self) -> dict[str, Path]:
-        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
-        if index.is_file():
-            names = json.loads(index.read_text())["weight_map"]
-            return {name: self.path / file for name, file in names.items()}
-        if single.is_file():
-            with _open(single) as f:
-                return dict.fromkeys(f.keys(), single)
-        raise UserError(f"{self.path}: neither model.safetensors nor model.safetensors.index.json is there")
 
     def names(self) -> set[str]:
         return set(self.file_of)
@@ -67,8 +55,6 @@ class HfWeights:
         """
         file = self.file_of[shard.name]
         if file not in self._open:
-            if not file.is_file():
-                raise UserError(f"{file} is missing: {self.path}'s index says it holds {shard.name}")
             self._open[file] = _open(file)
         try:
             piece = self._open[file].get_slice(shard.name)
@@ -85,23 +71,6 @@ def _open(file: Path) -> Any:
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: not a readable safetensors file ({error})") from None
-
-
-def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
-    """Every tensor accounted for: none missing, none left over.
-
-    Raises UserError listing what is missing and what has no place.
-    """
-    wanted = {name for weight in family_named(shape.family).weights(shape) for name in weight.hf}
-    spare = {"lm_head.weight"} if shape.tied_embeddings else set()
-    missing = sorted(wanted - names)
-    extra = sorted(n for n in names - wanted - spare if not n.endswith(IGNORED_SUFFIXES))
-    if missing or extra:
-        said = [f"missing: {', '.join(missing)}"] if missing else []
-        said += [f"left over: {', '.join(extra)}"] if extra else []
-        raise UserError(
-            f"{where}: tensors do not fit a {shape.family} model of this config; {'; '.join(said)}"
-        )
 
 
 def load_hf(shards: list[Shard], shape: ModelShape, path: Path) -> None:

@@ -1,5 +1,16 @@
 """Model families, torch-free: shapes, Hugging Face config <-> megatron-core config, and the weight naming tables."""
 
 from quintet.models.family import Family, ModelShape, Weight, family_named, family_of, read_shape
+from quintet.models.hf_config import read_end_ids
+from quintet.models.weights_on_disk import check_weights
 
-__all__ = ["Family", "ModelShape", "Weight", "family_named", "family_of", "read_shape"]
+__all__ = [
+    "Family",
+    "ModelShape",
+    "Weight",
+    "check_weights",
+    "family_named",
+    "family_of",
+    "read_end_ids",
+    "read_shape",
+]

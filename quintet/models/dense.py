@@ -3,48 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from quintet.errors import UserError
 from quintet.models.family import ModelShape, Rope, Weight
+from quintet.models.hf_config import HfConfig
+
+_ROPE_FACTORS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Supported kinds of rotary embedding, and the numbers each is computed from."""
 
 
-def read_rope(config: dict[str, Any]) -> Rope:
+def read_rope(config: HfConfig) -> Rope:
     """Rotary parameters in either spelling: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
-    parameters = dict(config.get("rope_parameters") or {})
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    scaling = {**(config.get("rope_scaling") or {}), **parameters}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise UserError(
-            f"config.json: rope type {kind!r} is not supported; supported are default, linear, llama3"
-        )
-    return Rope(theta=float(theta), scaling=None if kind == "default" else {**scaling, "rope_type": kind})
+    parameters, legacy = config.section("rope_parameters"), config.section("rope_scaling")
+    theta = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
+    for one in (config, parameters, legacy):
+        if one.number("partial_rotary_factor", 1.0) != 1.0:
+            raise one.wrong("partial_rotary_factor", "1: partial rotary embedding is not supported")
+    merged = {**legacy.data, **parameters.data}
+    merged.pop("rope_theta", None)
+    where = parameters if set(parameters.data) - {"rope_theta"} else legacy
+    scaling = HfConfig(merged, config.where, where.prefix)
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind not in _ROPE_FACTORS:
+        key = "rope_type" if scaling.has("rope_type") else "type"
+        raise scaling.wrong(key, f"one of {', '.join(_ROPE_FACTORS)}: other kinds are not supported")
+    if kind == "default":
+        return Rope(theta=theta)
+    numbers = {key: scaling.number(key) for key in _ROPE_FACTORS[kind]}
+    if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
+        raise scaling.wrong("high_freq_factor", "more than low_freq_factor")
+    return Rope(theta=theta, scaling={**merged, **numbers, "rope_type": kind})
 
 
 def dense_shape(
-    config: dict[str, Any], family: str, *, qk_norm: bool, qkv_bias: bool, tied_by_default: bool
+    config: HfConfig, family: str, *, qk_norm: bool, qkv_bias: bool, tied_by_default: bool
 ) -> ModelShape:
-    """Shape of a Llama-like decoder from its Hugging Face config. Raises KeyError for a missing key."""
-    if config.get("use_sliding_window"):
-        raise UserError("config.json: use_sliding_window is not supported; set it to false")
-    heads = config["num_attention_heads"]
+    """Shape of a Llama-like decoder from its Hugging Face config.
+
+    Raises UserError for keys missing or of wrong type, and for everything that changes what the model computes
+    and is not supported here.
+    """
+    _refuse_other_layers(config)
+    heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
+    kv_heads = config.whole("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
+    if not config.has("head_dim") and hidden % heads:
+        raise config.wrong("hidden_size", f"a multiple of num_attention_heads={heads}, or head_dim given")
+    head_dim = config.whole("head_dim", max(hidden // heads, 1))
+    if head_dim % 2:
+        raise config.wrong("head_dim", f"an even number, not {head_dim}: rotary embedding turns pairs")
     return ModelShape(
         family=family,
-        layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        ffn_hidden_size=config["intermediate_size"],
+        layers=config.whole("num_hidden_layers"),
+        hidden_size=hidden,
+        ffn_hidden_size=config.whole("intermediate_size"),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab_size=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        tied_embeddings=config.get("tie_word_embeddings", tied_by_default),
-        norm_eps=config["rms_norm_eps"],
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=config.whole("vocab_size"),
+        max_positions=config.whole("max_position_embeddings"),
+        tied_embeddings=config.flag("tie_word_embeddings", tied_by_default),
+        norm_eps=config.number("rms_norm_eps"),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         rope=read_rope(config),
     )
+
+
+def refuse_biases(config: HfConfig, *keys: str) -> None:
+    """Raise UserError when one of the keys is true: the family's table has no such biases."""
+    for key in keys:
+        if config.flag(key, False):
+            raise config.wrong(key, "false: these biases are not supported")
+
+
+def _refuse_other_layers(config: HfConfig) -> None:
+    if config.flag("use_sliding_window", False):
+        raise config.wrong("use_sliding_window", "false: sliding-window attention is not supported")
+    if set(config.texts("layer_types")) - {"full_attention"}:
+        raise config.wrong("layer_types", "full_attention in every layer: no other kind is supported")
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.wrong("hidden_act", '"silu": no other activation is supported')
 
 
 def dense_weights(shape: ModelShape) -> Iterator[Weight]:

@@ -7,13 +7,13 @@ each megatron-core parameter. Loading, exporting, weight sync and fingerprints a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from quintet.errors import UserError
+from quintet.models.hf_config import HfConfig, read_json
 
 Split = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
 """How tensor parallelism cuts a megatron-core parameter.
@@ -96,13 +96,20 @@ class Family:
         self,
         name: str,
         architectures: tuple[str, ...],
-        shape: Callable[[dict[str, Any]], ModelShape],
+        shape: Callable[[HfConfig], ModelShape],
         weights: Callable[[ModelShape], Iterator[Weight]],
     ) -> None:
         self.name = name
         self.architectures = architectures
-        self.shape = shape
+        self._shape = shape
         self.weights = weights
+
+    def shape(self, config: dict[str, Any], where: str = "config.json") -> ModelShape:
+        """Shape of a model of this family from its config.
+
+        Raises UserError for a key that is missing, of a wrong type, or that asks for what is not supported.
+        """
+        return self._shape(HfConfig(config, where))
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -128,20 +135,14 @@ def _load_builtin() -> None:
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a Hugging Face directory.
 
-    Raises UserError when the directory or the file is missing or is not JSON.
+    Raises UserError when the directory or the file is missing, not UTF-8 or not a JSON object.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise UserError(
             f"{file} does not exist: model.path must be a Hugging Face directory with a config.json"
         )
-    try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} line {error.lineno}: not valid JSON ({error.msg})") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{file}: expected a JSON object")
-    return config
+    return read_json(file)
 
 
 def family_of(config: dict[str, Any], where: str = "config.json") -> Family:
@@ -150,7 +151,7 @@ def family_of(config: dict[str, Any], where: str = "config.json") -> Family:
     Raises UserError naming the families there are when this one is not among them.
     """
     _load_builtin()
-    names = config.get("architectures") or []
+    names = HfConfig(config, where).texts("architectures")
     for name in names:
         if name in _FAMILIES:
             return _FAMILIES[name]
@@ -170,8 +171,4 @@ def read_shape(path: Path) -> ModelShape:
     """Shape of the model in a Hugging Face directory."""
     config = read_config(path)
     where = str(Path(path) / "config.json")
-    family = family_of(config, where)
-    try:
-        return family.shape(config)
-    except KeyError as error:
-        raise UserError(f"{where}: key {error} is missing, a {family.name} model needs it") from None
+    return family_of(config, where).shape(config, where)

@@ -1,14 +1,12 @@
 """Llama 3."""
 
-from quintet.errors import UserError
-from quintet.models.dense import dense_shape, dense_weights
+from quintet.models.dense import dense_shape, dense_weights, refuse_biases
 from quintet.models.family import Family, ModelShape, register
+from quintet.models.hf_config import HfConfig
 
 
-def _shape(config: dict) -> ModelShape:
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            raise UserError(f"config.json: {key}=true is not supported for llama models")
+def _shape(config: HfConfig) -> ModelShape:
+    refuse_biases(config, "attention_bias", "mlp_bias")
     return dense_shape(config, "llama", qk_norm=False, qkv_bias=False, tied_by_default=False)
 
 

@@ -2,9 +2,10 @@
 
 from quintet.models.dense import dense_shape, dense_weights
 from quintet.models.family import Family, ModelShape, register
+from quintet.models.hf_config import HfConfig
 
 
-def _shape(config: dict) -> ModelShape:
+def _shape(config: HfConfig) -> ModelShape:
     return dense_shape(config, "qwen2", qk_norm=False, qkv_bias=True, tied_by_default=False)
 
 

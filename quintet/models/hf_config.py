@@ -1,0 +1,117 @@
+"""Hugging Face JSON files as typed values: what a user's file has wrong is said by file, key and expectation."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from quintet.errors import UserError
+
+_NEEDED: Any = object()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises UserError naming the file when it cannot be read, is not UTF-8, not JSON, or no object.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: not UTF-8 text; expected a JSON object") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file} line {error.lineno}: not valid JSON ({error.msg})") from None
+    except RecursionError:
+        raise UserError(f"{file}: nested too deeply; expected a JSON object") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: expected a JSON object")
+    return data
+
+
+class HfConfig:
+    """A JSON object read key by key. A key that is null counts as absent, as in transformers.
+
+    Every reader raises UserError naming file, key and what was expected; without a default, a key is needed.
+    """
+
+    def __init__(self, data: dict[str, Any], where: str = "config.json", prefix: str = "") -> None:
+        self.data, self.where, self.prefix = data, where, prefix
+
+    def has(self, key: str) -> bool:
+        return self.data.get(key) is not None
+
+    def wrong(self, key: str, expected: str) -> UserError:
+        """The error of a key that is not as expected, to be raised."""
+        shown = json.dumps(self.data.get(key), default=str)
+        shown = shown if len(shown) <= 60 else shown[:57] + "…"
+        return UserError(f"{self.where}: {self.prefix}{key} is {shown}; expected {expected}")
+
+    def whole(self, key: str, default: int = _NEEDED) -> int:
+        """A whole number greater than 0."""
+        value = self._get(key, default, "a whole number greater than 0")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.wrong(key, "a whole number greater than 0")
+        return value
+
+    def number(self, key: str, default: float = _NEEDED) -> float:
+        """A finite number greater than 0."""
+        value = self._get(key, default, "a number greater than 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.wrong(key, "a number greater than 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default, "true or false")
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._get(key, default, "text")
+        if not isinstance(value, str):
+            raise self.wrong(key, "text")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of text; empty when absent."""
+        value = self._get(key, [], "a list of text")
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self.wrong(key, 'a list of text, such as ["…"]')
+        return value
+
+    def section(self, key: str) -> HfConfig:
+        """An object; empty when absent."""
+        value = self._get(key, {}, "an object")
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object, such as {…}, or null")
+        return HfConfig(value, self.where, f"{self.prefix}{key}.")
+
+    def token_ids(self, key: str) -> list[int]:
+        """One token id or a list of them; empty when absent."""
+        value = self._get(key, [], "a token id")
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
+            raise self.wrong(key, "a token id or a list of token ids")
+        return ids
+
+    def _get(self, key: str, default: Any, expected: str) -> Any:
+        value = self.data.get(key)
+        if value is not None:
+            return value
+        if default is _NEEDED:
+            raise UserError(f"{self.where}: key {self.prefix}{key} is missing; expected {expected}")
+        return default
+
+
+def read_end_ids(path: Path) -> list[int]:
+    """`eos_token_id` of a Hugging Face directory's generation_config.json; empty without the file or the key.
+
+    Chat models end a turn with other tokens than the tokenizer's one end-of-sequence token (Llama 3: `<|eot_id|>`
+    and `<|end_of_text|>`), and list them there.
+    """
+    file = Path(path) / "generation_config.json"
+    return HfConfig(read_json(file), str(file)).token_ids("eos_token_id") if file.is_file() else []

@@ -1,0 +1,56 @@
+"""Hugging Face directories for tests that look at config.json and headers only: real headers, no data on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from quintet.models import family_of
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 100,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model and their shapes."""
+    family = family_of(config)
+    return {
+        name: shape
+        for weight in family.weights(family.shape(config))
+        for name, shape in zip(weight.hf, weight.shapes, strict=True)
+    }
+
+
+def write_weights(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "BF16") -> None:
+    """A safetensors file of zeros, sparse where the file system can."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        f.truncate(8 + len(text) + end)
+
+
+def write_model(path: Path, config: dict[str, Any] = QWEN3) -> Path:
+    """config.json and model.safetensors of a model."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    write_weights(path / "model.safetensors", shapes_of(config))
+    return path
