@@ -52,10 +52,12 @@ class Request:
 @dataclass
 class Sample:
     """One response. Log-probs are of the sampled tokens: `logprobs` under the sampling distribution,
-    `raw_logprobs` under the model's own (temperature 1, nothing cut). `finish` is "stop" or "length"."""
+    `policy_logprobs` with the temperature but nothing cut (what the trainer computes again), `raw_logprobs` under the
+    model's own (temperature 1, nothing cut). `finish` is "stop" or "length"."""
 
     response_ids: list[int]
     logprobs: list[float]
+    policy_logprobs: list[float]
     raw_logprobs: list[float]
     finish: str
     text: str = field(default="")

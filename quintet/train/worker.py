@@ -6,12 +6,14 @@ them until the controller has planned who trains on what; then each rank cuts ou
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quintet.algorithms.aggregation import token_weights
+from quintet.cluster.progress import Progress
 from quintet.cluster.worker import Place, Worker
 from quintet.data.batch import Batch, concat, make_batch, sample_ids, select, set_tokens, token_count, tokens
 from quintet.data.tokenizer import load_tokenizer
@@ -36,6 +38,7 @@ class PolicyWorker(Worker):
         super().__init__(place)
         self.recipe, self.model_dir = recipe, model_dir
         self.dtype = recipe.model.dtype or ("fp32" if place.device == "cpu" else "bf16")
+        self._progress = Progress()
         self._samples: Batch | None = None
         self._mini_batches: list[tuple[Batch, Assignment]] = []
 
@@ -71,7 +74,12 @@ class PolicyWorker(Worker):
                 dtype = DTYPES[self.dtype]
                 update = Resharder(engine.shard_map(), targets, dtype=dtype, device=build.device()).run
         rollout = NativeRollout(
-            model, mesh, slots=recipe.rollout.sequences_per_rank, decode=self._text, update=update
+            model,
+            mesh,
+            slots=recipe.rollout.sequences_per_rank,
+            decode=self._text,
+            update=update,
+            progress=self._progress,
         )
         rollout.update_weights()
         return rollout
@@ -91,6 +99,7 @@ class PolicyWorker(Worker):
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[list[Generated]] | None:
         """Generate and keep the samples; the rank that owns the output tells what came out, others None."""
+        self._progress.begin()
         answered = self.rollout.generate(requests, sampling)
         self._samples = None
         if not self.rollout.mesh.owns_output or not requests:
@@ -99,11 +108,18 @@ class PolicyWorker(Worker):
         self._samples = make_batch(
             [prompt + s.response_ids for prompt, s in flat],
             [len(prompt) for prompt, _ in flat],
-            rollout_logprobs=[s.logprobs for _, s in flat],
+            rollout_logprobs=[s.policy_logprobs for _, s in flat],
         )
         return [
             [
-                Generated(len(r.prompt_ids) + len(s.response_ids), len(s.response_ids), s.finish, s.text)
+                Generated(
+                    tokens=len(r.prompt_ids) + len(s.response_ids),
+                    response_tokens=len(s.response_ids),
+                    finish=s.finish,
+                    text=s.text,
+                    logprob=sum(s.logprobs),
+                    raw_logprob=sum(s.raw_logprobs),
+                )
                 for s in row
             ]
             for r, row in zip(requests, answered, strict=True)
@@ -173,9 +189,21 @@ class PolicyWorker(Worker):
     def update(self, number: int, objective: Objective, temperature: float) -> Updated | None:
         """One optimizer step on a received mini-batch. Ranks of the last stage tell what it came to."""
         batch, assignment = self._mini_batches[number]
-        result = self.engine.forward_backward(batch, assignment.microbatches, objective, temperature)
+        counted = self._counted(objective)
+        result = self.engine.forward_backward(batch, assignment.microbatches, counted, temperature)
         step = self.engine.optimizer_step()
         return None if result is None else Updated(result.loss, result.tally, step["grad_norm"], step["lr"])
+
+    def _counted(self, objective: Objective) -> Objective:
+        """The objective, which is called once a micro-batch, counting as it is called."""
+        self._progress.begin()
+        done = itertools.count()
+
+        def count(outputs: Any, fields: Any) -> Any:
+            self._progress(next(done))
+            return objective(outputs, fields)
+
+        return count
 
     def sync(self) -> None:
         """Bring the engine's weights to the rollout."""

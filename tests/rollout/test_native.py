@@ -89,12 +89,13 @@ def test_greedy_equals_transformers(pool, path, layout):
 def test_logprobs_equal_the_engines(pool, path, layout, temperature):
     world, sizes = LAYOUTS[layout]
     requests = [Request(p, samples=3, seed=i) for i, p in enumerate(PROMPTS)]
-    sampling = Sampling(temperature=temperature, max_response_tokens=20, stop_token_ids=(3, 4, 5))
+    cuts = {"top_p": 0.9, "min_p": 0.01} if temperature != 1 else {}
+    sampling = Sampling(temperature=temperature, max_response_tokens=20, stop_token_ids=(3, 4, 5), **cuts)
     results = pool.run(generate, world, path, sizes, [(requests, sampling, 7)], recheck=True)
     checked = 0
     for (run,), again in results:
         said = [
-            x for row, p in zip(run, PROMPTS, strict=True) for s in row for x in [0.0] * len(p) + s.logprobs
+            x for row, p in zip(run, PROMPTS, strict=True) for s in row for x in [0.0] * len(p) + s.policy_logprobs
         ]
         if again is not None:
             torch.testing.assert_close(torch.tensor(said), again, rtol=1e-5, atol=2e-5)
@@ -112,7 +113,7 @@ def test_bf16_rollout_and_trainer_part_by_rounding_only(pool, path, layout):
         if again is None:
             continue
         said = [
-            x for row, p in zip(run, PROMPTS, strict=True) for s in row for x in [0.0] * len(p) + s.logprobs
+            x for row, p in zip(run, PROMPTS, strict=True) for s in row for x in [0.0] * len(p) + s.policy_logprobs
         ]
         gap = (torch.tensor(said) - again).abs()
         assert gap.mean() < 0.02

@@ -24,7 +24,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 def test_frequencies_match_the_reported_probabilities(sampling):
     n = 40_000
     seeds = sample_seeds(torch.zeros(n, dtype=torch.int64), torch.arange(n))
-    tokens, logprobs, raw = draw(LOGITS.expand(n, -1), sampling, seeds, torch.full((n,), 7))
+    tokens, logprobs, _, raw = draw(LOGITS.expand(n, -1), sampling, seeds, torch.full((n,), 7))
     total = 0.0
     for token in tokens.unique().tolist():
         p = logprobs[tokens == token][0].exp().item()
@@ -56,7 +56,9 @@ def test_filters_keep_what_they_should():
 
 
 def test_greedy_takes_the_largest():
-    tokens, logprobs, raw = draw(LOGITS[None], Sampling(temperature=0), torch.tensor([1]), torch.tensor([1]))
+    tokens, logprobs, _, raw = draw(
+        LOGITS[None], Sampling(temperature=0), torch.tensor([1]), torch.tensor([1])
+    )
     assert tokens.tolist() == [0]
     assert logprobs.tolist() == [0.0]
     assert raw[0] == pytest.approx(LOGITS.log_softmax(0)[0])
@@ -70,6 +72,15 @@ def test_noise_is_finite_at_both_ends(monkeypatch):
         noise = exponential_noise(torch.tensor([0]), torch.tensor([0]), 3)
         assert torch.isfinite(noise).all()
         assert (noise > 0).all()
-        tokens, logprobs, _ = draw(LOGITS[None], Sampling(top_k=1), torch.tensor([0]), torch.tensor([0]))
+        tokens, logprobs, *_ = draw(LOGITS[None], Sampling(top_k=1), torch.tensor([0]), torch.tensor([0]))
         assert tokens.tolist() == [0]
         assert logprobs.tolist() == [0.0]
+
+
+def test_policy_logprobs_keep_the_temperature_and_lose_the_cuts():
+    sampling = Sampling(temperature=0.5, top_k=2)
+    seeds = torch.arange(50)
+    tokens, logprobs, policy, raw = draw(LOGITS.expand(50, -1), sampling, seeds, seeds)
+    torch.testing.assert_close(policy, (LOGITS / 0.5).log_softmax(0)[tokens])
+    torch.testing.assert_close(raw, LOGITS.log_softmax(0)[tokens])
+    assert (logprobs > policy).all()

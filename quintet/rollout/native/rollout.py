@@ -68,10 +68,6 @@ class NativeRollout:
             run.retire()
         return [[self._sample(s, sampling) for s in row] for row in scheduler.sequences]
 
-    def release(self) -> None:
-        """Free the KV cache; the next `generate` makes a new one."""
-        self._cache = None
-
     def _cache_for(self, scheduler: Scheduler) -> SlotCache:
         slots, capacity = scheduler.most_active, -(-scheduler.capacity // 64) * 64
         if self._cache is None or not self._cache.fits(slots, capacity):
@@ -91,7 +87,9 @@ class NativeRollout:
         text = self._decode(draft.response_ids)
         for stop in sampling.stop:
             text = text.split(stop)[0]
-        return Sample(draft.response_ids, draft.logprobs, draft.raw_logprobs, draft.finish, text)
+        return Sample(
+            draft.response_ids, draft.logprobs, draft.policy_logprobs, draft.raw_logprobs, draft.finish, text
+        )
 
     def forward(self, input_ids: Tensor, row: Row) -> Tensor | None:
         """Hidden states [T, hidden] on the last stage, passed from stage to stage; None before it."""
@@ -192,7 +190,7 @@ class _Run:
 
     def _draw(self, hidden: Tensor | None, rows: Tensor, drafts: list[Draft]) -> None:
         """Draw the next token of each draft from the hidden state at its row."""
-        picked = torch.zeros((3, len(drafts)), dtype=torch.float64, device=self.device)
+        picked = torch.zeros((4, len(drafts)), dtype=torch.float64, device=self.device)
         if hidden is not None:
             model, mesh = self.rollout.model, self.rollout.mesh
             weight = model.head_weight()
@@ -202,11 +200,11 @@ class _Run:
             seeds = torch.tensor([self._seeds[d.request, d.number] for d in drafts], device=self.device)
             at = torch.tensor([d.prompt_length + len(d.response_ids) for d in drafts], device=self.device)
             picked = torch.stack([x.double() for x in draw(z, self.sampling, seeds, at)])
-        tokens, logprobs, raw = self.rollout.share(picked).tolist()
-        for draft, token, logprob, raw_logprob in zip(drafts, tokens, logprobs, raw, strict=True):
+        for draft, token, *logprobs in zip(drafts, *self.rollout.share(picked).tolist(), strict=True):
             draft.response_ids.append(int(token))
-            draft.logprobs.append(logprob)
-            draft.raw_logprobs.append(raw_logprob)
+            draft.logprobs.append(logprobs[0])
+            draft.policy_logprobs.append(logprobs[1])
+            draft.raw_logprobs.append(logprobs[2])
             self._check_end(draft)
 
     def _check_end(self, draft: Draft) -> None:

@@ -45,26 +45,27 @@ def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tens
 
 def draw(
     logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw a token from each row of fp32 logits [n, vocab].
 
-    positions: the drawn tokens' positions in their sequences. Returns tokens int64 [n], their log-probs under
-    the sampling distribution, and under the raw model, fp32 [n]. Greedy draws have sampling log-prob 0.
+    positions: the drawn tokens' positions in their sequences. Returns tokens int64 [n] and their log-probs, fp32 [n]
+    each: under the sampling distribution, under the policy (the temperature applied, nothing cut), and under the raw
+    model (temperature 1). Greedy draws have sampling log-prob 0, and the raw model for a policy.
     """
     raw = logits.log_softmax(-1)
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
         picked = raw.gather(1, tokens[:, None])[:, 0]
-        return tokens, torch.zeros_like(picked), picked
+        return tokens, torch.zeros_like(picked), picked, picked
     plain = sampling.temperature == 1
-    log_p = raw if plain else (logits / sampling.temperature).log_softmax(-1)
-    cut = keep_mask(log_p, sampling)
-    if cut is not None:
-        log_p = log_p.masked_fill(~cut, float("-inf")).log_softmax(-1)
+    policy = raw if plain else (logits / sampling.temperature).log_softmax(-1)
+    cut = keep_mask(policy, sampling)
+    log_p = policy if cut is None else policy.masked_fill(~cut, float("-inf")).log_softmax(-1)
     noise = exponential_noise(seeds, positions, logits.shape[1])
     tokens = (log_p - noise.log()).argmax(-1)
-    drawn = log_p.gather(1, tokens[:, None])[:, 0]
-    return tokens, drawn, drawn if plain and cut is None else raw.gather(1, tokens[:, None])[:, 0]
+    of_policy = policy.gather(1, tokens[:, None])[:, 0]
+    drawn = of_policy if cut is None else log_p.gather(1, tokens[:, None])[:, 0]
+    return tokens, drawn, of_policy, of_policy if plain else raw.gather(1, tokens[:, None])[:, 0]
 
 
 def keep_mask(log_p: Tensor, sampling: Sampling) -> Tensor | None:

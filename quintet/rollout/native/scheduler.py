@@ -24,6 +24,7 @@ class Draft:
     most_tokens: int
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    policy_logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     finish: str = ""
 
@@ -45,6 +46,7 @@ class Scheduler:
             made = [Draft(r, k, len(request.prompt_ids), limits[k]) for k in range(request.samples)]
             self.sequences.append(made)
             self._waiting.extend(made)
+        self._unstarted = [len(row) for row in self.sequences]
 
     @property
     def capacity(self) -> int:
@@ -61,19 +63,25 @@ class Scheduler:
         return not self._waiting and not self.active
 
     def admit(self) -> list[list[Draft]]:
-        """Move waiting sequences into free slots, grouped by prompt; at most `prefill_tokens` prompt tokens, but
-        always one prompt."""
+        """Move waiting samples into free slots, all of a prompt's together, so that its prompt is computed once.
+
+        At most `prefill_tokens` prompt tokens, but always one prompt. Waits until an eighth of the slots is free:
+        a prefill for every slot that falls vacant would hold up all others each time.
+        """
         groups: list[list[Draft]] = []
-        tokens = 0
-        while self._waiting and len(self.active) < self.slots:
-            new = self._waiting[0]
-            if not groups or groups[-1][0].request != new.request:
-                if groups and tokens + new.prompt_length > self.prefill_tokens:
-                    break
-                tokens += new.prompt_length
-                groups.append([])
-            groups[-1].append(self._waiting.popleft())
-            self.active.append(new)
+        free, tokens = self.slots - len(self.active), 0
+        if self.active and free < self.slots // 8:
+            return groups
+        while self._waiting:
+            request = self._waiting[0].request
+            size = min(self._unstarted[request], self.slots)
+            length = self._waiting[0].prompt_length
+            if size > free or (groups and tokens + length > self.prefill_tokens):
+                break
+            groups.append([self._waiting.popleft() for _ in range(size)])
+            self.active.extend(groups[-1])
+            self._unstarted[request] -= size
+            free, tokens = free - size, tokens + length
         return groups
 
     def retire(self) -> tuple[list[int], list[int]]:
