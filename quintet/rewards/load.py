@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import math
@@ -136,6 +137,12 @@ def score(
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UserError(f"reward.function: there is no file {path}")
+    return _execute(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _execute(path: Path, changed_ns: int) -> ModuleType:
+    """Once a process: a reward travels to the ranks at every step, and what its file sets up must last."""
     name = f"quintet_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

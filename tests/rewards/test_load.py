@@ -116,3 +116,13 @@ def test_wrong_number_of_arguments(tmp_path: Path) -> None:
     reward = load_reward(reward_file(tmp_path, "def reward(response): return 1"))
     with pytest.raises(UserError, match=r"mine\.py:reward raised TypeError.*takes 1 positional"):
         reward("", "", "")
+
+
+def test_a_file_is_executed_once_a_process(tmp_path: Path) -> None:
+    file = tmp_path / "counted.py"
+    file.write_text(
+        "import itertools\n_calls = itertools.count(1)\ndef reward(*sample): return next(_calls)\n"
+    )
+    reward = load_reward(f"{file}:reward")
+    again = pickle.loads(pickle.dumps(reward))
+    assert [reward("", "", "").reward, again("", "", "").reward] == [1.0, 2.0]
