@@ -32,7 +32,8 @@ def _layout(recipe: Recipe) -> str:
     ranks, layout, rollout = recipe.cluster.ranks, recipe.layout, recipe.rollout.layout
     dp = ranks // (layout.tp * layout.pp * layout.cp)
     text = f"Layout: {ranks} ranks = dp {dp} × tp {layout.tp} × pp {layout.pp}"
-    if rollout is None:
+    # As the ranks decide it: the same sizes written out are the training layout, with sp they are not.
+    if rollout is None or type(layout)(tp=rollout.tp, pp=rollout.pp).model_dump() == layout.model_dump():
         return f"{text}; the rollout shares it and the weights."
     copies = ranks // (rollout.tp * rollout.pp)
     return f"{text}; rollout: dp {copies} × tp {rollout.tp} × pp {rollout.pp}, resharded each step."

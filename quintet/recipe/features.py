@@ -63,9 +63,7 @@ NOT_AVAILABLE = [
         "use rollout.backend=native",
     ),
     NotAvailable(
-        Feature(
-            "FP8 training", "engine.megatron.fp8", lambda recipe: bool(recipe.engine.megatron.get("fp8"))
-        ),
+        Feature("FP8 training", "engine.megatron.fp8", lambda recipe: "fp8" in recipe.engine.megatron),
         "remove it and use model.dtype=bf16",  # Without TransformerEngine, megatron-core would ignore it.
     ),
 ]

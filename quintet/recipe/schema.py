@@ -136,8 +136,8 @@ class Rollout(Section):
     top_k: NonNegativeInt = 0
     """0 keeps every token."""
     min_p: Fraction = 0.0
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop_token_ids: list[NonNegativeInt] = []
     """Besides the tokenizer's end-of-sequence token."""
     sequences_per_rank: PositiveInt = 256
     """Most sequences decoded at once on one rank; also the KV cache's slots."""

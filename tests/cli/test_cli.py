@@ -159,6 +159,24 @@ def test_check_prints_the_resolved_recipe(
         assert said in captured.err
 
 
+@pytest.mark.parametrize(
+    ("overrides", "shared"),
+    [
+        ([], True),
+        (["rollout.layout.tp=2"], True),  # the training layout, written out
+        (["rollout.layout.tp=2", "layout.sp=true"], False),
+        (["rollout.layout.tp=1"], False),
+    ],
+)
+def test_check_says_whether_the_weights_are_shared(
+    recipe: str, overrides: list[str], shared: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", recipe, "cluster.ranks=2", "layout.tp=2", *overrides]) == 0
+    said = capsys.readouterr().err
+    assert ("the rollout shares it and the weights" in said) == shared
+    assert ("resharded each step" in said) != shared
+
+
 def test_check_reads_every_row(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "b"}\n' * 16 + '{"prompt": \n')

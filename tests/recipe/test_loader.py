@@ -133,7 +133,9 @@ def test_a_missing_file_says_where_it_looked(tmp_path: Path) -> None:
 
 
 def test_the_resolved_recipe_reads_back_equal(load, tmp_path: Path) -> None:
-    recipe = load("optimizer.lr=1e-7", "rollout.stop=['1e-6', 'off', '', 'a\nb']", "sft={}", "run.dir=~/runs")
+    recipe = load(
+        "optimizer.lr=1e-7", "rollout.stop=['1e-6', 'off', '~', 'a\nb']", "sft={}", "run.dir=~/runs"
+    )
     file = tmp_path / "resolved.yaml"
     file.write_text(dump_resolved(recipe))
     assert load_recipe(file) == recipe

@@ -1,5 +1,6 @@
 """Each rule across fields: a recipe that breaks it, and what the user is told."""
 
+import ast
 import json
 from pathlib import Path
 
@@ -7,32 +8,15 @@ import pytest
 
 from quintet.recipe.features import NOT_AVAILABLE
 from quintet.recipe.keys import all_keys
+from quintet.recipe.megatron import REFUSED, SET_BY_ENGINE, transformer_config_fields
 from quintet.recipe.rules import RULES
-
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 6,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 100,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
+from tests.models.directory import QWEN3, write_model
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A Hugging Face directory as far as the rules look."""
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(QWEN3))
-    (directory / "model.safetensors").touch()
+    directory = write_model(tmp_path / "model")
     (directory / "tokenizer.json").touch()
     return directory
 
@@ -60,6 +44,18 @@ BROKEN = [
         ["FP8 training is not available", "model.dtype=bf16"],
     ),
     ("megatron_options_are_free", ["engine.megatron.sequence_parallel=true"], ["decided by layout.sp"]),
+    ("megatron_options_are_free", ["engine.megatron.attention_dropout=0.1"], ["trains without dropout"]),
+    ("megatron_options_are_free", ["engine.megatron.num_moe_experts=8"], ["experts cannot be trained yet"]),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.recompute_granularty=full"],
+        ["has no such field; did you mean recompute_granularity?"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.recompute_granularity=full", "cluster.device=cpu"],
+        ["recomputes activations on GPUs only"],
+    ),
     ("backend_options_are_read", ["rollout.vllm.enforce_eager=true"], ["rollout.vllm has options", "native"]),
     ("backend_options_are_read", ["rollout.sglang.x=1"], ["rollout.sglang has options"]),
     ("one_model", ["model.build=null"], ["no model", "model.path", "model.build"]),
@@ -102,10 +98,28 @@ BROKEN = [
         ["engine.tokens_per_microbatch_per_rank=256"],
         ["= 1024 + 512 = 1536", "256", "must fit"],
     ),
+    (
+        # 1537 fit, 1536 of them in whole multiples of 2; a sample of 1537 is padded to 1538.
+        "samples_fit_a_microbatch",
+        [
+            "engine.tokens_per_microbatch_per_rank=1537",
+            "rollout.max_response_tokens=513",
+            "layout.tp=2",
+            "layout.sp=true",
+            "cluster.ranks=2",
+        ],
+        ["= 1537 is 1538 with padding to a multiple of 2", "=1537 (1536 in whole multiples of 2)"],
+    ),
     ("samples_fit_a_microbatch", ["model.build.max_position_embeddings=128"], ["128 positions"]),
     ("groups_have_a_contrast", ["rollout.samples_per_prompt=1"], ["at least 2"]),
     ("groups_have_a_contrast", ["rollout.temperature=0"], ["grpo learns nothing"]),
-    ("batches_divide", ["train.mini_batches_per_step=3"], ["512 samples are not divisible", "=3"]),
+    (
+        "batches_divide",
+        ["train.mini_batches_per_step=3"],
+        ["prompts_per_step=64 is not divisible by", "=3", "use 63 or 66 prompts"],
+    ),
+    # 512 samples divide by 512, but a mini-batch takes whole prompts.
+    ("batches_divide", ["train.mini_batches_per_step=512"], ["64 is not divisible", "use 512 prompts"]),
     (
         "batches_divide",
         ["cluster.ranks=16", "train.prompts_per_step=1"],
@@ -122,7 +136,33 @@ BROKEN = [
     (
         "schedules_are_whole",
         ["optimizer.schedule=cosine", "optimizer.warmup_steps=101"],
-        ["101 + 0", "100 optimizer steps"],
+        ["optimizer.warmup_steps=101 is more than the run's 100 optimizer steps"],
+    ),
+    (
+        "schedules_are_whole",
+        ["optimizer.schedule=wsd", "optimizer.warmup_steps=60", "optimizer.decay_steps=50"],
+        ["warmup_steps + decay_steps = 60 + 50 = 110 is more than the run's 100"],
+    ),
+    (
+        "schedules_are_whole",
+        ["optimizer.warmup_steps=201", "train.mini_batches_per_step=2"],
+        ["optimizer.warmup_steps=201 is more than the run's 200"],
+    ),
+    (
+        "kl_is_weighted",
+        ["algorithm.kl_estimator=k1"],
+        ["kl_estimator=k1 is not read while algorithm.kl_coef=0"],
+    ),
+    (
+        "columns_are_read",
+        ["data.prompt_key=question"],
+        ["data.prompt_key=question is not read by data.task=addition"],
+    ),
+    ("columns_are_read", ["data.response_key=solution"], ["data.response_key=solution is not read"]),
+    (
+        "columns_are_read",
+        ["data.task=gsm8k", "data.response_key=solution"],
+        ["data.response_key=solution is not read by data.task=gsm8k"],
     ),
     ("data_is_named", ["data.train_path=x.jsonl"], ["data.task=addition makes its own problems"]),
     (
@@ -172,6 +212,15 @@ def test_a_broken_rule_is_told_with_its_keys(
         ["cluster.ranks=4", "layout.tp=2", "layout.pp=2", "rollout.layout.pp=2"],
         ["optimizer.schedule=cosine", "optimizer.warmup_steps=10", "optimizer.min_lr_ratio=0.1"],
         ["optimizer.schedule=wsd", "optimizer.decay_steps=20"],
+        ["optimizer.warmup_steps=100"],
+        ["train.mini_batches_per_step=4"],
+        ["algorithm.kl_estimator=k1", "algorithm.kl_coef=0.1"],
+        [
+            "algorithm.kl_estimator=k3",
+            "data.prompt_key=prompt",
+        ],  # the defaults, as a resolved recipe has them
+        ["engine.tokens_per_microbatch_per_rank=1537", "rollout.max_response_tokens=513"],
+        ["engine.megatron.recompute_granularity=full", "engine.megatron.recompute_num_layers=1"],
         ["reward.function=my_package.rewards:score"],
         ["model.chat_template='{{ messages }}'"],
         ["data.task_options.digits=3"],
@@ -197,6 +246,14 @@ def test_a_model_directory_is_looked_at_before_anything_starts(load, refuse, mod
     assert "2048 positions" in refuse(*named, "rollout.max_response_tokens=2000")
     (model / "tokenizer.json").unlink()
     assert "has no tokenizer" in refuse(*named)
+    (model / "tokenizer.json").touch()
+    load(*named, "rollout.stop_token_ids=[0, 99]")
+    assert "100 is never generated, the model has token ids 0 to 99" in refuse(
+        *named, "rollout.stop_token_ids=[99, 100]"
+    )
+    (model / "config.json").write_text(json.dumps(QWEN3 | {"intermediate_size": 80}))
+    assert "has shape (96, 64), config.json implies (80, 64)" in refuse(*named)
+    (model / "config.json").write_text(json.dumps(QWEN3))
     (model / "model.safetensors").unlink()
     assert "has no *.safetensors" in refuse(*named)
     (model / "config.json").write_text(json.dumps(QWEN3 | {"architectures": ["MambaForCausalLM"]}))
@@ -213,7 +270,7 @@ def test_a_missing_tracker_names_the_extra(refuse, monkeypatch: pytest.MonkeyPat
 
 
 def test_every_rule_has_a_sentence_and_a_test() -> None:
-    tested_below = {"weights_are_there", "trackers_are_installed", "sft_has_its_section"}
+    tested_below = {"weights_are_there", "stop_tokens_exist", "trackers_are_installed", "sft_has_its_section"}
     assert {one.__name__ for one in RULES} == {row[0] for row in BROKEN} | tested_below
     assert all((one.__doc__ or "").endswith(".") for one in RULES)
 
@@ -221,3 +278,30 @@ def test_every_rule_has_a_sentence_and_a_test() -> None:
 def test_features_name_their_keys() -> None:
     named = {missing.feature.key for missing in NOT_AVAILABLE}
     assert {key for key in named if not key.startswith("engine.megatron.")} <= set(all_keys())
+
+
+def test_engine_megatron_cannot_set_what_the_engine_sets() -> None:
+    """Read from the source: the engine's module takes seconds to import."""
+    source = Path(__file__).parents[2] / "quintet" / "engine" / "model.py"
+    (function,) = [
+        node
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "transformer_config"
+    ]
+    (fields,) = [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "fields"
+    ]
+    assert isinstance(fields, ast.Dict)
+    assert {ast.literal_eval(key) for key in fields.keys if key is not None} == set(SET_BY_ENGINE)
+    assert set(REFUSED) <= transformer_config_fields()
+
+
+@pytest.mark.parametrize("override", ["rollout.stop=['']", "rollout.stop=[a, '']"])
+def test_a_stop_text_is_not_empty(refuse, override: str) -> None:
+    assert 'is ""; expected a list, each item text of at least 1 character' in refuse(override)
+
+
+def test_stop_token_ids_are_not_negative(refuse) -> None:
+    assert "each item a whole number at least 0" in refuse("rollout.stop_token_ids=[-1]")

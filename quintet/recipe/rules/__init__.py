@@ -1,7 +1,7 @@
 """Rules across fields: each a small function whose docstring is the rule, in one sentence.
 
 A rule yields a `Problem` for each way the recipe breaks it. Rules see the recipe as typed and, where the
-model is known, its sizes; they read files' names, config.json and nothing else, and start nothing. One file
+model is known, its sizes; they read files' names, config.json, the headers of weights and nothing else, and start nothing. One file
 a group; a new feature adds its rules to the group they belong to.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["RULES", "Command", "Facts", "Problem", "Sizes", "broken_rules"]
 def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
     """Every problem of a recipe that has passed the type checks, in the order of `RULES`."""
     problems: list[Problem] = []
-    sizes = None
+    sizes = shape = None
     if recipe.model.build is not None:
         build = recipe.model.build
         sizes = Sizes(
@@ -35,5 +35,5 @@ def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
             problems.append(
                 Problem(("model.path",), f"model.path: {str(error).removeprefix('model.path: ')}")
             )
-    facts = Facts(recipe, command, sizes)
+    facts = Facts(recipe, command, sizes, shape)
     return problems + [problem for one in RULES for problem in one(facts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quintet.recipe.capacity import overflow
 from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.schema import Recipe
 
@@ -18,12 +19,10 @@ def samples_fit_a_microbatch(facts: Facts) -> Iterator[Problem]:
         f"{recipe.rollout.max_response_tokens} = {longest}"
     )
     keys = ("data.max_prompt_tokens", "rollout.max_response_tokens")
-    budget = recipe.engine.tokens_per_microbatch_per_rank * recipe.layout.cp
-    if longest > budget:
+    if (why := overflow(recipe, longest)) is not None:
         yield Problem(
             (*keys, "engine.tokens_per_microbatch_per_rank"),
-            f"{text} is more than engine.tokens_per_microbatch_per_rank={budget}: a whole sample must fit; raise the "
-            "budget or lower the lengths",
+            f"{text} is {why}: a whole sample must fit; raise the budget or lower the lengths",
         )
     if facts.sizes is not None and longest > facts.sizes.max_positions:
         yield Problem(
@@ -52,17 +51,18 @@ def groups_have_a_contrast(facts: Facts) -> Iterator[Problem]:
 
 @rule
 def batches_divide(facts: Facts) -> Iterator[Problem]:
-    """Mini-batches are equally large, and each has a sample for every data-parallel rank."""
+    """Mini-batches hold equally many prompts, and each has a sample for every data-parallel rank."""
     recipe, dp = facts.recipe, facts.dp
     if facts.command == "train":
-        samples = recipe.train.prompts_per_step * recipe.rollout.samples_per_prompt
+        prompts = recipe.train.prompts_per_step
+        samples = prompts * recipe.rollout.samples_per_prompt
         count = recipe.train.mini_batches_per_step
         keys = ("train.prompts_per_step", "rollout.samples_per_prompt", "train.mini_batches_per_step")
-        if samples % count:
+        if prompts % count:
             yield Problem(
-                keys,
-                f"train.prompts_per_step × rollout.samples_per_prompt = {samples} samples are not divisible by "
-                f"train.mini_batches_per_step={count}",
+                ("train.prompts_per_step", "train.mini_batches_per_step"),
+                f"train.prompts_per_step={prompts} is not divisible by train.mini_batches_per_step={count}: a "
+                f"mini-batch takes whole prompts; use {_multiples(prompts, count)} prompts, or other mini-batches",
             )
         elif samples // count < dp:
             yield Problem(
@@ -75,6 +75,27 @@ def batches_divide(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             ("sft.samples_per_step",),
             f"sft.samples_per_step={sft.samples_per_step} is smaller than the {dp} data-parallel ranks",
+        )
+
+
+def _multiples(count: int, of: int) -> str:
+    below = count // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+@rule
+def kl_is_weighted(facts: Facts) -> Iterator[Problem]:
+    """An estimator of the KL is chosen only where the KL has a weight."""
+    algorithm = facts.recipe.algorithm
+    # The default may be written out, as the resolved recipe does.
+    if (
+        algorithm.kl_coef == 0
+        and algorithm.kl_estimator != type(algorithm).model_fields["kl_estimator"].default
+    ):
+        yield Problem(
+            ("algorithm.kl_estimator", "algorithm.kl_coef"),
+            f"algorithm.kl_estimator={algorithm.kl_estimator} is not read while algorithm.kl_coef=0; remove it, or "
+            "set algorithm.kl_coef",
         )
 
 
@@ -102,9 +123,14 @@ def _schedule(recipe: Recipe, section: str, steps: int) -> Iterator[Problem]:
             (decay, f"{section}.schedule"),
             f"{section}.schedule=wsd needs {decay}, the length of its final decay in steps",
         )
-    elif optimizer.warmup_steps + (optimizer.decay_steps or 0) > steps:
+    warmup, tail = optimizer.warmup_steps, optimizer.decay_steps
+    if optimizer.schedule == "constant" or tail is None:
+        keys: tuple[str, ...] = (f"{section}.warmup_steps",)
+        text, needed = f"{section}.warmup_steps={warmup}", warmup
+    else:
+        keys, needed = (f"{section}.warmup_steps", decay), warmup + tail
+        text = f"{section}.warmup_steps + decay_steps = {warmup} + {tail} = {needed}"
+    if needed > steps:
         yield Problem(
-            (f"{section}.warmup_steps", decay),
-            f"{section}.warmup_steps + decay_steps = {optimizer.warmup_steps} + {optimizer.decay_steps or 0} is more "
-            f"than the run's {steps} optimizer steps",
+            keys, f"{text} is more than the run's {steps} optimizer steps; lower it, or take more steps"
         )

@@ -42,6 +42,24 @@ _HUB_NAME = re.compile(r"(?!.*\.(?:jsonl?|parquet|csv|txt)$)[\w-][\w.-]*/[\w.-]+
 
 
 @rule
+def columns_are_read(facts: Facts) -> Iterator[Problem]:
+    """Columns are named only where rows are read by them."""
+    data = facts.recipe.data
+    unread = {
+        "addition": ("prompt_key", "answer_key", "response_key"),
+        "countdown": ("prompt_key", "answer_key", "response_key"),
+        "gsm8k": ("response_key",),  # the response to imitate is its worked answer
+    }
+    for name in unread.get(data.task, ()):
+        # The default may be written out, as the resolved recipe does.
+        if (given := getattr(data, name)) != type(data).model_fields[name].default:
+            yield Problem(
+                (f"data.{name}", "data.task"),
+                f"data.{name}={given} is not read by data.task={data.task}; remove it, or use data.task=jsonl",
+            )
+
+
+@rule
 def task_options_are_read(facts: Facts) -> Iterator[Problem]:
     """Only built-in tasks have options."""
     data = facts.recipe.data

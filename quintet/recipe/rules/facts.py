@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from quintet.models.family import ModelShape
 from quintet.recipe.schema import Recipe
 
 Command = Literal["train", "sft", "generate", "eval"]
@@ -35,6 +36,8 @@ class Facts:
     recipe: Recipe
     command: Command
     sizes: Sizes | None
+    shape: ModelShape | None = None
+    """Of the model at model.path; None for a built one, whose vocabulary follows from the data."""
 
     @property
     def dp(self) -> int:

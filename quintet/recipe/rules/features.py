@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 from collections.abc import Iterator
 
 from quintet.recipe.features import NOT_AVAILABLE
+from quintet.recipe.megatron import REFUSED, transformer_config_fields
 from quintet.recipe.rules.facts import Facts, Problem, rule
 
 
@@ -22,35 +24,23 @@ def only_available_features(facts: Facts) -> Iterator[Problem]:
 
 @rule
 def megatron_options_are_free(facts: Facts) -> Iterator[Problem]:
-    """What quintet decides from other keys cannot be set a second time in engine.megatron."""
-    for name in facts.recipe.engine.megatron:
-        if name in _DECIDED_ELSEWHERE:
-            key = f"engine.megatron.{name}"
-            yield Problem((key,), f"{key}: decided by {_DECIDED_ELSEWHERE[name]}; set that and remove this")
-
-
-_DECIDED_ELSEWHERE = {
-    "tensor_model_parallel_size": "layout.tp",
-    "sequence_parallel": "layout.sp",
-    "pipeline_model_parallel_size": "layout.pp",
-    "virtual_pipeline_model_parallel_size": "layout.vpp",
-    "context_parallel_size": "layout.cp",
-    "expert_model_parallel_size": "layout.ep",
-    "expert_tensor_parallel_size": "layout.etp",
-    "bf16": "model.dtype",
-    "fp16": "model.dtype",
-    "params_dtype": "model.dtype",
-    "pipeline_dtype": "model.dtype",
-    "num_layers": "the model",
-    "hidden_size": "the model",
-    "ffn_hidden_size": "the model",
-    "num_attention_heads": "the model",
-    "num_query_groups": "the model",
-    "kv_channels": "the model",
-    "calculate_per_token_loss": "algorithm.aggregation",
-    "batch_p2p_comm": "layout.pp",
-    "variable_seq_lengths": "layout.pp",
-}
+    """engine.megatron sets fields that megatron-core has, that quintet leaves free, and that the device can do."""
+    options = facts.recipe.engine.megatron
+    known = transformer_config_fields() if options else frozenset()
+    for name, value in options.items():
+        key = f"engine.megatron.{name}"
+        if name in REFUSED:
+            yield Problem((key,), f"{key}: {REFUSED[name]}; remove it")
+        elif known and name not in known:
+            near = difflib.get_close_matches(name, known - REFUSED.keys(), 1)
+            hint = f"; did you mean {near[0]}?" if near else "; remove it"
+            yield Problem((key,), f"{key}: megatron-core's TransformerConfig has no such field{hint}")
+        elif name == "recompute_granularity" and value is not None and facts.recipe.cluster.device == "cpu":
+            yield Problem(
+                (key, "cluster.device"),
+                f"{key}: megatron-core recomputes activations on GPUs only (it restores the GPU's random state); "
+                "remove it, or lower engine.tokens_per_microbatch_per_rank to save memory",
+            )
 
 
 @rule

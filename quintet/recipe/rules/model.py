@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from quintet.errors import UserError
+from quintet.models.weights_on_disk import check_weights
 from quintet.recipe.rules.facts import Facts, Problem, rule
 
 
@@ -26,15 +28,20 @@ def one_model(facts: Facts) -> Iterator[Problem]:
 
 @rule
 def weights_are_there(facts: Facts) -> Iterator[Problem]:
-    """A Hugging Face directory holds safetensors weights and a tokenizer besides config.json."""
+    """A Hugging Face directory holds a tokenizer and safetensors weights whose headers fit config.json."""
     path = facts.recipe.model.path
-    if path is None or facts.sizes is None or facts.recipe.model.build is not None:
+    if path is None or facts.shape is None:
         return
     if not any(path.glob("*.safetensors")):
         yield Problem(
             ("model.path",),
             f"model.path: {path} has no *.safetensors; download the weights, or convert them with transformers' save_pretrained",
         )
+    else:
+        try:
+            check_weights(path, facts.shape)
+        except UserError as error:
+            yield Problem(("model.path",), f"model.path: {error}")
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         yield Problem(
             ("model.path",),
@@ -43,6 +50,20 @@ def weights_are_there(facts: Facts) -> Iterator[Problem]:
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@rule
+def stop_tokens_exist(facts: Facts) -> Iterator[Problem]:
+    """A token that ends a response is one that the model can generate."""
+    if facts.shape is None:
+        return
+    unknown = [one for one in facts.recipe.rollout.stop_token_ids if one >= facts.shape.vocab_size]
+    if unknown:
+        yield Problem(
+            ("rollout.stop_token_ids",),
+            f"rollout.stop_token_ids: {', '.join(map(str, unknown))} is never generated, the model has token ids 0 to "
+            f"{facts.shape.vocab_size - 1}; remove it",
+        )
 
 
 @rule

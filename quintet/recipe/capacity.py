@@ -1,0 +1,22 @@
+"""Does a sample fit a micro-batch? The packer's own arithmetic, for the checks that run before anything starts."""
+
+from __future__ import annotations
+
+from quintet.packing import alignment
+from quintet.recipe.schema import Recipe
+
+
+def overflow(recipe: Recipe, tokens: int) -> str | None:
+    """None when a sample of `tokens` fits a micro-batch of the layout, padding included; else why not.
+
+    The sentence continues "N tokens are …": "more than …" or "N with padding to a multiple of …, more than …".
+    """
+    layout, budget = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
+    aligned = alignment(tp=layout.tp, sp=layout.sp, cp=layout.cp)
+    room, taken = budget * layout.cp // aligned.total * aligned.total, aligned.row([tokens])
+    if taken <= room:
+        return None
+    padded = f"{taken} with padding to a multiple of {aligned.total}, " if taken != tokens else ""
+    usable = f" ({room} in whole multiples of {aligned.total})" if room != budget else ""
+    each = f" × layout.cp={layout.cp}" if layout.cp > 1 else ""
+    return f"{padded}more than engine.tokens_per_microbatch_per_rank={budget}{each}{usable}"
