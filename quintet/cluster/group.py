@@ -13,6 +13,7 @@ from quintet.cluster import placement, probe, ray_compat
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import Call, Dispatch, one_to_all
 from quintet.cluster.failures import Failure, explain
+from quintet.cluster.progress import FIRST_POST_S, KEY_VARIABLE, group_prefix
 from quintet.cluster.seat import Location, Order, Seat
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import UserError, WorkerFailure
@@ -25,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 ROOM_TIMEOUT_S = 15.0
 PLACEMENT_TIMEOUT_S = 120.0
 REMOTE_PROBE_TIMEOUT_S = 10.0
+WATCH_EVERY_S = 0.5
 GRACE_AFTER_CAUSE_S = 0.3  # for further failures, once one is known that explains the others
 GRACE_AFTER_ECHO_S = 3.0  # for the cause, once a collective was cut off, which can only be an echo
 GRACE_AFTER_TIMEOUT_S = 1.0  # for the other ranks' time limits, which began at about the same time
@@ -58,6 +60,7 @@ class WorkerGroup:
         self._coords: list[dict[str, int]] | None = None
         self._placement: Any = None
         self._broken: WorkerFailure | None = None
+        self._posts = ""
         began = time.perf_counter()
         cluster.adopt(self)
         try:
@@ -82,6 +85,7 @@ class WorkerGroup:
         dispatch: Dispatch = one_to_all,
         phase: str | None = None,
         num_returns: int = 1,
+        watch: Callable[[], None] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run a method on the ranks that `dispatch` names, and wait: see `quintet.cluster.dispatch` for who gets
@@ -90,11 +94,12 @@ class WorkerGroup:
         With `num_returns` = k > 1 the method returns a tuple of k: the first comes back as a value, the others as
         object references, whose objects stay on the worker's node. References may be passed on, at any depth of
         lists, tuples and dicts. Raises WorkerFailure (or the worker's own UserError) for the first rank that
-        fails; the group is of no use afterwards. `phase` names the work in messages (null: the method).
+        fails; the group is of no use afterwards. `phase` names the work in messages (null: the method). `watch` is
+        called about twice a second while it waits.
         """
         return self.submit(
             method, *args, dispatch=dispatch, phase=phase, num_returns=num_returns, **kwargs
-        ).result()
+        ).result(watch)
 
     def submit(
         self,
@@ -120,6 +125,14 @@ class WorkerGroup:
         if self._coords is None:
             self._coords = self.call("coords")
         return self._coords
+
+    def posted(self, ranks: Sequence[int]) -> int:
+        """Units that these ranks say they have done in the call under way (`quintet.cluster.progress`), summed."""
+        return sum(ray_compat.posted_counts([f"{self._posts}{rank}" for rank in ranks]))
+
+    def forget_posts(self) -> None:
+        """The call is over: its counts must not be taken for the next one's."""
+        ray_compat.forget_counts(self._posts)
 
     def inspect(self, ranks: Sequence[int] | None = None, wait_s: float = 1.5) -> dict[int, probe.Report]:
         """Stacks, state and log tail of each rank, whatever it is doing; answers within a few seconds."""
@@ -187,6 +200,7 @@ class WorkerGroup:
         single = placement.needs_single_cuda_connection(self.cluster.device, layout)
         refs = {}
         logs = self.cluster.log_dir
+        self._posts = group_prefix(ray.get_runtime_context().get_job_id(), self.name)
         for rank, location in enumerate(locations):
             self._processes[rank] = probe.RankProcess(
                 rank=rank,
@@ -212,7 +226,8 @@ class WorkerGroup:
             )
             order = Order(
                 place=place,
-                env=_environment(place, location, self.cluster.is_local),
+                env=_environment(place, location, self.cluster.is_local)
+                | {KEY_VARIABLE: f"{self._posts}{rank}"},
                 search_path=[path for path in sys.path if path],
                 log=self._processes[rank].log,
                 stacks=self._processes[rank].stacks,
@@ -274,15 +289,18 @@ class PendingCall:
         self._coords = coords
         self._phase = phase
 
-    def result(self) -> Any:
-        """Wait for every rank, or for the first failure and a short while for what explains it."""
+    def result(self, watch: Callable[[], None] | None = None) -> Any:
+        """Wait for every rank, or for the first failure and a short while for what explains it.
+
+        `watch` is called about twice a second meanwhile.
+        """
         pending = {refs[0]: rank for rank, refs in self._refs.items()}
         values: dict[int, Any] = {}
         failures: list[Failure] = []
         deadline: float | None = None
+        began = time.monotonic()
         while pending:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=timeout)
+            done, _ = _wait(list(pending), deadline, watch)
             if not done:
                 break
             rank = pending.pop(done[0])
@@ -290,6 +308,8 @@ class PendingCall:
             if failure is not None:
                 failures.append(failure)
                 deadline = min(deadline or float("inf"), time.monotonic() + _grace(failure))
+        if watch is not None and time.monotonic() - began >= FIRST_POST_S:
+            self._group.forget_posts()
         if failures:
             failed = {failure.rank for failure in failures}
             returned = [rank for rank in values if rank not in failed]
@@ -308,6 +328,19 @@ class PendingCall:
         except ray.exceptions.RayError as error:
             # The outcome itself did not travel: it cannot be pickled, or an argument is lost.
             return Failure(rank, f"{type(error).__name__}: {error}".split("\n", 1)[0], str(error)), None
+
+
+def _wait(
+    refs: list[Any], deadline: float | None, watch: Callable[[], None] | None
+) -> tuple[list[Any], list[Any]]:
+    """`ray.wait` for one of them, until the deadline, looking up to call `watch`."""
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        watching = watch is not None and deadline is None
+        done, rest = ray.wait(refs, num_returns=1, timeout=WATCH_EVERY_S if watching else left)
+        if done or watch is None or not watching:
+            return done, rest
+        watch()
 
 
 def _grace(failure: Failure) -> float:

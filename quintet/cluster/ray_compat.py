@@ -34,6 +34,7 @@ import ray
 import ray._private.node
 import ray._private.state
 import ray._private.worker
+from ray.experimental import internal_kv
 
 OBJECT_STORE_BYTES_WITHOUT_GPU = 512 * 2**20
 
@@ -133,6 +134,27 @@ def free_resources() -> list[dict[str, float]]:
     """What is free on each node, by node."""
     per_node: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
     return list(per_node.values())
+
+
+def post_count(key: str, count: int) -> None:
+    """Keep a count under a key for the whole cluster; progress is not worth failing for."""
+    with contextlib.suppress(ray.exceptions.RaySystemError, OSError):
+        internal_kv._internal_kv_put(key, str(count), overwrite=True)
+
+
+def posted_counts(keys: list[str]) -> list[int]:
+    """The counts kept under these keys, 0 where there is none; one request for all."""
+    with contextlib.suppress(ray.exceptions.RaySystemError, OSError):
+        names = [key.encode() for key in keys]
+        found = internal_kv.internal_kv_get_gcs_client().internal_kv_multi_get(names)
+        return [int(found.get(name, b"0")) for name in names]
+    return [0] * len(keys)
+
+
+def forget_counts(prefix: str) -> None:
+    """Drop all counts whose key begins so."""
+    with contextlib.suppress(ray.exceptions.RaySystemError, OSError):
+        internal_kv._internal_kv_del(prefix, del_by_prefix=True)
 
 
 @contextlib.contextmanager

@@ -12,16 +12,12 @@ def evaluate(s: Session, step: int) -> dict[str, float]:
         return {}
     prompts = list(s.inputs.eval)
     count = s.recipe.train.eval_samples_per_prompt
-    with (
-        s.observer.phase("evaluate"),
-        s.observer.progress.task("evaluation", len(prompts), "prompts") as task,
-    ):
+    with s.observer.phase("evaluate"):
         seed = f"{s.recipe.run.seed}/eval"
-        sampled = s.fleet.generate(prompts, s.sampling(), count, seed)
+        sampled = s.fleet.generate(prompts, s.sampling(), count, seed, title="evaluation, sampled")
         s.fleet.reward(sampled, s.inputs.reward)
-        greedy = s.fleet.generate(prompts, s.sampling(greedy=True), 1, seed)
+        greedy = s.fleet.generate(prompts, s.sampling(greedy=True), 1, seed, title="evaluation, greedy")
         s.fleet.reward(greedy, s.inputs.reward)
-        task.advance(len(prompts))
     metrics = {
         "accuracy": sampled.mean(),
         "greedy": greedy.mean(),
@@ -30,7 +26,7 @@ def evaluate(s: Session, step: int) -> dict[str, float]:
     }
     if any("well_formed" in r.metrics for r in sampled.rewards):
         metrics["well_formed"] = sampled.mean("well_formed")
-    s.observer.evaluation(step, metrics)
+    s.observer.evaluation(step, metrics | s.fleet.memory())
     return metrics
 
 

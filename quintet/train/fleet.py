@@ -7,7 +7,8 @@ go from there straight to the ranks that train on them, and are never on the con
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from quintet.data.batch import make_batch, select
 from quintet.data.prompts import Prompt
 from quintet.models import ModelShape
 from quintet.observe.memory import combine_peaks
+from quintet.observe.progress import Progress, Task
 from quintet.packing import Plan, alignment, plan_microbatches, split_evenly
 from quintet.recipe import schema
 from quintet.rewards.load import RewardFunction, RewardResult
@@ -54,7 +56,7 @@ class Samples:
                 "answer": self.prompts[g].answer,
                 "reward": scored.reward,
                 "finish": made.finish,
-                **scored.metrics,
+                "metrics": scored.metrics,
             }
             for g, made, scored in list(zip(self.groups, self.generated, self.rewards, strict=True))[:count]
         ]
@@ -73,8 +75,15 @@ class StepResult:
 class Fleet:
     """All ranks of a run, seen from the controller."""
 
-    def __init__(self, cluster: Any, recipe: schema.Recipe, model_dir: Path, shape: ModelShape) -> None:
-        self.recipe = recipe
+    def __init__(
+        self,
+        cluster: Any,
+        recipe: schema.Recipe,
+        model_dir: Path,
+        shape: ModelShape,
+        progress: Progress | None = None,
+    ) -> None:
+        self.recipe, self._progress = recipe, progress
         self.ranks = recipe.cluster.ranks
         self.workers = WorkerGroup(
             cluster,
@@ -104,6 +113,8 @@ class Fleet:
         samples_per_prompt: int,
         seed: str,
         lengths: Sequence[Sequence[int]] | None = None,
+        *,
+        title: str = "rollout",
     ) -> Samples:
         """Generate `samples_per_prompt` responses to each prompt. `seed` keys all noise of this call.
 
@@ -120,9 +131,16 @@ class Fleet:
         ]
         shares = split_evenly(len(requests), self._rollout_dp)
         by_rank = [requests[shares[c["dp"]].start : shares[c["dp"]].stop] for c in self._rollout_coords]
-        answers = self.workers.call(
-            "generate", by_rank, [sampling] * self.ranks, dispatch=all_to_all, phase="generate"
-        )
+        total = len(requests) * samples_per_prompt
+        with self._watched(title, total, "sequences", self._owners) as watch:
+            answers = self.workers.call(
+                "generate",
+                by_rank,
+                [sampling] * self.ranks,
+                dispatch=all_to_all,
+                phase="generate",
+                watch=watch,
+            )
         samples = Samples(list(prompts), [], [], [], [])
         for rank in sorted(self._owners, key=lambda r: self._rollout_coords[r]["dp"]):
             kept = 0
@@ -183,6 +201,7 @@ class Fleet:
             phase="deal",
         )
         self._mini_batches = len(received)
+        self._microbatches = [len(p.microbatches[0]) for mini, p in zip(chosen, plans, strict=True) if mini]
 
     def _plan(self, lengths: list[int]) -> Plan:
         return plan_microbatches(
@@ -235,6 +254,7 @@ class Fleet:
             phase="deal",
         )
         self._mini_batches = 1
+        self._microbatches = [len(plan.microbatches[0])]
 
     def score_samples(self, temperature: float) -> None:
         """Old and reference log-probs, where the step needs them."""
@@ -247,14 +267,18 @@ class Fleet:
         loss, tally = 0.0, Tally()
         parts: list[Updated] = []
         for number in range(self._mini_batches):
-            parts = self.workers.call(
-                "update",
-                [number] * self.dp,
-                objective=objective,
-                temperature=temperature,
-                dispatch=megatron_compute,
-                phase="train",
-            )
+            of = f", mini-batch {number + 1} of {self._mini_batches}" if self._mini_batches > 1 else ""
+            total = self._microbatches[number]
+            with self._watched(f"training{of}", total, "micro-batches", self._counters) as watch:
+                parts = self.workers.call(
+                    "update",
+                    [number] * self.dp,
+                    objective=objective,
+                    temperature=temperature,
+                    dispatch=megatron_compute,
+                    phase="train",
+                    watch=watch,
+                )
             loss += sum(part.loss for part in parts) / self._mini_batches
             tally.merge(part.tally for part in parts)
         return StepResult(loss, tally, parts[0].grad_norm, parts[0].lr)
@@ -274,6 +298,28 @@ class Fleet:
     def memory(self) -> dict[str, float | None]:
         """Memory peaks over the ranks, as metrics."""
         return combine_peaks(self.workers.call("memory"))
+
+    @property
+    def _counters(self) -> list[int]:
+        """The rank that counts micro-batches: one with the loss. Every dp rank has as many, at the same pace."""
+        coords = self.workers.coords()
+        last = max(c["pp"] for c in coords)
+        return [next(rank for rank, c in enumerate(coords) if c["pp"] == last)]
+
+    @contextmanager
+    def _watched(self, title: str, total: int, unit: str, ranks: list[int]) -> Iterator[Callable[[], None]]:
+        """What to call while waiting for `ranks` to do `total` units. The first call opens the bar: short work has none."""
+        with ExitStack() as stack:
+            shown: list[Task] = []
+
+            def watch() -> None:
+                if self._progress is None:
+                    return
+                if not shown:
+                    shown.append(stack.enter_context(self._progress.task(title, total, unit, quiet=True)))
+                shown[0].advance(max(0, self.workers.posted(ranks) - shown[0].done))
+
+            yield watch
 
 
 def _seed(text: str) -> int:

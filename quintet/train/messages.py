@@ -16,6 +16,10 @@ class Generated:
     response_tokens: int
     finish: str
     text: str
+    logprob: float
+    """Of the response under the sampling distribution: the sum over its tokens."""
+    raw_logprob: float
+    """The same under the model's own distribution (temperature 1, nothing cut)."""
 
 
 @dataclass

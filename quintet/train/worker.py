@@ -18,7 +18,7 @@ from quintet.cluster.worker import Place, Worker
 from quintet.data.batch import Batch, concat, make_batch, sample_ids, select, set_tokens, token_count, tokens
 from quintet.data.tokenizer import load_tokenizer
 from quintet.engine import build
-from quintet.engine.engine import DTYPES, Engine
+from quintet.engine.engine import DTYPES, Engine, Loss
 from quintet.engine.reshard import Resharder
 from quintet.engine.shards import shard_map
 from quintet.models import read_shape
@@ -194,7 +194,7 @@ class PolicyWorker(Worker):
         step = self.engine.optimizer_step()
         return None if result is None else Updated(result.loss, result.tally, step["grad_norm"], step["lr"])
 
-    def _counted(self, objective: Objective) -> Objective:
+    def _counted(self, objective: Objective) -> Loss:
         """The objective, which is called once a micro-batch, counting as it is called."""
         self._progress.begin()
         done = itertools.count()

@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+from quintet.cluster.progress import Progress
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import UserError
 
@@ -52,6 +53,13 @@ class Light(Worker):
         if self.rank == rank:
             inner_fail(how)
         return "done"
+
+    def count(self, units: int, seconds: float) -> None:
+        progress = Progress()
+        progress.begin()
+        for done in range(1, units + 1):
+            time.sleep(seconds)
+            progress(done)
 
     def sleep(self) -> None:
         print("about to sleep")
