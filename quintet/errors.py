@@ -22,8 +22,9 @@ class UserError(QuintetError):
 class WorkerFailure(QuintetError):
     """A rank died or hung, which ends the run.
 
-    The message names rank and phase in words; the attributes are for code. `rank` is None when no single rank is to blame (a collective that some ranks never reached). `traceback`
-    is the worker's own traceback text; `stacks` maps a rank to the text of its Python stacks.
+    The message names rank and phase in words; the attributes are for code. `rank` is None when no single rank
+    is to blame (a collective that some ranks never reached). `traceback` is the worker's own traceback text;
+    `stacks` maps a rank to the text of its Python stacks.
     """
 
     exit_code = 3

@@ -37,7 +37,8 @@ COMMAND = Command(
     summary="measure a model on held-out prompts",
     description="""\
 Evaluate the recipe's model on its held-out prompts: data.eval_path (or the built-in task's), train.eval_prompts
-of them, train.eval_samples_per_prompt responses each at the rollout's temperature, and one greedy response each.""",
+of them, train.eval_samples_per_prompt responses each at the rollout's temperature, and one greedy response each.
+Progress goes to standard error, and no run directory is left behind.""",
     examples="""\
   quintet eval my.yaml model.path=runs/demo-20261121-100000/checkpoint
   quintet eval my.yaml data.eval_path=gsm8k_test.jsonl train.eval_prompts=64 --output result.json""",

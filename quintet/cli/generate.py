@@ -94,7 +94,8 @@ COMMAND = Command(
     summary="generate responses to given prompts",
     description="""\
 Generate responses with the recipe's model and `rollout` section. A prompt is rendered by the chat template
-unless data.chat is false. On a terminal the samples are printed to be read, otherwise as JSON, one object a line.""",
+unless data.chat is false. On a terminal the samples are printed to be read, otherwise as JSON, one object a line.
+Progress goes to standard error, and no run directory is left behind.""",
     examples="""\
   quintet generate my.yaml --prompt "What is 12 + 30?" rollout.samples_per_prompt=1 rollout.temperature=0
   quintet generate my.yaml model.path=runs/demo-20261121-100000/checkpoint --prompts questions.txt

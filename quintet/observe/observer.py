@@ -6,8 +6,10 @@ with its status and a report of the steps there were.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,20 +31,29 @@ class Observer:
     """Use as a context manager around a whole run.
 
     `directory` is the run directory, `progress` shows long phases, `extra` is added to summary.json.
+
+    With `keep` false, for commands whose output is their result, nothing is left behind and nothing goes to
+    standard output: the directory is a temporary one, there are no trackers, and progress goes to standard error.
     """
 
-    def __init__(self, recipe: Recipe, console: Console | None = None) -> None:
-        self.recipe = recipe
-        self.console = console or Console(highlight=False)
-        self.directory = RunDirectory.create(recipe)
+    def __init__(self, recipe: Recipe, console: Console | None = None, *, keep: bool = True) -> None:
+        self.recipe, self.keep = recipe, keep
+        self.console = console or Console(highlight=False, stderr=not keep)
+        self._scratch = ExitStack()
+        self.directory = RunDirectory.create(recipe) if keep else self._temporary()
         self.progress = Progress(self.console)
         self.phases = PhaseTimer()
         self.extra: dict[str, Any] = {}
         self._ledger = Ledger(self.directory.metrics)
         self._printer = StepPrinter(self.console)
         self._host = HostMemory()
-        self._trackers = make_trackers(recipe, self.directory.path)
-        self.console.print(f"run directory {self.directory.path}", soft_wrap=True)
+        self._trackers = make_trackers(recipe, self.directory.path) if keep else []
+        if keep:
+            self.console.print(f"run directory {self.directory.path}", soft_wrap=True)
+
+    def _temporary(self) -> RunDirectory:
+        made = tempfile.TemporaryDirectory(prefix="quintet-", ignore_cleanup_errors=True)
+        return RunDirectory(Path(self._scratch.enter_context(made)))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """`with observer.phase("generate"): …` counts the seconds inside to that phase."""
@@ -76,15 +87,21 @@ class Observer:
     def evaluation(self, step: int, metrics: Mapping[str, Any], *, stage: str = "rl") -> None:
         """Record and print an evaluation after `step` steps: accuracy, greedy, well_formed and what else there is.
 
-        The names get the prefix `eval/`. The first and the last one become the summary's before and after.
+        The names get the prefix `eval/`, but for `memory/…`. The first and the last evaluation become the
+        summary's before and after.
         """
         by_phase, _ = self.phases.lap()
-        line = {key if key.startswith("eval/") else f"eval/{key}": value for key, value in metrics.items()}
+        line = {
+            key if key.startswith(("eval/", "memory/")) else f"eval/{key}": value
+            for key, value in metrics.items()
+        }
         self._record(stage, step, line | {f"seconds/{phase}": value for phase, value in by_phase.items()})
+        if not self.keep:  # The command prints the numbers itself.
+            return
         shown = "  ".join(
             f"{key.removeprefix('eval/').replace('_', ' ')} {value:.3f}"
             for key, value in line.items()
-            if isinstance(value, float)
+            if isinstance(value, float) and key.startswith("eval/")
         )
         self.console.print(f"[bold cyan]evaluation after step {step}[/]  {shown}", soft_wrap=True)
 
@@ -104,6 +121,9 @@ class Observer:
     ) -> None:
         self.progress.close()
         self._ledger.close()
+        if not self.keep:
+            self._scratch.close()
+            return
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         status = "finished" if kind is None else "interrupted" if interrupted else "failed"
         summary: dict[str, Any] = {"status": status, "run": self.directory.path.name}
@@ -115,9 +135,8 @@ class Observer:
         except Exception as late:
             if kind is None:
                 raise
-            self.note(
-                f"could not write the summary or the report: {late}"
-            )  # What ended the run matters more.
+            # What ended the run matters more.
+            self.note(f"could not write the summary or the report: {late}")
 
     def _close(self, summary: dict[str, Any]) -> None:
         lines = read_metrics(self.directory.metrics)

@@ -46,12 +46,6 @@ class Task:
             self._last_line = time.monotonic()
             self._line()
 
-    def set_total(self, total: int) -> None:
-        """The number of units becomes known, or changes."""
-        self.total = total
-        if self._progress.bars is not None and self._bar is not None:
-            self._progress.bars.update(self._bar, total=total)
-
     def note(self, text: str) -> None:
         """Show a short text beside the bar, such as the loss."""
         self._note = text

@@ -21,7 +21,8 @@ def summarize(
     """Sum up the ledger's lines.
 
     `*_before` is the first evaluation of the run's main stage, `*_after` its last one; null where there was
-    none. `steps` and `tokens_trained` count the main stage: rl where there is one, otherwise sft.
+    none. `steps` and `tokens_trained` (tokens with loss_mask 1) count the main stage: rl where there is one,
+    otherwise sft.
     """
     stage = main_stage(lines)
     main = [line for line in lines if line.get("stage") == stage]
@@ -33,17 +34,21 @@ def summarize(
         summary[f"{name}_before"] = values[0] if values else None
         summary[f"{name}_after"] = values[-1] if len(values) > 1 else None
     summary["steps"] = len(steps)
-    summary["tokens_trained"] = int(sum(line.get("tokens") or 0 for line in steps))
+    summary["tokens_trained"] = _trained(steps)
     warm_up = [line for line in lines if line.get("stage") == "sft" and stage != "sft"]
     if warm_up:
         summary["sft_steps"] = len(warm_up)
-        summary["sft_tokens_trained"] = int(sum(line.get("tokens") or 0 for line in warm_up))
+        summary["sft_tokens_trained"] = _trained(warm_up)
     summary["seconds_total"] = round(seconds_total, 3)
     summary["seconds_by_phase"] = {phase: round(seconds, 3) for phase, seconds in seconds_by_phase.items()}
     for key in ("host_gib", "device_gib"):
         peaks = [line[f"memory/{key}"] for line in lines if line.get(f"memory/{key}") is not None]
         summary[f"{key}_peak"] = round(max(peaks), 3) if peaks else None
     return summary
+
+
+def _trained(lines: list[dict[str, Any]]) -> int:
+    return int(sum(line.get("tokens_trained") or 0 for line in lines))
 
 
 def main_stage(lines: list[dict[str, Any]]) -> str:

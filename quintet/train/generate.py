@@ -11,7 +11,7 @@ from quintet.train.session import session
 
 
 def generate(recipe: Recipe, prompts: list[str]) -> list[dict[str, Any]]:
-    """Responses to texts: one dict a sample with prompt, response, tokens, finish and log-prob."""
+    """Responses to texts: one dict a sample with prompt, response, response_tokens, finish and log-probs (sums)."""
     with session(recipe, "generate") as s:
         ready: list[Prompt] = make_prompts(prompts, recipe.data, s.inputs.tokenizer)
         samples = s.fleet.generate(
@@ -23,6 +23,8 @@ def generate(recipe: Recipe, prompts: list[str]) -> list[dict[str, Any]]:
                 "response": made.text,
                 "response_tokens": made.response_tokens,
                 "finish": made.finish,
+                "logprob": made.logprob,
+                "raw_logprob": made.raw_logprob,
             }
             for group, made in zip(samples.groups, samples.generated, strict=True)
         ]

@@ -69,7 +69,11 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
     rewards = [r.reward for r in samples.rewards]
     responses = [g.response_tokens for g in samples.generated]
     means, maxima = result.tally.means(), result.tally.maxima()
-    metrics = {
+    # First what the reward function told beside the reward: no name of its own can replace one of ours.
+    metrics: dict[str, float | None] = {
+        _metric(name): samples.mean(name) for name in sorted({n for r in samples.rewards for n in r.metrics})
+    }
+    metrics |= {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "response_tokens/mean": statistics.fmean(responses),
@@ -86,11 +90,16 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
         "groups_without_signal": _alike(samples),
         "truncated": statistics.fmean(g.finish == "length" for g in samples.generated),
         "tokens": sum(g.tokens for g in samples.generated),
+        "tokens_trained": sum(responses),
+        **s.fleet.memory(),
     }
-    for name in sorted({name for r in samples.rewards for name in r.metrics}):
-        metrics[name] = samples.mean(name)
     s.observer.step(step, metrics, total=s.recipe.train.steps)
     s.observer.samples(step, samples.shown(s.recipe.run.samples_logged_per_step))
+
+
+def _metric(name: str) -> str:
+    """The metric of a number that the reward function returned; `well_formed` is a word of the house."""
+    return name if name == "well_formed" else f"reward/{name}"
 
 
 def _alike(samples: Samples) -> float:

@@ -9,18 +9,22 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quintet.data.prompts import PromptSet, alphabet_of, load_prompts
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.errors import UserError
-from quintet.models import ModelShape, read_shape
+from quintet.models import ModelShape, check_weights, read_end_ids, read_shape
 from quintet.observe import Observer
 from quintet.recipe import schema
+from quintet.recipe.capacity import overflow
 from quintet.rewards.load import RewardFunction, load_reward
 from quintet.rollout import Sampling
+
+if TYPE_CHECKING:  # Ray starts long after the checks.
+    from quintet.train.fleet import Fleet
 
 Command = Literal["train", "sft", "generate", "eval"]
 
@@ -36,14 +40,13 @@ class Inputs:
     eval: PromptSet | None
     reward: RewardFunction | None
 
-    @property
-    def end_ids(self) -> list[int]:
-        """Token ids that end a response."""
-        return [self.tokenizer.eos_token_id]
+    end_ids: list[int] = field(default_factory=list)
+    """Token ids that end a response: the tokenizer's, and those the model's generation_config.json lists."""
 
 
 def prepare(recipe: schema.Recipe, command: Command, scratch: Path) -> Inputs:
     """Read and check everything the command will need. A model to be built is written to `scratch`."""
+    _check_device(recipe)
     model_dir = recipe.model.path
     if recipe.model.build is not None:
         model_dir = scratch / "model"
@@ -62,7 +65,9 @@ def prepare(recipe: schema.Recipe, command: Command, scratch: Path) -> Inputs:
         raise UserError("model.path is not set: name a Hugging Face directory, or give model.build")
     tokenizer = load_tokenizer(model_dir, recipe.model.chat_template)
     shape = read_shape(model_dir)
-    inputs = Inputs(model_dir, shape, tokenizer, None, None, None)
+    check_weights(model_dir, shape)
+    end_ids = sorted({tokenizer.eos_token_id, *read_end_ids(model_dir)})
+    inputs = Inputs(model_dir, shape, tokenizer, None, None, None, end_ids)
     if command in ("train", "eval"):
         inputs.reward = load_reward(recipe.reward.function)
     if command in ("train", "sft"):
@@ -75,28 +80,38 @@ def prepare(recipe: schema.Recipe, command: Command, scratch: Path) -> Inputs:
     return inputs
 
 
+def _check_device(recipe: schema.Recipe) -> None:
+    """What the rules can say of device=cpu only: device=auto comes to the same on a machine without GPUs."""
+    if recipe.cluster.device != "auto" or recipe.cluster.address is not None:
+        return
+    if recipe.engine.megatron.get("recompute_granularity") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(
+            "engine.megatron.recompute_granularity: megatron-core recomputes activations on GPUs only, and this "
+            "machine has none; remove it, or lower engine.tokens_per_microbatch_per_rank to save memory"
+        )
+
+
 def _check_lengths(prompts: PromptSet, recipe: schema.Recipe) -> None:
     """Prompt and longest response must fit a micro-batch, for every prompt, before anything is generated."""
-    budget = recipe.engine.tokens_per_microbatch_per_rank * recipe.layout.cp
     for prompt in prompts:
         longest = max(recipe.rollout.max_response_tokens, len(prompt.response_ids))
         total = len(prompt.token_ids) + longest
-        if total > budget:
+        if (why := overflow(recipe, total)) is not None:
             raise UserError(
                 f"{prompt.source}: {len(prompt.token_ids)} prompt tokens and up to {longest} of response are "
-                f"{total}, more than engine.tokens_per_microbatch_per_rank={budget}. "
-                "Raise the budget, or lower rollout.max_response_tokens"
+                f"{total}, {why}. Raise the budget, or lower rollout.max_response_tokens"
             )
 
 
 class Session:
     """A run under way: its inputs, its observer, its ranks."""
 
-    def __init__(self, recipe: schema.Recipe, inputs: Inputs, observer: Observer, fleet: Any) -> None:
-        from quintet.train.fleet import Fleet
-
-        self.recipe, self.inputs, self.observer = recipe, inputs, observer
-        self.fleet: Fleet = fleet
+    def __init__(self, recipe: schema.Recipe, inputs: Inputs, observer: Observer, fleet: Fleet) -> None:
+        self.recipe, self.inputs, self.observer, self.fleet = recipe, inputs, observer, fleet
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """The recipe's sampling."""
@@ -110,10 +125,13 @@ class Session:
 
 @contextmanager
 def session(recipe: schema.Recipe, command: Command) -> Iterator[Session]:
-    """Prepare, make the run directory, start the ranks; and end all of it well, however the body ends."""
+    """Prepare, make the run directory, start the ranks; and end all of it well, however the body ends.
+
+    `generate` and `eval` leave no run directory behind and write progress to standard error.
+    """
     with tempfile.TemporaryDirectory(prefix="quintet-") as scratch:
         inputs = prepare(recipe, command, Path(scratch))
-        with Observer(recipe) as observer:
+        with Observer(recipe, keep=command in ("train", "sft")) as observer:
             if recipe.model.build is not None:
                 inputs.model_dir = Path(
                     shutil.move(str(inputs.model_dir), str(observer.directory.path / "model"))
@@ -123,7 +141,7 @@ def session(recipe: schema.Recipe, command: Command) -> Iterator[Session]:
 
 
 @contextmanager
-def _ranks(recipe: schema.Recipe, inputs: Inputs, observer: Observer) -> Iterator[Any]:
+def _ranks(recipe: schema.Recipe, inputs: Inputs, observer: Observer) -> Iterator[Fleet]:
     from quintet.cluster.cluster import Cluster
     from quintet.train.fleet import Fleet
 
@@ -131,5 +149,5 @@ def _ranks(recipe: schema.Recipe, inputs: Inputs, observer: Observer) -> Iterato
     with ExitStack() as stack:
         with observer.phase("start"), observer.progress.task(f"starting {recipe.cluster.ranks} ranks"):
             stack.enter_context(cluster)
-            fleet = Fleet(cluster, recipe, inputs.model_dir, inputs.shape)
+            fleet = Fleet(cluster, recipe, inputs.model_dir, inputs.shape, observer.progress)
         yield fleet

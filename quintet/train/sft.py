@@ -9,6 +9,9 @@ from quintet.recipe.schema import Optimizer, Recipe, Sft
 from quintet.train.objective import sft_objective
 from quintet.train.session import Session, session
 
+MEMORY_EVERY_STEPS = 10
+"""Peaks grow slowly and steps are short: the ranks are asked this often, and lines between repeat the answer."""
+
 
 def sft(recipe: Recipe) -> Path:
     """Fine-tune on responses, save the model, return the run directory."""
@@ -26,14 +29,24 @@ def imitate(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
     s.fleet.start_optimizer(optimizer, recipe.steps)
     stream = PromptStream(s.inputs.train, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle)
     objective, smooth = sft_objective(), None
+    memory: dict[str, float | None] = {}
     with s.observer.progress.task("warm-up (SFT)", recipe.steps, "steps") as task:
         for step in range(1, recipe.steps + 1):
             prompts = stream.take(recipe.samples_per_step)
             with s.observer.phase("sft"):
                 s.fleet.imitate(prompts)
                 result = s.fleet.update(objective)
-            tokens = sum(len(p.token_ids) + len(p.response_ids) for p in prompts)
-            metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, "tokens": tokens}
+            if step % MEMORY_EVERY_STEPS == 1 or step == recipe.steps:
+                memory = s.fleet.memory()
+            trained = sum(len(p.response_ids) for p in prompts)
+            metrics = {
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": result.lr,
+                "tokens": trained + sum(len(p.token_ids) for p in prompts),
+                "tokens_trained": trained,
+                **memory,
+            }
             s.observer.step(step, metrics, stage="sft", total=recipe.steps, show=False)
             smooth = result.loss if smooth is None else 0.9 * smooth + 0.1 * result.loss
             task.advance()

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from quintet.cli import main
+
 ROOT = Path(__file__).parents[2]
 DEMO = [
     "recipes/laptop_demo.yaml",
@@ -30,12 +32,12 @@ DEMO = [
 ]
 
 
-def command(*arguments: str, **extra) -> subprocess.Popen:
+def command(*arguments: str, stderr: int = subprocess.STDOUT, **extra) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "quintet", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
         env={**os.environ, "COLUMNS": "200"},
         **extra,
@@ -73,7 +75,10 @@ def test_run_directory_is_complete(resharded):
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["steps"] == 2
-    assert summary["tokens_trained"] > 0
+    steps = [line for line in metrics(directory, "rl") if "loss" in line]
+    assert summary["tokens_trained"] == sum(line["tokens_trained"] for line in steps) > 0
+    warm_up = metrics(directory, "sft")
+    assert summary["sft_tokens_trained"] == sum(line["tokens_trained"] for line in warm_up) > 0
     for key in ("eval_before", "eval_after", "greedy_before", "greedy_after"):
         assert 0 <= summary[key] <= 1
     phases = {"start", "sft", "evaluate", "generate", "reward", "deal", "logprob", "train", "sync", "save"}
@@ -96,6 +101,12 @@ def test_steps_are_recorded_in_full(resharded):
         # Rollout (dp 2) and trainer (tp 2) hold the same weights: fp32 rounding is all that parts them.
         assert abs(line["kl/rollout_trainer"]) < 1e-9
         assert line["logprob_gap/max"] < 1e-4
+        assert 0 < line["tokens_trained"] < line["tokens"]
+        # Ranks alone: the controller's and Ray's processes are not in it.
+        assert 0 < line["memory/host_gib"] < 8
+    (first, *_) = [line for line in metrics(directory, "rl") if "eval/accuracy" in line]
+    assert first["memory/host_gib"] > 0
+    assert not [key for key in first if key.startswith("eval/memory")]
 
 
 def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
@@ -109,7 +120,7 @@ def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
-    output = run(
+    process = command(
         "generate",
         "recipes/laptop_demo.yaml",
         "model.build=null",
@@ -119,10 +130,23 @@ def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
         "rollout.temperature=0",
         "rollout.samples_per_prompt=1",
         f"run.dir={directory / 'generate'}",
+        "run.trackers=[tensorboard]",
         "--prompt",
         prompt,
+        stderr=subprocess.PIPE,
     )
-    (line,) = [json.loads(x) for x in output.splitlines() if x.startswith("{")]
+    output, said = process.communicate(timeout=100)
+    assert process.returncode == 0, said
+    (line,) = [json.loads(x) for x in output.splitlines()]  # nothing but samples on standard output
+    assert "starting 1 ranks" in said
+    assert not (directory / "generate").exists()
+    # Greedy: the sampling distribution is certain of each token, the model is not.
+    assert line["logprob"] == 0
+    made = torch.cat((ids, theirs[:, ids.shape[1] :]), dim=1)[:, : ids.shape[1] + line["response_tokens"]]
+    with torch.no_grad():
+        scores = model(made).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+    expected = float(scores.gather(1, made[0, ids.shape[1] :, None]).sum())
+    assert line["raw_logprob"] == pytest.approx(expected, abs=1e-4)
     assert line["response"] == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -175,13 +199,18 @@ def test_ctrl_c_leaves_nothing_behind_but_a_readable_run(tmp_path):
     ],
     ids=["bad-json", "missing-column", "empty", "too-long"],
 )
-def test_a_malformed_prompt_file_is_named_before_anything_starts(tmp_path, content, said):
+def test_a_malformed_prompt_file_is_named_before_anything_starts(
+    tmp_path, monkeypatch, capsys, content, said
+):
     file = tmp_path / "prompts.jsonl"
     file.write_text(content)
-    output = run(
+    monkeypatch.chdir(ROOT)
+    code = main([
         "train", *(x for x in DEMO if not x.startswith("sft.")), "sft=null", "data.task=jsonl", "data.task_options={}", f"data.train_path={file}",
-        f"data.eval_path={file}", "reward.function=exact_match", f"run.dir={tmp_path / 'runs'}", code=2,
-    )  # fmt: skip
+        f"data.eval_path={file}", "reward.function=exact_match", f"run.dir={tmp_path / 'runs'}",
+    ])  # fmt: skip
+    output = "".join(capsys.readouterr())
+    assert code == 2, output
     assert said in output
     assert "Traceback" not in output
     assert not (tmp_path / "runs").exists()

@@ -1,5 +1,6 @@
 """A run seen from outside: what is in its directory and on the screen, however it ended."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -21,14 +22,17 @@ STEP = {
     "kl/reference": None,
     "grad_norm": 0.5,
     "lr": 1e-3,
-    "tokens": 100,
+    "tokens": 140,
+    "tokens_trained": 100,
 }
 
 
 def run(observer: Observer, steps: int, error: BaseException | None = None) -> None:
     with observer:
         for step in (1, 2):
-            observer.step(step, {"loss": 1.0 / step, "tokens": 10}, stage="sft", show=False)
+            observer.step(
+                step, {"loss": 1.0 / step, "tokens": 25, "tokens_trained": 10}, stage="sft", show=False
+            )
         observer.evaluation(0, {"accuracy": 0.3, "greedy": 0.4, "well_formed": 1.0})
         for step in range(1, steps + 1):
             with observer.phase("generate"):
@@ -101,7 +105,7 @@ def test_steps_carry_what_the_clock_and_the_machine_say(observe) -> None:
     assert {"seconds/generate", "seconds/train", "seconds/step", "tokens_per_s", "memory/host_gib"} <= set(
         line
     )
-    assert line["tokens_per_s"] == pytest.approx(100 / line["seconds/step"])
+    assert line["tokens_per_s"] == pytest.approx(140 / line["seconds/step"])
     assert line["memory/device_gib"] is None
 
 
@@ -122,10 +126,38 @@ def test_a_run_cut_short_stays_readable(observe, error: BaseException, status: s
     assert str(observer.directory.path) in printed.getvalue()
 
 
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), RuntimeError("rank 1 died")])
+def test_without_keep_nothing_is_left_and_standard_output_stays_clean(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str], error: BaseException | None
+) -> None:
+    recipe.run.trackers = ["tensorboard"]
+    observer = Observer(recipe, keep=False)
+    with pytest.raises(type(error)) if error else contextlib.nullcontext():
+        run(observer, 2, error)
+    assert not observer.directory.path.exists()
+    assert not recipe.run.dir.exists()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "1/2" in err
+    assert "evaluation after" not in err
+    assert "report" not in err
+
+
+def test_an_evaluations_memory_keeps_its_name_and_stays_off_its_line(observe) -> None:
+    observer, printed = observe()
+    with observer:
+        observer.evaluation(0, {"accuracy": 0.25, "memory/host_gib": 1.5, "memory/device_gib": 20.0})
+    (line,) = read_metrics(observer.directory.metrics)
+    assert {"eval/accuracy": 0.25, "memory/host_gib": 1.5, "memory/device_gib": 20.0}.items() <= line.items()
+    assert json.loads(observer.directory.summary.read_text())["device_gib_peak"] == 20.0
+    said = next(one for one in printed.getvalue().splitlines() if one.startswith("evaluation after"))
+    assert said.split("  ")[1:] == ["accuracy 0.250"]
+
+
 def test_sft_alone_is_the_main_stage(observe) -> None:
     observer, _ = observe()
     with observer:
-        observer.step(1, {"loss": 2.0, "tokens": 7}, stage="sft")
+        observer.step(1, {"loss": 2.0, "tokens": 9, "tokens_trained": 7}, stage="sft")
     summary = json.loads(observer.directory.summary.read_text())
     assert (summary["steps"], summary["tokens_trained"], "sft_steps" in summary) == (1, 7, False)
     assert summary["eval_before"] is None

@@ -82,8 +82,9 @@ def _tiles(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> st
         seconds = sum(line.get("seconds/step") or 0 for line in steps)
         tiles.append(_tile("Steps", f"{len(steps):,}", f"{duration(seconds / len(steps))} a step"))
         if tokens:
-            rate = f"{short(tokens / seconds)} tokens/s" if seconds else ""
-            tiles.append(_tile("Tokens trained on", short(tokens), rate))
+            rate = f"{short(tokens / seconds)} a second with prompts" if seconds else ""
+            trained = sum(line.get("tokens_trained") or 0 for line in steps)
+            tiles.append(_tile("Tokens trained on", short(trained), rate))
     if summary.get("seconds_total"):
         tiles.append(_tile("Wall time", duration(summary["seconds_total"]), "with start-up and evaluations"))
     return f'<section class="tiles">{"".join(tiles)}</section>'
