@@ -95,7 +95,10 @@ def test_logprobs_equal_the_engines(pool, path, layout, temperature):
     checked = 0
     for (run,), again in results:
         said = [
-            x for row, p in zip(run, PROMPTS, strict=True) for s in row for x in [0.0] * len(p) + s.policy_logprobs
+            x
+            for row, p in zip(run, PROMPTS, strict=True)
+            for s in row
+            for x in [0.0] * len(p) + s.policy_logprobs
         ]
         if again is not None:
             torch.testing.assert_close(torch.tensor(said), again, rtol=1e-5, atol=2e-5)
@@ -113,7 +116,10 @@ def test_bf16_rollout_and_trainer_part_by_rounding_only(pool, path, layout):
         if again is None:
             continue
         said = [
-            x for row, p in zip(run, PROMPTS, strict=True) for s in row for x in [0.0] * len(p) + s.policy_logprobs
+            x
+            for row, p in zip(run, PROMPTS, strict=True)
+            for s in row
+            for x in [0.0] * len(p) + s.policy_logprobs
         ]
         gap = (torch.tensor(said) - again).abs()
         assert gap.mean() < 0.02

@@ -1,0 +1,63 @@
+"""What every command checks before it starts a process: weights, lengths with padding, ends of sequence."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quintet.data.tokenizer import build_char_tokenizer
+from quintet.errors import UserError
+from quintet.recipe import Recipe
+from quintet.train.session import prepare
+from tests.models.directory import QWEN3, write_model
+
+ALPHABET = "0123456789+="
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    build_char_tokenizer(ALPHABET, path)
+    return write_model(path)
+
+
+def recipe(model: Path, **sections: dict) -> Recipe:
+    return Recipe.model_validate({"model": {"path": model}, "data": {"task": "addition"}} | sections)
+
+
+def test_end_ids_are_the_tokenizers_and_the_models(model: Path, tmp_path: Path) -> None:
+    assert prepare(recipe(model), "generate", tmp_path).end_ids == [1]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert prepare(recipe(model), "generate", tmp_path).end_ids == [1, 7]
+
+
+def test_weights_that_do_not_fit_are_found(model: Path, tmp_path: Path) -> None:
+    (model / "config.json").write_text(json.dumps(QWEN3 | {"intermediate_size": 80}))
+    with pytest.raises(UserError, match="implies"):
+        prepare(recipe(model), "generate", tmp_path)
+
+
+def test_a_sample_fits_with_the_padding_of_sequence_parallelism(model: Path, tmp_path: Path) -> None:
+    inputs = prepare(recipe(model), "train", tmp_path)
+    assert inputs.train is not None
+    longest = max(len(prompt.token_ids) for prompt in inputs.train)
+    response = 32 + (longest + 1) % 2  # so that the longest sample has an odd count of tokens
+    fits = {
+        "rollout": {"max_response_tokens": response},
+        "engine": {"tokens_per_microbatch_per_rank": longest + response},
+    }
+    assert (longest + response) % 2
+    prepare(recipe(model, **fits), "train", tmp_path)
+    with pytest.raises(UserError, match="with padding to a multiple of 2"):
+        prepare(recipe(model, layout={"tp": 2, "sp": True}, **fits), "train", tmp_path)
+
+
+def test_recomputation_is_refused_without_gpus(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = recipe(model, engine={"megatron": {"recompute_granularity": "full"}})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    prepare(settings, "generate", tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="on GPUs only"):
+        prepare(settings, "generate", tmp_path)
