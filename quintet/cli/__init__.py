@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a bug, 2 something for the user to put right, 3 a worker f
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,12 @@ COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (train.COMMAND, sft.COMMAND, generate.COMMAND, eval.COMMAND, check.COMMAND)
 }
+
+# tensordict asks torch whether it is being traced, and torch 2.13 then warns, once a process, of something that
+# concerns neither us nor the user. Nothing else of that logger is dropped.
+logging.getLogger("torch.fx._symbolic_trace").addFilter(
+    lambda record: not str(record.msg).startswith("is_fx_tracing will return true")
+)
 
 _HEAD = """\
 usage: quintet COMMAND RECIPE.yaml [key=value ...] [options]

@@ -82,6 +82,7 @@ class Fleet:
         model_dir: Path,
         shape: ModelShape,
         progress: Progress | None = None,
+        command: str = "train",
     ) -> None:
         self.recipe, self._progress = recipe, progress
         self.ranks = recipe.cluster.ranks
@@ -93,6 +94,7 @@ class Fleet:
             name="policy",
             recipe=recipe,
             model_dir=model_dir.absolute(),
+            command=command,
         )
         layout = recipe.layout
         self.dp = self.ranks // (layout.tp * layout.pp * layout.cp)

@@ -136,12 +136,12 @@ def session(recipe: schema.Recipe, command: Command) -> Iterator[Session]:
                 inputs.model_dir = Path(
                     shutil.move(str(inputs.model_dir), str(observer.directory.path / "model"))
                 )
-            with _ranks(recipe, inputs, observer) as fleet:
+            with _ranks(recipe, command, inputs, observer) as fleet:
                 yield Session(recipe, inputs, observer, fleet)
 
 
 @contextmanager
-def _ranks(recipe: schema.Recipe, inputs: Inputs, observer: Observer) -> Iterator[Fleet]:
+def _ranks(recipe: schema.Recipe, command: Command, inputs: Inputs, observer: Observer) -> Iterator[Fleet]:
     from quintet.cluster.cluster import Cluster
     from quintet.train.fleet import Fleet
 
@@ -149,5 +149,5 @@ def _ranks(recipe: schema.Recipe, inputs: Inputs, observer: Observer) -> Iterato
     with ExitStack() as stack:
         with observer.phase("start"), observer.progress.task(f"starting {recipe.cluster.ranks} ranks"):
             stack.enter_context(cluster)
-            fleet = Fleet(cluster, recipe, inputs.model_dir, inputs.shape, observer.progress)
+            fleet = Fleet(cluster, recipe, inputs.model_dir, inputs.shape, observer.progress, command)
         yield fleet

@@ -34,9 +34,9 @@ from quintet.train.objective import Objective
 class PolicyWorker(Worker):
     """One rank. `model_dir` is a Hugging Face directory that this rank's node can read."""
 
-    def __init__(self, place: Place, recipe: schema.Recipe, model_dir: Path) -> None:
+    def __init__(self, place: Place, recipe: schema.Recipe, model_dir: Path, command: str = "train") -> None:
         super().__init__(place)
-        self.recipe, self.model_dir = recipe, model_dir
+        self.recipe, self.model_dir, self.command = recipe, model_dir, command
         self.dtype = recipe.model.dtype or ("fp32" if place.device == "cpu" else "bf16")
         self._progress = Progress()
         self._samples: Batch | None = None
@@ -48,8 +48,10 @@ class PolicyWorker(Worker):
         recipe = self.recipe
         self.tokenizer = load_tokenizer(self.model_dir, recipe.model.chat_template)
         self.shape = read_shape(self.model_dir)
-        self.engine = self._engine(recipe.optimizer)
-        self.reference = self._engine(None) if recipe.algorithm.kl_coef > 0 else None
+        # Gradients, optimizer state and a reference policy cost memory: only commands that need them have them.
+        self.engine = self._engine(recipe.optimizer if self.command in ("train", "sft") else None)
+        needs_reference = self.command == "train" and recipe.algorithm.kl_coef > 0
+        self.reference = self._engine(None) if needs_reference else None
         self.rollout = self._rollout()
 
     def _engine(self, optimizer: schema.Optimizer | None) -> Engine:

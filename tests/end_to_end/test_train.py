@@ -139,6 +139,7 @@ def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
     assert process.returncode == 0, said
     (line,) = [json.loads(x) for x in output.splitlines()]  # nothing but samples on standard output
     assert "starting 1 ranks" in said
+    assert "_symbolic_trace" not in said
     assert not (directory / "generate").exists()
     # Greedy: the sampling distribution is certain of each token, the model is not.
     assert line["logprob"] == 0
