@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +36,6 @@ def install() -> None:
         # `jit_fuser` compiles small elementwise functions: minutes of C++ on a CPU for nothing.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _stand_in_for_cuda()
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     import megatron.core
 
