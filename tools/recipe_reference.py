@@ -1,7 +1,7 @@
 """Writes docs/recipe.md, the reference of every recipe key, from the schema alone.
 
-    python tools/recipe_reference.py            # write it
-    python tools/recipe_reference.py --check    # exit 1 when it is not what the schema says
+python tools/recipe_reference.py            # write it
+python tools/recipe_reference.py --check    # exit 1 when it is not what the schema says
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def reference() -> str:
             section = key.partition(".")[0]
             lines += ["", f"## {section}", "", "| key | default | takes | what it is |", "|---|---|---|---|"]
         default = field.get_default(call_default_factory=True)
-        shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+        shown = (
+            "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+        )
         meaning = " ".join((field.description or "").split())
         cells = (f"`{key}`", f"`{shown}`" if shown else "", expected(field), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
