@@ -122,12 +122,6 @@ def register(family: Family) -> Family:
     return family
 
 
-def known_architectures() -> list[str]:
-    """Names of config.json's `architectures` entries that can be trained."""
-    _load_builtin()
-    return sorted(_FAMILIES)
-
-
 def _load_builtin() -> None:
     from quintet.models import llama, qwen2, qwen3  # noqa: F401  (they register themselves)
 

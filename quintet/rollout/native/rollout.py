@@ -8,7 +8,6 @@ from one of them, so they cannot part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,8 @@ from torch import Tensor
 from quintet.engine.head import VocabSlice, logits
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
-from quintet.engine.row import MicroBatch, Row
-from quintet.packing import alignment
+from quintet.engine.row import MicroBatch, Row, pack
+from quintet.packing import Alignment, alignment
 from quintet.rollout.base import Request, Sample, Sampling
 from quintet.rollout.native.cache import SlotCache
 from quintet.rollout.native.sampler import draw, sample_seeds
@@ -219,18 +218,8 @@ class _Run:
         return any(stop in text for stop in self.sampling.stop)
 
 
-def _prompt_row(prompts: list[list[int]], align: Any) -> MicroBatch:
-    lengths = [len(p) for p in prompts]
-    padding = align.row(lengths) - sum(lengths)
-    ids = [token for p in prompts for token in p] + [0] * padding
-    lengths += [padding] if padding else []
-    none = torch.empty(0, dtype=torch.int64)
-    return MicroBatch(
-        input_ids=torch.tensor(ids)[None],
-        positions=torch.cat([torch.arange(n) for n in lengths]),
-        lengths=lengths,
-        predictors=none,
-        targets=none,
-        token_index=none,
-        sample=none,
-    )
+def _prompt_row(prompts: list[list[int]], align: Alignment) -> MicroBatch:
+    """Prompts as a row of the one packer, with nothing trained."""
+    values = torch.tensor([token for prompt in prompts for token in prompt])
+    ends = torch.tensor([0, *(len(prompt) for prompt in prompts)]).cumsum(0)
+    return pack(values, ends, torch.zeros(len(values), dtype=torch.bool), range(len(prompts)), align)
