@@ -27,7 +27,8 @@ def device() -> torch.device:
 def mesh_of(layout: Layout, world_size: int) -> Mesh:
     """The mesh of a layout over all ranks; dp is what is left."""
     dp = world_size // (layout.tp * layout.pp * layout.cp)
-    return build_mesh(Sizes(tp=layout.tp, cp=layout.cp, dp=dp, pp=layout.pp))
+    etp = layout.tp if layout.etp is None else layout.etp
+    return build_mesh(Sizes(tp=layout.tp, cp=layout.cp, dp=dp, pp=layout.pp, ep=layout.ep, etp=etp))
 
 
 def build_model(

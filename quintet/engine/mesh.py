@@ -2,7 +2,8 @@
 
 A `Mesh` is what megatron-core calls a ProcessGroupCollection, with this rank's coordinates. It is built from
 the layout alone, passed to every constructor, and never stored in process-global state, so meshes of different
-layouts live side by side. Ranks are ordered tp fastest, then cp, dp, and pp slowest, as megatron-core does.
+layouts live side by side. Ranks are ordered tp fastest, then cp, dp, and pp slowest, as megatron-core does. The same
+ranks of a stage are ordered a second time for experts: etp fastest, then ep, then expert data parallel (edp).
 """
 
 from __future__ import annotations
@@ -13,25 +14,36 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the mesh axes; their product is the number of ranks."""
+    """Sizes of the mesh axes; tp * cp * dp * pp is the number of ranks, and so is etp * ep * edp * pp."""
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @property
     def ranks(self) -> int:
         return self.tp * self.cp * self.dp * self.pp
 
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.tp * self.cp * self.dp // (self.etp * self.ep)
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a rank on each axis."""
+        return self._along(AXES, rank) | self._along(EXPERT_AXES, rank)
+
+    def _along(self, axes: tuple[str, ...], rank: int) -> dict[str, int]:
         found = {}
-        for axis in AXES:
+        for axis in axes:
             size = getattr(self, axis)
             found[axis] = rank % size
             rank //= size
@@ -39,10 +51,11 @@ class Sizes:
 
     def partition(self, *axes: str) -> list[list[int]]:
         """All groups of ranks that differ only along `axes`, ordered by the other axes."""
+        order = EXPERT_AXES if {"etp", "ep", "edp"} & set(axes) else AXES
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.ranks):
             at = self.coordinates(rank)
-            groups.setdefault(tuple(at[a] for a in AXES if a not in axes), []).append(rank)
+            groups.setdefault(tuple(at[a] for a in order if a not in axes), []).append(rank)
         return list(groups.values())
 
 
@@ -103,6 +116,8 @@ def build_mesh(sizes: Sizes) -> Mesh:
     rank, world = dist.get_rank(), dist.get_world_size()
     if sizes.ranks != world:
         raise ValueError(f"{sizes} need {sizes.ranks} ranks, there are {world}")
+    if sizes.etp * sizes.ep * sizes.edp * sizes.pp != world:
+        raise ValueError(f"{sizes}: etp * ep does not divide the {world // sizes.pp} ranks of a stage")
 
     def over(*axes: str) -> dist.ProcessGroup:
         return _group(sizes.partition(*axes), rank)
@@ -122,14 +137,13 @@ def build_mesh(sizes: Sizes) -> Mesh:
         # Embedding weights live on the first stage, and tied ones on the last too: their gradients are summed.
         embd=_group(ends + middle, rank),
         pos_embd=_group([[r] for r in range(world)], rank),
-        # Without experts: one expert group a rank, expert data parallel = data parallel.
-        ep=_group([[r] for r in range(world)], rank),
-        expt_tp=over("tp"),
-        tp_ep=over("tp"),
-        tp_ep_pp=over("tp", "pp"),
-        expt_dp=dp_cp,
+        ep=over("ep"),
+        expt_tp=over("etp"),
+        tp_ep=over("etp", "ep"),
+        tp_ep_pp=over("etp", "ep", "pp"),
+        expt_dp=over("edp"),
         intra_dp_cp=dp_cp,
-        intra_expt_dp=dp_cp,
+        intra_expt_dp=over("edp"),
         intra_dist_opt=_group([list(range(world))], rank),
     )
     return Mesh(sizes, rank, groups)

@@ -80,13 +80,15 @@ class Model(Section):
 
 
 class Layout(Section):
-    """Sizes of the mesh axes. dp is what is left: ranks / (tp * pp * cp)."""
+    """Sizes of the mesh axes. dp is what is left: ranks / (tp * pp * cp). Experts have axes of their own over the
+    same ranks of a stage: etp, ep, and expert dp, which is what is left: ranks / (etp * ep * pp)."""
 
     tp: PositiveInt = 1
     sp: bool = False
     """Sequence parallel: needs tp > 1."""
     pp: PositiveInt = 1
     vpp: PositiveInt = 1
+    """Virtual pipeline stages (model chunks) a rank: the interleaved schedule. Needs pp > 1."""
     cp: PositiveInt = 1
     ep: PositiveInt = 1
     etp: PositiveInt | None = None
@@ -94,11 +96,20 @@ class Layout(Section):
 
 
 class Optimizer(Section):
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """adamw decouples weight decay from the gradient, adam adds it to the gradient (L2)."""
     lr: PositiveFloat = 1e-6
+    lr_multipliers: dict[str, PositiveFloat] = {}
+    """Factor on lr by parameter: a pattern of Hugging Face names such as "*.gate.weight" → factor; the first match counts."""
     beta1: Beta = 0.9
     beta2: Beta = 0.98
     eps: PositiveFloat = 1e-8
+    momentum: Beta = 0.9
+    """Of sgd."""
     weight_decay: NonNegativeFloat = 0.0
+    """Of matrices; norms and biases have none."""
+    cpu_fraction: Fraction = 0.0
+    """Share of the optimizer's state that lives on the CPU and is updated there (GPU runs)."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this global norm; null leaves them."""
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
@@ -114,6 +125,22 @@ class Engine(Section):
     """Hard token budget of a packed micro-batch on one rank, padding included."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over dp."""
+    backend: Literal["auto", "portable", "transformer_engine"] = "auto"
+    """Layers: portable needs torch and megatron-core alone; auto takes TransformerEngine on GPUs where it is installed."""
+    cp_comm: Literal["all_gather", "all_to_all"] = "all_gather"
+    """How context-parallel ranks share attention: keys and values gathered, or heads exchanged (cp * tp must divide the KV heads)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: of no, of some (`recompute_modules`), or of every layer."""
+    recompute_modules: list[
+        Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
+    ] = ["core_attn"]
+    """What recompute=selective computes again, in megatron-core's names."""
+    offload_params: Fraction = 0.0
+    """Share of the parameters on the CPU while generating; needs a rollout.layout, whose weights are its own."""
+    offload_grads: Fraction = 0.0
+    """Share of the gradient buffers given back while generating."""
+    offload_optimizer: Fraction = 0.0
+    """Share of the optimizer's state on the CPU while generating."""
     megatron: dict[str, Any] = {}
     """Further TransformerConfig fields of megatron-core, as they are named there."""
 
