@@ -1,12 +1,15 @@
 """Model families, torch-free: shapes, Hugging Face config <-> megatron-core config, and the weight naming tables."""
 
-from quintet.models.family import Family, ModelShape, Weight, family_named, family_of, read_shape
+from quintet.models.family import Family, Weight, family_named, family_of, read_shape
 from quintet.models.hf_config import read_end_ids
+from quintet.models.shape import MlaShape, ModelShape, MoeShape
 from quintet.models.weights_on_disk import check_weights
 
 __all__ = [
     "Family",
+    "MlaShape",
     "ModelShape",
+    "MoeShape",
     "Weight",
     "check_weights",
     "family_named",

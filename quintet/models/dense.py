@@ -1,18 +1,20 @@
-"""What the dense decoder families share: reading their config, and the table of their weights."""
+"""What the decoder families share in reading their config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from quintet.models.family import ModelShape, Rope, Weight
 from quintet.models.hf_config import HfConfig
+from quintet.models.shape import ModelShape, Rope
 
 _ROPE_FACTORS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 """Supported kinds of rotary embedding, and the numbers each is computed from."""
+
+_YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+"""Further numbers of YaRN. Null and 0 count as absent, as in transformers."""
 
 
 def read_rope(config: HfConfig) -> Rope:
@@ -35,13 +37,22 @@ def read_rope(config: HfConfig) -> Rope:
     numbers = {key: scaling.number(key) for key in _ROPE_FACTORS[kind]}
     if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
         raise scaling.wrong("high_freq_factor", "more than low_freq_factor")
+    if kind == "yarn":
+        numbers |= {key: scaling.number(key) for key in _YARN_OPTIONS if merged.get(key)}
+        scaling.flag("truncate", True)
     return Rope(theta=theta, scaling={**merged, **numbers, "rope_type": kind})
 
 
 def dense_shape(
-    config: HfConfig, family: str, *, qk_norm: bool, qkv_bias: bool, tied_by_default: bool
+    config: HfConfig,
+    family: str,
+    *,
+    qk_norm: bool,
+    qkv_bias: bool,
+    tied_by_default: bool,
+    head_dim: int | None = None,
 ) -> ModelShape:
-    """Shape of a Llama-like decoder from its Hugging Face config.
+    """Shape of a Llama-like decoder from its Hugging Face config. head_dim: given where the config's own is not it.
 
     Raises UserError for keys missing or of wrong type, and for everything that changes what the model computes
     and is not supported here.
@@ -51,11 +62,12 @@ def dense_shape(
     kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
-    if not config.has("head_dim") and hidden % heads:
-        raise config.wrong("hidden_size", f"a multiple of num_attention_heads={heads}, or head_dim given")
-    head_dim = config.whole("head_dim", max(hidden // heads, 1))
-    if head_dim % 2:
-        raise config.wrong("head_dim", f"an even number, not {head_dim}: rotary embedding turns pairs")
+    if head_dim is None:
+        if not config.has("head_dim") and hidden % heads:
+            raise config.wrong("hidden_size", f"a multiple of num_attention_heads={heads}, or head_dim given")
+        head_dim = config.whole("head_dim", max(hidden // heads, 1))
+        if head_dim % 2:
+            raise config.wrong("head_dim", f"an even number, not {head_dim}: rotary embedding turns pairs")
     return ModelShape(
         family=family,
         layers=config.whole("num_hidden_layers"),
@@ -88,59 +100,7 @@ def _refuse_other_layers(config: HfConfig) -> None:
         raise config.wrong("layer_types", "full_attention in every layer: no other kind is supported")
     if config.text("hidden_act", "silu") != "silu":
         raise config.wrong("hidden_act", '"silu": no other activation is supported')
-
-
-def dense_weights(shape: ModelShape) -> Iterator[Weight]:
-    """Every weight of a dense decoder, in layer order."""
-    h, f, d = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
-    q, kv = shape.heads * d, shape.kv_heads * d
-    yield Weight(
-        "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((shape.vocab_size, h),), "vocab"
-    )
-    for i in range(shape.layers):
-        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
-        attention, mlp = theirs + "self_attn.", theirs + "mlp."
-        yield Weight(
-            ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",), ((h,),), "replicated"
+    if config.section("quantization_config").data:
+        raise config.wrong(
+            "quantization_config", "none: quantized weights cannot be trained; convert them to bf16"
         )
-        qkv = tuple(attention + f"{x}_proj" for x in "qkv")
-        yield Weight(
-            ours + "self_attention.linear_qkv.weight",
-            tuple(name + ".weight" for name in qkv),
-            ((q, h), (kv, h), (kv, h)),
-            "qkv",
-        )
-        if shape.qkv_bias:
-            yield Weight(
-                ours + "self_attention.linear_qkv.bias",
-                tuple(name + ".bias" for name in qkv),
-                ((q,), (kv,), (kv,)),
-                "qkv",
-            )
-        if shape.qk_norm:
-            for x in "qk":
-                yield Weight(
-                    ours + f"self_attention.{x}_layernorm.weight",
-                    (attention + f"{x}_norm.weight",),
-                    ((d,),),
-                    "replicated",
-                )
-        yield Weight(
-            ours + "self_attention.linear_proj.weight", (attention + "o_proj.weight",), ((h, q),), "columns"
-        )
-        yield Weight(
-            ours + "pre_mlp_layernorm.weight",
-            (theirs + "post_attention_layernorm.weight",),
-            ((h,),),
-            "replicated",
-        )
-        yield Weight(
-            ours + "mlp.linear_fc1.weight",
-            (mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-            ((f, h), (f, h)),
-            "gate_up",
-        )
-        yield Weight(ours + "mlp.linear_fc2.weight", (mlp + "down_proj.weight",), ((h, f),), "columns")
-    yield Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ((h,),), "replicated")
-    if not shape.tied_embeddings:
-        yield Weight("output_layer.weight", ("lm_head.weight",), ((shape.vocab_size, h),), "vocab")

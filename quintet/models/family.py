@@ -8,14 +8,17 @@ each megatron-core parameter. Loading, exporting, weight sync and fingerprints a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from quintet.errors import UserError
 from quintet.models.hf_config import HfConfig, read_json
+from quintet.models.shape import ModelShape as ModelShape
 
-Split = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
+Split = Literal[
+    "replicated", "rows", "columns", "vocab", "qkv", "gate_up", "expert_gate_up", "expert_columns"
+]
 """How tensor parallelism cuts a megatron-core parameter.
 
 replicated: every rank holds all of it.
@@ -24,69 +27,24 @@ columns: dim 1 is cut (a row-parallel linear's weight).
 vocab: dim 0 is cut after padding it to a multiple of tp.
 qkv: q, k and v interleaved by KV group along dim 0, cut between groups.
 gate_up: gate and up stacked along dim 0, each cut by rows.
+expert_gate_up, expert_columns: the same of one expert, cut over etp; only the ep rank of that expert holds it.
 """
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding: base, and the scaling dictionary of the Hugging Face config if any."""
-
-    theta: float = 10000.0
-    scaling: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder-only language model, as its family reads them from config.json."""
-
-    family: str
-    layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    tied_embeddings: bool
-    norm_eps: float
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    rope: Rope = field(default_factory=Rope)
-
-    @property
-    def parameter_count(self) -> int:
-        """Number of weights, tied embeddings counted once."""
-        h, d = self.hidden_size, self.head_dim
-        attention = h * d * (2 * self.heads + 2 * self.kv_heads)
-        if self.qkv_bias:
-            attention += d * (self.heads + 2 * self.kv_heads)
-        if self.qk_norm:
-            attention += 2 * d
-        layer = attention + 3 * h * self.ffn_hidden_size + 2 * h
-        return self.layers * layer + self.vocab_size * h * (1 if self.tied_embeddings else 2) + h
-
-    def flops_per_token(self, context: float) -> float:
-        """Training FLOPs of one token: 6 per weight that multiplies, plus causal attention over `context` tokens.
-
-        `context` is the mean number of keys a query sees (half the length of a causal sequence).
-        """
-        weights = self.parameter_count - (0 if self.tied_embeddings else self.vocab_size * self.hidden_size)
-        return 6.0 * weights + 12.0 * self.layers * self.heads * self.head_dim * context
 
 
 @dataclass(frozen=True)
 class Weight:
     """One megatron-core parameter and the Hugging Face tensors it is made of.
 
-    `name` holds the global layer number: `decoder.layers.7.…`. `hf` lists the tensors in their order inside
-    the parameter (q, k, v; gate, up); `shapes` are their full shapes.
+    `name` holds the global layer number: `decoder.layers.7.…`, and an expert's number among all:
+    `…mlp.experts.42.linear_fc1.weight`. `hf` lists the tensors in their order inside the parameter (q, k, v;
+    gate, up); `shapes` are their full shapes. What is not `trained` is a buffer in fp32, whatever the others are.
     """
 
     name: str
     hf: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     split: Split
+    trained: bool = True
 
 
 class Family:
@@ -123,7 +81,7 @@ def register(family: Family) -> Family:
 
 
 def _load_builtin() -> None:
-    from quintet.models import llama, qwen2, qwen3  # noqa: F401  (they register themselves)
+    from quintet.models import deepseek_v3, llama, qwen2, qwen3, qwen3_moe  # noqa: F401  (they register)
 
 
 def read_config(path: Path) -> dict[str, Any]:

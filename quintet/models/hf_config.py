@@ -57,6 +57,22 @@ class HfConfig:
             raise self.wrong(key, "a whole number greater than 0")
         return value
 
+    def count(self, key: str, default: int = _NEEDED) -> int:
+        """A whole number, 0 or more."""
+        value = self._get(key, default, "a whole number, 0 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.wrong(key, "a whole number, 0 or more")
+        return value
+
+    def counts(self, key: str) -> list[int]:
+        """A list of whole numbers, 0 or more; empty when absent."""
+        value = self._get(key, [], "a list of whole numbers")
+        if not isinstance(value, list) or not all(
+            isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value
+        ):
+            raise self.wrong(key, "a list of whole numbers, such as [0, 1]")
+        return value
+
     def number(self, key: str, default: float = _NEEDED) -> float:
         """A finite number greater than 0."""
         value = self._get(key, default, "a number greater than 0")

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from quintet.errors import UserError
-from quintet.models.family import ModelShape, family_named
+from quintet.models.family import family_named
 from quintet.models.hf_config import read_json
+from quintet.models.shape import ModelShape
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 """Buffers that old checkpoints carry and that follow from the config."""
@@ -89,12 +90,18 @@ def _entry(one: dict[str, Any]) -> Entry:
 def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
     """Every tensor accounted for: none missing, none left over.
 
+    Layers for multi-token prediction, which DeepSeek-V3 numbers on from the last one, are passed over: they are no
+    part of the policy that is trained, and what predicts from a stale copy of it is left out of saved models.
+
     Raises UserError listing what is missing and what has no place.
     """
     wanted = {name for weight in family_named(shape.family).weights(shape) for name in weight.hf}
     spare = {"lm_head.weight"} if shape.tied_embeddings else set()
     missing = sorted(wanted - names)
-    extra = sorted(n for n in names - wanted - spare if not n.endswith(IGNORED_SUFFIXES))
+    ahead = tuple(f"model.layers.{shape.layers + i}." for i in range(shape.mtp_layers))
+    extra = sorted(
+        n for n in names - wanted - spare if not n.endswith(IGNORED_SUFFIXES) and not n.startswith(ahead)
+    )
     if missing or extra:
         said = [f"missing: {_listed(missing)}"] if missing else []
         said += [f"left over: {_listed(extra)}"] if extra else []

@@ -33,7 +33,10 @@ def without(mapping: dict, key: str) -> dict:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "expected full_attention in every layer"),
         ({"use_sliding_window": True}, "use_sliding_window is true; expected false"),
         ({"attention_bias": True}, "attention_bias is true; expected false"),
-        ({"rope_scaling": {"type": "yarn"}}, 'rope_scaling.type is "yarn"; expected one of default, linear'),
+        (
+            {"rope_scaling": {"type": "dynamic"}},
+            'rope_scaling.type is "dynamic"; expected one of default, linear',
+        ),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; expected a divisor of num_attention_heads=8"),
         ({"head_dim": 7}, "head_dim is 7; expected an even number"),
         *(

@@ -1,0 +1,164 @@
+"""The sizes of a model, and what follows from them: parameters, parameters a token meets, FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: base, and the scaling dictionary of the Hugging Face config if any."""
+
+    theta: float = 10000.0
+    scaling: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """Routed experts in place of the feed-forward part of every layer that is not in `dense_layers`.
+
+    score: what turns router logits into the experts' weights. normalize: the chosen experts' weights sum to one
+    before `scaling_factor`. groups, group_top_k: only the best group_top_k of `groups` equal groups of experts are
+    open to a token; a group counts by the sum of its best two. bias: a value an expert, stored and not trained,
+    that is added to the scores where experts are chosen and nowhere else (DeepSeek-V3,
+    https://arxiv.org/abs/2412.19437).
+    """
+
+    experts: int
+    top_k: int
+    ffn_hidden_size: int
+    """Of one expert."""
+    shared_ffn_hidden_size: int = 0
+    """Of the experts every token takes, together; 0 is none."""
+    dense_layers: tuple[int, ...] = ()
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scaling_factor: float = 1.0
+    groups: int = 1
+    group_top_k: int = 1
+    bias: bool = False
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether layer number `layer` (from 0) has experts."""
+        return layer not in self.dense_layers
+
+    def parameters(self, hidden_size: int, experts: int) -> int:
+        """Weights of one layer's router, shared experts and `experts` routed ones."""
+        ffn = self.shared_ffn_hidden_size + experts * self.ffn_hidden_size
+        return hidden_size * self.experts + 3 * hidden_size * ffn
+
+
+@dataclass(frozen=True)
+class MlaShape:
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434).
+
+    Queries and keys have a part without position (nope) and a rotary part; the latter is one head for all keys.
+    interleaved: the rotary part's pairs lie side by side, (x0, x1), (x2, x3), …, instead of as two halves.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    interleaved: bool = True
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def parameters(self, hidden_size: int, heads: int) -> int:
+        """Weights of one layer's attention, norms of the latents included."""
+        if self.q_lora_rank is None:
+            query = hidden_size * heads * self.qk_head_dim
+        else:
+            query = self.q_lora_rank * (hidden_size + 1 + heads * self.qk_head_dim)
+        down = hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+        up = self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return query + down + up + heads * self.v_head_dim * hidden_size
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder-only language model, as its family reads them from config.json.
+
+    With `mla`, head_dim is that of queries and keys and kv_heads is heads. mtp_layers: layers for multi-token
+    prediction that a checkpoint holds after the others; they are not part of the model here.
+    """
+
+    family: str
+    layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    tied_embeddings: bool
+    norm_eps: float
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    rope: Rope = field(default_factory=Rope)
+    moe: MoeShape | None = None
+    mla: MlaShape | None = None
+    mtp_layers: int = 0
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether layer number `layer` (from 0) has experts."""
+        return self.moe is not None and self.moe.is_moe(layer)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that rotary embedding turns."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.mla.v_head_dim if self.mla else self.head_dim
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of trained weights, tied embeddings counted once."""
+        return self._count(self.moe.experts if self.moe else 0)
+
+    @property
+    def active_parameter_count(self) -> int:
+        """Number of trained weights that one token meets: of the routed experts, only its top-k."""
+        return self._count(self.moe.top_k if self.moe else 0)
+
+    def _count(self, experts: int) -> int:
+        h = self.hidden_size
+        layers = 0
+        for layer in range(self.layers):
+            layers += self._attention_parameters + 2 * h
+            if self.moe and self.moe.is_moe(layer):
+                layers += self.moe.parameters(h, experts)
+            else:
+                layers += 3 * h * self.ffn_hidden_size
+        return layers + self.vocab_size * h * (1 if self.tied_embeddings else 2) + h
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Of one layer."""
+        if self.mla:
+            return self.mla.parameters(self.hidden_size, self.heads)
+        h, d = self.hidden_size, self.head_dim
+        count = h * d * (2 * self.heads + 2 * self.kv_heads)
+        if self.qkv_bias:
+            count += d * (self.heads + 2 * self.kv_heads)
+        if self.qk_norm:
+            count += 2 * d
+        return count
+
+    def flops_per_token(self, context: float) -> float:
+        """Training FLOPs of one token: 6 per weight that multiplies, plus causal attention over `context` tokens.
+
+        `context` is the mean number of keys a query sees (half the length of a causal sequence). Of the routed
+        experts, a token's top-k count.
+        """
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        weights = self.active_parameter_count - embedding
+        attention = self.layers * self.heads * (self.head_dim + self.v_head_dim)
+        return 6.0 * weights + 6.0 * attention * context
