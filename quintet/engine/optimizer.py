@@ -1,0 +1,159 @@
+"""From the recipe to megatron-core's optimizer, so that every number of the recipe reaches the update.
+
+megatron-core groups parameters by overrides. Two of its conventions would be lost here, because its own learning-rate
+scheduler, which quintet does not use, is what applies them: `wd_mult` (no weight decay for norms and biases) and
+`lr_mult`. The first is therefore also written as the group's own `weight_decay`, and the engine multiplies the
+second into the learning rate at each step (`set_learning_rate`).
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+from quintet.engine.mesh import Mesh
+from quintet.engine.shards import shard_map
+from quintet.errors import UserError
+from quintet.recipe import schema
+from quintet.recipe.lr_multipliers import check_lr_multipliers, lr_factor
+
+
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    recipe: schema.Optimizer,
+    engine: schema.Engine,
+) -> MegatronOptimizer:
+    """The optimizer of all chunks of a rank, on their present weights. Collective.
+
+    adamw decouples weight decay from the gradient (https://arxiv.org/abs/1711.05101), adam adds it to the gradient,
+    sgd too, with momentum. Parameters of one dim (norms, biases) have no weight decay. bf16 parameters have fp32
+    master weights. With `cpu_fraction`, that share of masters and moments lives on the CPU and is updated there.
+
+    Raises UserError for what megatron-core refuses or would not do, and for lr_multipliers that fit no weight.
+    """
+    _refuse(recipe, engine, dtype)
+    config = OptimizerConfig(
+        optimizer="sgd" if recipe.name == "sgd" else "adam",
+        lr=recipe.lr,
+        weight_decay=recipe.weight_decay,
+        decoupled_weight_decay=recipe.name != "adam",
+        adam_beta1=recipe.beta1,
+        adam_beta2=recipe.beta2,
+        adam_eps=recipe.eps,
+        sgd_momentum=recipe.momentum,
+        clip_grad=recipe.clip_grad_norm or 0.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=engine.distributed_optimizer,
+    )
+    if recipe.cpu_fraction:
+        _keep_on_cpu(config, recipe.cpu_fraction)
+    overrides: dict[ParamKey, Any] = {
+        ParamKey(predicate=ParamPredicate("one dim", lambda p: p.dim() == 1)): {
+            "wd_mult": 0.0,
+            "weight_decay": 0.0,
+        }
+    }
+    if recipe.lr_multipliers:
+        overrides |= _multipliers(chunks, mesh, recipe.lr_multipliers)
+    optimizer = get_megatron_optimizer(
+        config, list(chunks), overrides, use_gloo_process_groups=False, pg_collection=mesh.groups
+    )
+    if recipe.cpu_fraction:
+        # The hybrid optimizer is built twice, first over whole parameters; the first one is a reference cycle.
+        gc.collect()
+        torch.cuda.empty_cache()
+    return optimizer
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, rate: float) -> None:
+    """Give each parameter group the schedule's rate times its own factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_mult"]
+
+
+def _refuse(recipe: schema.Optimizer, engine: schema.Engine, dtype: torch.dtype) -> None:
+    if recipe.name == "muon":
+        raise UserError(
+            "optimizer.name=muon: megatron-core's muon needs the package emerging_optimizers, which quintet does not "
+            "install, and cannot shard its state (engine.distributed_optimizer); use adamw"
+        )
+    if recipe.name == "sgd" and engine.distributed_optimizer:
+        raise UserError(
+            "optimizer.name=sgd: megatron-core's distributed optimizer holds Adam's state only; set "
+            "engine.distributed_optimizer=false, or use adamw"
+        )
+    if not recipe.cpu_fraction:
+        return
+    key = f"optimizer.cpu_fraction={recipe.cpu_fraction:g}"
+    if not torch.cuda.is_available():
+        raise UserError(f"{key} moves state from GPUs to the CPU, and there are none; set it to 0")
+    if recipe.name != "adamw":
+        raise UserError(f"{key}: megatron-core updates adamw alone on the CPU; use adamw, or set it to 0")
+    if not engine.distributed_optimizer or dtype != torch.bfloat16:
+        raise UserError(
+            f"{key}: megatron-core does it for the distributed optimizer of bf16 parameters; set "
+            "engine.distributed_optimizer=true and model.dtype=bf16, or set it to 0"
+        )
+
+
+def _keep_on_cpu(config: OptimizerConfig, fraction: float) -> None:
+    """Ask for megatron-core's HybridDeviceOptimizer, with the master weights where the moments are."""
+    config.optimizer_cpu_offload = True
+    config.optimizer_offload_fraction = fraction
+    config.overlap_cpu_optimizer_d2h_h2d = True
+    # "Precision aware" leaves master weights to the inner optimizer. Without it the fp32 copy of every parameter
+    # stays on the GPU, whatever the fraction. It is set here and not in the constructor, whose check of
+    # TransformerEngine's version fails where there is none, although the hybrid optimizer does not need it.
+    config.use_precision_aware_optimizer = True
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    config.store_param_remainders = False
+
+
+def _multipliers(
+    chunks: Sequence[DistributedDataParallel], mesh: Mesh, multipliers: Mapping[str, float]
+) -> dict[ParamKey, dict[str, float]]:
+    """Overrides for the parameters that have a factor. Collective: a pattern may fit another rank's weights only."""
+    names = _hugging_face_names(chunks, mesh)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, list(names.values()))
+    check_lr_multipliers((tensor for rank in everywhere for tensor in rank), multipliers)
+    by_factor: dict[float, set[torch.nn.Parameter]] = {}
+    for parameter, tensor in names.items():
+        by_factor.setdefault(lr_factor(tensor, multipliers), set()).add(parameter)
+    return {
+        ParamKey(predicate=ParamPredicate(f"factor {factor}", parameters.__contains__)): {"lr_mult": factor}
+        for factor, parameters in by_factor.items()
+        if factor != 1.0
+    }
+
+
+def _hugging_face_names(
+    chunks: Sequence[DistributedDataParallel], mesh: Mesh
+) -> dict[torch.nn.Parameter, list[str]]:
+    """The Hugging Face tensors that each parameter of this rank is made of.
+
+    The shard map tells names and views; a view belongs to the parameter in whose memory it begins.
+    """
+    modules = [chunk.module for chunk in chunks]
+    parameters = sorted((p for m in modules for p in m.parameters()), key=lambda p: p.data_ptr())
+    starts = [p.data_ptr() for p in parameters]
+    found: dict[torch.nn.Parameter, list[str]] = {}
+    for shard in shard_map(modules, modules[0].shape, mesh):
+        if not shard.view.numel():  # a rank with nothing but the vocabulary's padding
+            continue
+        at = bisect_right(starts, shard.view.data_ptr()) - 1
+        parameter = parameters[at] if at >= 0 else None
+        if parameter is not None and shard.view.data_ptr() < parameter.data_ptr() + parameter.nbytes:
+            found.setdefault(parameter, []).append(shard.name)
+    return found

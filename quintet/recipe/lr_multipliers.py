@@ -1,0 +1,48 @@
+"""What `optimizer.lr_multipliers` says of each weight: patterns of Hugging Face names → factors on the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from quintet.errors import UserError
+
+
+def first_match(name: str, multipliers: Mapping[str, float]) -> str | None:
+    """The pattern that counts for a Hugging Face name, None where none matches. `*` matches dots too."""
+    return next((pattern for pattern in multipliers if fnmatchcase(name, pattern)), None)
+
+
+def lr_factor(names: Sequence[str], multipliers: Mapping[str, float]) -> float:
+    """Factor of one tensor of the engine; `names` are the Hugging Face tensors it is made of.
+
+    Raises UserError when they have different factors: q, k and v are one tensor to the optimizer, so are gate and
+    up, and so may be all experts of a layer.
+    """
+    factors: dict[float, str] = {}
+    for name in names:
+        pattern = first_match(name, multipliers)
+        factors.setdefault(1.0 if pattern is None else multipliers[pattern], name)
+    if len(factors) > 1:
+        each = ", ".join(f"{name} has factor {factor:g}" for factor, name in factors.items())
+        raise UserError(
+            f"optimizer.lr_multipliers: {each}, but the optimizer holds them as one tensor; let one pattern match both"
+        )
+    return next(iter(factors), 1.0)
+
+
+def check_lr_multipliers(tensors: Iterable[Sequence[str]], multipliers: Mapping[str, float]) -> None:
+    """Raise UserError for a pattern that counts for no weight, or that parts what is one tensor.
+
+    tensors: the Hugging Face names of each trained tensor of the engine, of the whole model.
+    """
+    counted = set()
+    for names in tensors:
+        lr_factor(names, multipliers)
+        counted |= {first_match(name, multipliers) for name in names}
+    for pattern in multipliers:
+        if pattern not in counted:
+            raise UserError(
+                f"optimizer.lr_multipliers: no weight is left for {pattern!r}. Patterns are compared with whole Hugging "
+                'Face names, such as "model.layers.0.mlp.gate.weight", and the first one that matches counts'
+            )
