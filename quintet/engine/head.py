@@ -1,7 +1,10 @@
 """Log-probs and entropy from hidden states, without full-vocabulary fp32 logits.
 
-The LM head's weight is cut over tp by vocabulary. Logits exist a chunk of tokens at a time, in the forward
-pass and again in the backward, so memory holds `CHUNK_ELEMENTS` logits and not tokens x vocabulary.
+The LM head's weight is cut over tp by vocabulary. Logits exist in the parameters' type only. Those of a micro-batch's
+first tokens, as many as `KEPT_BYTES` hold, stay until the backward pass, where they turn into their own gradient in
+place; the others exist `CHUNK_BYTES` at a time and are computed again. What is fp32 is a few numbers a token: on GPU
+the logits are read by one fused kernel forward and one backward (`quintet.engine.head_kernels`), elsewhere a few rows
+at a time are fp32.
 
 With z = logits / temperature, over the whole vocabulary: log p(y) = z_y - lse(z), and
 H = lse(z) - sum p z. Their gradients: d log p(y) / dz_j = [j = y] - p_j;  dH / dz_j = -p_j (z_j - lse(z) + H).
@@ -9,15 +12,31 @@ H = lse(z) - sum p z. Their gradients: d log p(y) / dz_j = [j = y] - p_j;  dH / 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 26
-"""Most logits alive at once on a rank: 256 MiB in fp32."""
+KEPT_BYTES = {"cuda": 5 << 30, "cpu": 1 << 30}
+"""Most bytes of logits a rank keeps from the forward to the backward pass: 17,600 tokens of 152k bf16 logits on a GPU."""
+
+CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
+"""Most bytes of logits alive at once besides the kept ones. A smaller chunk makes slower matrix products."""
+
+_FP32_ELEMENTS = 1 << 24
+"""Logits that are fp32 at once where no fused kernel runs."""
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class TokenScores(NamedTuple):
+    """What the head says of N tokens. Another statistic of the same logits would be a further field."""
+
+    logprobs: Tensor
+    entropy: Tensor
 
 
 class VocabSlice:
@@ -32,13 +51,14 @@ class VocabSlice:
 
 def log_probs_and_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab: VocabSlice, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each distribution, both fp32 [N] and differentiable.
+) -> TokenScores:
+    """Log-prob of each target and entropy of each distribution, both fp32 [N] (fp64 for fp64) and differentiable.
 
     hidden: [N, H], the same on every rank of the tp group. weight: [vocabulary rows of this rank, H].
     targets: [N] token ids. The gradient of `hidden` is this rank's share; `PolicyModel.for_head` sums it over tp.
     """
-    return _LogProbs.apply(hidden, weight, targets, vocab, temperature)
+    keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return TokenScores(*_Scores.apply(hidden, weight, targets, vocab, temperature, keep))
 
 
 def logits(hidden: Tensor, weight: Tensor, vocab: VocabSlice) -> Tensor:
@@ -55,76 +75,167 @@ def logits(hidden: Tensor, weight: Tensor, vocab: VocabSlice) -> Tensor:
     return out.view(ranks, *local.shape).transpose(0, 1).reshape(len(local), -1)
 
 
-def _chunks(tokens: int, vocab_rows: int) -> Iterator[slice]:
-    step = max(1, CHUNK_ELEMENTS // max(vocab_rows, 1))
-    for start in range(0, tokens, step):
-        yield slice(start, min(start + step, tokens))
-
-
-class _LogProbs(torch.autograd.Function):
+class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab: VocabSlice, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab: VocabSlice,
+        temperature: float,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        n = len(hidden)
-        lse, log_prob, mean = (hidden.new_empty(n, dtype=torch.float32) for _ in range(3))
-        for part in _chunks(n, vocab.size):
-            z = _scaled_logits(hidden[part], weight, vocab, temperature)
-            lse[part], log_prob[part], mean[part] = _statistics(z, targets[part], vocab)
-        log_prob -= lse
-        entropy = lse - mean
+        # No entropy in the loss shows as no gradient of it: nothing on the GPU has to be looked at to know.
+        ctx.set_materialize_grads(False)
+        ctx.vocab, ctx.temperature, ctx.kept_logits = vocab, temperature, None
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        statistics = hidden.new_empty((4, len(hidden)), dtype=exact)
+        for part, kept in _parts(hidden, weight, keep):
+            z = hidden[part] @ weight.t()
+            _statistics(z, targets[part] - vocab.start, vocab.valid, temperature, statistics[:, part])
+            if kept:
+                ctx.kept_logits = z
+            del z  # before the next chunk comes
+        lse, log_prob, entropy = _over_vocabulary(statistics, vocab.group)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.vocab, ctx.temperature = vocab, temperature
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> Any:
+    def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> Any:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         vocab: VocabSlice = ctx.vocab
-        with_entropy = bool(grad_entropy.any())  # no entropy in the loss: skip its share of the work
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for part in _chunks(len(hidden), vocab.size):
-            z = _scaled_logits(hidden[part], weight, vocab, ctx.temperature)
-            log_p = z - lse[part, None]
-            p = log_p.exp()
-            outer = grad_log_prob[part, None]
-            grad = -outer * p
-            if with_entropy:
-                spread = torch.where(p > 0, log_p + entropy[part, None], 0.0)
-                grad -= grad_entropy[part, None] * p * spread
-            here, inside = _local(targets[part], vocab)
-            grad.scatter_add_(1, here[:, None], (outer * inside[:, None]).to(grad.dtype))
-            grad = (grad / ctx.temperature).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
-            grad_weight += (grad.t() @ hidden[part]).float()
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        kept_logits, ctx.kept_logits = ctx.kept_logits, None  # gone after one use: they are overwritten
+        if grad_log_prob is None:
+            grad_log_prob = torch.zeros_like(lse)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = _Sum(weight) if ctx.needs_input_grad[1] else None
+        for part, kept in _parts(hidden, weight, kept_logits is not None):
+            z = kept_logits if kept else hidden[part] @ weight.t()
+            row = (lse[part], entropy[part], grad_log_prob[part])
+            of_entropy = None if grad_entropy is None else grad_entropy[part]
+            _to_gradient_(z, targets[part] - vocab.start, vocab.valid, ctx.temperature, *row, of_entropy)
+            if grad_hidden is not None:
+                torch.mm(z, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight.add(z.t() @ hidden[part])
+            del z
+        return grad_hidden, grad_weight and grad_weight.value(), None, None, None, None
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, vocab: VocabSlice, temperature: float) -> Tensor:
-    z = (hidden @ weight.t()).float() / temperature
-    if vocab.valid < vocab.size:
-        z[:, vocab.valid :] = float("-inf")
-    return z
+class _Sum:
+    """A sum of tensors like `like`, at least fp32 once there are two; zeros when there is none."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like, self._dtype = like, torch.promote_types(like.dtype, torch.float32)
+        self._total: Tensor | None = None
+
+    def add(self, value: Tensor) -> None:
+        self._total = value if self._total is None else self._total.to(self._dtype).add_(value)
+
+    def value(self) -> Tensor:
+        return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like.dtype)
 
 
-def _local(targets: Tensor, vocab: VocabSlice) -> tuple[Tensor, Tensor]:
-    """Targets as row numbers of this rank's slice, clamped, and whether they are inside it."""
-    shifted = targets - vocab.start
-    return shifted.clamp(0, vocab.size - 1), (shifted >= 0) & (shifted < vocab.size)
+def _parts(hidden: Tensor, weight: Tensor, keep: bool) -> Iterator[tuple[slice, bool]]:
+    """Slices of the N tokens whose logits are computed together, and whether they are kept: the first may be."""
+    tokens, per_token = len(hidden), max(len(weight), 1) * weight.element_size()
+    kept = min(tokens, KEPT_BYTES[weight.device.type] // per_token) if keep else 0
+    if kept:
+        yield slice(0, kept), True
+    step = max(1, CHUNK_BYTES[weight.device.type] // per_token)
+    for start in range(kept, tokens, step):
+        yield slice(start, min(start + step, tokens)), False
 
 
-def _statistics(z: Tensor, targets: Tensor, vocab: VocabSlice) -> tuple[Tensor, Tensor, Tensor]:
-    """log-sum-exp, the target's z, and sum p z over the whole vocabulary: two collectives a chunk."""
-    top = z.amax(dim=1) if vocab.size else z.new_full((len(z),), float("-inf"))
-    if vocab.group.size() > 1:
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=vocab.group)
-    weights = (z - top[:, None]).exp()
-    here, inside = _local(targets, vocab)
-    target = torch.where(inside, z.gather(1, here[:, None])[:, 0], 0.0)
-    weighted = torch.where(weights > 0, weights * z, 0.0).sum(1)
-    sums = torch.stack((weights.sum(1), weighted, target))
-    if vocab.group.size() > 1:
-        dist.all_reduce(sums, group=vocab.group)
-    total, weighted, target = sums
-    return top + total.log(), target, weighted / total
+def _over_vocabulary(statistics: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """From every rank's `_statistics` [4, N]: lse, log-prob and entropy [N] over the whole vocabulary."""
+    ranks = statistics[None]
+    if group.size() > 1:
+        gathered = statistics.new_empty((group.size() * len(statistics), statistics.shape[1]))
+        dist.all_gather_into_tensor(gathered, statistics, group=group)
+        ranks = gathered.view(group.size(), *statistics.shape)
+    tops, totals, moments, targets = ranks.unbind(1)
+    top = tops.amax(0)
+    shift = tops - top
+    scale = shift.exp()
+    total = (scale * totals).sum(0)
+    moment = (scale * (moments + shift * totals)).sum(0)
+    log_total = total.log()
+    return top + log_total, targets.sum(0) - top - log_total, log_total - moment / total
+
+
+# One pass over logits z [n, vocabulary rows] forward, one backward. `targets` are relative to the slice and may lie
+# outside it; columns from `valid` on are padding.
+
+_LOWEST = -1e30  # below every logit, and still finite: a rank whose rows are all padding has this maximum
+
+
+def _fused(z: Tensor) -> bool:
+    return z.is_cuda and _HAS_TRITON
+
+
+def _statistics(z: Tensor, targets: Tensor, valid: int, temperature: float, out: Tensor) -> None:
+    """Write to out [4, n]: m = max z, Σ e^(z - m), Σ e^(z - m) (z - m), and the target's z (0 where it is outside)."""
+    if _fused(z):
+        from quintet.engine import head_kernels
+
+        head_kernels.statistics(z, targets, valid, temperature, out)
+        return
+    if not valid:
+        out.zero_()
+        out[0] = _LOWEST
+        return
+    for rows in _rows(z):
+        scaled = z[rows, :valid].to(out.dtype) / temperature
+        here, inside = targets[rows].clamp(0, valid - 1), _inside(targets[rows], valid)
+        out[3, rows] = torch.where(inside, scaled.gather(1, here[:, None])[:, 0], 0.0)
+        top = scaled.amax(1)
+        shifted = scaled.sub_(top[:, None])
+        weights = shifted.exp()
+        out[0, rows] = top
+        out[1, rows] = weights.sum(1)
+        out[2, rows] = torch.linalg.vecdot(weights, shifted)
+
+
+def _to_gradient_(
+    z: Tensor,
+    targets: Tensor,
+    valid: int,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_log_prob: Tensor,
+    grad_entropy: Tensor | None,
+) -> None:
+    """Turn logits into the gradient of the loss by them, in place."""
+    if _fused(z):
+        from quintet.engine import head_kernels
+
+        head_kernels.to_gradient_(z, targets, valid, temperature, lse, entropy, grad_log_prob, grad_entropy)
+        return
+    z[:, valid:] = 0
+    if not valid:
+        return
+    for rows in _rows(z):
+        log_p = (z[rows, :valid].to(lse.dtype) / temperature).sub_(lse[rows, None])
+        p = log_p.exp()
+        outer = grad_log_prob[rows, None]
+        if grad_entropy is None:
+            grad = p.mul_(-outer)
+        else:
+            spread = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(outer)
+            grad = p.mul_(spread).neg_()
+        here, inside = targets[rows].clamp(0, valid - 1), _inside(targets[rows], valid)
+        grad.scatter_add_(1, here[:, None], outer * inside[:, None])
+        z[rows, :valid] = grad.div_(temperature)
+
+
+def _inside(targets: Tensor, valid: int) -> Tensor:
+    return (targets >= 0) & (targets < valid)
+
+
+def _rows(z: Tensor) -> Iterator[slice]:
+    step = max(1, _FP32_ELEMENTS // max(z.shape[1], 1))
+    for start in range(0, len(z), step):
+        yield slice(start, start + step)

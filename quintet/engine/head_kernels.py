@@ -1,0 +1,124 @@
+"""Triton kernels of the LM head: logits are read once forward, and read and overwritten once backward.
+
+What each writes is defined in `quintet.engine.head`, whose plain path computes the same. A kernel's arithmetic is fp32,
+its exponentials one a logit: two would take longer than reading the logits does.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+WARPS = 8
+
+
+@triton.jit
+def _statistics_kernel(
+    logits, stride, targets, out, out_stride, valid, inverse_temperature, BLOCK: tl.constexpr
+):
+    """One program a token. out: [4, tokens]. Sums stay one a lane until the end; the maximum is one a program."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    lane = tl.arange(0, BLOCK)
+    top = -1e30
+    total = tl.zeros([BLOCK], tl.float32)
+    moment = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, valid, BLOCK):
+        inside = start + lane < valid
+        z = tl.load(logits + start + lane, mask=inside, other=0.0).to(tl.float32) * inverse_temperature
+        z = tl.where(inside, z, -1e30)
+        higher = tl.maximum(top, tl.max(z, 0))
+        rescale = tl.exp(top - higher)
+        shifted = z - higher
+        weight = tl.exp(shifted)
+        moment = rescale * (moment + (top - higher) * total) + weight * shifted
+        total = rescale * total + weight
+        top = higher
+    target = tl.load(targets + row)
+    here = (target >= 0) & (target < valid)
+    at_target = tl.load(logits + target, mask=here, other=0.0).to(tl.float32) * inverse_temperature
+    tl.store(out + row, top)
+    tl.store(out + out_stride + row, tl.sum(total, 0))
+    tl.store(out + 2 * out_stride + row, tl.sum(moment, 0))
+    tl.store(out + 3 * out_stride + row, at_target)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits,
+    stride,
+    targets,
+    lse,
+    entropy,
+    grad_log_prob,
+    grad_entropy,
+    size,
+    valid,
+    inverse_temperature,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a token and BLOCK columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = logits + row * stride + column
+    z = tl.load(at, mask=column < valid, other=0.0).to(tl.float32) * inverse_temperature
+    log_p = z - tl.load(lse + row)
+    outer = tl.load(grad_log_prob + row)
+    factor = outer
+    if WITH_ENTROPY:
+        factor = outer + tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row))
+    grad = tl.where(column == tl.load(targets + row), outer, 0.0) - tl.exp(log_p) * factor
+    grad = tl.where(column < valid, grad * inverse_temperature, 0.0)
+    tl.store(at, grad.to(logits.dtype.element_ty), mask=column < size)
+
+
+def statistics(z: Tensor, targets: Tensor, valid: int, temperature: float, out: Tensor) -> None:
+    """See `quintet.engine.head._statistics`. z: [n, rows], out: fp32 [4, n], both of stride 1 in their last dim."""
+    if len(z):
+        _statistics_kernel[(len(z),)](
+            z,
+            z.stride(0),
+            targets,
+            out,
+            out.stride(0),
+            valid,
+            1.0 / temperature,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+
+
+def to_gradient_(
+    z: Tensor,
+    targets: Tensor,
+    valid: int,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_log_prob: Tensor,
+    grad_entropy: Tensor | None,
+) -> None:
+    """See `quintet.engine.head._to_gradient_`. z: [n, rows], the others [n]."""
+    if not z.numel():
+        return
+    n, size = z.shape
+    _gradient_kernel[(n, triton.cdiv(size, BLOCK))](
+        z,
+        z.stride(0),
+        targets,
+        lse,
+        entropy,
+        grad_log_prob.contiguous(),
+        grad_log_prob if grad_entropy is None else grad_entropy.contiguous(),
+        size,
+        valid,
+        1.0 / temperature,
+        WITH_ENTROPY=grad_entropy is not None,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
