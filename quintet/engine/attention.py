@@ -2,36 +2,20 @@
 
 `PackedSelfAttention` keeps megatron-core's projections and norms and replaces what lies between: rotary
 embedding by explicit positions (so that a token's position never depends on how a row was cut), and attention
-that never lets a token see another sequence. On GPU the flash kernel `varlen_attn` reads the packed row as
-it is; elsewhere sequences of similar length form rectangles for SDPA, without any O(T²) mask.
+that never lets a token see another sequence. `CoreAttention` is that attention, in every layout: it lets the ranks
+that share a row exchange what they need (`quintet.engine.context`) and calls a kernel (`quintet.engine.kernels`).
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from quintet.engine.kernels import choose_kernel
 from quintet.engine.row import Row
-
-try:
-    from torch.nn.attention.varlen import varlen_attn as _varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn: Any = None
-else:
-    varlen_attn = _varlen_attn
-
-# torch 2.12 added the flag; before, fewer KV heads were accepted as they are.
-_NEEDS_GQA_FLAG = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the flash kernel serves: CUDA, half precision."""
-    return varlen_attn is not None and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,7 +48,9 @@ class PackedSelfAttention(SelfAttention):
 
 
 class CoreAttention(torch.nn.Module):
-    """softmax(q kᵀ · scale) v within each sequence. [T, heads, d], [T, kv heads, d] → [T, heads, d]."""
+    """softmax(q kᵀ · scale) v within each sequence. [T, heads, d], [T, kv heads, d], [T, kv heads, dv] → [T, heads, dv]."""
+
+    backend = "portable"
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -79,41 +65,15 @@ class CoreAttention(torch.nn.Module):
 
     def within(self, query: Tensor, key: Tensor, value: Tensor, row: Row) -> Tensor:
         """Attention among the tokens of the row."""
-        if uses_varlen(query.device, query.dtype):
-            return _varlen(query, key, value, row, self.scale)
-        return _rectangles(query, key, value, row, self.scale)
+        assert row.spans is not None
+        kernel = choose_kernel(query.device, query.dtype, self.backend)
+        if row.exchange is None:
+            return kernel(query, key, value, row.spans, self.scale)
+        query, key, value = row.exchange.before(query, key, value)
+        return row.exchange.after(kernel(query, key, value, row.spans, self.scale))
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float | None) -> Tensor:
-    arguments: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
-    if _NEEDS_GQA_FLAG and query.shape[1] != key.shape[1]:
-        arguments["enable_gqa"] = True
-    cu, longest = row.cu_seqlens_q, row.max_seqlen_q
-    out: Tensor = varlen_attn(
-        query, key.contiguous(), value.contiguous(), cu, cu, longest, longest, **arguments
-    )
-    return out
+class TransformerEngineAttention(CoreAttention):
+    """The same, with TransformerEngine's kernel where it can serve."""
 
-
-def _rectangles(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float | None) -> Tensor:
-    """SDPA on groups of sequences of similar length. Where one group holds the row as it is, nothing is moved."""
-    repeat = query.shape[1] // key.shape[1]
-    if repeat > 1:  # CPU's flash kernel has no grouped heads
-        key, value = (
-            t[:, :, None].expand(-1, -1, repeat, -1).reshape(len(t), -1, t.shape[2]) for t in (key, value)
-        )
-    out = []
-    for gather in row.rectangles:
-        b, length = gather.shape
-        flat = gather.reshape(-1)
-        q, k, v = (
-            (t if row.order is None else t.index_select(0, flat))
-            .view(b, length, *t.shape[1:])
-            .transpose(1, 2)
-            for t in (query, key, value)
-        )
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        out.append(o.transpose(1, 2).reshape(b * length, *query.shape[1:]))
-    if row.order is None:
-        return out[0]
-    return torch.cat(out).index_select(0, row.order)
+    backend = "transformer_engine"

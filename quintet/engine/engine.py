@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,11 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func 
 from quintet.algorithms.aggregation import Tally  # noqa: E402
 from quintet.data.batch import Batch, offsets  # noqa: E402
 from quintet.engine import build, hf  # noqa: E402
+from quintet.engine.context import gather_places  # noqa: E402
 from quintet.engine.head import VocabSlice, log_probs_and_entropy  # noqa: E402
-from quintet.engine.row import MicroBatch, pack  # noqa: E402
+from quintet.engine.model import PolicyModel  # noqa: E402
+from quintet.engine.optimizer import build_optimizer, set_learning_rate  # noqa: E402
+from quintet.engine.row import MicroBatch, Row, pack  # noqa: E402
 from quintet.engine.schedule import learning_rate  # noqa: E402
 from quintet.engine.shards import Shard, shard_map  # noqa: E402
 from quintet.models import ModelShape  # noqa: E402
@@ -46,7 +50,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class Outputs:
-    """What the model says about the N trained tokens of a micro-batch, both fp32 [N]."""
+    """What the model says about the N trained tokens of a micro-batch, both fp32 [N]. The same on every tp and cp rank:
+    a loss sees whole samples in every layout."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -81,16 +86,21 @@ class Engine:
         self.dtype = DTYPES[dtype]
         self.mesh = build.mesh_of(layout, dist.get_world_size())
         self.alignment = alignment(tp=layout.tp, sp=layout.sp, cp=layout.cp)
-        self.model = build.build_model(shape, layout, self.mesh, self.dtype, engine)
-        self.config = self.model.config
+        self.chunks = build.build_chunks(shape, layout, self.mesh, self.dtype, engine)
+        self.config = self.chunks[0].config
         self.steps, self.total_steps = 0, total_steps
-        self._chunk: Any = self.model
+        self._wrapped: list[Any] = list(self.chunks)
         self._optimizer: Any = None
         self._optimizer_recipe = optimizer
         if optimizer is not None:
-            self._chunk = build.wrap_for_training(self.model, self.mesh, engine)
+            self._wrapped = build.wrap_for_training(self.chunks, self.mesh, engine)
         self._p2p = P2PCommunicator(self.mesh.groups.pp, self.config) if self.mesh.sizes.pp > 1 else None
         self.config.finalize_model_grads_func = _finalize
+
+    @property
+    def model(self) -> PolicyModel:
+        """The pipeline stage. Of an interleaved pipeline's several chunks, the first."""
+        return self.chunks[0]
 
     # weights
 
@@ -104,9 +114,7 @@ class Engine:
         self._optimizer_recipe, self.total_steps, self.steps = optimizer, total_steps, 0
         self._optimizer = None  # the old moments and master weights go before the new ones come
         if optimizer is not None:
-            self._optimizer = build.build_optimizer(
-                self._chunk, self.mesh, self.dtype, optimizer, self.recipe.distributed_optimizer
-            )
+            self._optimizer = build_optimizer(self._wrapped, self.mesh, self.dtype, optimizer, self.recipe)
             self.config.grad_scale_func = self._optimizer.scale_loss
 
     def save_hf(self, path: Path, companions: Path) -> None:
@@ -115,28 +123,29 @@ class Engine:
 
     def shard_map(self, of: str = "param") -> list[Shard]:
         """What this rank holds: see `quintet.engine.shards`."""
-        return shard_map(self.model, self.shape, self.mesh, of)
+        return shard_map(self.chunks, self.shape, self.mesh, of)
 
     # compute
 
     def forward(
         self, batch: Batch, microbatches: Sequence[Sequence[int]], temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor] | None:
-        """Log-probs and entropies of the tokens with loss_mask 1, flat like the batch's values, fp32 on the CPU.
+    ) -> Outputs | None:
+        """Outputs of the tokens with loss_mask 1, flat like the batch's values, fp32 on the CPU.
 
         Other tokens get 0. Ranks of the last stage return them, others None.
         """
-        values = [torch.zeros(len(batch["input_ids"].values())) for _ in range(2)]
+        values = [torch.zeros(len(batch["input_ids"].values()), device=build.device()) for _ in range(2)]
 
         def collect(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+            at = micro.token_index.to(build.device())
             for out, new in zip(values, (outputs.logprobs, outputs.entropy), strict=True):
-                out[micro.token_index] = new.cpu()
+                out[at] = new
             return outputs.logprobs.sum(), {}
 
         with torch.no_grad():
-            self.model.eval()
+            self._set_training(False)
             self._run(batch, microbatches, collect, temperature, forward_only=True)
-        return (values[0], values[1]) if self.mesh.last_stage else None
+        return Outputs(*(v.cpu() for v in values)) if self.mesh.last_stage else None
 
     def forward_backward(
         self,
@@ -160,8 +169,9 @@ class Engine:
             tally.add(quantities, at["loss_mask"])
             return share, {}
 
-        self._chunk.zero_grad_buffer()
-        self.model.train()
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
+        self._set_training(True)
         self._run(batch, microbatches, compute, temperature, forward_only=False)
         if not self.mesh.last_stage:
             return None
@@ -172,8 +182,7 @@ class Engine:
         assert self._optimizer_recipe is not None
         self.steps += 1
         rate = learning_rate(self.steps, self.total_steps, self._optimizer_recipe)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self._optimizer, rate)
         _, norm, _ = self._optimizer.step()
         # The norm is the same on all ranks: all stop here, or none. What these weights have become is not saved.
         if not math.isfinite(norm):
@@ -182,6 +191,10 @@ class Engine:
                 "samples and rewards of this step hold"
             )
         return {"grad_norm": float(norm), "lr": rate}
+
+    def _set_training(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(training)
 
     def _run(
         self,
@@ -192,17 +205,17 @@ class Engine:
         *,
         forward_only: bool,
     ) -> None:
-        values = batch["input_ids"].values()
-        trained = batch["loss_mask"].values() > 0
-        ends = offsets(batch)
-        packed = (pack(values, ends, trained, samples, self.alignment) for samples in microbatches)
-        step = partial(self._forward_step, use=use, temperature=temperature)
-        schedule = get_forward_backward_func(pp_size=self.mesh.sizes.pp, vp_size=None)
+        pp, chunks = self.mesh.sizes.pp, len(self.chunks)
+        if chunks > 1:  # interleaving wants a multiple of pp; what is missing is padding alone
+            microbatches = [*microbatches, *([[]] * (-len(microbatches) % pp))]
+        schedule = get_forward_backward_func(pp_size=pp, vp_size=chunks if chunks > 1 else None)
+        rows = self._rows(batch, microbatches)
         extra = {"p2p_communicator": self._p2p} if self._p2p else {}
         schedule(
-            forward_step_func=step,
-            data_iterator=packed,
-            model=[self._chunk],
+            forward_step_func=partial(self._forward_step, use=use, temperature=temperature),
+            # Each chunk goes through all micro-batches; what one is ahead of another is kept for it.
+            data_iterator=list(tee(rows, chunks)) if chunks > 1 else rows,
+            model=self._wrapped,
             num_microbatches=len(microbatches),
             seq_length=self.recipe.tokens_per_microbatch_per_rank,
             micro_batch_size=1,
@@ -211,24 +224,38 @@ class Engine:
             **extra,
         )
 
+    def _rows(self, batch: Batch, microbatches: Sequence[Sequence[int]]) -> Iterator[tuple[MicroBatch, Row]]:
+        """This rank's part of each micro-batch, packed when its turn comes."""
+        values = batch["input_ids"].values()
+        trained = batch["loss_mask"].values() > 0
+        ends = offsets(batch)
+        cp, cp_rank = self.mesh.sizes.cp, self.mesh.at("cp")
+        for samples in microbatches:
+            micro = pack(values, ends, trained, samples, self.alignment, cp, cp_rank)
+            yield micro, self.model.row(micro, self.recipe.cp_comm)
+
     def _forward_step(
-        self, microbatches: Iterator[MicroBatch], chunk: Any, *, use: Any, temperature: float
+        self, rows: Iterator[tuple[MicroBatch, Row]], chunk: Any, *, use: Any, temperature: float
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        micro = next(microbatches)
-        hidden = chunk(micro.input_ids.to(build.device()), self.model.row(micro))
+        micro, row = next(rows)
+        hidden = chunk(micro.input_ids.to(build.device()), row)
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            value, extra = use(self._outputs(hidden, micro, temperature), micro)
+            value, extra = use(self._outputs(hidden, micro, row, temperature), micro)
             return value, torch.zeros((), dtype=torch.int, device=value.device), extra
 
         return hidden, loss
 
-    def _outputs(self, hidden: Tensor, micro: MicroBatch, temperature: float) -> Outputs:
-        where = hidden.device
-        weight = self.model.head_weight()
+    def _outputs(self, hidden: Tensor, micro: MicroBatch, row: Row, temperature: float) -> Outputs:
+        where, last = hidden.device, self.chunks[-1]
+        weight = last.head_weight()
         vocab = VocabSlice(len(weight), self.shape.vocab_size, self.mesh.groups.tp)
-        wanted = self.model.for_head(hidden).index_select(0, micro.predictors.to(where))
-        return Outputs(*log_probs_and_entropy(wanted, weight, micro.targets.to(where), vocab, temperature))
+        wanted = last.for_head(hidden).index_select(0, micro.predictors.to(where))
+        found = log_probs_and_entropy(wanted, weight, micro.targets.to(where), vocab, temperature)
+        if micro.cp == 1:
+            return Outputs(*found)
+        place, count = micro.place.to(where), len(micro.token_index)
+        return Outputs(*gather_places(torch.stack(found), place, count, row.cp_group))
 
 
 def _finalize(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

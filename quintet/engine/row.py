@@ -2,59 +2,71 @@
 
 `pack` is the only place where padding enters, and it follows `quintet.packing.Alignment`. Token t's log-prob is
 read off the hidden state at t - 1 of the same sequence, so a row carries `predictors`: the row positions whose
-output is wanted, and `targets`: the tokens they predict.
+output is wanted, and `targets`: the tokens they predict. Under context parallelism a rank's micro-batch holds its
+zigzag chunks of every sequence, and those of the trained tokens whose predictors it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from quintet.packing import Alignment, length_buckets
+from quintet.engine.context import AllGather, AllToAll, Exchange
+from quintet.engine.kernels import Spans, spans
+from quintet.packing import Alignment
+from quintet.packing.context import held_ranges, zigzag
 
 
 @dataclass
 class Row(PackedSeqParams):
     """What every layer needs to know of a micro-batch.
 
-    cos, sin: rotary tables [T, 1, 1, head_dim / 2] at each token's position in its own sequence.
-    rectangles, order: how SDPA sees the row. A rectangle [B, L] holds row positions of sequences of similar length
-    (tails repeat the last token); `order` [T] brings the concatenated rectangles back to row order, and is None
-    where the one rectangle is the row itself.
+    cos, sin: rotary tables [T, 1, 1, rotary_dim / 2] at each token's position in its own sequence.
+    spans: which queries see which keys, as the attention kernel reads it.
+    exchange: how ranks that share the row share keys and values; None where one rank holds the row.
     cache: the KV cache in generation, else None.
     """
 
     cos: Tensor | None = None
     sin: Tensor | None = None
-    rectangles: list[Tensor] = field(default_factory=list)
-    order: Tensor | None = None
+    spans: Spans | None = None
+    exchange: Exchange | None = None
     cache: Any = None
 
 
 @dataclass
 class MicroBatch:
-    """One packed micro-batch of one rank.
+    """One rank's part of a packed micro-batch.
 
-    input_ids: [1, T]. positions: [T], in each token's own sequence. lengths: of the sequences, padding included.
-    predictors: [N] row positions whose next token is trained; targets: [N] those tokens;
-    token_index: [N] where the targets lie in the flat values of the rank's batch; sample: [N] their samples.
+    input_ids: [1, T / cp]. positions: [T / cp], in each token's own sequence.
+    lengths: of the row's sequences, padding included, before they are cut.
+    cp, cp_rank: in how many parts the row is cut, and which one this is.
+    predictors: [M] positions here whose next token is trained; targets: [M] those tokens; place: [M] which of the
+    row's N trained tokens they are.
+    token_index: [N] where the trained tokens lie in the flat values of the rank's batch; sample: [N] their samples.
     """
 
     input_ids: Tensor
     positions: Tensor
     lengths: list[int]
+    cp: int
+    cp_rank: int
     predictors: Tensor
     targets: Tensor
+    place: Tensor
     token_index: Tensor
     sample: Tensor
 
     @property
     def tokens(self) -> int:
+        """Tokens on this rank."""
         return self.input_ids.shape[1]
 
 
@@ -64,8 +76,10 @@ def pack(
     trained: Tensor,
     samples: Sequence[int],
     alignment: Alignment,
+    cp: int = 1,
+    cp_rank: int = 0,
 ) -> MicroBatch:
-    """Pack samples of a batch into one row.
+    """Pack samples of a batch into one row, and take a context-parallel rank's part of it.
 
     values: [tokens] int64, flat token ids of the batch. offsets: [samples + 1]. trained: [tokens] bool, tokens whose
     log-prob is wanted; a sample's first token has no predecessor and is never trained. samples: which ones, in row
@@ -95,53 +109,87 @@ def pack(
     target_at = wanted.nonzero()[:, 0]
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[target_at]
     numbers = torch.tensor([*samples, -1])
+    predictors, place = target_at - 1, torch.arange(len(target_at))
+    if cp > 1:
+        held = _index(held_ranges(lengths, cp, cp_rank))
+        here = torch.full((total,), -1)
+        here[held] = torch.arange(len(held))
+        predictors = here[predictors]
+        place = (predictors >= 0).nonzero()[:, 0]
+        predictors = predictors[place]
+        positions = positions[held]
     return MicroBatch(
-        input_ids=input_ids[None],
+        input_ids=(input_ids[held] if cp > 1 else input_ids)[None],
         positions=positions,
         lengths=lengths,
-        predictors=target_at - 1,
-        targets=input_ids[target_at],
+        cp=cp,
+        cp_rank=cp_rank,
+        predictors=predictors,
+        targets=input_ids[target_at[place]],
+        place=place,
         token_index=source[target_at],
         sample=numbers[owner],
     )
 
 
-def describe(micro: MicroBatch, device: torch.device, *, rectangles: bool) -> Row:
+def describe(
+    micro: MicroBatch,
+    device: torch.device,
+    *,
+    rectangles: bool,
+    group: dist.ProcessGroup | None = None,
+    comm: str = "all_gather",
+) -> Row:
     """The `Row` of a micro-batch, without rotary tables (the model adds them).
 
-    rectangles: whether the attention kernel wants them; the varlen kernels read cu_seqlens instead.
+    rectangles: whether the attention kernel wants them; the varlen kernels read offsets instead.
+    group: the ranks that share the row. comm: how they share attention, `engine.cp_comm`.
     """
-    ends = torch.tensor([0, *micro.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    cu = ends.to(device)
-    row = Row(
+    exchange: Exchange | None = None
+    lengths = micro.lengths
+    keys: Sequence[int] = lengths
+    if micro.cp > 1:
+        assert group is not None
+        if comm == "all_to_all":
+            exchange = AllToAll(group, _in_row_order(micro).to(device))
+        else:
+            chunks = zigzag(micro.cp, micro.cp_rank)
+            pieces = [(n // (2 * micro.cp), c) for n in lengths for c in chunks]
+            lengths, keys = [n for n, _ in pieces], [n * (c + 1) for n, c in pieces]
+            exchange = AllGather(group, *_prefixes(micro, chunks, device))
+    return Row(
         qkv_format="thd",
-        cu_seqlens_q=cu,
-        cu_seqlens_kv=cu,
-        cu_seqlens_q_padded=cu,
-        cu_seqlens_kv_padded=cu,
-        max_seqlen_q=max(micro.lengths),
-        max_seqlen_kv=max(micro.lengths),
+        spans=spans(lengths, keys, device, rectangles=rectangles),
+        exchange=exchange,
+        cp_group=group if micro.cp > 1 else None,
+        local_cp_size=micro.cp,
     )
-    if rectangles:
-        row.rectangles, row.order = _rectangles(micro.lengths, ends.to(torch.int64), device)
-    return row
 
 
-def _rectangles(lengths: list[int], ends: Tensor, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
-    groups = length_buckets(lengths)
-    total = int(ends[-1])
-    if len(groups) == 1 and len(groups[0]) == len(lengths) and len(set(lengths)) == 1:
-        return [torch.arange(total, device=device).view(len(lengths), -1)], None
-    out, order, start = [], torch.empty(total, dtype=torch.int64), 0
-    sizes = torch.tensor(lengths)
-    for group in groups:
-        ids = torch.tensor(group)
-        longest = int(sizes[ids].max())
-        step = torch.arange(longest)
-        gather = ends[ids][:, None] + torch.minimum(step[None], sizes[ids][:, None] - 1)
-        inside = step[None] < sizes[ids][:, None]
-        place = start + torch.arange(len(group) * longest).view(len(group), longest)
-        order[gather[inside]] = place[inside]
-        out.append(gather.to(device))
-        start += len(group) * longest
-    return out, order.to(device)
+def _in_row_order(micro: MicroBatch) -> Tensor:
+    """[T] for each row position, where it lies once the ranks' parts stand one after another."""
+    held = torch.cat([_index(held_ranges(micro.lengths, micro.cp, r)) for r in range(micro.cp)])
+    order = torch.empty_like(held)
+    order[held] = torch.arange(len(held))
+    return order
+
+
+def _prefixes(micro: MicroBatch, chunks: tuple[int, int], device: torch.device) -> list[Tensor]:
+    """What each held chunk sees of its sequence: all up to the chunk's end.
+
+    Returns the keys [K] in gathered order, sequence by sequence and chunk by chunk, and which of them belong to the
+    earlier and to the later chunks.
+    """
+    begins = [0, *accumulate(micro.lengths)]
+    ranges, late = [], []
+    for begin, n in zip(begins, micro.lengths, strict=False):
+        chunk = n // (2 * micro.cp)
+        for number, c in enumerate(chunks):
+            ranges.append(range(begin, begin + (c + 1) * chunk))
+            late.append(torch.full(((c + 1) * chunk,), bool(number)))
+    keys, is_late = _in_row_order(micro)[_index(ranges)], torch.cat(late)
+    return [t.to(device) for t in (keys, (~is_late).nonzero()[:, 0], is_late.nonzero()[:, 0])]
+
+
+def _index(ranges: Iterable[range]) -> Tensor:
+    return torch.cat([torch.arange(r.start, r.stop) for r in ranges])

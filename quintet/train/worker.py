@@ -70,9 +70,9 @@ class PolicyWorker(Worker):
             layout = schema.Layout(tp=wanted.tp, pp=wanted.pp)
             if layout.model_dump() != recipe.layout.model_dump():
                 mesh = build.mesh_of(layout, self.world_size)
-                model = build.build_model(self.shape, layout, mesh, DTYPES[self.dtype], recipe.engine)
+                (model,) = build.build_chunks(self.shape, layout, mesh, DTYPES[self.dtype], recipe.engine)
                 model.requires_grad_(False)
-                targets = shard_map(model, self.shape, mesh)
+                targets = shard_map([model], self.shape, mesh)
                 dtype = DTYPES[self.dtype]
                 update = Resharder(engine.shard_map(), targets, dtype=dtype, device=build.device()).run
         rollout = NativeRollout(
@@ -185,7 +185,7 @@ class PolicyWorker(Worker):
     ) -> torch.Tensor:
         scored = engine.forward(batch, assignment.microbatches, temperature)
         return (
-            scored[0] if scored is not None else torch.zeros(token_count(batch))
+            scored.logprobs if scored is not None else torch.zeros(token_count(batch))
         )  # unread before the last stage
 
     def update(self, number: int, objective: Objective, temperature: float) -> Updated | None:

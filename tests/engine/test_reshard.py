@@ -39,7 +39,7 @@ def reshard(path: Path, source: dict[str, Any], target: dict[str, Any]) -> dict[
     engine.load_hf(path)
     layout = schema.Layout(**target)
     mesh = build.mesh_of(layout, dist.get_world_size())
-    models = [build.build_model(shape, layout, mesh, torch.float32, settings) for _ in range(2)]
+    models = [build.build_chunks(shape, layout, mesh, torch.float32, settings) for _ in range(2)]
     moved, loaded = (shard_map(model, shape, mesh) for model in models)
     load_hf(loaded, shape, path)
     for shard in moved:

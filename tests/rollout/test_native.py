@@ -56,7 +56,7 @@ def generate(
     samples = [(r.prompt_ids, s) for r, row in zip(runs[0][0], out[0], strict=True) for s in row]
     batch = make_batch([p + s.response_ids for p, s in samples], [len(p) for p, _ in samples])
     again = engine.forward(batch, [list(range(len(samples)))], temperature=runs[0][1].temperature or 1.0)
-    return out, (again[0] if again is not None else None)
+    return out, (again.logprobs if again is not None else None)
 
 
 @pytest.fixture(scope="module")

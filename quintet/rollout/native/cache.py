@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quintet.engine.attention import uses_varlen
+from quintet.engine.kernels import reads_offsets
 
 
 class SlotCache:
@@ -78,7 +78,7 @@ class SlotCache:
         n = self._decoding
         flat_keys.index_copy_(0, self._write, key[:n])
         flat_values.index_copy_(0, self._write, value[:n])
-        if uses_varlen(query.device, query.dtype):
+        if reads_offsets(query.device, query.dtype):
             out = self._flash(query[:n], flat_keys, flat_values, attention.scale)
         else:
             out = self._masked(
