@@ -1,18 +1,18 @@
-"""From shape, layout and recipe to megatron-core's objects: model chunks, gradient buffers, optimizer."""
+"""From shape, layout and recipe to megatron-core's objects: model chunks and gradient buffers."""
 
 from __future__ import annotations
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from quintet.engine.config import transformer_config
+from quintet.engine.layers import choose_backend
 from quintet.engine.mesh import Mesh, Sizes, build_mesh
-from quintet.engine.model import PolicyModel, transformer_config
+from quintet.engine.model import PolicyModel
 from quintet.models import ModelShape
 from quintet.recipe.schema import Engine as EngineRecipe
 from quintet.recipe.schema import Layout
-from quintet.recipe.schema import Optimizer as OptimizerRecipe
 
 
 def device() -> torch.device:
@@ -31,45 +31,27 @@ def mesh_of(layout: Layout, world_size: int) -> Mesh:
     return build_mesh(Sizes(tp=layout.tp, cp=layout.cp, dp=dp, pp=layout.pp, ep=layout.ep, etp=etp))
 
 
-def build_model(
+def build_chunks(
     shape: ModelShape, layout: Layout, mesh: Mesh, dtype: torch.dtype, recipe: EngineRecipe
-) -> PolicyModel:
-    """This rank's pipeline stage, weights not yet meaningful."""
-    config = transformer_config(shape, mesh, sp=layout.sp, dtype=dtype, extra=dict(recipe.megatron))
+) -> list[PolicyModel]:
+    """This rank's chunks of the model: its pipeline stage, or layout.vpp parts of it; weights not yet meaningful."""
+    config = transformer_config(shape, layout, mesh, recipe, dtype=dtype)
+    backend = choose_backend(recipe.backend)
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(
             0, tp_rank=mesh.at("tp"), ep_rank=0, etp_rank=mesh.at("tp"), force_reset_rng=True
         )
-    model = PolicyModel(shape, config, mesh)
-    return model.to(device())
+    stages = range(layout.vpp) if layout.vpp > 1 else [None]
+    return [PolicyModel(shape, config, mesh, backend, stage).to(device()) for stage in stages]
 
 
-def wrap_for_training(model: PolicyModel, mesh: Mesh, recipe: EngineRecipe) -> DistributedDataParallel:
-    """Gradient buffers (fp32) and their reduction over dp."""
+def wrap_for_training(
+    chunks: list[PolicyModel], mesh: Mesh, recipe: EngineRecipe
+) -> list[DistributedDataParallel]:
+    """Gradient buffers (fp32) and their reduction over dp and cp."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=recipe.distributed_optimizer, grad_reduce_in_fp32=True
     )
-    return DistributedDataParallel(model.config, settings, model, pg_collection=mesh.groups)
-
-
-def build_optimizer(
-    chunk: DistributedDataParallel,
-    mesh: Mesh,
-    dtype: torch.dtype,
-    recipe: OptimizerRecipe,
-    distributed: bool,
-) -> MegatronOptimizer:
-    """Adam with decoupled weight decay; fp32 master weights when the parameters are bf16."""
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=recipe.lr,
-        weight_decay=recipe.weight_decay,
-        adam_beta1=recipe.beta1,
-        adam_beta2=recipe.beta2,
-        adam_eps=recipe.eps,
-        clip_grad=recipe.clip_grad_norm or 0.0,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=distributed,
-    )
-    return get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False, pg_collection=mesh.groups)
+    return [
+        DistributedDataParallel(chunk.config, settings, chunk, pg_collection=mesh.groups) for chunk in chunks
+    ]

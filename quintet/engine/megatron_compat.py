@@ -44,9 +44,11 @@ def install() -> None:
             f"quintet is tested with megatron-core {VERSION}, found {megatron.core.__version__}"
         )
     _provide_scratch_buffer()
+    _plain_router_products()
     if not torch.cuda.is_available():
         _retarget_cuda_literals()
         _plain_rng()
+        _plain_splits()
 
 
 def _provide_scratch_buffer() -> None:
@@ -55,6 +57,15 @@ def _provide_scratch_buffer() -> None:
     from megatron.core import parallel_state
 
     parallel_state._set_global_memory_buffer()
+
+
+def _plain_router_products() -> None:
+    """The router's matrix product asks for `te_general_gemm`, a name that exists only with TransformerEngine; with it,
+    fp32 scores would be computed in TF32, and near ties choose other experts than on a CPU. None takes torch's
+    product. (tests/engine/test_moe.py: every case)"""
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
 
 
 class _NoStream:
@@ -147,3 +158,43 @@ def _plain_rng() -> None:
 
     tracker: Any = random.CudaRNGStatesTracker
     tracker.fork = lambda self, name="": contextlib.nullcontext()
+    # Recompute saves and restores the device's state. (tests/engine/test_moe.py: recompute)
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _plain_splits() -> None:
+    """The token dispatcher turns its split sizes into plain numbers on their way from the GPU; on a CPU they stay
+    tensors, which all-to-all refuses. And gloo cannot gather or reduce-scatter uneven parts, which experts cut over
+    etp receive: parts are padded to the longest, or summed whole. (tests/engine/test_moe.py: ep2, etp2)"""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.maybe_move_tensor_to_cpu = _move_to_cpu
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_uneven(
+        x: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(x, group, None, use_global_buffer)
+        longest = max(output_split_sizes)
+        padded = torch.cat((x, x.new_zeros(longest - len(x), *x.shape[1:])))
+        parts = gather(padded, group, None, use_global_buffer).split(longest)
+        return torch.cat([part[:n] for part, n in zip(parts, output_split_sizes, strict=True)])
+
+    def scatter_uneven(
+        x: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(x, group, None, use_global_buffer)
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_uneven
+    mappings._reduce_scatter_along_first_dim = scatter_uneven
+
+
+def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -8,7 +8,7 @@ holds it, so writing through the view changes the model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,15 @@ class Shard:
     """One rank's piece of one Hugging Face tensor.
 
     name: the Hugging Face name. shape: of the full tensor. box: the part held here. view: of the live parameter;
-    it has the box's elements in the box's order but may have more dims (interleaved q, k and v).
+    it has the box's elements in the box's order but may have more dims (interleaved q, k and v). trained: whether it
+    is a parameter; a buffer stays in fp32.
     """
 
     name: str
     shape: tuple[int, ...]
     box: Box
     view: Tensor
+    trained: bool = True
 
     @property
     def box_shape(self) -> tuple[int, ...]:
@@ -70,12 +72,15 @@ class Shard:
             self.view.copy_(piece.reshape(self.view.shape))
 
 
-def shard_map(model: torch.nn.Module, shape: ModelShape, mesh: Mesh, of: str = "param") -> list[Shard]:
-    """Shards of one pipeline stage, in the family's order.
+def shard_map(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh, of: str = "param"
+) -> list[Shard]:
+    """Shards of one pipeline stage, in the family's order. chunks: the stage, or its interleaved parts.
 
-    of: "param" for the weights, "main_grad" for the gradients behind them (same boxes).
+    of: "param" for the weights, buffers that are stored with them included; "main_grad" for the gradients behind the
+    trained ones (same boxes).
 
-    Raises RuntimeError listing parameters that the family's table does not name, or names that have none.
+    Raises RuntimeError listing parameters that the family's table does not name.
     """
     weights = {w.name: w for w in family_named(shape.family).weights(shape)}
     if shape.tied_embeddings and mesh.sizes.pp > 1:
@@ -83,51 +88,86 @@ def shard_map(model: torch.nn.Module, shape: ModelShape, mesh: Mesh, of: str = "
         weights["output_layer.weight"] = Weight(
             "output_layer.weight", embedding.hf, embedding.shapes, "vocab"
         )
-    parameters = dict(global_parameters(model))
-    unknown = sorted(set(parameters) - set(weights))
+    held = {name: view for chunk in chunks for name, view in global_tensors(chunk, mesh, of)}
+    unknown = sorted(set(held) - set(weights))
     if unknown:
         raise RuntimeError(f"parameters without an entry in the {shape.family} table: {', '.join(unknown)}")
-    shards: list[Shard] = []
-    for name, weight in weights.items():
-        parameter = parameters.get(name)
-        if parameter is None:  # on another stage
-            continue
-        tensor = parameter.data if of == "param" else getattr(parameter, of)
-        shards += _cut(weight, tensor.view(parameter.shape), shape, mesh)
-    return shards
+    # A name of the table that is not held is on another stage, or an expert of another rank.
+    return [s for name, w in weights.items() if name in held for s in _cut(w, held[name], shape, mesh)]
 
 
-def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Named parameters, with the layer's number in the whole model instead of its place in the stage."""
+def global_tensors(model: torch.nn.Module, mesh: Mesh, of: str = "param") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model under their names in the family's table, whatever the back end of layers calls them.
+
+    A layer's number is that in the whole model, an expert's that among all experts. of: see `shard_map`.
+    """
     layers: Any = model.decoder.layers  # type: ignore[union-attr]
-    for name, parameter in model.named_parameters():
+    config: Any = model.config
+    experts = (config.num_moe_experts or 0) // mesh.sizes.ep
+    for name, tensor in _local_tensors(model, of):
         found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
-        if found:
-            number = layers[int(found[1])].layer_number - 1
-            name = f"decoder.layers.{number}.{found[2]}"
-        yield name, parameter
+        if not found:
+            yield name, tensor
+            continue
+        prefix = f"decoder.layers.{layers[int(found[1])].layer_number - 1}."
+        for inner, view in _experts_apart(found[2], tensor, mesh.at("ep") * experts):
+            yield prefix + _FUSED_NORMS.get(inner, inner), view
+
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""TransformerEngine's layers hold the norm before them."""
+
+
+def _local_tensors(model: torch.nn.Module, of: str) -> Iterator[tuple[str, Tensor]]:
+    """Parameters or what is behind them, in the parameters' shapes, and with the parameters the buffers."""
+    for name, parameter in model.named_parameters():
+        tensor = parameter.data if of == "param" else getattr(parameter, of)
+        yield name, tensor.view(parameter.shape)
+    if of == "param":
+        for name, buffer in model.named_buffers():
+            if name.endswith(".expert_bias"):
+                yield name, buffer
+
+
+def _experts_apart(name: str, tensor: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
+    """One expert at a time, numbered from `first`: the portable back end holds all of a rank in one tensor,
+    TransformerEngine has a tensor each."""
+    stacked = re.fullmatch(r"mlp\.experts\.weight([12])", name)
+    apart = re.fullmatch(r"mlp\.experts\.linear_fc([12])\.weight(\d+)", name)
+    if stacked:
+        for i, view in enumerate(tensor, start=first):
+            yield f"mlp.experts.{i}.linear_fc{stacked[1]}.weight", view
+    elif apart:
+        number = first + int(apart[2])
+        yield f"mlp.experts.{number}.linear_fc{apart[1]}.weight", tensor
+    else:
+        yield name, tensor
 
 
 def _cut(weight: Weight, tensor: Tensor, shape: ModelShape, mesh: Mesh) -> list[Shard]:
-    tp, rank = mesh.sizes.tp, mesh.at("tp")
+    """The shards of one parameter, given this rank's part of it."""
+    expert = weight.split.startswith("expert_")
+    parts, rank = (mesh.sizes.etp, mesh.at("etp")) if expert else (mesh.sizes.tp, mesh.at("tp"))
+    split = weight.split.removeprefix("expert_")
     full = weight.shapes[0]
-    if weight.split == "replicated":
-        return [Shard(weight.hf[0], full, _box(full), tensor)]
-    if weight.split == "rows":
-        return [Shard(weight.hf[0], full, _box(full, 0, rank, tp), tensor)]
-    if weight.split == "columns":
-        return [Shard(weight.hf[0], full, _box(full, 1, rank, tp), tensor)]
-    if weight.split == "vocab":
+    if split == "qkv":
+        return _cut_qkv(weight, tensor, shape, rank, parts)
+    if split == "gate_up":
+        return [
+            Shard(name, full, _box(full, 0, rank, parts), half)
+            for name, full, half in zip(weight.hf, weight.shapes, tensor.chunk(2, 0), strict=True)
+        ]
+    if split == "vocab":
         rows = len(tensor)
         start, stop = min(rank * rows, full[0]), min((rank + 1) * rows, full[0])
         return [Shard(weight.hf[0], full, ((start, stop), *_box(full)[1:]), tensor[: stop - start])]
-    if weight.split == "gate_up":
-        halves = tensor.chunk(2, 0)
-        return [
-            Shard(name, full, _box(full, 0, rank, tp), half)
-            for name, full, half in zip(weight.hf, weight.shapes, halves, strict=True)
-        ]
-    return _cut_qkv(weight, tensor, shape, rank, tp)
+    dim = {"replicated": None, "rows": 0, "columns": 1}[split]
+    return [Shard(weight.hf[0], full, _box(full, dim, rank, parts), tensor, weight.trained)]
 
 
 def _cut_qkv(weight: Weight, tensor: Tensor, shape: ModelShape, rank: int, tp: int) -> list[Shard]:

@@ -1,0 +1,139 @@
+"""megatron-core's configuration of a model in a layout: where a shape, a layout and a recipe become its fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from quintet.engine.mesh import Mesh
+from quintet.errors import UserError
+from quintet.models import MlaShape, ModelShape, MoeShape
+from quintet.recipe import schema
+
+
+def transformer_config(
+    shape: ModelShape, layout: schema.Layout, mesh: Mesh, recipe: schema.Engine, *, dtype: torch.dtype
+) -> TransformerConfig:
+    """Fields of a model in a layout; `recipe.megatron` overrides them by name.
+
+    Raises UserError for a field megatron-core does not have, and for recomputing what the model does not hold.
+    """
+    kind = MLATransformerConfig if shape.mla else TransformerConfig
+    unknown = [k for k in recipe.megatron if k not in kind.__dataclass_fields__]
+    if unknown:
+        raise UserError(f"engine.megatron.{unknown[0]}: megatron-core's {kind.__name__} has no such field")
+    fields = _model(shape, dtype) | _layout(layout, mesh, dtype) | _recompute(shape, recipe)
+    if shape.moe:
+        fields |= _experts(shape, shape.moe)
+    if shape.mla:
+        fields |= _latent(shape.mla)
+    return kind(**{**fields, **recipe.megatron})
+
+
+def _model(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
+    on_gpu = torch.cuda.is_available()
+    return {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "layernorm_epsilon": shape.norm_eps,
+        "qk_layernorm": shape.qk_norm,
+        "add_qkv_bias": shape.qkv_bias,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # Losses are normalised by global counts, so gradients are summed over ranks and never rescaled.
+        "calculate_per_token_loss": True,
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": not on_gpu,
+        # Without it core 0.16.1 does not mark weights as tensor parallel, and the gradient norm comes out wrong.
+        "perform_initialization": True,
+    }
+
+
+def _layout(layout: schema.Layout, mesh: Mesh, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": mesh.sizes.tp,
+        "pipeline_model_parallel_size": mesh.sizes.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        # Interleaved stages with batched sends give wrong gradients, silently (core 0.16.1).
+        "batch_p2p_comm": layout.vpp == 1,
+        "overlap_p2p_comm": layout.vpp > 1,
+        "context_parallel_size": mesh.sizes.cp,
+        "sequence_parallel": layout.sp,
+        "expert_model_parallel_size": mesh.sizes.ep,
+        "expert_tensor_parallel_size": mesh.sizes.etp,
+        "pipeline_dtype": dtype,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, experts or not
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def _experts(shape: ModelShape, moe: MoeShape) -> dict[str, Any]:
+    """The expert bias is no field: core's would be updated from counts that include padding (engine/router.py)."""
+    limited = moe.group_top_k < moe.groups
+    return {
+        "num_moe_experts": moe.experts,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_layer_freq": [int(moe.is_moe(i)) for i in range(shape.layers)],
+        "moe_grouped_gemm": True,
+        "moe_router_topk": moe.top_k,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_score_function": moe.score,
+        # A softmax over the chosen experts alone is the one over all of them, normalised.
+        "moe_router_pre_softmax": not moe.normalize,
+        "moe_router_num_groups": moe.groups if limited else None,
+        "moe_router_group_topk": moe.group_top_k if limited else None,
+        "moe_router_topk_scaling_factor": moe.scaling_factor if moe.scaling_factor != 1.0 else None,
+    }
+
+
+def _latent(mla: MlaShape) -> dict[str, Any]:
+    """Sizes alone: rotary tables come with the row, the softmax scale from the shape."""
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rope_type": "rope",
+    }
+
+
+def _recompute(shape: ModelShape, recipe: schema.Engine) -> dict[str, Any]:
+    if recipe.recompute == "none":
+        return {}
+    if recipe.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    moe = shape.moe
+    holds = {
+        "mlp": moe is None or bool(moe.dense_layers),
+        "moe": moe is not None,
+        "moe_act": moe is not None,
+        "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,
+        "mla_up_proj": shape.mla is not None,
+    }
+    for module in recipe.recompute_modules:
+        if not holds.get(module, True):
+            raise UserError(
+                f"engine.recompute_modules: {module} is not part of a {shape.family} model like this one; leave it out"
+            )
+    return {"recompute_granularity": "selective", "recompute_modules": list(recipe.recompute_modules)}

@@ -1,0 +1,144 @@
+"""The experts of a layer as two grouped matrix products, on torch alone.
+
+Tokens arrive sorted by expert. `torch.nn.functional.grouped_mm` multiplies each expert's rows with its own weight
+in one kernel: on CUDA in bf16, on a CPU in any type, with rows that are multiples of 16 bytes. Elsewhere each expert
+is a product of its own. Which of the two serves is decided once, when the module meets its device.
+
+    y_t = p_t · W2_e (silu(G_e x_t) ⊙ U_e x_t),  W1_e = [G_e; U_e]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+
+class GroupedExperts(MegatronModule):
+    """The experts one rank holds, with megatron-core's constructor.
+
+    weight1: [experts here, 2 · width / etp, hidden], gate over up. weight2: [experts here, hidden, width / etp].
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any) -> None:
+        super().__init__(config=config)
+        etp = pg_collection.expt_tp.size()
+        width, hidden = config.moe_ffn_hidden_size // etp, config.hidden_size
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        kind = {"dtype": config.params_dtype, "device": device}
+        # Weights are always loaded: drawing them would only take time.
+        self.weight1 = torch.nn.Parameter(torch.zeros(num_local_experts, 2 * width, hidden, **kind))
+        self.weight2 = torch.nn.Parameter(torch.zeros(num_local_experts, hidden, width, **kind))
+        mark_expert(self.weight1, pg_collection, dim=1)
+        mark_expert(self.weight2, pg_collection, dim=2)
+        self._recompute = (
+            config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+        )
+        self._grouped: bool | None = None
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """tokens: [T, hidden] sorted by expert; tokens_per_expert: [experts here], on the CPU; probs: [T].
+
+        Returns [T, hidden], under etp this rank's share of the sum. T and any of the counts may be 0.
+        """
+        if self._grouped is None:
+            self._grouped = can_group(self.weight1) and can_group(self.weight2)
+        counts = tokens_per_expert.tolist()
+        hidden = grouped_linear(tokens, self.weight1, counts, self._grouped)
+        weights = probs.unsqueeze(-1)
+        if not self._recompute:
+            return grouped_linear(self._activate(hidden, weights), self.weight2, counts, self._grouped), None
+        checkpoint = CheckpointWithoutOutput(fp8=None)
+        out = grouped_linear(
+            checkpoint.checkpoint(self._activate, hidden, weights), self.weight2, counts, self._grouped
+        )
+        checkpoint.discard_output_and_register_recompute(out)
+        return out, None
+
+    def _activate(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        """silu(gate) · up · weight: [T, 2w], [T, 1] → [T, w] in the type of `hidden`."""
+        if self.config.bias_activation_fusion:
+            return weighted_bias_swiglu_impl(hidden, None, weights)
+        gate, up = hidden.chunk(2, -1)
+        return (F.silu(gate) * up * weights).to(hidden.dtype)
+
+
+def mark_expert(weight: torch.nn.Parameter, groups: Any, *, dim: int) -> None:
+    """Tell megatron-core how a weight of experts is spread.
+
+    `allreduce`: whether its gradient is summed over dp and cp, like other weights', or over the ranks that hold the
+    same experts. Core asks only whether ep > 1, which is wrong at ep = 1 with etp other than tp.
+    `tensor_model_parallel`: that no other rank of a tp group holds the same elements, so that every rank's count in
+    the gradient norm.
+    """
+    weight.allreduce = groups.ep.size() == 1 and groups.expt_tp.size() == groups.tp.size()  # type: ignore[attr-defined]
+    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    weight.partition_dim, weight.partition_stride = dim, 1  # type: ignore[attr-defined]
+
+
+def can_group(weight: Tensor) -> bool:
+    """Whether grouped_mm takes this weight [E, out, in] in both passes."""
+    if weight.device.type == "cuda" and weight.dtype != torch.bfloat16:
+        return False
+    return hasattr(F, "grouped_mm") and all(n * weight.element_size() % 16 == 0 for n in weight.shape[1:])
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: list[int], grouped: bool) -> Tensor:
+    """x [T, in] in consecutive groups of `counts` rows, group e times weight[e]ᵀ: [T, out]. weight: [E, out, in]."""
+    return _GroupedLinear.apply(x, weight, counts, grouped)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """With its own backward, so that experts without tokens, and ranks without any, get gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], grouped: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts, ctx.grouped = counts, grouped
+        return _product(x, weight.transpose(1, 2), counts, grouped)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = _product(grad, weight, ctx.counts, ctx.grouped) if ctx.needs_input_grad[0] else None
+        grad_weight = _outer(grad, x, ctx.counts, ctx.grouped) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None
+
+
+def _offsets(counts: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(counts).cumsum(0).to(like.device, torch.int32)
+
+
+def _product(x: Tensor, weight: Tensor, counts: list[int], grouped: bool) -> Tensor:
+    """x [T, in], weight [E, in, out] → [T, out]."""
+    if not len(x):
+        return x.new_zeros(0, weight.shape[2])
+    if grouped:
+        return F.grouped_mm(x, weight, offs=_offsets(counts, x))
+    out = x.new_empty(len(x), weight.shape[2])
+    for e, (rows, part) in enumerate(zip(x.split(counts), out.split(counts), strict=True)):
+        torch.mm(rows, weight[e], out=part)
+    return out
+
+
+def _outer(grad: Tensor, x: Tensor, counts: list[int], grouped: bool) -> Tensor:
+    """grad [T, out], x [T, in] → gradᵀ x in each group: [E, out, in]."""
+    if not len(x):
+        return x.new_zeros(len(counts), grad.shape[1], x.shape[1])
+    if grouped:
+        out = F.grouped_mm(grad.t(), x, offs=_offsets(counts, x))
+        empty = [e for e, n in enumerate(counts) if n == 0]
+        if empty:  # kernels need not write what they have no rows for
+            out[empty] = 0
+        return out
+    out = x.new_zeros(len(counts), grad.shape[1], x.shape[1])
+    for e, (g, rows) in enumerate(zip(grad.split(counts), x.split(counts), strict=True)):
+        torch.mm(g.t(), rows, out=out[e])
+    return out

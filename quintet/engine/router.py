@@ -1,0 +1,25 @@
+"""The router: megatron-core's, with DeepSeek-V3's expert bias as what it is here, a stored value.
+
+Core's own bias comes with a count of tokens a rank and an update from it over process-global groups; the count
+includes padding, and the update has no place in fine-tuning. This router loads the bias, adds it where experts are
+chosen, and leaves it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+class Router(TopKRouter):
+    """Scores of all experts in fp32, the top-k of them, their weights. No auxiliary loss, no statistics."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None, *, bias: bool = False) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        if bias:
+            del self.expert_bias  # core's attribute, None
+            zeros = torch.zeros(config.num_moe_experts, device=torch.cuda.current_device())
+            self.register_buffer("expert_bias", zeros)
