@@ -1,0 +1,209 @@
+"""Experts and latent attention equal transformers, on one rank and where experts are spread over several.
+
+Variants of the two architectures that the layout suite does not go through: norms of weights, groups, YaRN, attention
+without a query latent. Weights are drawn so that no token is near a tie between experts.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+PROMPT = 2
+LENGTHS = [9, 6, 17, 4, 12, 8]
+TOKENS = sum(n - PROMPT for n in LENGTHS)
+VOCAB = 61
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "attn_implementation": "sdpa",
+    "experts_implementation": "eager",
+    "tie_word_embeddings": False,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 4.0,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def config(name: str) -> Any:
+    from transformers import DeepseekV3Config, Qwen3MoeConfig
+
+    qwen = {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "rms_norm_eps": 1e-6}
+    if name == "qwen3_moe":
+        return Qwen3MoeConfig(norm_topk_prob=True, **qwen, **_SIZES)
+    if name == "qwen3_moe-sparse":  # weights of all experts, and experts in every other layer
+        return Qwen3MoeConfig(norm_topk_prob=False, decoder_sparse_step=2, **qwen, **_SIZES)
+    if name == "deepseek_v3":
+        return DeepseekV3Config(**_LATENT, **_SIZES)
+    if name == "deepseek_v3-yarn":  # YaRN, no groups, no query latent, another norm_eps than the latents'
+        other = {"n_group": 1, "q_lora_rank": None, "rms_norm_eps": 1e-3, "rope_parameters": _YARN}
+        return DeepseekV3Config(**(_LATENT | other), **_SIZES)
+    if name == "deepseek_v3-halves":
+        return DeepseekV3Config(rope_interleave=False, **_LATENT, **_SIZES)
+    raise KeyError(name)
+
+
+FAMILIES = ["qwen3_moe", "qwen3_moe-sparse", "deepseek_v3", "deepseek_v3-yarn", "deepseek_v3-halves"]
+
+
+def model(name: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32)
+    with torch.no_grad():
+        for key, p in made.named_parameters():
+            if p.dim() == 1:
+                p.add_(0.1 * torch.randn_like(p))
+            else:
+                p.normal_(0, 1.0 if "embed" in key else p.shape[-1] ** -0.5)
+        for key, buffer in made.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    root = tmp_path_factory.mktemp("moe")
+
+    def of(name: str) -> Path:
+        if not (root / name).exists():
+            model(name).save_pretrained(root / name)
+        return root / name
+
+    return of
+
+
+def token_ids() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@cache
+def reference(name: str) -> tuple[float, dict[str, Tensor], Tensor]:
+    """Mean negative log-likelihood, its gradients by the names on disk, log-probs flat."""
+    from tests.engine.hub import hub_names
+
+    made, flat = model(name), []
+    for ids in token_ids():
+        x = torch.tensor(ids)
+        log_p = made(input_ids=x[None]).logits[0].log_softmax(-1)
+        of_next = log_p[:-1].gather(1, x[1:, None])[:, 0]
+        flat.append(torch.cat([torch.zeros(PROMPT), of_next[PROMPT - 1 :]]))
+    logprobs = torch.cat(flat)
+    loss = -logprobs.sum() / TOKENS
+    loss.backward()
+    gradients = hub_names((n, p.grad) for n, p in made.named_parameters())
+    return loss.item(), gradients, logprobs.detach()
+
+
+class MeanNll:
+    def __call__(self, outputs: Any, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return -(outputs.logprobs * fields["loss_mask"]).sum() / TOKENS, {}
+
+
+def run_rank(path: Path, layout: dict[str, Any], **recipe: Any) -> dict[str, Any]:
+    """On one rank: forward, forward_backward, one step."""
+    from quintet.data.batch import make_batch, select
+    from quintet.engine.engine import Engine
+    from quintet.models import read_shape
+    from quintet.packing import plan_microbatches
+    from quintet.recipe import schema
+
+    settings = {"tokens_per_microbatch_per_rank": 32, "distributed_optimizer": False} | recipe
+    engine = Engine(
+        read_shape(path),
+        schema.Layout(**layout),
+        engine=schema.Engine(**settings),
+        optimizer=schema.Optimizer(lr=1e-3, clip_grad_norm=None),
+        dtype="fp32",
+    )
+    engine.load_hf(path)
+    batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
+    dp, budget = engine.mesh.at("dp"), engine.recipe.tokens_per_microbatch_per_rank
+    plan = plan_microbatches(LENGTHS, dp=engine.mesh.sizes.dp, budget=budget, alignment=engine.alignment)
+    mine = select(batch, plan.samples_of(dp))
+    forward = engine.forward(mine, plan.local(dp))
+    result = engine.forward_backward(mine, plan.local(dp), MeanNll())
+    gradients = [(s.name, s.box, s.read().clone()) for s in engine.shard_map("main_grad")]
+    return {
+        "gradients": gradients,
+        "loss": result.loss if result and engine.mesh.owns_output else 0.0,
+        "norm": engine.optimizer_step()["grad_norm"],
+        "samples": plan.samples_of(dp),
+        "forward": forward,
+    }
+
+
+def check(name: str, results: list[dict[str, Any]]) -> None:
+    """Loss, every gradient, their norm and the log-probs of all ranks against transformers."""
+    loss, gradients, logprobs = reference(name)
+    assert sum(r["loss"] for r in results) == pytest.approx(loss, rel=1e-5)
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    starts, seen = torch.tensor([0, *LENGTHS]).cumsum(0).tolist(), set()
+    for result in results:
+        for key, box, found in result["gradients"]:
+            want = gradients[key][tuple(slice(a, b) for a, b in box)]
+            error = (found - want).norm() / (want.norm() + 1e-6)
+            assert error < 1e-4, f"{key} {box}: relative gradient error {error:.1e}"
+            seen.add(key)
+        assert result["norm"] == pytest.approx(norm, rel=1e-4)
+        if result["forward"] is not None:
+            at = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in result["samples"]])
+            torch.testing.assert_close(result["forward"].logprobs, logprobs[at], rtol=1e-5, atol=1e-5)
+    assert seen == set(gradients)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_rank_equals_transformers(pool, directory, name):
+    check(name, pool.run(run_rank, 1, directory(name), {}))
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {"ep": 2}),
+    "tp2-sp-ep2-etp2": (4, {"tp": 2, "sp": True, "ep": 2}),
+    "tp2-sp-ep2-etp1": (2, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+    "tp2-sp-etp1": (2, {"tp": 2, "sp": True, "etp": 1}),
+    "etp2": (2, {"etp": 2}),
+    "pp2-ep2": (4, {"pp": 2, "ep": 2}),
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_equals_transformers(pool, directory, name, layout):
+    world, sizes = LAYOUTS[layout]
+    check(name, pool.run(run_rank, world, directory(name), sizes))
