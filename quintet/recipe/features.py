@@ -1,7 +1,8 @@
-"""What a recipe can switch on, and what this version does not offer yet.
+"""What a recipe can switch on, which two of those cannot be combined, and what this version does not offer yet.
 
-A feature is on or off by keys alone. A feature that is not available is refused by name, with what to use
-instead; nothing is ever ignored. When two features cannot be combined, that pair belongs here too.
+Each is on or off by the recipe and the model's shape alone. What cannot work is refused by name, with what to do
+instead; nothing is ever ignored. The tables here are the one place for it: the rules iterate over them, and so does the
+test that wants every pair of features either tried or refused.
 """
 
 from __future__ import annotations
@@ -9,16 +10,54 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quintet.recipe.schema import Recipe
+from quintet.models.shape import ModelShape
+from quintet.recipe.schema import Optimizer, Recipe
+
+IsOn = Callable[[Recipe, ModelShape | None], bool]
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One thing a recipe can switch on: its name in messages, the key that does it, and how to tell."""
+    """One thing a recipe can switch on: its name in messages, the keys that do it, and how to tell.
 
+    choice: features of the same choice are values of one key and never on together.
+    needs: what must be on with it. engine: of the training engine, rather than of the rollout or the loop.
+    """
+
+    id: str
     name: str
-    key: str
-    is_on: Callable[[Recipe], bool]
+    keys: tuple[str, ...]
+    is_on: IsOn
+    choice: str = ""
+    needs: tuple[str, ...] = ()
+    engine: bool = True
+
+    @property
+    def key(self) -> str:
+        return self.keys[0]
+
+
+@dataclass(frozen=True)
+class RefusedPair:
+    """Two features, by id, that cannot be combined: why, and what to do instead.
+
+    `instead` may name {tp} and {pp}, the sizes of the training layout. commands: those that would combine them.
+    """
+
+    first: str
+    second: str
+    why: str
+    instead: str
+    commands: tuple[str, ...] = ("train", "sft", "generate", "eval")
+
+    def sentence(self, recipe: Recipe | None = None) -> str:
+        """What the user is told; without a recipe, with "…" for its sizes."""
+        a, b = FEATURES[self.first], FEATURES[self.second]
+        sizes = {name: getattr(recipe.layout, name) if recipe else "…" for name in ("tp", "pp")}
+        return (
+            f"{a.name} ({a.key}) and {b.name} ({b.key}) cannot be combined: {self.why}; "
+            f"{self.instead.format(**sizes)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -29,41 +68,326 @@ class NotAvailable:
     instead: str
 
 
-NOT_AVAILABLE = [
-    NotAvailable(
-        Feature("context parallelism", "layout.cp", lambda recipe: recipe.layout.cp > 1),
-        "use layout.cp=1; for long samples raise layout.tp with layout.sp=true",
+@dataclass(frozen=True)
+class NeedsGpu:
+    """A feature that does not work on CPU ranks: why, and what a user does instead."""
+
+    feature: str
+    why: str
+    instead: str
+
+    @property
+    def sentence(self) -> str:
+        one = FEATURES[self.feature]
+        return f"{one.key}: {one.name} needs GPUs: {self.why}; {self.instead}"
+
+
+def optimizers(recipe: Recipe) -> dict[str, Optimizer]:
+    """The optimizer sections of a recipe, by key."""
+    found = {"optimizer": recipe.optimizer}
+    return found if recipe.sft is None else found | {"sft.optimizer": recipe.sft.optimizer}
+
+
+def expert_tp(recipe: Recipe) -> int:
+    """Size of the expert tensor-parallel axis."""
+    return recipe.layout.tp if recipe.layout.etp is None else recipe.layout.etp
+
+
+def data_parallel(recipe: Recipe) -> int:
+    """Size of the data-parallel axis; meaningful once the layout divides the ranks."""
+    layout = recipe.layout
+    return max(1, recipe.cluster.ranks // (layout.tp * layout.pp * layout.cp))
+
+
+def shares_weights(recipe: Recipe) -> bool:
+    """Whether the rollout reads the engine's own parameters: its layout is the training layout."""
+    layout, rollout = recipe.layout, recipe.rollout.layout
+    return rollout is None or type(layout)(tp=rollout.tp, pp=rollout.pp).model_dump() == layout.model_dump()
+
+
+def _any_optimizer(is_on: Callable[[Optimizer], bool]) -> IsOn:
+    return lambda recipe, shape: any(is_on(one) for one in optimizers(recipe).values())
+
+
+def _of_optimizers(name: str) -> tuple[str, ...]:
+    return f"optimizer.{name}", f"sft.optimizer.{name}"
+
+
+_ENGINE = [
+    Feature("dp", "data parallelism", ("cluster.ranks",), lambda r, s: data_parallel(r) > 1),
+    Feature("tp", "tensor parallelism", ("layout.tp",), lambda r, s: r.layout.tp > 1),
+    Feature("sp", "sequence parallelism", ("layout.sp",), lambda r, s: r.layout.sp, needs=("tp",)),
+    Feature("pp", "pipeline parallelism", ("layout.pp",), lambda r, s: r.layout.pp > 1),
+    Feature("vpp", "the interleaved pipeline", ("layout.vpp",), lambda r, s: r.layout.vpp > 1, needs=("pp",)),
+    Feature(
+        "cp_all_gather",
+        "context parallelism by gathering keys and values",
+        ("layout.cp", "engine.cp_comm"),
+        lambda r, s: r.layout.cp > 1 and r.engine.cp_comm == "all_gather",
+        choice="engine.cp_comm",
     ),
-    NotAvailable(
-        Feature("expert parallelism", "layout.ep", lambda recipe: recipe.layout.ep > 1),
-        "use layout.ep=1; models with experts cannot be trained yet",
+    Feature(
+        "cp_all_to_all",
+        "context parallelism by exchanging heads",
+        ("layout.cp", "engine.cp_comm"),
+        lambda r, s: r.layout.cp > 1 and r.engine.cp_comm == "all_to_all",
+        choice="engine.cp_comm",
     ),
-    NotAvailable(
-        Feature("expert tensor parallelism", "layout.etp", lambda recipe: recipe.layout.etp is not None),
-        "leave layout.etp=null; models with experts cannot be trained yet",
+    Feature("ep", "expert parallelism", ("layout.ep",), lambda r, s: r.layout.ep > 1, needs=("experts",)),
+    Feature(
+        "etp",
+        "tensor parallelism of experts",
+        ("layout.etp", "layout.tp"),
+        lambda r, s: s is not None and s.moe is not None and expert_tp(r) > 1,
+        needs=("experts",),
     ),
-    NotAvailable(
-        Feature("the interleaved pipeline", "layout.vpp", lambda recipe: recipe.layout.vpp > 1),
-        "use layout.vpp=1",
+    Feature(
+        "etp_apart",
+        "experts cut otherwise than the rest of the model",
+        ("layout.etp",),
+        lambda r, s: expert_tp(r) != r.layout.tp,
+        needs=("experts", "ep"),
     ),
-    NotAvailable(
-        Feature(
-            "expert parallelism in the rollout",
-            "rollout.layout.ep",
-            lambda recipe: recipe.rollout.layout is not None and recipe.rollout.layout.ep > 1,
-        ),
-        "use rollout.layout.ep=1",
+    Feature("experts", "experts", ("model.path",), lambda r, s: s is not None and s.moe is not None),
+    Feature("mla", "latent attention", ("model.path",), lambda r, s: s is not None and s.mla is not None),
+    Feature(
+        "tied",
+        "tied embeddings",
+        ("model.path", "model.build.tied_embeddings"),
+        lambda r, s: s is not None and s.tied_embeddings,
     ),
-    NotAvailable(
-        Feature("the vLLM rollout", "rollout.backend", lambda recipe: recipe.rollout.backend == "vllm"),
-        "use rollout.backend=native",
+    Feature(
+        "recompute_selective",
+        "selective recompute",
+        ("engine.recompute",),
+        lambda r, s: r.engine.recompute == "selective",
+        choice="engine.recompute",
     ),
-    NotAvailable(
-        Feature("the SGLang rollout", "rollout.backend", lambda recipe: recipe.rollout.backend == "sglang"),
-        "use rollout.backend=native",
+    Feature(
+        "recompute_full",
+        "full recompute",
+        ("engine.recompute",),
+        lambda r, s: r.engine.recompute == "full",
+        choice="engine.recompute",
     ),
-    NotAvailable(
-        Feature("FP8 training", "engine.megatron.fp8", lambda recipe: "fp8" in recipe.engine.megatron),
-        "remove it and use model.dtype=bf16",  # Without TransformerEngine, megatron-core would ignore it.
+    Feature(
+        "distributed_optimizer",
+        "the distributed optimizer",
+        ("engine.distributed_optimizer",),
+        lambda r, s: r.engine.distributed_optimizer,
+        choice="engine.distributed_optimizer",
+    ),
+    Feature(
+        "whole_optimizer",
+        "optimizer state whole on each data-parallel rank",
+        ("engine.distributed_optimizer",),
+        lambda r, s: not r.engine.distributed_optimizer,
+        choice="engine.distributed_optimizer",
+    ),
+    Feature(
+        "transformer_engine",
+        "TransformerEngine's layers",
+        ("engine.backend",),
+        lambda r, s: r.engine.backend == "transformer_engine",
+    ),
+    Feature("bf16", "bf16", ("model.dtype",), lambda r, s: r.model.dtype == "bf16", choice="model.dtype"),
+    Feature("fp32", "fp32", ("model.dtype",), lambda r, s: r.model.dtype == "fp32", choice="model.dtype"),
+    Feature(
+        "adam",
+        "Adam with L2 weight decay",
+        _of_optimizers("name"),
+        _any_optimizer(lambda o: o.name == "adam"),
+        choice="optimizer.name",
+    ),
+    Feature(
+        "sgd",
+        "SGD",
+        _of_optimizers("name"),
+        _any_optimizer(lambda o: o.name == "sgd"),
+        choice="optimizer.name",
+    ),
+    Feature(
+        "lr_multipliers",
+        "learning rates by parameter",
+        _of_optimizers("lr_multipliers"),
+        _any_optimizer(lambda o: bool(o.lr_multipliers)),
+    ),
+    Feature(
+        "cpu_optimizer",
+        "optimizer state on the CPU",
+        _of_optimizers("cpu_fraction"),
+        _any_optimizer(lambda o: o.cpu_fraction > 0),
+    ),
+    Feature(
+        "offload_params",
+        "offload of parameters",
+        ("engine.offload_params",),
+        lambda r, s: r.engine.offload_params > 0,
+    ),
+    Feature(
+        "offload_grads",
+        "offload of gradients",
+        ("engine.offload_grads",),
+        lambda r, s: r.engine.offload_grads > 0,
+    ),
+    Feature(
+        "offload_optimizer",
+        "offload of optimizer state",
+        ("engine.offload_optimizer",),
+        lambda r, s: r.engine.offload_optimizer > 0,
     ),
 ]
+_LOOP = [
+    Feature(
+        "shared_rollout",
+        "a rollout on the engine's own weights",
+        ("rollout.layout",),
+        lambda r, s: r.rollout.backend == "native" and shares_weights(r),
+        choice="rollout.layout",
+        engine=False,
+    ),
+    Feature(
+        "own_rollout",
+        "a rollout with a layout of its own",
+        ("rollout.layout",),
+        lambda r, s: not shares_weights(r),
+        choice="rollout.layout",
+        engine=False,
+    ),
+    Feature(
+        "reference",
+        "a reference policy",
+        ("algorithm.kl_coef",),
+        lambda r, s: r.algorithm.kl_coef > 0,
+        engine=False,
+    ),
+]
+FEATURES: dict[str, Feature] = {one.id: one for one in (*_ENGINE, *_LOOP)}
+"""Every feature, by id. Those with `engine` are what the training engine can be asked for."""
+
+_GENERATES = ("train", "generate", "eval")
+_SHARED = "the native rollout reads the engine's parameters only where they are cut by tp, sp and pp"
+_GIVE_LAYOUT = "give the rollout a layout of its own, such as rollout.layout.tp={tp}; weights are then resharded after each step"
+REFUSED_PAIRS = [
+    *(
+        RefusedPair(other, "shared_rollout", _SHARED, _GIVE_LAYOUT, _GENERATES)
+        for other in ("cp_all_gather", "cp_all_to_all", "ep", "etp_apart", "vpp")
+    ),
+    RefusedPair(
+        "offload_params",
+        "shared_rollout",
+        "the rollout generates with the very parameters that would be away",
+        f"{_GIVE_LAYOUT}, or set engine.offload_params=0",
+        _GENERATES,
+    ),
+    RefusedPair(
+        "sgd",
+        "distributed_optimizer",
+        "megatron-core's distributed optimizer holds Adam's state only",
+        "set engine.distributed_optimizer=false, or use adamw",
+    ),
+    *(
+        RefusedPair(
+            other,
+            "cpu_optimizer",
+            "megatron-core updates adamw alone on the CPU",
+            "use adamw, or set cpu_fraction=0",
+        )
+        for other in ("adam", "sgd")
+    ),
+    *(
+        RefusedPair(
+            other,
+            "cpu_optimizer",
+            "megatron-core keeps state on the CPU for the distributed optimizer of bf16 parameters alone",
+            "set engine.distributed_optimizer=true and model.dtype=bf16, or cpu_fraction=0",
+        )
+        for other in ("whole_optimizer", "fp32")
+    ),
+]
+"""Pairs that are refused. A pair of one choice needs no entry: the key takes one value."""
+
+
+def refused_pair(first: str, second: str) -> str | None:
+    """The sentence with which two features, by id, are refused together; None where they can be combined."""
+    for pair in REFUSED_PAIRS:
+        if {first, second} == {pair.first, pair.second}:
+            return pair.sentence()
+    a, b = FEATURES[first], FEATURES[second]
+    if a is not b and a.choice and a.choice == b.choice:
+        return f"{a.name} and {b.name} are two values of {a.choice}, which takes one"
+    return None
+
+
+def features_on(recipe: Recipe, shape: ModelShape | None = None) -> set[str]:
+    """Ids of what a recipe switches on. What depends on the model is off without its shape."""
+    return {one.id for one in FEATURES.values() if one.is_on(recipe, shape)}
+
+
+NEEDS_GPU = [
+    NeedsGpu(
+        "transformer_engine",
+        "TransformerEngine runs on CUDA alone",
+        "use engine.backend=portable or auto, or cluster.device=cuda",
+    ),
+    NeedsGpu(
+        "cpu_optimizer",
+        "on CPU ranks all of the optimizer is on the CPU already, and megatron-core's hybrid optimizer does not run there",
+        "set cpu_fraction=0",
+    ),
+    *(
+        NeedsGpu(
+            one,
+            "megatron-core restores the GPU's random state when it computes again",
+            "set engine.recompute=none, or lower engine.tokens_per_microbatch_per_rank to save memory",
+        )
+        for one in ("recompute_selective", "recompute_full")
+    ),
+]
+"""What CPU ranks cannot do."""
+
+
+def _available_later(id: str, name: str, keys: tuple[str, ...], is_on: IsOn, instead: str) -> NotAvailable:
+    return NotAvailable(Feature(id, name, keys, is_on), instead)
+
+
+NOT_AVAILABLE = [
+    NotAvailable(
+        FEATURES["cp_all_gather"], "use layout.cp=1; for long samples raise layout.tp with layout.sp=true"
+    ),
+    NotAvailable(
+        FEATURES["cp_all_to_all"], "use layout.cp=1; for long samples raise layout.tp with layout.sp=true"
+    ),
+    NotAvailable(FEATURES["ep"], "use layout.ep=1"),
+    NotAvailable(FEATURES["etp_apart"], "leave layout.etp=null"),
+    NotAvailable(FEATURES["vpp"], "use layout.vpp=1"),
+    _available_later(
+        "rollout_ep",
+        "expert parallelism in the rollout",
+        ("rollout.layout.ep",),
+        lambda r, s: r.rollout.layout is not None and r.rollout.layout.ep > 1,
+        "use rollout.layout.ep=1: every rank of the rollout then holds all experts",
+    ),
+    _available_later(
+        "vllm",
+        "the vLLM rollout",
+        ("rollout.backend",),
+        lambda r, s: r.rollout.backend == "vllm",
+        "use rollout.backend=native",
+    ),
+    _available_later(
+        "sglang",
+        "the SGLang rollout",
+        ("rollout.backend",),
+        lambda r, s: r.rollout.backend == "sglang",
+        "use rollout.backend=native",
+    ),
+    _available_later(
+        "muon",
+        "Muon",
+        _of_optimizers("name"),
+        _any_optimizer(lambda o: o.name == "muon"),
+        "use adamw: megatron-core's Muon needs a package that does not come with it, and refuses the distributed optimizer",
+    ),
+]
+"""What this version does not offer."""

@@ -20,6 +20,7 @@ from quintet.models import ModelShape, check_weights, read_end_ids, read_shape
 from quintet.observe import Observer
 from quintet.recipe import schema
 from quintet.recipe.capacity import overflow
+from quintet.recipe.features import FEATURES, NEEDS_GPU
 from quintet.rewards.load import RewardFunction, load_reward
 from quintet.rollout import Sampling
 
@@ -84,15 +85,13 @@ def _check_device(recipe: schema.Recipe) -> None:
     """What the rules can say of device=cpu only: device=auto comes to the same on a machine without GPUs."""
     if recipe.cluster.device != "auto" or recipe.cluster.address is not None:
         return
-    if recipe.engine.megatron.get("recompute_granularity") is None:
+    asked = [need for need in NEEDS_GPU if FEATURES[need.feature].is_on(recipe, None)]
+    if not asked:
         return
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError(
-            "engine.megatron.recompute_granularity: megatron-core recomputes activations on GPUs only, and this "
-            "machine has none; remove it, or lower engine.tokens_per_microbatch_per_rank to save memory"
-        )
+        raise UserError(f"{asked[0].sentence}. This machine has none")
 
 
 def _check_lengths(prompts: PromptSet, recipe: schema.Recipe) -> None:

@@ -52,12 +52,12 @@ def test_a_sample_fits_with_the_padding_of_sequence_parallelism(model: Path, tmp
         prepare(recipe(model, layout={"tp": 2, "sp": True}, **fits), "train", tmp_path)
 
 
-def test_recomputation_is_refused_without_gpus(
+def test_what_needs_gpus_is_refused_without_them(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = recipe(model, engine={"megatron": {"recompute_granularity": "full"}})
+    settings = recipe(model, optimizer={"cpu_fraction": 0.5})
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     prepare(settings, "generate", tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UserError, match="on GPUs only"):
+    with pytest.raises(UserError, match=r"optimizer.cpu_fraction: .* needs GPUs: .* This machine has none"):
         prepare(settings, "generate", tmp_path)

@@ -37,7 +37,7 @@ def test_overrides_are_typed_nested_and_applied_in_order(load) -> None:
         "optimizer.lr=3e-4",
         "optimizer.clip_grad_norm=null",
         "run.trackers=[tensorboard]",
-        "engine.megatron.recompute_granularity=selective",
+        "engine.megatron.deterministic_mode=true",
     )
     assert recipe.model.build is not None
     assert recipe.model.build.layers == 2
@@ -48,7 +48,7 @@ def test_overrides_are_typed_nested_and_applied_in_order(load) -> None:
     assert recipe.optimizer.clip_grad_norm is None
     assert recipe.run.trackers == ["tensorboard"]
     assert recipe.run.dir == Path("runs")
-    assert recipe.engine.megatron == {"recompute_granularity": "selective"}
+    assert recipe.engine.megatron == {"deterministic_mode": True}
 
 
 def test_an_optional_section_can_be_switched_on_and_off(load) -> None:

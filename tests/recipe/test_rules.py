@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from quintet.recipe.features import NOT_AVAILABLE
+from quintet.recipe.features import (
+    FEATURES,
+    NEEDS_GPU,
+    NOT_AVAILABLE,
+    REFUSED_PAIRS,
+    features_on,
+    refused_pair,
+)
 from quintet.recipe.keys import all_keys
-from quintet.recipe.megatron import REFUSED, SET_BY_ENGINE, transformer_config_fields
-from quintet.recipe.rules import RULES
+from quintet.recipe.megatron import FREE, REFUSED, transformer_config_fields
+from quintet.recipe.rules import RULES, shape_of
 from tests.models.directory import QWEN3, write_model
 
 
@@ -26,10 +33,9 @@ BROKEN = [
     (
         "only_available_features",
         ["layout.cp=2", "cluster.ranks=2"],
-        ["context parallelism is not available", "layout.cp=1"],
+        ["context parallelism by gathering keys and values is not available", "layout.cp=1"],
     ),
-    ("only_available_features", ["layout.ep=2"], ["expert parallelism is not available"]),
-    ("only_available_features", ["layout.etp=1"], ["expert tensor parallelism is not available"]),
+    ("only_available_features", ["@moe", "layout.ep=2"], ["expert parallelism is not available"]),
     ("only_available_features", ["layout.vpp=2", "layout.pp=2", "cluster.ranks=2"], ["interleaved pipeline"]),
     ("only_available_features", ["rollout.layout.ep=2"], ["expert parallelism in the rollout"]),
     (
@@ -40,21 +46,298 @@ BROKEN = [
     ("only_available_features", ["rollout.backend=sglang"], ["SGLang rollout is not available"]),
     (
         "only_available_features",
-        ["engine.megatron.fp8=hybrid"],
-        ["FP8 training is not available", "model.dtype=bf16"],
+        ["optimizer.name=muon"],
+        ["Muon is not available", "use adamw", "refuses the distributed optimizer"],
+    ),
+    ("only_available_features", ["sft.optimizer.name=muon"], ["Muon is not available"]),
+    (
+        "features_go_together",
+        ["cluster.ranks=4", "layout.tp=2", "layout.cp=2"],
+        ["a rollout on the engine's own weights (rollout.layout)", "tp, sp and pp", "rollout.layout.tp=2"],
+    ),
+    (
+        "features_go_together",
+        ["cluster.ranks=2", "layout.cp=2", "engine.cp_comm=all_to_all"],
+        ["by exchanging heads", "rollout.layout.tp=1"],
+    ),
+    (
+        "features_go_together",
+        ["@moe", "cluster.ranks=2", "layout.ep=2"],
+        ["expert parallelism (layout.ep)", "rollout.layout.tp=1"],
+    ),
+    (
+        "features_go_together",
+        ["@moe", "cluster.ranks=4", "layout.tp=2", "layout.sp=true", "layout.ep=2", "layout.etp=1"],
+        ["experts cut otherwise than the rest of the model (layout.etp)"],
+    ),
+    (
+        "features_go_together",
+        ["cluster.ranks=2", "layout.pp=2", "layout.vpp=2"],
+        ["the interleaved pipeline (layout.vpp)", "resharded after each step"],
+    ),
+    (
+        "features_go_together",
+        ["engine.offload_params=1.0"],
+        ["offload of parameters", "would be away", "or set engine.offload_params=0"],
+    ),
+    (
+        "features_go_together",
+        ["optimizer.name=adam", "optimizer.cpu_fraction=0.5"],
+        ["megatron-core updates adamw alone on the CPU", "use adamw"],
+    ),
+    (
+        "features_go_together",
+        ["sft.optimizer.name=sgd"],
+        ["SGD (optimizer.name) and the distributed optimizer", "engine.distributed_optimizer=false"],
+    ),
+    (
+        "features_go_together",
+        ["optimizer.name=sgd", "engine.distributed_optimizer=false", "optimizer.cpu_fraction=0.5"],
+        ["SGD (optimizer.name) and optimizer state on the CPU"],
+    ),
+    (
+        "features_go_together",
+        ["engine.distributed_optimizer=false", "optimizer.cpu_fraction=0.5"],
+        ["whole on each data-parallel rank", "engine.distributed_optimizer=true"],
+    ),
+    (
+        "features_go_together",
+        ["model.dtype=fp32", "optimizer.cpu_fraction=0.5"],
+        ["fp32 (model.dtype) and optimizer state on the CPU", "model.dtype=bf16"],
+    ),
+    (
+        "devices_suffice",
+        ["cluster.device=cpu", "engine.backend=transformer_engine"],
+        ["needs GPUs: TransformerEngine runs on CUDA alone", "engine.backend=portable"],
+    ),
+    (
+        "devices_suffice",
+        ["cluster.device=cpu", "sft.optimizer.cpu_fraction=1.0"],
+        ["optimizer state on the CPU needs GPUs", "set cpu_fraction=0"],
+    ),
+    (
+        "devices_suffice",
+        ["cluster.device=cpu", "engine.recompute=full"],
+        ["full recompute needs GPUs", "engine.recompute=none"],
     ),
     ("megatron_options_are_free", ["engine.megatron.sequence_parallel=true"], ["decided by layout.sp"]),
     ("megatron_options_are_free", ["engine.megatron.attention_dropout=0.1"], ["trains without dropout"]),
-    ("megatron_options_are_free", ["engine.megatron.num_moe_experts=8"], ["experts cannot be trained yet"]),
+    ("megatron_options_are_free", ["engine.megatron.num_moe_experts=8"], ["decided by the model"]),
     (
         "megatron_options_are_free",
-        ["engine.megatron.recompute_granularty=full"],
-        ["has no such field; did you mean recompute_granularity?"],
+        ["engine.megatron.fp8=hybrid"],
+        ["FP8 and FP4 are not available", "ignore them without a word", "model.dtype=bf16"],
     ),
     (
         "megatron_options_are_free",
-        ["engine.megatron.recompute_granularity=full", "cluster.device=cpu"],
-        ["recomputes activations on GPUs only"],
+        ["engine.megatron.batch_p2p_comm=true"],
+        ["decided by layout.vpp", "wrong gradients, without a word"],
+    ),
+    ("megatron_options_are_free", ["engine.megatron.overlap_p2p_comm=false"], ["decided by layout.vpp"]),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_aux_loss_coeff=0.01"],
+        ["router balancing is not available", "counts padding", "how a batch is cut"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_z_loss_coeff=0.001"],
+        ["router balancing is not available"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_router_load_balancing_type=seq_aux_loss"],
+        ["router balancing is not available"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_router_bias_update_rate=0.001"],
+        ["router balancing is not available"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_expert_capacity_factor=1.5"],
+        ["which tokens are dropped would depend"],
+    ),
+    ("megatron_options_are_free", ["engine.megatron.mtp_num_layers=1"], ["multi-token prediction is not"]),
+    ("megatron_options_are_free", ["engine.megatron.multi_latent_attention=true"], ["decided by the model"]),
+    ("megatron_options_are_free", ["engine.megatron.kv_lora_rank=8"], ["decided by the model"]),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.recompute_granularity=full"],
+        ["decided by engine.recompute and engine.recompute_modules"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.cuda_graph_impl=local"],
+        ["CUDA graphs are not available"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.enable_cuda_graph=true"],
+        ["CUDA graphs are not available"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.hybrid_context_parallel=true"],
+        ["one context-parallel group", "layout.cp"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.max_seqlen_per_dp_cp_rank=4096"],
+        ["engine.tokens_per_microbatch_per_rank"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.cpu_offloading=true"],
+        ["activations are not offloaded", "engine.offload_params"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.num_layers_in_first_pipeline_stage=1"],
+        ["equally many layers", "layout.pp"],
+    ),
+    ("megatron_options_are_free", ["engine.megatron.tp_comm_overlap=true"], ["does not set up"]),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.recompute_granularty=full"],
+        ["has no such field; recompute_granularity is decided by engine.recompute"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.deterministic_mod=true"],
+        ["has no such field; did you mean deterministic_mode?"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_permute_fusion=true"],
+        ["moe_permute_fusion is of experts, and the model has none"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["@moe", "engine.megatron.moe_permute_fusion=true", "engine.backend=portable"],
+        ["a kernel of TransformerEngine's", "engine.backend=transformer_engine on GPUs"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["engine.recompute_modules=[mlp]"],
+        ["engine.recompute_modules=[mlp] is read by engine.recompute=selective alone", "it is none"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["engine.recompute=full", "engine.recompute_modules=[mlp]"],
+        ["and it is full"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["engine.recompute=selective", "engine.recompute_modules=[]"],
+        ["would compute nothing again"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["engine.recompute=selective", "engine.recompute_modules=[core_attn, moe, mla_up_proj]"],
+        ["moe is of experts", "mla_up_proj is of latent attention"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["@moe", "engine.recompute=selective", "engine.recompute_modules=[mlp, shared_experts]"],
+        ["mlp is of layers without experts", "shared_experts is of shared experts, and the model has none"],
+    ),
+    (
+        "context_communication_is_read",
+        ["engine.cp_comm=all_to_all"],
+        ["engine.cp_comm=all_to_all is not read while layout.cp=1"],
+    ),
+    (
+        "optimizer_keys_are_read",
+        ["optimizer.momentum=0.5"],
+        ["optimizer.momentum=0.5 is read by sgd alone, and optimizer.name is adamw"],
+    ),
+    (
+        "optimizer_keys_are_read",
+        ["optimizer.name=sgd", "optimizer.beta1=0.8", "optimizer.eps=1e-6"],
+        ["optimizer.beta1=0.8 is read by adamw and adam alone", "optimizer.eps=1e-06"],
+    ),
+    (
+        "optimizer_keys_are_read",
+        ["sft.optimizer.momentum=0.5"],
+        ["sft.optimizer.momentum=0.5 is read by sgd"],
+    ),
+    (
+        "lr_multipliers_match",
+        ["optimizer.lr_multipliers={'*.gate.weight': 0.1}"],
+        [
+            "optimizer.lr_multipliers: no weight is left for '*.gate.weight'",
+            "the first one that matches counts",
+        ],
+    ),
+    (
+        "lr_multipliers_match",
+        ["optimizer.lr_multipliers={'*': 0.5, '*.mlp.*': 0.1}"],
+        ["no weight is left for '*.mlp.*'"],
+    ),
+    (
+        "lr_multipliers_match",
+        ["sft.optimizer.lr_multipliers={'*.q_proj.weight': 0.1}"],
+        ["sft.optimizer.lr_multipliers: model.layers.0.self_attn.q_proj.weight has factor 0.1", "one tensor"],
+    ),
+    (
+        "lr_multipliers_match",
+        ["@moe", "optimizer.lr_multipliers={'*.experts.0.*': 0.1}"],
+        ["experts.0.gate_proj.weight has factor 0.1", "one tensor"],
+    ),
+    (
+        # Stored and not trained: it has no learning rate.
+        "lr_multipliers_match",
+        ["@mla", "optimizer.lr_multipliers={'*.e_score_correction_bias': 0.1}"],
+        ["no weight is left"],
+    ),
+    (
+        "expert_axes_need_experts",
+        ["layout.ep=2", "cluster.ranks=2"],
+        ["layout.ep=2: the model has no experts", "set layout.ep=1"],
+    ),
+    ("expert_axes_need_experts", ["layout.etp=1"], ["layout.etp=1: the model has no experts", "etp=null"]),
+    (
+        "experts_divide",
+        ["@moe", "layout.ep=4", "cluster.ranks=2"],
+        ["layout.etp × ep = 1 (null: tp) × 4 = 4 does not divide the 2 ranks of a pipeline stage"],
+    ),
+    (
+        # tp × pp × cp divides the ranks, etp × ep × pp does not.
+        "experts_divide",
+        ["@moe", "layout.tp=2", "layout.sp=true", "layout.pp=2", "layout.ep=4", "cluster.ranks=8"],
+        ["layout.etp × ep = 2 (null: tp) × 4 = 8 does not divide the 4 ranks", "layout.etp=1"],
+    ),
+    ("experts_divide", ["@moe", "layout.ep=3", "cluster.ranks=3"], ["does not divide the model's 8 experts"]),
+    (
+        "experts_divide",
+        ["@moe", "layout.etp=16", "layout.ep=2", "cluster.ranks=32"],
+        ["layout.etp=16 does not divide the 24 units of an expert"],
+    ),
+    (
+        "experts_need_sp",
+        ["@moe", "layout.tp=2", "cluster.ranks=2"],
+        ["layout.tp=2 with layout.sp=false", "set layout.sp=true"],
+    ),
+    (
+        "experts_are_cut_as_the_rest",
+        ["@moe", "layout.tp=2", "layout.sp=true", "layout.etp=1", "cluster.ranks=2"],
+        [
+            "layout.etp=1 with layout.tp=2 and layout.ep=1",
+            "wrong gradients of the experts",
+            "raise layout.ep",
+        ],
+    ),
+    (
+        "exchanged_heads_divide",
+        ["layout.cp=2", "layout.tp=2", "engine.cp_comm=all_to_all", "cluster.ranks=4"],
+        ["tp × cp = 2 × 2 = 4 does not divide the model's 2", "KV heads", "engine.cp_comm=all_gather"],
+    ),
+    (
+        "exchanged_heads_divide",
+        ["@mla", "layout.cp=16", "engine.cp_comm=all_to_all", "cluster.ranks=16"],
+        ["does not divide the model's 8", "attention heads"],
     ),
     ("backend_options_are_read", ["rollout.vllm.enforce_eager=true"], ["rollout.vllm has options", "native"]),
     ("backend_options_are_read", ["rollout.sglang.x=1"], ["rollout.sglang has options"]),
@@ -93,6 +376,11 @@ BROKEN = [
         ["layout.pp=3 does not divide the model's 4 layers"],
     ),
     ("model_divides", ["rollout.layout.tp=4", "cluster.ranks=4"], ["rollout.layout.tp=4 does not divide"]),
+    (
+        "model_divides",
+        ["layout.pp=2", "layout.vpp=4", "cluster.ranks=2"],
+        ["layout.pp × vpp = 2 × 4 does not divide the model's 4 layers"],
+    ),
     (
         "samples_fit_a_microbatch",
         ["engine.tokens_per_microbatch_per_rank=256"],
@@ -192,13 +480,18 @@ BROKEN = [
 ]
 
 
+def named(overrides: list[str], models: dict[str, list[str]]) -> list[str]:
+    """Overrides with "@moe" replaced by those that name that model."""
+    return [one for given in overrides for one in (models[given[1:]] if given[0] == "@" else [given])]
+
+
 @pytest.mark.parametrize(
     ("rule", "overrides", "said"), BROKEN, ids=[f"{row[0]}:{row[1][0]}" for row in BROKEN]
 )
 def test_a_broken_rule_is_told_with_its_keys(
-    refuse, model, rule: str, overrides: list[str], said: list[str]
+    refuse, model, models, rule: str, overrides: list[str], said: list[str]
 ) -> None:
-    message = refuse(*(one.format(model=model) for one in overrides))
+    message = refuse(*(one.replace("{model}", str(model)) for one in named(overrides, models)))
     for part in said:
         assert part in message
     assert 'override "' in message
@@ -220,15 +513,57 @@ def test_a_broken_rule_is_told_with_its_keys(
             "data.prompt_key=prompt",
         ],  # the defaults, as a resolved recipe has them
         ["engine.tokens_per_microbatch_per_rank=1537", "rollout.max_response_tokens=513"],
-        ["engine.megatron.recompute_granularity=full", "engine.megatron.recompute_num_layers=1"],
+        ["engine.megatron.deterministic_mode=true"],
+        ["engine.recompute=full"],
+        ["engine.recompute=selective", "engine.recompute_modules=[core_attn, mlp, layernorm]"],
+        ["@moe", "engine.recompute=selective", "engine.recompute_modules=[moe, moe_act]"],
+        ["@mla", "engine.recompute=selective", "engine.recompute_modules=[mlp, shared_experts, mla_up_proj]"],
+        ["@moe", "engine.megatron.moe_permute_fusion=true"],
+        ["engine.offload_params=0.5", "cluster.ranks=2", "layout.tp=2", "rollout.layout.tp=1"],
+        ["engine.offload_grads=1.0", "engine.offload_optimizer=0.5"],
+        ["optimizer.name=sgd", "optimizer.momentum=0.8", "engine.distributed_optimizer=false"],
+        ["optimizer.name=adam", "optimizer.weight_decay=0.1"],
+        ["optimizer.cpu_fraction=0.5"],
+        ["optimizer.lr_multipliers={'*.self_attn.*_proj.*': 0.1, 'lm_head.*': 2.0, '*': 0.5}", "@moe"],
         ["reward.function=my_package.rewards:score"],
         ["model.chat_template='{{ messages }}'"],
         ["data.task_options.digits=3"],
         ["data.task=gsm8k", "data.train_path=openai/gsm8k:main:train", "data.eval_path=openai/gsm8k"],
     ],
 )
-def test_good_recipes_pass(load, overrides: list[str]) -> None:
-    load(*overrides)
+def test_good_recipes_pass(load, models, overrides: list[str]) -> None:
+    load(*named(overrides, models))
+
+
+OWN = "rollout.layout.tp=1"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.ranks=4", "layout.cp=2", OWN],
+        ["cluster.ranks=2", "layout.cp=2", "engine.cp_comm=all_to_all", OWN],
+        ["cluster.ranks=2", "layout.pp=2", "layout.vpp=2", OWN],
+        ["cluster.ranks=2", "layout.pp=2", "layout.vpp=2", "rollout.layout.pp=2"],
+        ["@moe", "cluster.ranks=4", "layout.ep=4", OWN],
+        ["@moe", "cluster.ranks=4", "layout.tp=2", "layout.sp=true", "layout.ep=2", OWN],
+        ["@moe", "cluster.ranks=4", "layout.tp=2", "layout.sp=true", "layout.ep=4", "layout.etp=1", OWN],
+        ["@moe", "cluster.ranks=8", "layout.tp=4", "layout.sp=true", "layout.ep=4", "layout.etp=2", OWN],
+        # Every layer has experts: the width of dense MLPs, 96, is not there to be divided.
+        ["@moe", "cluster.ranks=8", "layout.tp=4", "layout.sp=true", OWN],
+        ["@mla", "cluster.ranks=8", "layout.tp=8", "layout.sp=true", OWN],
+        ["@mla", "cluster.ranks=8", "layout.cp=8", "engine.cp_comm=all_to_all", OWN],
+        ["@mla", "cluster.ranks=4", "layout.pp=2", "layout.vpp=2", "layout.ep=2", OWN],
+    ],
+)
+def test_good_layouts_pass(load, models, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintet.recipe.rules.features.NOT_AVAILABLE", [])
+    load(*named(overrides, models))
+
+
+def test_sft_has_no_rollout_to_share_weights_with(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintet.recipe.rules.features.NOT_AVAILABLE", [])
+    load("cluster.ranks=2", "layout.cp=2", "sft={}", command="sft")
 
 
 def test_a_command_is_asked_only_for_what_it_reads(load, refuse) -> None:
@@ -269,33 +604,77 @@ def test_a_missing_tracker_names_the_extra(refuse, monkeypatch: pytest.MonkeyPat
     assert "pip install 'quintet[wandb]'" in refuse("run.trackers=[wandb]")
 
 
+def test_a_missing_transformer_engine_is_told(load, refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = "engine.backend=transformer_engine"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "TransformerEngine is not installed here" in refuse(asked)
+    load(asked, "cluster.address=ray://elsewhere:10001")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    load(asked)
+
+
 def test_every_rule_has_a_sentence_and_a_test() -> None:
-    tested_below = {"weights_are_there", "stop_tokens_exist", "trackers_are_installed", "sft_has_its_section"}
+    tested_below = {
+        "weights_are_there",
+        "stop_tokens_exist",
+        "trackers_are_installed",
+        "sft_has_its_section",
+        "layers_are_installed",
+    }
     assert {one.__name__ for one in RULES} == {row[0] for row in BROKEN} | tested_below
     assert all((one.__doc__ or "").endswith(".") for one in RULES)
 
 
 def test_features_name_their_keys() -> None:
-    named = {missing.feature.key for missing in NOT_AVAILABLE}
-    assert {key for key in named if not key.startswith("engine.megatron.")} <= set(all_keys())
+    features = [*FEATURES.values(), *(missing.feature for missing in NOT_AVAILABLE)]
+    assert {key for one in features for key in one.keys} <= set(all_keys())
+    assert {need for one in features for need in one.needs} <= FEATURES.keys()
+    assert {need.feature for need in NEEDS_GPU} <= FEATURES.keys()
+
+
+def test_every_refused_pair_is_of_two_features_and_is_refused(refuse, models) -> None:
+    """Both ways round, by a sentence that names both keys; and a recipe of `BROKEN` has each."""
+    refused = "\n".join(
+        refuse(*named(overrides, models)) for rule, overrides, _ in BROKEN if rule == "features_go_together"
+    )
+    for pair in REFUSED_PAIRS:
+        a, b = FEATURES[pair.first], FEATURES[pair.second]
+        sentence = refused_pair(a.id, b.id)
+        assert sentence == refused_pair(b.id, a.id) == pair.sentence()
+        assert a.key in sentence
+        assert b.key in sentence
+        assert f"{a.name} ({a.key}) and {b.name} ({b.key}) cannot be combined" in refused
+    assert refused_pair("tp", "pp") is None
+    assert refused_pair("tp", "tp") is None
+    assert "two values of engine.recompute" in str(refused_pair("recompute_full", "recompute_selective"))
+
+
+def test_features_are_told_from_a_recipe(load, models) -> None:
+    assert features_on(load()) == {"distributed_optimizer", "shared_rollout"}
+    assert {"tied"} < features_on(load(), shape_of(load()))
+    recipe = load(*models["moe"], "cluster.ranks=4", "layout.tp=2", "layout.sp=true", OWN, "model.dtype=bf16")
+    assert features_on(recipe, shape_of(recipe)) == {
+        *("dp", "tp", "sp", "etp", "experts", "bf16", "distributed_optimizer", "own_rollout")
+    }
+
+
+def test_every_field_of_megatron_core_is_judged() -> None:
+    """None is left that a recipe could set without anyone having asked what it does here."""
+    assert transformer_config_fields() == REFUSED.keys() | FREE
+    assert not REFUSED.keys() & FREE
 
 
 def test_engine_megatron_cannot_set_what_the_engine_sets() -> None:
     """Read from the source: the engine's module takes seconds to import."""
-    source = Path(__file__).parents[2] / "quintet" / "engine" / "model.py"
-    (function,) = [
-        node
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name == "transformer_config"
-    ]
-    (fields,) = [
+    source = Path(__file__).parents[2] / "quintet" / "engine" / "config.py"
+    tables = [
         node.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "fields"
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Dict)
     ]
-    assert isinstance(fields, ast.Dict)
-    assert {ast.literal_eval(key) for key in fields.keys if key is not None} == set(SET_BY_ENGINE)
-    assert set(REFUSED) <= transformer_config_fields()
+    set_by_engine = {ast.literal_eval(key) for table in tables for key in table.keys if key is not None}
+    assert {"num_layers", "recompute_granularity", "kv_lora_rank", "overlap_p2p_comm"} < set_by_engine
+    assert set_by_engine <= REFUSED.keys()
 
 
 @pytest.mark.parametrize("override", ["rollout.stop=['']", "rollout.stop=[a, '']"])

@@ -24,10 +24,10 @@ def samples_fit_a_microbatch(facts: Facts) -> Iterator[Problem]:
             (*keys, "engine.tokens_per_microbatch_per_rank"),
             f"{text} is {why}: a whole sample must fit; raise the budget or lower the lengths",
         )
-    if facts.sizes is not None and longest > facts.sizes.max_positions:
+    if facts.shape is not None and longest > facts.shape.max_positions:
         yield Problem(
             (*keys, "model.build.max_position_embeddings"),
-            f"{text} is more than the {facts.sizes.max_positions} positions the model was made for; lower the lengths",
+            f"{text} is more than the {facts.shape.max_positions} positions the model was made for; lower the lengths",
         )
 
 

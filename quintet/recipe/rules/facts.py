@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from quintet.models.family import ModelShape
-from quintet.recipe.schema import Recipe
+from quintet.models.shape import ModelShape
+from quintet.recipe.features import data_parallel, expert_tp
+from quintet.recipe.schema import BuildModel, Recipe
 
 Command = Literal["train", "sft", "generate", "eval"]
 
@@ -19,31 +20,28 @@ class Problem(NamedTuple):
     message: str
 
 
-class Sizes(NamedTuple):
-    """What layouts must divide."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn_hidden_size: int
-    max_positions: int
-
-
 @dataclass(frozen=True)
 class Facts:
-    """What a rule may look at. `sizes` is None where the model is missing or cannot be read."""
+    """What a rule may look at. `shape` is None where the model is missing or cannot be read."""
 
     recipe: Recipe
     command: Command
-    sizes: Sizes | None
     shape: ModelShape | None = None
-    """Of the model at model.path; None for a built one, whose vocabulary follows from the data."""
+
+    @property
+    def read(self) -> ModelShape | None:
+        """Shape of the model at model.path; None for a built one, whose vocabulary follows from the data."""
+        return self.shape if self.recipe.model.path is not None else None
 
     @property
     def dp(self) -> int:
         """Data-parallel size of the training layout; meaningful once `ranks_divide` holds."""
-        layout = self.recipe.layout
-        return max(1, self.recipe.cluster.ranks // (layout.tp * layout.pp * layout.cp))
+        return data_parallel(self.recipe)
+
+    @property
+    def etp(self) -> int:
+        """Expert tensor-parallel size of the training layout."""
+        return expert_tp(self.recipe)
 
 
 Rule = Callable[[Facts], Iterator[Problem]]
@@ -53,3 +51,21 @@ RULES: list[Rule] = []
 def rule(function: Rule) -> Rule:
     RULES.append(function)
     return function
+
+
+def shape_of_built(build: BuildModel) -> ModelShape:
+    """Shape of a model to be built, but for its vocabulary, for which 1 stands: it follows from the data."""
+    return ModelShape(
+        family="qwen3",
+        layers=build.layers,
+        hidden_size=build.hidden_size,
+        ffn_hidden_size=build.ffn_hidden_size,
+        heads=build.heads,
+        kv_heads=build.kv_heads,
+        head_dim=build.head_dim,
+        vocab_size=1,
+        max_positions=build.max_position_embeddings,
+        tied_embeddings=build.tied_embeddings,
+        norm_eps=1e-6,
+        qk_norm=True,
+    )

@@ -1,4 +1,4 @@
-"""Rules of features: what is available, installed and read."""
+"""Rules of features: what is available, what goes together, what is installed and read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import difflib
 import importlib.util
 from collections.abc import Iterator
 
-from quintet.recipe.features import NOT_AVAILABLE
-from quintet.recipe.megatron import REFUSED, transformer_config_fields
+from quintet.recipe.features import FEATURES, NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS
+from quintet.recipe.megatron import FREE, REFUSED, transformer_config_fields
 from quintet.recipe.rules.facts import Facts, Problem, rule
 
 
@@ -15,32 +15,60 @@ from quintet.recipe.rules.facts import Facts, Problem, rule
 def only_available_features(facts: Facts) -> Iterator[Problem]:
     """A feature this version does not have is refused by name."""
     for missing in NOT_AVAILABLE:
-        if missing.feature.is_on(facts.recipe):
+        one = missing.feature
+        if one.is_on(facts.recipe, facts.shape):
             yield Problem(
-                (missing.feature.key,),
-                f"{missing.feature.key}: {missing.feature.name} is not available in this version; {missing.instead}",
+                one.keys, f"{one.key}: {one.name} is not available in this version; {missing.instead}"
             )
 
 
 @rule
+def features_go_together(facts: Facts) -> Iterator[Problem]:
+    """Two features that cannot be combined are refused by both names."""
+    for pair in REFUSED_PAIRS:
+        a, b = FEATURES[pair.first], FEATURES[pair.second]
+        both = a.is_on(facts.recipe, facts.shape) and b.is_on(facts.recipe, facts.shape)
+        if both and facts.command in pair.commands:
+            yield Problem((*a.keys, *b.keys), pair.sentence(facts.recipe))
+
+
+@rule
+def devices_suffice(facts: Facts) -> Iterator[Problem]:
+    """What needs GPUs is not asked of CPU ranks."""
+    if facts.recipe.cluster.device != "cpu":
+        return
+    for need in NEEDS_GPU:
+        one = FEATURES[need.feature]
+        if one.is_on(facts.recipe, facts.shape):
+            yield Problem((*one.keys, "cluster.device"), need.sentence)
+
+
+@rule
 def megatron_options_are_free(facts: Facts) -> Iterator[Problem]:
-    """engine.megatron sets fields that megatron-core has, that quintet leaves free, and that the device can do."""
-    options = facts.recipe.engine.megatron
+    """engine.megatron sets fields that megatron-core has, that quintet leaves free, and that the layers read."""
+    recipe = facts.recipe
+    options = recipe.engine.megatron
     known = transformer_config_fields() if options else frozenset()
     for name, value in options.items():
         key = f"engine.megatron.{name}"
         if name in REFUSED:
             yield Problem((key,), f"{key}: {REFUSED[name]}; remove it")
         elif known and name not in known:
-            near = difflib.get_close_matches(name, known - REFUSED.keys(), 1)
-            hint = f"; did you mean {near[0]}?" if near else "; remove it"
-            yield Problem((key,), f"{key}: megatron-core's TransformerConfig has no such field{hint}")
-        elif name == "recompute_granularity" and value is not None and facts.recipe.cluster.device == "cpu":
+            near = difflib.get_close_matches(name, known, 1)
+            close = f"; did you mean {near[0]}?" if near and near[0] in FREE else ""
+            close = close or (f"; {near[0]} is {REFUSED[near[0]]}" if near and near[0] in REFUSED else "")
             yield Problem(
-                (key, "cluster.device"),
-                f"{key}: megatron-core recomputes activations on GPUs only (it restores the GPU's random state); "
-                "remove it, or lower engine.tokens_per_microbatch_per_rank to save memory",
+                (key,), f"{key}: megatron-core's TransformerConfig has no such field{close or '; remove it'}"
             )
+        elif name == "moe_permute_fusion" and value:
+            if facts.shape is not None and facts.shape.moe is None:
+                yield Problem((key,), f"{key} is of experts, and the model has none; remove it")
+            elif recipe.cluster.device == "cpu" or recipe.engine.backend == "portable":
+                yield Problem(
+                    (key, "cluster.device", "engine.backend"),
+                    f"{key} is a kernel of TransformerEngine's, which portable layers do not use; remove it, or set "
+                    "engine.backend=transformer_engine on GPUs",
+                )
 
 
 @rule

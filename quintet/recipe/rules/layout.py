@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.recipe.rules.facts import Facts, Problem, Sizes, rule
+from quintet.models.shape import ModelShape
+from quintet.recipe.rules.facts import Facts, Problem, rule
 
 
 @rule
@@ -65,29 +66,47 @@ def vpp_needs_pp(facts: Facts) -> Iterator[Problem]:
 
 @rule
 def model_divides(facts: Facts) -> Iterator[Problem]:
-    """tp divides heads, KV heads and the MLP's width; pp × vpp divides the layers; in both layouts."""
-    if facts.sizes is None:
+    """tp divides heads, KV heads and the width of MLPs; pp × vpp divides the layers; in both layouts."""
+    if facts.shape is None:
         return
     layout, rollout = facts.recipe.layout, facts.recipe.rollout.layout
-    yield from _divides(facts.sizes, "layout", layout.tp, layout.pp, layout.vpp)
+    yield from _divides(facts.shape, "layout", layout.tp, layout.pp, layout.vpp)
     if rollout is not None:
-        yield from _divides(facts.sizes, "rollout.layout", rollout.tp, rollout.pp, 1)
+        yield from _divides(facts.shape, "rollout.layout", rollout.tp, rollout.pp, 1)
 
 
-def _divides(sizes: Sizes, section: str, tp: int, pp: int, vpp: int) -> Iterator[Problem]:
-    for name, size in (
-        ("attention heads", sizes.heads),
-        ("KV heads", sizes.kv_heads),
-        ("units of its MLP (ffn_hidden_size)", sizes.ffn_hidden_size),
-    ):
+def _divides(shape: ModelShape, section: str, tp: int, pp: int, vpp: int) -> Iterator[Problem]:
+    parts = [("attention heads", shape.heads)]
+    if shape.mla is None:
+        parts.append(("KV heads", shape.kv_heads))
+    if not all(shape.is_moe(layer) for layer in range(shape.layers)):
+        parts.append(("units of its MLP (ffn_hidden_size)", shape.ffn_hidden_size))
+    if shape.moe is not None:
+        parts.append(("units of its shared experts", shape.moe.shared_ffn_hidden_size))
+    for name, size in parts:
         if size % tp:
             yield Problem(
                 (f"{section}.tp",),
                 f"{section}.tp={tp} does not divide the model's {size} {name}; use a tp that divides {size}",
             )
-    if sizes.layers % (pp * vpp):
+    if shape.layers % (pp * vpp):
         stages = f"pp={pp}" if vpp == 1 else f"pp × vpp = {pp} × {vpp}"
         yield Problem(
             (f"{section}.pp", f"{section}.vpp"),
-            f"{section}.{stages} does not divide the model's {sizes.layers} layers; every stage holds the same number",
+            f"{section}.{stages} does not divide the model's {shape.layers} layers; every stage holds the same number",
+        )
+
+
+@rule
+def exchanged_heads_divide(facts: Facts) -> Iterator[Problem]:
+    """Context-parallel ranks that exchange heads get a whole number of KV heads each."""
+    layout, shape = facts.recipe.layout, facts.shape
+    if shape is None or layout.cp == 1 or facts.recipe.engine.cp_comm != "all_to_all":
+        return
+    size, name = (shape.heads, "attention heads") if shape.mla else (shape.kv_heads, "KV heads")
+    if size % (layout.tp * layout.cp):
+        yield Problem(
+            ("engine.cp_comm", "layout.cp", "layout.tp"),
+            f"engine.cp_comm=all_to_all gives each rank a whole number of {name}: layout.tp × cp = {layout.tp} × {layout.cp} = "
+            f"{layout.tp * layout.cp} does not divide the model's {size}; use engine.cp_comm=all_gather, or a smaller cp",
         )

@@ -30,7 +30,7 @@ def one_model(facts: Facts) -> Iterator[Problem]:
 def weights_are_there(facts: Facts) -> Iterator[Problem]:
     """A Hugging Face directory holds a tokenizer and safetensors weights whose headers fit config.json."""
     path = facts.recipe.model.path
-    if path is None or facts.shape is None:
+    if path is None or facts.read is None:
         return
     if not any(path.glob("*.safetensors")):
         yield Problem(
@@ -39,7 +39,7 @@ def weights_are_there(facts: Facts) -> Iterator[Problem]:
         )
     else:
         try:
-            check_weights(path, facts.shape)
+            check_weights(path, facts.read)
         except UserError as error:
             yield Problem(("model.path",), f"model.path: {error}")
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
@@ -55,14 +55,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 @rule
 def stop_tokens_exist(facts: Facts) -> Iterator[Problem]:
     """A token that ends a response is one that the model can generate."""
-    if facts.shape is None:
+    if facts.read is None:
         return
-    unknown = [one for one in facts.recipe.rollout.stop_token_ids if one >= facts.shape.vocab_size]
+    unknown = [one for one in facts.recipe.rollout.stop_token_ids if one >= facts.read.vocab_size]
     if unknown:
         yield Problem(
             ("rollout.stop_token_ids",),
             f"rollout.stop_token_ids: {', '.join(map(str, unknown))} is never generated, the model has token ids 0 to "
-            f"{facts.shape.vocab_size - 1}; remove it",
+            f"{facts.read.vocab_size - 1}; remove it",
         )
 
 

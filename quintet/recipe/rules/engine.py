@@ -1,0 +1,77 @@
+"""Rules of the engine: its layers, what it computes again, and what of its memory it gives away."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+from quintet.models.shape import ModelShape
+from quintet.recipe.rules.facts import Facts, Problem, rule
+
+
+@rule
+def layers_are_installed(facts: Facts) -> Iterator[Problem]:
+    """TransformerEngine's layers need TransformerEngine, where this machine runs the ranks."""
+    recipe = facts.recipe
+    if (
+        recipe.engine.backend == "transformer_engine"
+        and recipe.cluster.device != "cpu"  # refused by name already
+        and recipe.cluster.address is None  # another cluster's machines have what they have
+        and importlib.util.find_spec("transformer_engine") is None
+    ):
+        yield Problem(
+            ("engine.backend",),
+            "engine.backend=transformer_engine: TransformerEngine is not installed here; install transformer-engine[pytorch], "
+            "or use engine.backend=auto, which then takes the portable layers",
+        )
+
+
+_RECOMPUTED: dict[str, tuple[str, Callable[[ModelShape], bool]]] = {
+    "mlp": ("layers without experts", lambda shape: any(not shape.is_moe(i) for i in range(shape.layers))),
+    "moe": ("experts", lambda shape: shape.moe is not None),
+    "moe_act": ("experts", lambda shape: shape.moe is not None),
+    "shared_experts": (
+        "shared experts",
+        lambda shape: shape.moe is not None and shape.moe.shared_ffn_hidden_size > 0,
+    ),
+    "mla_up_proj": ("latent attention", lambda shape: shape.mla is not None),
+}
+"""Module → what a model must have for it, in words and in its shape. Others are in every model."""
+
+
+@rule
+def recompute_modules_are_there(facts: Facts) -> Iterator[Problem]:
+    """Modules to compute again are named for selective recompute alone, and the model has each of them."""
+    engine, shape = facts.recipe.engine, facts.shape
+    key = "engine.recompute_modules"
+    given = ", ".join(engine.recompute_modules)
+    if engine.recompute != "selective":
+        # The default may be written out, as the resolved recipe does.
+        if engine.recompute_modules != type(engine).model_fields["recompute_modules"].default:
+            yield Problem(
+                (key, "engine.recompute"),
+                f"{key}=[{given}] is read by engine.recompute=selective alone, and it is {engine.recompute}; remove it, or "
+                "set engine.recompute=selective",
+            )
+        return
+    if not engine.recompute_modules:
+        yield Problem(
+            (key, "engine.recompute"),
+            f"{key} is empty: engine.recompute=selective would compute nothing again; name modules, such as [core_attn], or "
+            "set engine.recompute=none",
+        )
+    for name in engine.recompute_modules:
+        what, has = _RECOMPUTED.get(name, ("", lambda shape: True))
+        if shape is not None and not has(shape):
+            yield Problem((key,), f"{key}: {name} is of {what}, and the model has none; remove it")
+
+
+@rule
+def context_communication_is_read(facts: Facts) -> Iterator[Problem]:
+    """How context-parallel ranks communicate is chosen only where there are some."""
+    recipe = facts.recipe
+    if recipe.layout.cp == 1 and recipe.engine.cp_comm != "all_gather":
+        yield Problem(
+            ("engine.cp_comm", "layout.cp"),
+            f"engine.cp_comm={recipe.engine.cp_comm} is not read while layout.cp=1; remove it, or raise layout.cp",
+        )

@@ -1,0 +1,73 @@
+"""Rules of experts: their axes, and what megatron-core does wrong with them unless it is told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quintet.recipe.rules.facts import Facts, Problem, rule
+
+
+@rule
+def expert_axes_need_experts(facts: Facts) -> Iterator[Problem]:
+    """Axes of experts are set only for a model that has experts."""
+    layout = facts.recipe.layout
+    if facts.shape is None or facts.shape.moe is not None:
+        return
+    for name, value, unset in (("ep", layout.ep, "1"), ("etp", layout.etp, "null")):
+        if value not in (1, None) or (name == "etp" and value is not None):
+            yield Problem(
+                (f"layout.{name}",),
+                f"layout.{name}={value}: the model has no experts to spread over ranks; set layout.{name}={unset}",
+            )
+
+
+@rule
+def experts_divide(facts: Facts) -> Iterator[Problem]:
+    """The ranks of a stage hold whole copies of all experts: etp × ep divides them, ep the experts, etp their width."""
+    if facts.shape is None or facts.shape.moe is None:
+        return
+    layout, moe, etp = facts.recipe.layout, facts.shape.moe, facts.etp
+    stage = facts.recipe.cluster.ranks // layout.pp
+    keys = ("layout.ep", "layout.etp", "layout.tp")
+    if stage % (etp * layout.ep):
+        said = f"layout.etp × ep = {etp}{' (null: tp)' if layout.etp is None else ''} × {layout.ep} = {etp * layout.ep}"
+        yield Problem(
+            (*keys, "cluster.ranks", "layout.pp"),
+            f"{said} does not divide the {stage} ranks of a pipeline stage (cluster.ranks / layout.pp); "
+            "use fewer, or layout.etp=1",
+        )
+    if moe.experts % layout.ep:
+        yield Problem(
+            ("layout.ep",),
+            f"layout.ep={layout.ep} does not divide the model's {moe.experts} experts; use an ep that divides {moe.experts}",
+        )
+    if moe.ffn_hidden_size % etp:
+        yield Problem(
+            ("layout.etp", "layout.tp"),
+            f"layout.etp={etp}{' (null: tp)' if layout.etp is None else ''} does not divide the {moe.ffn_hidden_size} units "
+            "of an expert; use layout.etp=1, or one that divides it",
+        )
+
+
+@rule
+def experts_need_sp(facts: Facts) -> Iterator[Problem]:
+    """With tensor parallelism, a model with experts trains under sequence parallelism."""
+    layout = facts.recipe.layout
+    if facts.shape is not None and facts.shape.moe is not None and layout.tp > 1 and not layout.sp:
+        yield Problem(
+            ("layout.sp", "layout.tp"),
+            f"layout.tp={layout.tp} with layout.sp=false: megatron-core trains experts under tensor parallelism only if each "
+            "rank has tokens of its own; set layout.sp=true",
+        )
+
+
+@rule
+def experts_are_cut_as_the_rest(facts: Facts) -> Iterator[Problem]:
+    """Without expert parallelism, experts are cut by tensor parallelism as the rest of the model is."""
+    layout = facts.recipe.layout
+    if facts.shape is not None and facts.shape.moe is not None and layout.ep == 1 and facts.etp != layout.tp:
+        yield Problem(
+            ("layout.etp", "layout.ep", "layout.tp"),
+            f"layout.etp={facts.etp} with layout.tp={layout.tp} and layout.ep=1: megatron-core then computes wrong gradients of "
+            "the experts, without a word; leave layout.etp=null, or raise layout.ep",
+        )

@@ -1,0 +1,55 @@
+"""Rules of the optimizers: every key given is read by the optimizer it is given to."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from quintet.errors import UserError
+from quintet.models.family import family_named
+from quintet.recipe.features import optimizers
+from quintet.recipe.lr_multipliers import check_lr_multipliers
+from quintet.recipe.rules.facts import Facts, Problem, rule
+
+_READ_BY = {
+    "beta1": ("adamw", "adam"),
+    "beta2": ("adamw", "adam"),
+    "eps": ("adamw", "adam"),
+    "momentum": ("sgd",),
+}
+
+
+@rule
+def optimizer_keys_are_read(facts: Facts) -> Iterator[Problem]:
+    """An optimizer is given the keys it reads and no others."""
+    for section, optimizer in optimizers(facts.recipe).items():
+        for name, readers in _READ_BY.items():
+            given = getattr(optimizer, name)
+            # The default may be written out, as the resolved recipe does.
+            if optimizer.name not in readers and given != type(optimizer).model_fields[name].default:
+                yield Problem(
+                    (f"{section}.{name}", f"{section}.name"),
+                    f"{section}.{name}={given} is read by {' and '.join(readers)} alone, and {section}.name is "
+                    f"{optimizer.name}; remove it",
+                )
+
+
+@rule
+def lr_multipliers_match(facts: Facts) -> Iterator[Problem]:
+    """Each pattern of optimizer.lr_multipliers decides the learning rate of some weight, and of whole parameters."""
+    sections = {name: one for name, one in optimizers(facts.recipe).items() if one.lr_multipliers}
+    if facts.shape is None or not sections:
+        return
+    tensors: defaultdict[str, list[str]] = defaultdict(list)
+    for weight in family_named(facts.shape.family).weights(facts.shape):
+        if weight.trained:  # the experts of a layer are one tensor, of which each rank holds a part
+            tensors[_EXPERT.sub(".experts.", weight.name)] += weight.hf
+    for section, optimizer in sections.items():
+        try:
+            check_lr_multipliers(tensors.values(), optimizer.lr_multipliers)
+        except UserError as error:
+            yield Problem((f"{section}.lr_multipliers",), str(error).replace("optimizer.", f"{section}.", 1))
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
