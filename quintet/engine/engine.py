@@ -11,6 +11,7 @@ global counts (the caller's), so results do not depend on how a batch was cut in
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from quintet.engine import build, hf  # noqa: E402
 from quintet.engine.context import gather_places  # noqa: E402
 from quintet.engine.head import VocabSlice, log_probs_and_entropy  # noqa: E402
 from quintet.engine.model import PolicyModel  # noqa: E402
+from quintet.engine.offload import KINDS, Offloader  # noqa: E402
 from quintet.engine.optimizer import build_optimizer, set_learning_rate  # noqa: E402
 from quintet.engine.row import MicroBatch, Row, pack  # noqa: E402
 from quintet.engine.schedule import learning_rate  # noqa: E402
@@ -57,7 +59,14 @@ class Outputs:
     entropy: Tensor
 
 
-Loss = Callable[[Outputs, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+@dataclass
+class ValueOutputs:
+    """What a value model says: fp32 [N], of each trained token the value of the state it was chosen in."""
+
+    values: Tensor
+
+
+Loss = Callable[[Any, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(outputs, fields of the same N tokens) → (this micro-batch's share of the loss, quantities [N] to be averaged)."""
 
 
@@ -94,6 +103,7 @@ class Engine:
         self._optimizer_recipe = optimizer
         if optimizer is not None:
             self._wrapped = build.wrap_for_training(self.chunks, self.mesh, engine)
+        self._offloader = Offloader(self._wrapped)
         self._p2p = P2PCommunicator(self.mesh.groups.pp, self.config) if self.mesh.sizes.pp > 1 else None
         self.config.finalize_model_grads_func = _finalize
 
@@ -112,9 +122,11 @@ class Engine:
     def start_optimizer(self, optimizer: schema.Optimizer | None, total_steps: int) -> None:
         """A fresh optimizer (master weights, zero moments, step 0) on the present weights. Collective."""
         self._optimizer_recipe, self.total_steps, self.steps = optimizer, total_steps, 0
-        self._optimizer = None  # the old moments and master weights go before the new ones come
+        self.reload()
+        self._optimizer = self._offloader.optimizer = None  # the old state goes before the new one comes
         if optimizer is not None:
             self._optimizer = build_optimizer(self._wrapped, self.mesh, self.dtype, optimizer, self.recipe)
+            self._offloader.optimizer = self._optimizer
             self.config.grad_scale_func = self._optimizer.scale_loss
 
     def save_hf(self, path: Path, companions: Path) -> None:
@@ -123,29 +135,40 @@ class Engine:
 
     def shard_map(self, of: str = "param") -> list[Shard]:
         """What this rank holds: see `quintet.engine.shards`."""
+        self._offloader.require("params" if of == "param" else "grads")
         return shard_map(self.chunks, self.shape, self.mesh, of)
+
+    # memory
+
+    def offload(self, *, params: float = 0.0, grads: float = 0.0, optimizer: float = 0.0) -> None:
+        """Free shares of this rank's memory between phases: see `quintet.engine.offload`. Gradients are lost."""
+        self._offloader.offload(params=params, grads=grads, optimizer=optimizer)
+
+    def reload(self) -> None:
+        """Bring back what is offloaded, if anything is."""
+        self._offloader.reload()
 
     # compute
 
-    def forward(
-        self, batch: Batch, microbatches: Sequence[Sequence[int]], temperature: float = 1.0
-    ) -> Outputs | None:
-        """Outputs of the tokens with loss_mask 1, flat like the batch's values, fp32 on the CPU.
-
-        Other tokens get 0. Ranks of the last stage return them, others None.
+    def forward(self, batch: Batch, microbatches: Sequence[Sequence[int]], temperature: float = 1.0) -> Any:
+        """Outputs (of a value model ValueOutputs) of the tokens with loss_mask 1, flat like the batch's values, fp32 on
+        the CPU. Other tokens get 0. Ranks of the last stage return them, others None.
         """
-        values = [torch.zeros(len(batch["input_ids"].values()), device=build.device()) for _ in range(2)]
+        kind = self._output_type
+        names = [field.name for field in dataclasses.fields(kind)]
+        flat = {name: torch.zeros(len(batch["input_ids"].values()), device=build.device()) for name in names}
 
-        def collect(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+        def collect(outputs: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
             at = micro.token_index.to(build.device())
-            for out, new in zip(values, (outputs.logprobs, outputs.entropy), strict=True):
-                out[at] = new
-            return outputs.logprobs.sum(), {}
+            for name, out in flat.items():
+                out[at] = getattr(outputs, name)
+            return torch.zeros((), device=build.device()), {}
 
+        self._offloader.require("params")
         with torch.no_grad():
             self._set_training(False)
             self._run(batch, microbatches, collect, temperature, forward_only=True)
-        return Outputs(*(v.cpu() for v in values)) if self.mesh.last_stage else None
+        return kind(*(flat[name].cpu() for name in names)) if self.mesh.last_stage else None
 
     def forward_backward(
         self,
@@ -162,13 +185,14 @@ class Engine:
         shares: list[Tensor] = []
         tally = Tally()
 
-        def compute(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+        def compute(outputs: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
             at = _fields_of(fields, micro)
             share, quantities = loss(outputs, at)
             shares.append(share.detach())
             tally.add(quantities, at["loss_mask"])
             return share, {}
 
+        self._offloader.require("params", "grads")
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self._set_training(True)
@@ -180,6 +204,7 @@ class Engine:
     def optimizer_step(self) -> dict[str, float]:
         """Clip, step, and return the gradient norm before clipping and the learning rate used."""
         assert self._optimizer_recipe is not None
+        self._offloader.require(*KINDS)
         self.steps += 1
         rate = learning_rate(self.steps, self.total_steps, self._optimizer_recipe)
         set_learning_rate(self._optimizer, rate)
@@ -192,6 +217,10 @@ class Engine:
             )
         return {"grad_norm": float(norm), "lr": rate}
 
+    @property
+    def _output_type(self) -> type[Outputs] | type[ValueOutputs]:
+        return ValueOutputs if self.shape.head == "value" else Outputs
+
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:
             chunk.train(training)
@@ -200,7 +229,7 @@ class Engine:
         self,
         batch: Batch,
         microbatches: Sequence[Sequence[int]],
-        use: Callable[[Outputs, MicroBatch], tuple[Tensor, dict[str, Any]]],
+        use: Callable[[Any, MicroBatch], tuple[Tensor, dict[str, Any]]],
         temperature: float,
         *,
         forward_only: bool,
@@ -246,16 +275,21 @@ class Engine:
 
         return hidden, loss
 
-    def _outputs(self, hidden: Tensor, micro: MicroBatch, row: Row, temperature: float) -> Outputs:
+    def _outputs(self, hidden: Tensor, micro: MicroBatch, row: Row, temperature: float) -> Any:
         where, last = hidden.device, self.chunks[-1]
-        weight = last.head_weight()
-        vocab = VocabSlice(len(weight), self.shape.vocab_size, self.mesh.groups.tp)
-        wanted = last.for_head(hidden).index_select(0, micro.predictors.to(where))
-        found = log_probs_and_entropy(wanted, weight, micro.targets.to(where), vocab, temperature)
-        if micro.cp == 1:
-            return Outputs(*found)
-        place, count = micro.place.to(where), len(micro.token_index)
-        return Outputs(*gather_places(torch.stack(found), place, count, row.cp_group))
+        at = micro.predictors.to(where)
+        found: tuple[Tensor, ...]
+        if self.shape.head == "value":
+            found = (last.values(hidden, at),)
+        else:
+            weight = last.head_weight()
+            vocab = VocabSlice(len(weight), self.shape.vocab_size, self.mesh.groups.tp)
+            wanted = last.for_head(hidden).index_select(0, at)
+            found = log_probs_and_entropy(wanted, weight, micro.targets.to(where), vocab, temperature)
+        if micro.cp > 1:
+            place, count = micro.place.to(where), len(micro.token_index)
+            found = gather_places(torch.stack(found), place, count, row.cp_group).unbind()
+        return self._output_type(*found)
 
 
 def _finalize(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

@@ -18,7 +18,8 @@ from quintet.engine.reshard import Resharder
 from quintet.engine.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape, family_named
-from quintet.models.weights_on_disk import check_names, weight_files
+from quintet.models.family import VALUE_MODEL
+from quintet.models.weights_on_disk import VALUE_HEAD, check_names, weight_files
 
 SHARD_BYTES = 4 << 30
 
@@ -78,7 +79,10 @@ def load_hf(shards: list[Shard], shape: ModelShape, path: Path) -> None:
     weights = HfWeights(path)
     check_names(weights.names(), shape, path)
     for shard in shards:
-        shard.write(weights.read(shard))
+        if shard.name == VALUE_HEAD and VALUE_HEAD not in weights.file_of:
+            shard.write(torch.zeros(shard.box_shape))
+        else:
+            shard.write(weights.read(shard))
 
 
 def full_tensors(
@@ -123,6 +127,11 @@ def save_hf(
         config = json.loads((companions / "config.json").read_text())
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
+        if shape.head == "value":
+            config["architectures"] = [
+                name.replace("ForCausalLM", VALUE_MODEL) for name in config["architectures"]
+            ]
+            config["id2label"], config["label2id"] = {"0": "value"}, {"value": 0}
         (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
 

@@ -47,6 +47,9 @@ class PolicyModel(GPTModel):
             pg_collection=mesh.groups,
             vp_stage=vp_stage,
         )
+        if self.post_process and shape.head == "value":
+            del self.output_layer
+            self.value_head = ValueHead(shape.hidden_size, config.params_dtype)
         self.shape = shape
         self.mesh = mesh
         self._inverse_frequencies = torch.tensor(inverse_frequencies(shape.rope, shape.rotary_dim))
@@ -90,6 +93,26 @@ class PolicyModel(GPTModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.mesh.groups.tp)
         return hidden.squeeze(1)
+
+    def values(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """A value model's fp32 values [N] at row positions `at` [N], the same on every tp rank."""
+        if self.config.sequence_parallel:
+            # Every rank computes the same loss from all tokens: a rank's own slice of the gradient is the whole truth.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.mesh.groups.tp
+            )
+        return self.value_head(hidden.squeeze(1).index_select(0, at))
+
+
+class ValueHead(torch.nn.Module):
+    """hidden [N, H] → values [N], in fp32. Replicated over tp; starts at zero, so that a fresh value model says 0."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden.float() @ self.weight.float().t()).squeeze(1)
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:

@@ -31,6 +31,11 @@ expert_gate_up, expert_columns: the same of one expert, cut over etp; only the e
 """
 
 
+VALUE_MODEL = "ForSequenceClassification"
+"""The end of a value model's architecture, where a language model's is ForCausalLM: transformers' class with one label
+has the scalar head."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """One megatron-core parameter and the Hugging Face tensors it is made of.
@@ -67,7 +72,14 @@ class Family:
 
         Raises UserError for a key that is missing, of a wrong type, or that asks for what is not supported.
         """
-        return self._shape(HfConfig(config, where))
+        read = HfConfig(config, where)
+        shape = self._shape(read)
+        if not any(name.endswith(VALUE_MODEL) for name in read.texts("architectures")):
+            return shape
+        labels = config.get("id2label")
+        if isinstance(labels, dict) and len(labels) != 1:
+            raise read.wrong("id2label", "one label: a value model's head gives one number a token")
+        return shape.as_value_model()
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -105,8 +117,9 @@ def family_of(config: dict[str, Any], where: str = "config.json") -> Family:
     _load_builtin()
     names = HfConfig(config, where).texts("architectures")
     for name in names:
-        if name in _FAMILIES:
-            return _FAMILIES[name]
+        causal = name.replace(VALUE_MODEL, "ForCausalLM")
+        if causal in _FAMILIES:
+            return _FAMILIES[causal]
     raise UserError(
         f"{where}: architecture {', '.join(names) or '(none given)'} is not supported; "
         f"supported are {', '.join(sorted(_FAMILIES))}"

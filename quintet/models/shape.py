@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -84,7 +84,8 @@ class ModelShape:
     """The sizes of a decoder-only language model, as its family reads them from config.json.
 
     With `mla`, head_dim is that of queries and keys and kv_heads is heads. mtp_layers: layers for multi-token
-    prediction that a checkpoint holds after the others; they are not part of the model here.
+    prediction that a checkpoint holds after the others; they are not part of the model here. head: what stands on
+    top, a language model's rows of the vocabulary or a value model's one number a token.
     """
 
     family: str
@@ -104,6 +105,11 @@ class ModelShape:
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     mtp_layers: int = 0
+    head: Literal["lm", "value"] = "lm"
+
+    def as_value_model(self) -> ModelShape:
+        """The same trunk with a scalar head in place of the LM head. Tied embeddings have nothing left to be tied to."""
+        return replace(self, head="value", tied_embeddings=False)
 
     def is_moe(self, layer: int) -> bool:
         """Whether layer number `layer` (from 0) has experts."""
@@ -137,7 +143,13 @@ class ModelShape:
                 layers += self.moe.parameters(h, experts)
             else:
                 layers += 3 * h * self.ffn_hidden_size
-        return layers + self.vocab_size * h * (1 if self.tied_embeddings else 2) + h
+        return layers + self.vocab_size * h + h + self._head_parameters
+
+    @property
+    def _head_parameters(self) -> int:
+        if self.head == "value":
+            return self.hidden_size
+        return 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
 
     @property
     def _attention_parameters(self) -> int:

@@ -30,7 +30,9 @@ def decoder_weights(shape: ModelShape) -> Iterator[Weight]:
         else:
             yield from _feed_forward(h, shape.ffn_hidden_size, ours + "mlp.", theirs + "mlp.")
     yield _one("decoder.final_layernorm", "model.norm", (h,))
-    if not shape.tied_embeddings:
+    if shape.head == "value":
+        yield _one("value_head", "score", (1, h))  # as transformers' ...ForSequenceClassification names it
+    elif not shape.tied_embeddings:
         yield Weight("output_layer.weight", ("lm_head.weight",), vocabulary, "vocab")
 
 

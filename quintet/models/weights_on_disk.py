@@ -23,6 +23,9 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of a weight that can be read, and their bytes. Quantized weights would come out as nonsense."""
 
+VALUE_HEAD = "score.weight"
+"""The head of a value model, which starts at zero where a checkpoint has none."""
+
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -93,11 +96,13 @@ def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
     Layers for multi-token prediction, which DeepSeek-V3 numbers on from the last one, are passed over: they are no
     part of the policy that is trained, and what predicts from a stale copy of it is left out of saved models.
 
+    A value model may start from a language model: it then leaves the LM head and has no head of its own yet.
+
     Raises UserError listing what is missing and what has no place.
     """
     wanted = {name for weight in family_named(shape.family).weights(shape) for name in weight.hf}
-    spare = {"lm_head.weight"} if shape.tied_embeddings else set()
-    missing = sorted(wanted - names)
+    spare = {"lm_head.weight"} if shape.tied_embeddings or shape.head == "value" else set()
+    missing = sorted(wanted - names - {VALUE_HEAD})
     ahead = tuple(f"model.layers.{shape.layers + i}." for i in range(shape.mtp_layers))
     extra = sorted(
         n for n in names - wanted - spare if not n.endswith(IGNORED_SUFFIXES) and not n.startswith(ahead)
@@ -126,6 +131,8 @@ def check_weights(path: Path, shape: ModelShape) -> None:
     headers = {file: read_header(file) for file in sorted(set(file_of.values()))}
     for weight in family_named(shape.family).weights(shape):
         for name, wanted in zip(weight.hf, weight.shapes, strict=True):
+            if name == VALUE_HEAD and name not in file_of:
+                continue
             file = file_of[name]
             entry = headers[file].get(name)
             if entry is None:
