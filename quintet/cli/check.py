@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,6 +13,7 @@ from quintet.cli.command import Command
 from quintet.errors import UserError
 
 if TYPE_CHECKING:
+    from quintet.models import ModelShape
     from quintet.recipe import Recipe
 
 
@@ -18,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quintet.recipe import dump_resolved, load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command=arguments.command)
-    notes = [_layout(recipe), *_check_data(recipe, arguments.command)]
+    notes = [*_resolved(recipe, arguments.command), *_check_data(recipe, arguments.command)]
     print(dump_resolved(recipe), end="")
     sys.stdout.flush()
     print(
@@ -28,15 +31,102 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _resolved(recipe: Recipe, command: str) -> Iterator[str]:
+    """What follows from the recipe and is not written in it."""
+    from quintet.recipe.rules import shape_of
+
+    shape = shape_of(recipe)
+    assert shape is not None  # a sound recipe names a model
+    yield _model(recipe, shape)
+    yield _layout(recipe)
+    if shape.moe is not None:
+        yield _experts(recipe, shape.moe.experts)
+    if command != "sft":
+        yield _rollout(recipe)
+    yield _engine(recipe)
+    if command in ("train", "sft"):
+        yield _rows(recipe)
+
+
+def _model(recipe: Recipe, shape: ModelShape) -> str:
+    if recipe.model.path is None:  # 1 stands for the vocabulary in the shape of a built model
+        return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters and the embeddings, built from nothing."
+    active = f", {_count(shape.active_parameter_count)} of them for each token" if shape.moe else ""
+    return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters{active}."
+
+
+def _count(parameters: int) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if parameters >= unit:
+            return f"{parameters / unit:.1f}{name}"
+    return str(parameters)
+
+
 def _layout(recipe: Recipe) -> str:
-    ranks, layout, rollout = recipe.cluster.ranks, recipe.layout, recipe.rollout.layout
-    dp = ranks // (layout.tp * layout.pp * layout.cp)
-    text = f"Layout: {ranks} ranks = dp {dp} × tp {layout.tp} × pp {layout.pp}"
-    # As the ranks decide it: the same sizes written out are the training layout, with sp they are not.
-    if rollout is None or type(layout)(tp=rollout.tp, pp=rollout.pp).model_dump() == layout.model_dump():
-        return f"{text}; the rollout shares it and the weights."
-    copies = ranks // (rollout.tp * rollout.pp)
-    return f"{text}; rollout: dp {copies} × tp {rollout.tp} × pp {rollout.pp}, resharded each step."
+    from quintet.recipe.features import data_parallel
+
+    ranks, layout = recipe.cluster.ranks, recipe.layout
+    sp, vpp = " with sp" if layout.sp else "", f" with vpp {layout.vpp}" if layout.vpp > 1 else ""
+    cp = f" × cp {layout.cp}" if layout.cp > 1 else ""
+    return (
+        f"Layout: {ranks} ranks = dp {data_parallel(recipe)}{cp} × tp {layout.tp}{sp} × pp {layout.pp}{vpp}."
+    )
+
+
+def _experts(recipe: Recipe, experts: int) -> str:
+    from quintet.recipe.features import expert_tp
+
+    layout, etp = recipe.layout, expert_tp(recipe)
+    edp = recipe.cluster.ranks // (layout.pp * layout.ep * etp)
+    held = experts // layout.ep
+    return f"Experts: dp {edp} × ep {layout.ep} × etp {etp}, {held} of {experts} on a rank."
+
+
+def _rollout(recipe: Recipe) -> str:
+    from quintet.recipe.features import shares_weights
+
+    layout = recipe.rollout.layout
+    if layout is None or shares_weights(recipe):
+        return "Rollout: shares the layout and the weights."
+    copies = recipe.cluster.ranks // (layout.tp * layout.pp)
+    return f"Rollout: dp {copies} × tp {layout.tp} × pp {layout.pp}, resharded each step."
+
+
+def _engine(recipe: Recipe) -> str:
+    engine = recipe.engine
+    recompute = engine.recompute
+    if recompute == "selective":
+        recompute += f" ({', '.join(engine.recompute_modules)})"
+    return f"Engine: {_backend(recipe)} layers, recompute {recompute}."
+
+
+def _backend(recipe: Recipe) -> str:
+    """The back end of layers, as far as it can be told without torch."""
+    backend, device = recipe.engine.backend, recipe.cluster.device
+    here = recipe.cluster.address is None
+    if backend != "auto":
+        return backend
+    if device == "cpu" or (here and importlib.util.find_spec("transformer_engine") is None):
+        return "portable"
+    if here and device == "cuda":
+        return "transformer_engine"
+    return "transformer_engine (on GPUs that have it) or portable"
+
+
+def _rows(recipe: Recipe) -> str:
+    from quintet.packing import alignment
+
+    layout, budget = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
+    aligned = alignment(tp=layout.tp, sp=layout.sp, cp=layout.cp)
+    text = f"Micro-batches: up to {aligned.room(budget * layout.cp)} tokens"
+    if layout.cp > 1:
+        text += f" on {layout.cp} ranks"
+    padded = []
+    if aligned.sequence > 1:
+        padded.append(f"each sample padded to a multiple of {aligned.sequence}")
+    if aligned.total > aligned.sequence:
+        padded.append(f"the row to a multiple of {aligned.total}")
+    return f"{text}{', ' if padded else ''}{' and '.join(padded)}."
 
 
 def _check_data(recipe: Recipe, command: str) -> list[str]:
@@ -76,7 +166,8 @@ COMMAND = Command(
     description="""\
 Validate a recipe without starting any process: keys, types, the layout against the model's sizes, files, and every
 row of local data files (short of tokenizing). Prints the resolved recipe, every key written out, to standard
-output, and notes to standard error. The resolved recipe can be used as a recipe.""",
+output, and notes to standard error: the model's size, the layout with its data-parallel sizes, the layers, the
+alignment of micro-batches, the data. The resolved recipe can be used as a recipe.""",
     examples="""\
   quintet check my.yaml
   quintet check my.yaml layout.tp=4 cluster.ranks=8 > resolved.yaml

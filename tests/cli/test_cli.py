@@ -15,6 +15,7 @@ import pytest
 from quintet.cli import COMMANDS, main
 from quintet.errors import UserError, WorkerFailure
 from quintet.recipe import Recipe, load_recipe
+from tests.models.directory import QWEN3_MOE, write_model
 
 RECIPE = "model:\n  build: {layers: 2}\ndata:\n  task: addition\nsft:\n  steps: 3\n"
 
@@ -153,10 +154,73 @@ def test_check_prints_the_resolved_recipe(
     assert load_recipe(resolved) == load_recipe(recipe, ["cluster.ranks=2", "rollout.layout.tp=2"])
     for said in (
         "sound recipe for quintet train",
-        "2 ranks = dp 2 × tp 1 × pp 1; rollout: dp 1 × tp 2",
+        "Layout: 2 ranks = dp 2 × tp 1 × pp 1.",
+        "Rollout: dp 1 × tp 2 × pp 1, resharded each step.",
+        "Micro-batches: up to 8192 tokens.",
         "prompts in",
     ):
         assert said in captured.err
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """Override that names a model with experts."""
+    directory = write_model(tmp_path / "model", QWEN3_MOE)
+    (directory / "tokenizer.json").touch()
+    return f"model.path={directory}"
+
+
+def test_check_tells_what_follows_from_the_recipe(
+    recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintet.recipe.rules.features.NOT_AVAILABLE", [])
+    layout = [
+        "cluster.ranks=16",
+        "layout.tp=2",
+        "layout.sp=true",
+        "layout.cp=2",
+        "layout.pp=2",
+        "layout.vpp=2",
+    ]
+    experts = ["layout.ep=4", "layout.etp=1", "model.build=null", model, "rollout.layout.tp=4"]
+    memory = ["engine.recompute=selective", "engine.recompute_modules=[core_attn, moe]"]
+    assert main(["check", recipe, *layout, *experts, *memory, "engine.backend=portable"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    for line in (
+        "Model: qwen3_moe, 212.1K parameters, 101.5K of them for each token.",
+        "Layout: 16 ranks = dp 2 × cp 2 × tp 2 with sp × pp 2 with vpp 2.",
+        "Experts: dp 2 × ep 4 × etp 1, 2 of 8 on a rank.",
+        "Rollout: dp 4 × tp 4 × pp 1, resharded each step.",
+        "Engine: portable layers, recompute selective (core_attn, moe).",
+        "Micro-batches: up to 16384 tokens on 2 ranks, each sample padded to a multiple of 4.",
+    ):
+        assert line in said
+    assert main(["check", recipe, *layout, *experts, "--command", "sft"]) == 0
+    assert "Rollout" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "installed", "layers"),
+    [
+        ([], False, "portable"),
+        ([], True, "transformer_engine (on GPUs that have it) or portable"),
+        (["cluster.device=cpu"], True, "portable"),
+        (["cluster.device=cuda"], True, "transformer_engine"),
+        (["cluster.address=there:1"], False, "transformer_engine (on GPUs that have it) or portable"),
+        (["engine.backend=portable", "cluster.device=cuda"], True, "portable"),
+    ],
+)
+def test_check_tells_the_layers(
+    recipe: str,
+    overrides: list[str],
+    installed: bool,
+    layers: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    assert main(["check", recipe, *overrides]) == 0
+    assert f"Engine: {layers} layers, recompute none." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -173,7 +237,7 @@ def test_check_says_whether_the_weights_are_shared(
 ) -> None:
     assert main(["check", recipe, "cluster.ranks=2", "layout.tp=2", *overrides]) == 0
     said = capsys.readouterr().err
-    assert ("the rollout shares it and the weights" in said) == shared
+    assert ("Rollout: shares the layout and the weights." in said) == shared
     assert ("resharded each step" in said) != shared
 
 

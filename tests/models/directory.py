@@ -25,6 +25,39 @@ QWEN3 = {
     "tie_word_embeddings": True,
 }
 
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK_V3 = QWEN3 | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors of a model and their shapes."""

@@ -7,7 +7,7 @@ import pytest
 
 from quintet.errors import UserError
 from quintet.recipe import Recipe, load_recipe
-from tests.models.directory import QWEN3, write_model
+from tests.models.directory import DEEPSEEK_V3, QWEN3, QWEN3_MOE, write_model
 
 VALID = """\
 model:
@@ -17,39 +17,7 @@ data:
   task: addition
 """
 
-QWEN3_MOE = QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-}
-DEEPSEEK = QWEN3 | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 8,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 48,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-}
-MODELS = {"dense": QWEN3, "moe": QWEN3_MOE, "mla": DEEPSEEK}
+MODELS = {"dense": QWEN3, "moe": QWEN3_MOE, "mla": DEEPSEEK_V3}
 
 Load = Callable[..., Recipe]
 
