@@ -64,8 +64,8 @@ def path(tmp_path_factory):
     return save("qwen3", tmp_path_factory.mktemp("native"))
 
 
-def greedy_by_transformers(prompt: list[int], tokens: int) -> list[int]:
-    made, ids = model("qwen3"), list(prompt)
+def greedy_by_transformers(prompt: list[int], tokens: int, name: str = "qwen3") -> list[int]:
+    made, ids = model(name), list(prompt)
     with torch.no_grad():
         for _ in range(tokens):
             ids.append(int(made(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
@@ -82,6 +82,16 @@ def test_greedy_equals_transformers(pool, path, layout):
             for prompt, row in zip(PROMPTS, run, strict=True):
                 assert row[0].response_ids == greedy_by_transformers(prompt, 10)
                 assert row[0].finish == "length"
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "tp2-sp", "pp2"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_experts_and_latent_attention_generate(pool, tmp_path, name, layout):
+    world, sizes = LAYOUTS[layout]
+    runs = [([Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=8), 3)]
+    for (run,) in pool.run(generate, world, save(name, tmp_path), sizes, runs):
+        for prompt, row in zip(PROMPTS, run, strict=True):
+            assert row[0].response_ids == greedy_by_transformers(prompt, 8, name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

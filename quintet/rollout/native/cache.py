@@ -16,7 +16,8 @@ from quintet.engine.kernels import reads_offsets
 
 
 class SlotCache:
-    """Keys and values of one rank's layers, [slots, capacity, kv heads, head_dim] each.
+    """Keys and values of one rank's layers, [slots, capacity, kv heads, head_dim] each. Values narrower than keys (latent
+    attention) are kept as wide: the flash kernel knows one width.
 
     The engine's attention calls `attend` with every row it computes; `prefill` and `decode` say beforehand what
     the row is.
@@ -69,6 +70,10 @@ class SlotCache:
     def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, row: Any) -> Tensor:
         """Keep keys and values, and attend: within the row when prefilling, to the cache when decoding."""
         keys, values = self.keys[attention.layer_number], self.values[attention.layer_number]
+        narrow, wide = value.shape[-1], values.shape[-1]
+        if narrow < wide:
+            out = self.attend(attention, query, key, F.pad(value, (0, wide - narrow)), row)
+            return out[..., :narrow]
         flat_keys, flat_values = keys.view(-1, *keys.shape[2:]), values.view(-1, *values.shape[2:])
         if not self._decoding:
             assert self._source is not None
