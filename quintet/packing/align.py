@@ -1,23 +1,42 @@
 """Token alignment: the one place that knows what multiples a layout needs.
 
-A packed micro-batch is a row of sequences. Each sequence is padded to `sequence` tokens so that context
-parallelism can cut it into equal chunks; the row is padded to `total` tokens so that sequence parallelism
-can cut it into equal slices. All padding is of tokens that carry no loss.
+A packed micro-batch is a row of sequences. It is cut twice: context parallelism cuts every sequence into 2·cp equal
+chunks and gives each cp rank two of them (zigzag), then sequence parallelism cuts what a cp rank has into tp equal
+slices. So each sequence is padded to `sequence` tokens, and the row to `total` tokens. All padding is of tokens that
+carry no loss.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import ceil, lcm
+
+from quintet.errors import UserError
+
+# Multiples of tokens that TransformerEngine wants of the slice each rank feeds to a linear layer, by FP8 recipe.
+# One scale a tensor (delayed, tensorwise): cuBLAS wants leading dims of 16 bytes, and tokens are the leading dim of
+# the weight gradient's operands; megatron-core's `get_fp8_align_size` says the same. MXFP8: blocks of 32 along
+# either dim, whole ones only (TransformerEngine, "MXFP8": both dims divisible by 32). blockwise: tiles of 128; a
+# slice that is not whole tiles is gathered over tp in bf16 instead of FP8 (`Float8BlockQuantizer.is_quantizable`).
+FP8_TOKENS = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """Multiples in tokens of the whole (not yet CP-sliced) sequence, and of the whole row."""
+    """Multiples in tokens of the whole (not yet CP-sliced) sequence, and of the whole row.
+
+    buckets: the sizes a row may have, ascending multiples of `total` (see `row_buckets`); empty allows any multiple.
+    """
 
     sequence: int = 1
     total: int = 1
+    buckets: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.total % self.sequence or any(size % self.total for size in self.buckets):
+            raise ValueError(f"{self}: total must be a multiple of sequence, and every bucket of total")
 
     def padded(self, length: int) -> int:
         """Tokens one sequence of `length` tokens takes in a row."""
@@ -26,11 +45,52 @@ class Alignment:
     def row(self, lengths: Sequence[int]) -> int:
         """Tokens a row of these sequences takes, its own padding included; never 0."""
         tokens = sum(self.padded(n) for n in lengths)
-        return max(-(-tokens // self.total) * self.total, self.total)
+        tokens = max(-(-tokens // self.total) * self.total, self.total)
+        at = bisect_left(self.buckets, tokens)
+        return self.buckets[at] if at < len(self.buckets) else tokens
+
+    def room(self, tokens: int) -> int:
+        """Tokens of the largest row within `tokens`; 0 where none is. Padded sequences that sum to it fit."""
+        if self.buckets:
+            at = bisect_right(self.buckets, tokens)
+            return self.buckets[at - 1] if at else 0
+        return tokens // self.total * self.total
 
 
-def alignment(*, tp: int = 1, sp: bool = False, cp: int = 1) -> Alignment:
-    """Alignment of a layout: 2·cp a sequence (zigzag chunks), tp·cp a row under sequence parallelism."""
+def alignment(*, tp: int = 1, sp: bool = False, cp: int = 1, fp8: str | None = None) -> Alignment:
+    """Alignment of a layout: 2·cp a sequence (zigzag chunks), tp·cp a row under sequence parallelism.
+
+    fp8: megatron-core's `fp8_recipe` where FP8 is on; the slice of every rank, after both cuts, is then a multiple of
+    `FP8_TOKENS[fp8]`.
+
+    Raises UserError for a recipe whose multiple is not known.
+    """
+    if fp8 is not None and fp8 not in FP8_TOKENS:
+        raise UserError(
+            f"engine.megatron.fp8_recipe={fp8}: it is not known what multiple of tokens it needs. "
+            f"Use one of {', '.join(sorted(FP8_TOKENS))}"
+        )
     sequence = 2 * cp if cp > 1 else 1
-    total = (tp if sp else 1) * cp
-    return Alignment(sequence=sequence, total=lcm(sequence, total))
+    slices = (tp if sp else 1) * cp
+    # A multiple of both: every cp rank gets as many tokens, and they divide by tp.
+    return Alignment(sequence, lcm(sequence, slices * (FP8_TOKENS[fp8] if fp8 else 1)))
+
+
+def row_buckets(top: int, *, total: int = 1, waste: float = 0.125, smallest: int = 0) -> tuple[int, ...]:
+    """Row sizes, so that kernels, graphs and allocators see few shapes: ascending multiples of `total`, up to `top`.
+
+    The last size is the largest within `top`. Going down from it, each is 1 + waste times smaller, but by at least
+    `total`, until one is at most `smallest`. A row of t tokens, t a multiple of `total`, is therefore padded by less
+    than waste · t, or by less than `smallest` where it is no longer than that. There are about
+    ln(top / smallest) / ln(1 + waste) sizes: 18 for an eighth and an eighth.
+
+    Raises ValueError where no row fits `top`.
+    """
+    size = top // total * total
+    if size <= 0:
+        raise ValueError(f"no row of a multiple of {total} tokens fits {top}")
+    sizes = [size]
+    while size > max(smallest, total):
+        size = min(ceil(size / (1 + waste) / total) * total, size - total)
+        sizes.append(size)
+    return tuple(reversed(sizes))

@@ -1,13 +1,18 @@
 """The packer: lengths in, micro-batches out.
 
-Samples are spread over data-parallel ranks and micro-batches so that every micro-batch keeps a hard token
-budget, every rank has the same count of micro-batches, and their costs are as even as greedy
-longest-first placement makes them (Graham 1969: within 4/3 of the best). Cost is tokens plus a quadratic
-term for attention.
+Samples are spread over data-parallel ranks and micro-batches so that every micro-batch keeps a hard token budget, every
+rank has the same count of micro-batches, as few as best-fit packing of all samples together needs, and their costs
+are even. Cost is tokens plus a quadratic term for attention.
+
+A plan is a grid of cells: dp ranks by micro-batches. The time it takes is a sum along one side of the grid of maxima
+along the other: Σ_k max_rank where ranks wait for each other in every micro-batch, max_rank Σ_k where they meet only at
+the end. Its lanes are accordingly the k-th micro-batches of all ranks, or the micro-batches of one rank. Samples are
+placed longest first, each where it adds least to that time, as in Graham's LPT rule (1969; within 4/3 of the best).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,13 +21,15 @@ from quintet.errors import UserError
 from quintet.packing.align import Alignment
 
 PLAIN = Alignment()
+Cell = list[int]  # the samples of one micro-batch of one rank
 
 
 @dataclass(frozen=True)
 class Plan:
     """`microbatches[dp_rank][k]` lists the indices of the samples in that rank's k-th micro-batch.
 
-    Every rank has the same count of micro-batches; one may be empty where samples ran out.
+    Every rank has the same count of micro-batches; one may be empty where samples ran out. The costly ones come first,
+    so that the largest blocks of memory are asked for first.
     """
 
     microbatches: list[list[list[int]]]
@@ -48,66 +55,134 @@ def plan_microbatches(
     alignment: Alignment = PLAIN,
     cp: int = 1,
     quadratic: float = 0.0,
+    multiple: int = 1,
+    lockstep: bool = True,
 ) -> Plan:
     """Assign samples to ranks and micro-batches.
 
     lengths: tokens of each sample. dp: data-parallel ranks. budget: most tokens of a micro-batch on one
     rank, padding included. cp: context-parallel ranks that share a row. quadratic: cost of attention
-    relative to the rest, per token of length (cost of a sample = n + quadratic * n^2).
+    relative to the rest, per token of length (cost of a sample = n + quadratic * n^2). multiple: the count of
+    micro-batches is a multiple of it (interleaved pipelines need one of pp); empty ones fill up. lockstep: whether
+    ranks wait for each other in every micro-batch, as with experts spread over them; without it long samples are
+    balanced better over ranks, and worse over the k-th micro-batches.
 
     Raises UserError naming a sample that does not fit the budget on its own.
     """
-    row_budget = budget * cp // alignment.total * alignment.total
+    room = alignment.room(budget * cp)
     for i, n in enumerate(lengths):
-        if alignment.row([n]) > row_budget:
+        if alignment.row([n]) > room:
             raise UserError(
                 f"sample {i} has {n} tokens, {alignment.row([n]) // cp} on each rank with alignment: more than "
                 f"engine.tokens_per_microbatch_per_rank={budget}. Raise the budget, shorten "
                 f"rollout.max_response_tokens or data.max_prompt_tokens, or raise layout.cp"
             )
-    cost = [n + quadratic * n * n for n in lengths]
-    order = sorted(range(len(lengths)), key=lambda i: (-cost[i], i))
-    ranks: list[list[int]] = [[] for _ in range(dp)]
-    load = [0.0] * dp
+    tokens = [alignment.padded(n) for n in lengths]
+    cost = [n + quadratic * n * n for n in tokens]
+    order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
+    tight = _fewest_cells(order, tokens, room)
+    count = max(-(-len(tight) // (dp * multiple)), 1) * multiple
+
+    if not lockstep or dp == 1:
+        ranks = _spread(order, tokens, cost, room, dp, count)
+        if ranks is not None:
+            return _plan([_costly_first(rank, cost) for rank in ranks])
+    for peak_weight in (1.0, 0.0) if dp > 1 else ():
+        steps = _spread(order, tokens, cost, room, count, dp, peak_weight)
+        if steps is not None:
+            return _plan(_deal(steps, cost))
+    # So little room is left that only the tightest packing is sure to fit.
+    cells = _costly_first(tight + [[] for _ in range(dp * count - len(tight))], cost)
+    return _plan(_deal([cells[k * dp : (k + 1) * dp] for k in range(count)], cost))
+
+
+def _plan(ranks: list[list[Cell]]) -> Plan:
+    return Plan([[sorted(cell) for cell in rank] for rank in ranks])
+
+
+def _costly_first(cells: list[Cell], cost: list[float]) -> list[Cell]:
+    return sorted(cells, key=lambda cell: -sum(cost[i] for i in cell))
+
+
+def _fewest_cells(order: list[int], tokens: list[int], room: int) -> list[Cell]:
+    """Best-fit decreasing: each sample into the fullest cell it fits (within 11/9 of the fewest; Johnson 1974)."""
+    cells: list[Cell] = []
+    free: list[tuple[int, int]] = []  # (tokens left, cell), ascending
     for i in order:
-        r = min(range(dp), key=lambda r: (load[r], len(ranks[r]), r))
-        ranks[r].append(i)
-        load[r] += cost[i]
-
-    count = max(1, *(_least_rows(rank, lengths, alignment, row_budget) for rank in ranks))
-    while True:
-        rows = [_fill(rank, lengths, cost, alignment, row_budget, count) for rank in ranks]
-        if all(r is not None for r in rows):
-            return Plan([[sorted(row) for row in r] for r in rows if r is not None])
-        count += 1
-
-
-def _least_rows(samples: list[int], lengths: Sequence[int], alignment: Alignment, row_budget: int) -> int:
-    tokens = sum(alignment.padded(lengths[i]) for i in samples)
-    return -(-tokens // row_budget)
+        at = bisect_left(free, (tokens[i], -1))
+        if at == len(free):
+            cells.append([])
+            left, cell = room, len(cells) - 1
+        else:
+            left, cell = free.pop(at)
+        cells[cell].append(i)
+        insort(free, (left - tokens[i], cell))
+    return cells
 
 
-def _fill(
-    samples: list[int],
-    lengths: Sequence[int],
+def _spread(
+    order: list[int],
+    tokens: list[int],
     cost: list[float],
-    alignment: Alignment,
-    row_budget: int,
-    count: int,
-) -> list[list[int]] | None:
-    """Longest first into the cheapest of `count` rows that has room; None when one finds no room."""
-    rows: list[list[int]] = [[] for _ in range(count)]
-    tokens, load = [0] * count, [0.0] * count
-    for i in samples:
-        n = alignment.padded(lengths[i])
-        fits = [k for k in range(count) if tokens[k] + n <= row_budget]
-        if not fits:
+    room: int,
+    lanes: int,
+    width: int,
+    peak_weight: float | None = None,
+) -> list[list[Cell]] | None:
+    """Place samples in `order` into `lanes` lanes of `width` cells; None when one finds no room.
+
+    Within a lane the cheapest cell with room is taken. The lane is the one with the least total cost, or, with a
+    `peak_weight`, where least is added to the sum of the lanes' costliest cells plus that weight times the costliest
+    of all: a pipeline runs at the pace of its slowest micro-batch, and memory must hold it.
+    """
+    cells: list[list[Cell]] = [[[] for _ in range(width)] for _ in range(lanes)]
+    waiting = [
+        [(0.0, at, 0) for at in range(width)] for _ in range(lanes)
+    ]  # (cost, cell, tokens), cheapest first
+    level, peak = [0.0] * lanes, 0.0
+    least = tokens[order[-1]] if order else 0
+    for i in order:
+        n, c = tokens[i], cost[i]
+        best: tuple[float, float, int, int] | None = None
+        for lane, queue in enumerate(waiting):
+            for place, (load, _, used) in enumerate(queue):  # noqa: B007 (both are read after the loop)
+                if used + n <= room:
+                    break
+            else:
+                continue
+            if peak_weight is None:
+                adds = level[lane]
+            else:
+                adds = max(load + c - level[lane], 0.0) + peak_weight * max(load + c - peak, 0.0)
+            if best is None or (adds, load) < best[:2]:
+                best = (adds, load, lane, place)
+        if best is None:
             return None
-        k = min(fits, key=lambda k: (load[k], k))
-        rows[k].append(i)
-        tokens[k] += n
-        load[k] += cost[i]
-    return rows
+        _, load, lane, place = best
+        _, at, used = waiting[lane].pop(place)
+        cells[lane][at].append(i)
+        if used + n + least <= room:  # a full one need not be looked at again
+            insort(waiting[lane], (load + c, at, used + n))
+        level[lane] = level[lane] + c if peak_weight is None else max(level[lane], load + c)
+        peak = max(peak, load + c)
+    return cells
+
+
+def _deal(steps: list[list[Cell]], cost: list[float]) -> list[list[Cell]]:
+    """Give each step's cells to the ranks, the costliest to the rank with least so far; costly steps first.
+
+    Two ranks then differ by no more than two cells of one step do, whatever the steps.
+    """
+    loads = [sorted(((sum(cost[i] for i in cell), cell) for cell in step), reverse=True) for step in steps]
+    loads.sort(key=lambda step: -step[0][0])
+    total = [0.0] * len(steps[0])
+    ranks: list[list[Cell]] = [[[] for _ in steps] for _ in total]
+    for k in sorted(range(len(loads)), key=lambda k: (loads[k][-1][0] - loads[k][0][0], k)):
+        free = sorted(range(len(total)), key=lambda rank: (total[rank], rank))
+        for (load, cell), rank in zip(loads[k], free, strict=True):
+            ranks[rank][k] = cell
+            total[rank] += load
+    return ranks
 
 
 def split_evenly(count: int, parts: int) -> list[range]:
