@@ -206,13 +206,16 @@ class Fleet:
         self._microbatches = [len(p.microbatches[0]) for mini, p in zip(chosen, plans, strict=True) if mini]
 
     def _plan(self, lengths: list[int]) -> Plan:
+        layout = self.recipe.layout
         return plan_microbatches(
             lengths,
             dp=self.dp,
             budget=self.recipe.engine.tokens_per_microbatch_per_rank,
             alignment=self._alignment,
-            cp=self.recipe.layout.cp,
+            cp=layout.cp,
             quadratic=self._quadratic,
+            multiple=layout.pp if layout.vpp > 1 else 1,
+            lockstep=(layout.etp or layout.tp) * layout.ep > layout.tp * layout.cp,  # experts span dp ranks
         )
 
     def _send(
