@@ -37,6 +37,8 @@ from quintet.data.batch import Batch, offsets  # noqa: E402
 from quintet.engine import build, hf  # noqa: E402
 from quintet.engine.context import gather_places  # noqa: E402
 from quintet.engine.head import VocabSlice, log_probs_and_entropy  # noqa: E402
+from quintet.engine.kernels import kernel_title  # noqa: E402
+from quintet.engine.layers import choose_backend  # noqa: E402
 from quintet.engine.model import PolicyModel  # noqa: E402
 from quintet.engine.offload import KINDS, Offloader  # noqa: E402
 from quintet.engine.optimizer import build_optimizer, set_learning_rate  # noqa: E402
@@ -111,6 +113,11 @@ class Engine:
     def model(self) -> PolicyModel:
         """The pipeline stage. Of an interleaved pipeline's several chunks, the first."""
         return self.chunks[0]
+
+    def describe(self) -> str:
+        """Which layers and which attention kernel this machine and recipe came to."""
+        backend = choose_backend(self.recipe.backend)
+        return f"layers: {backend} · attention: {kernel_title(build.device(), self.dtype, backend)}"
 
     # weights
 

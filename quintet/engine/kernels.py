@@ -121,6 +121,11 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, backend: str) -> Ker
     return _KERNELS[name]
 
 
+def kernel_title(device: torch.device, dtype: torch.dtype, backend: str) -> str:
+    """What `choose_kernel` would take, in words."""
+    return _TITLES[_best(device, dtype, backend)]
+
+
 def reads_offsets(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel reads offsets (`cu_q`, `cu_k`) and needs no rectangles."""
     return _best(device, dtype, "portable") != "sdpa"

@@ -17,7 +17,7 @@ import ray
 from torch import Tensor
 
 from quintet.algorithms.aggregation import Tally
-from quintet.cluster.dispatch import all_to_all, megatron_compute
+from quintet.cluster.dispatch import all_to_all, megatron_compute, rank_zero
 from quintet.cluster.group import WorkerGroup
 from quintet.data.batch import make_batch, select
 from quintet.data.prompts import Prompt
@@ -105,6 +105,10 @@ class Fleet:
         )
         self._rollout_coords: list[dict[str, int]] = self.workers.call("rollout_coords")
         self._stage = max(c["pp"] for c in self._rollout_coords)
+
+    def describe(self) -> str:
+        """Which layers and kernels the ranks compute with."""
+        return str(self.workers.call("describe", dispatch=rank_zero))
 
     # generation
 

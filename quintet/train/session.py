@@ -149,4 +149,5 @@ def _ranks(recipe: schema.Recipe, command: Command, inputs: Inputs, observer: Ob
         with observer.phase("start"), observer.progress.task(f"starting {recipe.cluster.ranks} ranks"):
             stack.enter_context(cluster)
             fleet = Fleet(cluster, recipe, inputs.model_dir, inputs.shape, observer.progress, command)
+        observer.note(fleet.describe())
         yield fleet

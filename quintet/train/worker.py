@@ -89,6 +89,10 @@ class PolicyWorker(Worker):
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
+    def describe(self) -> str:
+        """What the model's layers are made of here."""
+        return self.engine.describe()
+
     def coords(self) -> dict[str, int]:
         """Place in the training layout."""
         return self.engine.mesh.coordinates
@@ -102,6 +106,7 @@ class PolicyWorker(Worker):
     def generate(self, requests: list[Request], sampling: Sampling) -> list[list[Generated]] | None:
         """Generate and keep the samples; the rank that owns the output tells what came out, others None."""
         self._progress.begin()
+        self._make_room()
         answered = self.rollout.generate(requests, sampling)
         self._samples = None
         if not self.rollout.mesh.owns_output or not requests:
@@ -126,6 +131,20 @@ class PolicyWorker(Worker):
             ]
             for r, row in zip(requests, answered, strict=True)
         ]
+
+    def _make_room(self) -> None:
+        """Take the recipe's shares of what generation does not need off the device; training brings them back."""
+        asked = self.recipe.engine
+        self.engine.offload(
+            params=asked.offload_params, grads=asked.offload_grads, optimizer=asked.offload_optimizer
+        )
+        if self.reference is not None:
+            self.reference.offload(params=asked.offload_params)
+
+    def _bring_back(self) -> None:
+        self.engine.reload()
+        if self.reference is not None:
+            self.reference.reload()
 
     def reward(
         self, function: RewardFunction, prompts: list[str], responses: list[str], answers: list[str]
@@ -152,6 +171,7 @@ class PolicyWorker(Worker):
 
     def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int) -> None:
         """A fresh optimizer on the present weights; the reference policy becomes the present policy."""
+        self._bring_back()
         self.engine.start_optimizer(optimizer, total_steps)
         if self.reference is not None:
             for mine, theirs in zip(self.reference.shard_map(), self.engine.shard_map(), strict=True):
@@ -171,6 +191,7 @@ class PolicyWorker(Worker):
 
     def score_samples(self, old: bool, temperature: float) -> None:
         """Log-probs of all received samples under the present (`old`) and the reference policy."""
+        self._bring_back()
         for batch, assignment in self._mini_batches:
             found = {}
             if old:
@@ -190,6 +211,7 @@ class PolicyWorker(Worker):
 
     def update(self, number: int, objective: Objective, temperature: float) -> Updated | None:
         """One optimizer step on a received mini-batch. Ranks of the last stage tell what it came to."""
+        self._bring_back()
         batch, assignment = self._mini_batches[number]
         counted = self._counted(objective)
         result = self.engine.forward_backward(batch, assignment.microbatches, counted, temperature)
@@ -209,10 +231,12 @@ class PolicyWorker(Worker):
 
     def sync(self) -> None:
         """Bring the engine's weights to the rollout."""
+        self._bring_back()
         self.rollout.update_weights()
 
     def save(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory."""
+        self._bring_back()
         self.engine.save_hf(path, self.model_dir)
 
     def memory(self) -> dict[str, float | None]:
