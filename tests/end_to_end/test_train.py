@@ -152,9 +152,10 @@ def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
 
 
 @pytest.mark.timeout(300)
-def test_the_same_seed_gives_the_same_losses(resharded, tmp_path):
+def test_the_same_seed_gives_the_same_losses_with_and_without_offload(resharded, tmp_path):
     directory, _ = resharded
-    again = run_directory(run("train", *DEMO, "layout.tp=2", f"run.dir={tmp_path}"))
+    offload = [f"engine.offload_{part}" for part in ("params=1", "grads=1", "optimizer=0.5")]
+    again = run_directory(run("train", *DEMO, *offload, "layout.tp=2", f"run.dir={tmp_path}"))
     for stage in ("sft", "rl"):
         first, second = (
             [line["loss"] for line in metrics(d, stage) if "loss" in line] for d in (directory, again)
