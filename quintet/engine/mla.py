@@ -32,12 +32,12 @@ LATENT_NORM_EPS = 1e-6
 
 @dataclass
 class LatentAttentionSubmodules:
-    """What a back end gives: `linear` is replicated; a norm that is None is part of the up projection after it."""
+    """What a back end gives: `linear` is replicated; a norm that is None is part of `up_proj`."""
 
     linear: Any
     column_parallel_linear: Any
     up_proj: Any
-    """The column-parallel linear after a latent's norm, or both in one."""
+    """The column-parallel linear after a latent's norm, or one that begins with the norm."""
     norm: Any
     core_attention: Any
     linear_proj: Any
@@ -103,6 +103,10 @@ class PackedLatentAttention(MegatronModule):
             tp_comm_buffer_name="kv_up_proj",
             **up,
         )
+        if parts.norm is None:  # the linear layers have the model's norm_eps
+            for fused in ("linear_q_up_proj", "linear_kv_up_proj"):
+                if hasattr(self, fused):
+                    getattr(self, fused).eps = LATENT_NORM_EPS
         self.linear_proj = build_module(
             parts.linear_proj,
             heads * config.v_head_dim,
