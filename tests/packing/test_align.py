@@ -1,0 +1,108 @@
+"""Alignment by its purpose: whatever the lengths and the layout, every cut comes out even and FP8's multiples hold."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quintet.errors import UserError
+from quintet.packing import FP8_TOKENS, Alignment, alignment, row_buckets
+from quintet.packing.context import held_ranges
+
+LENGTHS = st.lists(st.integers(1, 300), max_size=20)
+TP = st.sampled_from([1, 2, 3, 4, 8])
+CP = st.sampled_from([1, 2, 3, 4, 8])
+
+
+@given(LENGTHS, TP, st.booleans(), CP, st.sampled_from([None, *FP8_TOKENS]))
+def test_every_rank_gets_an_equal_whole_slice(lengths, tp, sp, cp, fp8):
+    """Sequences cut by cp in zigzag, then what a cp rank has by tp: the cuts themselves, not their arithmetic."""
+    align = alignment(tp=tp, sp=sp, cp=cp, fp8=fp8)
+    padded, total = [align.padded(n) for n in lengths], align.row(lengths)
+    tail = total - sum(padded)
+    assert all(n <= p < n + align.sequence for n, p in zip(lengths, padded, strict=True))
+    assert 0 <= tail < align.total or not lengths
+
+    row = padded + [tail] * (tail > 0)
+    held = [[i for part in held_ranges(row, cp, rank) for i in part] for rank in range(cp)]
+    assert sorted(i for part in held for i in part) == list(range(total))
+    slices = []
+    for part in held:
+        parts = tp if sp else 1
+        assert len(part) % parts == 0
+        slices += [part[k * len(part) // parts : (k + 1) * len(part) // parts] for k in range(parts)]
+    assert len({len(s) for s in slices}) == 1
+    assert len(slices[0]) % FP8_TOKENS.get(fp8, 1) == 0
+
+    if cp > 1:  # every rank holds as much of every sequence, and pairs of equal work under the causal mask
+        for begin, n in zip(accumulate(row, initial=0), row, strict=False):
+            work = [sum(i - begin + 1 for i in part if begin <= i < begin + n) for part in held]
+            assert n % (2 * cp) == 0
+            assert len(set(work)) == 1
+
+
+@given(TP, st.booleans(), CP, st.sampled_from([None, *FP8_TOKENS]))
+def test_no_smaller_multiple_would_do(tp, sp, cp, fp8):
+    """Each prime factor taken off a multiple breaks one of the cuts: nothing is padded needlessly."""
+    align = alignment(tp=tp, sp=sp, cp=cp, fp8=fp8)
+    slices, tokens = (tp if sp else 1) * cp, FP8_TOKENS.get(fp8, 1)
+    for prime in (2, 3):
+        if align.total % prime == 0:
+            less = align.total // prime
+            assert less % (slices * tokens) or less % align.sequence
+    assert align.sequence == (2 * cp if cp > 1 else 1)
+
+
+def test_alignment_of_layouts():
+    assert alignment() == Alignment(1, 1)
+    assert alignment(tp=4, sp=True) == Alignment(1, 4)
+    assert alignment(tp=4) == Alignment(1, 1)
+    assert alignment(cp=2) == Alignment(4, 4)
+    assert alignment(tp=4, sp=True, cp=2) == Alignment(4, 8)
+    assert alignment(tp=3, sp=True, cp=2) == Alignment(4, 12)
+    assert alignment(fp8="delayed") == alignment(fp8="tensorwise") == Alignment(1, 16)
+    assert alignment(tp=2, cp=2, fp8="mxfp8") == Alignment(4, 64)
+    assert alignment(tp=2, sp=True, cp=2, fp8="mxfp8") == Alignment(4, 128)
+    assert alignment(tp=2, sp=True, fp8="blockwise") == Alignment(1, 256)
+
+
+def test_what_cannot_be_aligned_is_refused():
+    with pytest.raises(UserError, match="fp8_recipe=custom: it is not known"):
+        alignment(fp8="custom")
+    with pytest.raises(ValueError, match="multiple of sequence"):
+        Alignment(sequence=4, total=6)
+    with pytest.raises(ValueError, match="every bucket"):
+        Alignment(total=8, buckets=(8, 12))
+    with pytest.raises(ValueError, match="no row of a multiple of 16 tokens fits 15"):
+        row_buckets(15, total=16)
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(1, 20_000),
+    st.floats(0.01, 1.0),
+    st.integers(0, 5000),
+    st.integers(1, 20_000),
+)
+def test_buckets_bound_the_waste(total, top, waste, smallest, tokens):
+    top = max(top, total)
+    buckets = row_buckets(top, total=total, waste=waste, smallest=smallest)
+    assert buckets[-1] == top // total * total
+    assert all(size % total == 0 for size in buckets)
+    assert list(buckets) == sorted(set(buckets))
+    plain, padded = Alignment(total=total), Alignment(total=total, buckets=buckets)
+    row = plain.row([tokens])
+    if row <= buckets[-1]:
+        assert padded.row([tokens]) in buckets
+        assert 0 <= padded.row([tokens]) - row < max(waste * row, smallest, 1)
+    assert padded.room(tokens) == max((size for size in buckets if size <= tokens), default=0)
+    assert plain.room(tokens) == tokens // total * total
+
+
+def test_buckets_are_few():
+    assert len(row_buckets(8192, waste=0.125, smallest=1024)) == 19
+    assert len(row_buckets(65536, total=128, waste=0.125, smallest=8192)) == 19
+    assert row_buckets(64, total=16, waste=0.01) == (16, 32, 48, 64)

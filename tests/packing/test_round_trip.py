@@ -1,0 +1,120 @@
+"""Pack, then unpack: whatever the lengths, every token of every sample is in the rows once, and padding in no loss."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quintet.engine.row import MicroBatch, pack
+from quintet.packing import Alignment, alignment, plan_microbatches, row_buckets
+from quintet.packing.context import held_ranges
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=12)
+
+
+def batch(lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids that tell sample and position (and are never 0, as padding is), offsets, and which are trained."""
+    ids = [1000 * (i + 1) + t for i, n in enumerate(lengths) for t in range(n)]
+    generator = torch.Generator().manual_seed(sum(lengths))
+    trained = torch.rand(len(ids), generator=generator) < 0.7
+    return torch.tensor(ids, dtype=torch.int64), torch.tensor([0, *lengths]).cumsum(0), trained
+
+
+def whole_row(parts: list[MicroBatch]) -> tuple[Tensor, Tensor]:
+    """Token ids and positions [T] in row order, from the parts of all cp ranks; each row position in one part only."""
+    total = sum(part.tokens for part in parts)
+    ids, positions = torch.full((total,), -1), torch.full((total,), -1)
+    for part in parts:
+        held = torch.tensor([i for r in held_ranges(part.lengths, part.cp, part.cp_rank) for i in r])
+        assert len(held) == part.tokens
+        assert (ids[held] == -1).all()
+        ids[held], positions[held] = part.input_ids[0], part.positions
+    assert (ids >= 0).all()
+    return ids, positions
+
+
+def check_row(
+    parts: list[MicroBatch], samples: list[int], flat: tuple[Tensor, Tensor, Tensor], align: Alignment
+) -> None:
+    """Every token restored, in order, and nothing but padding besides; trained tokens told right on every rank."""
+    values, offsets, trained = flat
+    ids, positions = whole_row(parts)
+    sizes = [int(offsets[i + 1] - offsets[i]) for i in samples]
+    assert len(ids) == align.row(sizes) == sum(parts[0].lengths)
+    begin = 0
+    for at, n in enumerate(parts[0].lengths):
+        assert positions[begin : begin + n].tolist() == list(range(n))
+        own = values[offsets[samples[at]] : offsets[samples[at] + 1]] if at < len(samples) else values[:0]
+        assert ids[begin : begin + n].tolist() == own.tolist() + [0] * (n - len(own))
+        begin += n
+
+    first = torch.zeros(len(values), dtype=torch.bool)
+    first[offsets[:-1]] = True
+    want = [t for i in samples for t in range(offsets[i], offsets[i + 1]) if trained[t] and not first[t]]
+    for part in parts:
+        assert part.token_index.tolist() == want
+        assert part.sample.tolist() == [int(values[t]) // 1000 - 1 for t in want]
+        # The token before a target predicts it, and is held by the rank that says so.
+        assert (part.input_ids[0][part.predictors] == part.targets - 1).all()
+        assert part.targets.tolist() == values[part.token_index[part.place]].tolist()
+    places = torch.cat([part.place for part in parts])
+    assert sorted(places.tolist()) == list(range(len(want)))
+
+
+@given(
+    lengths=LENGTHS,
+    dp=st.integers(1, 5),
+    slack=st.integers(0, 60),
+    tp=st.sampled_from([1, 2, 3]),
+    cp=st.sampled_from([1, 2, 4]),
+    fp8=st.sampled_from([None, "delayed"]),
+    bucketed=st.booleans(),
+)
+def test_every_token_comes_back(lengths, dp, slack, tp, cp, fp8, bucketed):
+    """Planned over ranks and micro-batches, packed, cut, and put together again."""
+    align = alignment(tp=tp, sp=tp > 1, cp=cp, fp8=fp8)
+    budget = -(-align.row([max(lengths, default=0)]) // cp) + slack
+    if bucketed:
+        buckets = row_buckets(budget * cp, total=align.total, waste=0.3, smallest=32)
+        align = Alignment(align.sequence, align.total, buckets)
+    plan = plan_microbatches(lengths, dp=dp, budget=budget, alignment=align, cp=cp)
+    flat, seen = batch(lengths), []
+    for rank in plan.microbatches:
+        for samples in rank:
+            parts = [pack(*flat, samples, align, cp, r) for r in range(cp)]
+            check_row(parts, samples, flat, align)
+            assert len({part.tokens for part in parts}) == 1
+            assert parts[0].tokens <= budget
+            seen += samples
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+@given(st.integers(1, 200), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))
+def test_a_batch_of_one(length, cp, tp):
+    align = alignment(tp=tp, sp=tp > 1, cp=cp)
+    flat = batch([length])
+    check_row([pack(*flat, [0], align, cp, r) for r in range(cp)], [0], flat, align)
+
+
+def test_a_last_sequence_shorter_than_one_unit():
+    """cp=4 cuts in units of 8: a last sequence of one token leaves all ranks but the first with its padding alone."""
+    align = alignment(cp=4)
+    flat = batch([9, 1])
+    parts = [pack(*flat, [0, 1], align, 4, r) for r in range(4)]
+    check_row(parts, [0, 1], flat, align)
+    assert parts[0].lengths == [16, 8]
+    assert [2000 in part.input_ids for part in parts] == [True, False, False, False]
+
+
+def test_more_ranks_than_samples_and_an_empty_batch_give_rows_of_padding():
+    align = alignment(tp=2, sp=True, cp=2)
+    for lengths in ([], [5]):
+        flat = batch(lengths)
+        plan = plan_microbatches(lengths, dp=3, budget=8, alignment=align, cp=2)
+        for rank in plan.microbatches[len(lengths) :]:
+            parts = [pack(*flat, rank[0], align, 2, r) for r in range(2)]
+            check_row(parts, [], flat, align)
+            assert [part.tokens for part in parts] == [2, 2]
+            assert all(len(part.predictors) == 0 for part in parts)
