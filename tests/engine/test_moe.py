@@ -199,6 +199,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sp-etp1": (2, {"tp": 2, "sp": True, "etp": 1}),
     "etp2": (2, {"etp": 2}),
     "pp2-ep2": (4, {"pp": 2, "ep": 2}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
+    "cp2-ep2": (2, {"cp": 2, "ep": 2}),
 }
 
 
@@ -207,3 +209,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_layout_equals_transformers(pool, directory, name, layout):
     world, sizes = LAYOUTS[layout]
     check(name, pool.run(run_rank, world, directory(name), sizes))
+
+
+ALL = ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("qwen3_moe", {"recompute": "full"}),
+        ("deepseek_v3", {"recompute": "full"}),
+        ("deepseek_v3-yarn", {"recompute": "selective", "recompute_modules": ALL}),
+        ("deepseek_v3", {"recompute": "selective", "recompute_modules": ["moe", "mla_up_proj"]}),
+        ("qwen3_moe", {"recompute": "selective", "recompute_modules": ["core_attn", "moe_act", "layernorm"]}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join([x["recompute"], *x.get("recompute_modules", [])]),
+)
+def test_recompute_changes_nothing(pool, directory, name, recipe):
+    layout = {"tp": 2, "sp": True, "ep": 2, "etp": 1}
+    check(name, pool.run(run_rank, 2, directory(name), layout, **recipe))
