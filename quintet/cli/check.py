@@ -94,7 +94,7 @@ def _rollout(recipe: Recipe) -> str:
 
 def _engine(recipe: Recipe) -> str:
     engine = recipe.engine
-    recompute = engine.recompute
+    recompute: str = engine.recompute
     if recompute == "selective":
         recompute += f" ({', '.join(engine.recompute_modules)})"
     return f"Engine: {_backend(recipe)} layers, recompute {recompute}."

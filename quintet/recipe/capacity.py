@@ -13,10 +13,10 @@ def overflow(recipe: Recipe, tokens: int) -> str | None:
     """
     layout, budget = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
     aligned = alignment(tp=layout.tp, sp=layout.sp, cp=layout.cp)
-    room, taken = budget * layout.cp // aligned.total * aligned.total, aligned.row([tokens])
+    room, taken = aligned.room(budget * layout.cp), aligned.row([tokens])
     if taken <= room:
         return None
     padded = f"{taken} with padding to a multiple of {aligned.total}, " if taken != tokens else ""
-    usable = f" ({room} in whole multiples of {aligned.total})" if room != budget else ""
+    usable = f" ({room} in whole multiples of {aligned.total})" if room != budget * layout.cp else ""
     each = f" × layout.cp={layout.cp}" if layout.cp > 1 else ""
     return f"{padded}more than engine.tokens_per_microbatch_per_rank={budget}{each}{usable}"

@@ -352,15 +352,6 @@ def _available_later(id: str, name: str, keys: tuple[str, ...], is_on: IsOn, ins
 
 
 NOT_AVAILABLE = [
-    NotAvailable(
-        FEATURES["cp_all_gather"], "use layout.cp=1; for long samples raise layout.tp with layout.sp=true"
-    ),
-    NotAvailable(
-        FEATURES["cp_all_to_all"], "use layout.cp=1; for long samples raise layout.tp with layout.sp=true"
-    ),
-    NotAvailable(FEATURES["ep"], "use layout.ep=1"),
-    NotAvailable(FEATURES["etp_apart"], "leave layout.etp=null"),
-    NotAvailable(FEATURES["vpp"], "use layout.vpp=1"),
     _available_later(
         "rollout_ep",
         "expert parallelism in the rollout",

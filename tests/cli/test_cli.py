@@ -171,9 +171,8 @@ def model(tmp_path: Path) -> str:
 
 
 def test_check_tells_what_follows_from_the_recipe(
-    recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("quintet.recipe.rules.features.NOT_AVAILABLE", [])
     layout = [
         "cluster.ranks=16",
         "layout.tp=2",

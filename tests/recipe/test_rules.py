@@ -28,15 +28,11 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
+OWN = "rollout.layout.tp=1"
+"""A layout of the rollout's own, which the axes beyond tp, sp and pp need."""
+
 # rule → overrides of a valid recipe that break it → parts of the message
 BROKEN = [
-    (
-        "only_available_features",
-        ["layout.cp=2", "cluster.ranks=2"],
-        ["context parallelism by gathering keys and values is not available", "layout.cp=1"],
-    ),
-    ("only_available_features", ["@moe", "layout.ep=2"], ["expert parallelism is not available"]),
-    ("only_available_features", ["layout.vpp=2", "layout.pp=2", "cluster.ranks=2"], ["interleaved pipeline"]),
     ("only_available_features", ["rollout.layout.ep=2"], ["expert parallelism in the rollout"]),
     (
         "only_available_features",
@@ -398,6 +394,22 @@ BROKEN = [
         ],
         ["= 1537 is 1538 with padding to a multiple of 2", "=1537 (1536 in whole multiples of 2)"],
     ),
+    (
+        # Two ranks share a micro-batch of 2 × 766; the sample of 1533 is padded to whole chunks of both.
+        "samples_fit_a_microbatch",
+        [
+            "engine.tokens_per_microbatch_per_rank=766",
+            "rollout.max_response_tokens=509",
+            "layout.cp=2",
+            "cluster.ranks=2",
+            OWN,
+        ],
+        [
+            "= 1533 is 1536 with padding to a multiple of 4",
+            "=766 × layout.cp=2",
+            "raise the budget or layout.cp",
+        ],
+    ),
     ("samples_fit_a_microbatch", ["model.build.max_position_embeddings=128"], ["128 positions"]),
     ("groups_have_a_contrast", ["rollout.samples_per_prompt=1"], ["at least 2"]),
     ("groups_have_a_contrast", ["rollout.temperature=0"], ["grpo learns nothing"]),
@@ -535,13 +547,12 @@ def test_good_recipes_pass(load, models, overrides: list[str]) -> None:
     load(*named(overrides, models))
 
 
-OWN = "rollout.layout.tp=1"
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
         ["cluster.ranks=4", "layout.cp=2", OWN],
+        # Two ranks hold together what one could not.
+        ["cluster.ranks=2", "layout.cp=2", OWN, "engine.tokens_per_microbatch_per_rank=768"],
         ["cluster.ranks=2", "layout.cp=2", "engine.cp_comm=all_to_all", OWN],
         ["cluster.ranks=2", "layout.pp=2", "layout.vpp=2", OWN],
         ["cluster.ranks=2", "layout.pp=2", "layout.vpp=2", "rollout.layout.pp=2"],
@@ -556,13 +567,11 @@ OWN = "rollout.layout.tp=1"
         ["@mla", "cluster.ranks=4", "layout.pp=2", "layout.vpp=2", "layout.ep=2", OWN],
     ],
 )
-def test_good_layouts_pass(load, models, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quintet.recipe.rules.features.NOT_AVAILABLE", [])
+def test_good_layouts_pass(load, models, overrides: list[str]) -> None:
     load(*named(overrides, models))
 
 
-def test_sft_has_no_rollout_to_share_weights_with(load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quintet.recipe.rules.features.NOT_AVAILABLE", [])
+def test_sft_has_no_rollout_to_share_weights_with(load) -> None:
     load("cluster.ranks=2", "layout.cp=2", "sft={}", command="sft")
 
 

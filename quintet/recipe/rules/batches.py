@@ -21,8 +21,8 @@ def samples_fit_a_microbatch(facts: Facts) -> Iterator[Problem]:
     keys = ("data.max_prompt_tokens", "rollout.max_response_tokens")
     if (why := overflow(recipe, longest)) is not None:
         yield Problem(
-            (*keys, "engine.tokens_per_microbatch_per_rank"),
-            f"{text} is {why}: a whole sample must fit; raise the budget or lower the lengths",
+            (*keys, "engine.tokens_per_microbatch_per_rank", "layout.cp"),
+            f"{text} is {why}: a whole sample must fit; raise the budget or layout.cp, or lower the lengths",
         )
     if facts.shape is not None and longest > facts.shape.max_positions:
         yield Problem(
