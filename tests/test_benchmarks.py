@@ -1,12 +1,17 @@
 """The benchmarks' plumbing: records that can be trusted, and work that both sides share."""
 
 import math
+import random
+import re
 import statistics
+import subprocess
+import sys
 
 import pytest
 
+from benchmarks.engine_work import MODELS, REAL, Setup, parse_layout, peak_flops, setup_of
 from benchmarks.laptop_cases import CASES, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT
-from benchmarks.records import RESULTS, merged, read_records, record, write_records
+from benchmarks.records import RESULTS, ROOT, merged, read_records, record, write_records
 
 
 def sound(**changes):
@@ -60,3 +65,81 @@ def test_long_tail_is_log_normal() -> None:
     assert statistics.mean(logs) == pytest.approx((low + high) / 2, abs=0.05)
     # Two standard deviations reach the bounds; redrawing what falls outside narrows it to 0.88 of that.
     assert statistics.stdev(logs) == pytest.approx(0.88 * (high - low) / 4, rel=0.05)
+
+
+# the engine benchmark
+
+
+@pytest.mark.parametrize("tokens", [64, 100, 4096, 16384])
+def test_rows_are_full_and_their_lengths_within_bounds(tokens) -> None:
+    generator = random.Random(0)
+    for _ in range(50):
+        lengths = REAL.row(tokens, generator)
+        assert sum(lengths) == tokens
+        assert REAL.shortest <= min(lengths)
+        assert max(lengths) <= REAL.longest
+
+
+def test_lengths_follow_their_distribution() -> None:
+    setup = Setup("qwen2.5-1.5b", "portable", microbatches=16)
+    lengths = [n for step in range(20) for n in setup.lengths(step)]
+    assert statistics.median(lengths) == pytest.approx(REAL.median, rel=0.05)
+    assert lengths == [n for step in range(20) for n in setup.lengths(step)]
+
+
+def test_a_step_spreads_over_dp_and_its_flops_count_attention_within_sequences() -> None:
+    setup = setup_of("qwen2.5-1.5b", backend="portable", gpus=8, layout=parse_layout("tp=2,sp=true"))
+    assert setup.layout == {"tp": 2, "sp": True}
+    rows = setup.rows(0)
+    assert (len(rows), len(rows[0])) == (4, 4)
+    assert setup.tokens_per_step == 4 * 4 * 16384
+    shape, sequences = setup.shape, list(setup.lengths(0))
+    dense = 6 * shape.parameter_count * sum(sequences)
+    # Scores and weighted values, 2 d FLOPs each for a pair, half the pairs, and twice that again backward.
+    attention = sum(
+        3 * 2 * (2 * shape.head_dim) * (n * n / 2) * shape.heads * shape.layers for n in sequences
+    )
+    assert setup.flops(0) == pytest.approx(dense + attention, rel=1e-9)
+    assert setup.trained(0) == sum(sequences) - len(sequences)
+
+
+def test_cases_are_named_by_what_differs() -> None:
+    assert Setup("qwen2.5-1.5b", "transformer_engine").case() == "qwen2.5-1.5b/te"
+    layout = parse_layout("tp=2,sp=true,ep=4")
+    other = Setup("qwen3-30b-a3b", "portable", gpus=8, layout=layout, recompute="full")
+    assert other.case() == "qwen3-30b-a3b/portable/gpus8-tp2-sp-ep4/recompute-full"
+
+
+def test_peaks_are_those_of_the_card() -> None:
+    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("a laptop") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [("qwen2.5-1.5b", 1.54, 1.54), ("qwen3-8b", 8.19, 8.19), ("qwen3-30b-a3b", 30.5, 3.35)],
+)
+def test_shapes_are_those_of_the_models(name, billions, active) -> None:
+    shape = MODELS[name].shape
+    assert shape.parameter_count / 1e9 == pytest.approx(billions, rel=0.01)
+    assert shape.active_parameter_count / 1e9 == pytest.approx(active, rel=0.01)
+
+
+@pytest.mark.timeout(300)  # two processes that import torch and megatron-core
+def test_engine_and_raw_loop_train_the_same_on_a_cpu() -> None:
+    """The whole benchmark on a tiny model: the command itself fails when the sides' losses or gradients differ."""
+    options = ["--shape", "tiny", "--rounds", "1", "--steps", "1", "--steps-per-turn", "1", "--profile"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.engine", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    norms = [float(text) for text in re.findall(r"gradient norm ([\d.]+)", done.stdout)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.02)
+    assert "quintet / raw:" in done.stdout
+    assert "aten::mm" in done.stdout
+    assert "written to" not in done.stdout

@@ -1,0 +1,337 @@
+"""Training throughput, MFU and memory of quintet's engine, beside plain megatron-core on the same packed rows.
+
+    python -m benchmarks.engine                            Qwen2.5-1.5B, both back ends, one GPU
+    python -m benchmarks.engine --backend te --profile     and which kernels take the time
+    python -m benchmarks.engine --shape qwen3-8b --gpus 8 --layout tp=2,sp=true --backend te
+    python -m benchmarks.engine --shape tiny               a dry run in seconds, on a CPU
+
+Random weights, bf16 with fp32 main gradients and master weights, distributed optimizer; a step is several packed
+micro-batches forward and backward and one optimizer step, and every token but the first of a sequence is trained. Each
+side has processes of its own; they are there at once and take turns on the GPU, so what slows the machine slows both.
+Values are medians over all measured steps. What is measured and how: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.engine_work import MODELS, Setup, parse_layout, peak_flops, setup_of
+from benchmarks.records import RESULTS, ROOT, merged, record, write_records
+
+SIDES = ("raw", "quintet")
+BACKENDS = {"te": "transformer_engine", "portable": "portable"}
+UNITS = {"mfu": "fraction", "tokens_per_s_per_gpu": "tokens/s", "peak_gib": "GiB"}
+
+
+class Side:
+    """The ranks of one side, as processes that wait for commands."""
+
+    def __init__(self, name: str, setup: Setup, timeout_s: float) -> None:
+        self.name, self.setup, self.timeout_s = name, setup, timeout_s
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the processes)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._ranks = [self._start(rank, port) for rank in range(setup.gpus)]
+
+    def _start(self, rank: int, port: int) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.setup.gpus),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        if self.setup.size("tp") > 1:
+            # Lets the communication of tp overlap with matrix products on GPUs before Blackwell.
+            environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        worker = ["--worker", self.name, "--setup", json.dumps(self.setup.asdict())]
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.engine", *worker],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def answer(self) -> list[dict[str, Any]]:
+        """One answer a rank. SystemExit with the end of the log when a rank ends or is silent for `timeout_s`."""
+        answers = []
+        for rank in self._ranks:
+            ready, _, _ = select.select([rank.stdout], [], [], self.timeout_s)
+            line = rank.stdout.readline() if ready else ""  # type: ignore[union-attr]
+            if not line:
+                self._fail("ended" if ready else f"was silent for {self.timeout_s:.0f} s")
+            answers.append(json.loads(line))
+        return answers
+
+    def ask(self, **command: Any) -> list[dict[str, Any]]:
+        self._tell(command)
+        return self.answer()
+
+    def stop(self) -> None:
+        self._tell({"do": "quit"})
+        for rank in self._ranks:
+            rank.wait(60)
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+
+    def _tell(self, command: dict[str, Any]) -> None:
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(json.dumps(command) + "\n")
+            rank.stdin.flush()
+
+    def _fail(self, how: str) -> None:
+        self.kill()
+        self._log.seek(0)
+        raise SystemExit(f"{self.name} ({self.setup.case()}) {how}:\n{self._log.read()[-6000:]}")
+
+
+class Measured:
+    """What a side's bursts came to."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.flops_per_s: list[float] = []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.peak_gib = 0.0
+        self.versions: dict[str, str] = {}
+
+    def add(self, answers: list[dict[str, Any]], setup: Setup) -> None:
+        """A burst, as all ranks saw it: a step ends with its slowest rank; losses are shares."""
+        seconds = [max(ranks) for ranks in zip(*(a["seconds"] for a in answers), strict=True)]
+        steps = answers[0]["steps"]
+        self.seconds += seconds
+        self.flops_per_s += [setup.flops(k) / s for k, s in zip(steps, seconds, strict=True)]
+        self.losses += [sum(ranks) for ranks in zip(*(a["losses"] for a in answers), strict=True)]
+        self.norms += answers[0]["norms"]
+        self.peak_gib = max(self.peak_gib, *(a["peak_gib"] for a in answers))
+
+    def metrics(self, setup: Setup, peak: float | None) -> dict[str, float]:
+        """By metric; no mfu without the card's peak."""
+        found = {
+            "tokens_per_s_per_gpu": setup.tokens_per_step / setup.gpus / statistics.median(self.seconds),
+            "peak_gib": self.peak_gib,
+        }
+        if peak is not None:
+            found["mfu"] = statistics.median(self.flops_per_s) / setup.gpus / peak
+        return found
+
+
+class Turns:
+    """The sides of one setup, taking turns; context manager, so that no process stays behind."""
+
+    def __init__(self, setup: Setup, names: list[str], args: argparse.Namespace) -> None:
+        self.setup, self.names, self.args = setup, names, args
+        self.measured = {name: Measured() for name in names}
+        self._sides: dict[str, Side] = {}
+
+    def __enter__(self) -> Self:
+        if not self.args.sequential:
+            self._sides = {name: self._side(name) for name in self.names}  # starting at the same time
+            try:
+                for name in self.names:
+                    self._ready(name)
+            except BaseException:
+                self._end(Side.kill)
+                raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end(Side.kill if error[0] else Side.stop)
+
+    def take(self, first: bool) -> None:
+        """One burst of each side."""
+        for name in self.names:
+            fresh = first or self.args.sequential
+            if self.args.sequential:
+                self._sides[name] = self._side(name)
+                self._ready(name)
+            warmup = self.setup.steps + 1 if fresh else 1
+            side = self._sides[name]
+            answers = side.ask(do="burst", warmup=warmup, steps=self.args.steps_per_turn)
+            self.measured[name].add(answers, self.setup)
+            if self.args.sequential:
+                self._sides.pop(name).stop()
+            seconds = self.measured[name].seconds[-self.args.steps_per_turn :]
+            loss, norm = self.measured[name].losses[-1], self.measured[name].norms[-1]
+            print(
+                f"  {name:8} {min(seconds):.3f} to {max(seconds):.3f} s/step, loss {loss:.4f}, gradient norm {norm:.4f}",
+                flush=True,
+            )
+
+    def profile(self) -> None:
+        for name, side in self._sides.items():
+            table = side.ask(do="profile")[0]["table"]
+            print(f"--- {name} ---\n{table}", flush=True)
+            if self.args.profile_dir:
+                self.args.profile_dir.mkdir(parents=True, exist_ok=True)
+                file = self.args.profile_dir / f"{self.setup.case().replace('/', '-')}-{name}.txt"
+                file.write_text(table)
+
+    def _end(self, how: Callable[[Side], None]) -> None:
+        for side in self._sides.values():
+            how(side)
+
+    def _side(self, name: str) -> Side:
+        return Side(name, self.setup, self.args.timeout_s)
+
+    def _ready(self, name: str) -> None:
+        self.measured[name].versions = self._sides[name].answer()[0]["versions"]
+
+
+def measure(setup: Setup, names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Let the sides take turns, print what came out, and return the records (with both sides and a known GPU)."""
+    print(f"{setup.case()}: {setup.tokens_per_step} tokens a step, {describe_lengths(setup)}", flush=True)
+    with Turns(setup, names, args) as turns:
+        for turn in range(args.rounds):
+            turns.take(first=turn == 0)
+        if args.profile or args.profile_dir:
+            turns.profile()
+    check_same_work(turns.measured)
+    peak = None if setup.model == "tiny" else peak_flops(device_name())
+    found = {name: side.metrics(setup, peak) for name, side in turns.measured.items()}
+    for name, metrics in found.items():
+        print(f"  {name:8} " + ", ".join(f"{k} {v:,.3f}" for k, v in sorted(metrics.items())), flush=True)
+    if set(found) != set(SIDES):
+        return []
+    ours, theirs = found["quintet"], found["raw"]
+    ratio = ours["tokens_per_s_per_gpu"] / theirs["tokens_per_s_per_gpu"]
+    print(f"  quintet / raw: {ratio:.3f}x tokens/s", flush=True)
+    if peak is None:
+        return []
+    return [
+        one | {"versions": one["versions"] | turns.measured["quintet"].versions}
+        for one in (
+            record("engine", setup.case(), metric, ours[metric], unit, baseline=theirs[metric])
+            for metric, unit in UNITS.items()
+        )
+    ]
+
+
+def check_same_work(measured: dict[str, Measured]) -> None:
+    """SystemExit unless the sides' first losses and gradient norms are the same up to the rounding of bf16: from the
+    same weights they then trained the same tokens."""
+    if len(measured) < 2:
+        return
+    for name, tolerance in (("losses", 2e-3), ("norms", 3e-2)):
+        ours, theirs = (getattr(side, name)[0] for side in measured.values())
+        if not math.isclose(ours, theirs, rel_tol=tolerance):
+            raise SystemExit(f"the sides did not do the same work: first {name} {ours:.5f} and {theirs:.5f}")
+
+
+def describe_lengths(setup: Setup) -> str:
+    lengths = sorted(n for step in range(setup.steps) for n in setup.lengths(step))
+    law = MODELS[setup.model].lengths
+    return (
+        f"{setup.microbatches} micro-batches of {setup.tokens} a rank; sequences log-normal (median {law.median}, "
+        f"sigma {law.sigma}) clipped to [{law.shortest}, {law.longest}]: drawn median {lengths[len(lengths) // 2]}, "
+        f"mean {statistics.mean(lengths):.0f}"
+    )
+
+
+def device_name() -> str:
+    """Name of the first GPU; empty without one."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--shape", choices=list(MODELS), default="qwen2.5-1.5b", help="whose sizes the model has")
+    add("--backend", choices=list(BACKENDS), action="append", help="may be repeated (default: both)")
+    add("--gpus", type=int, default=1, help="ranks, one GPU each, on this machine (default 1)")
+    add(
+        "--layout",
+        type=parse_layout,
+        default={},
+        help="mesh axes, such as tp=2,sp=true,ep=8; dp is what is left",
+    )
+    add(
+        "--recompute",
+        choices=["none", "full"],
+        default="none",
+        help="activations computed again in the backward pass",
+    )
+    add("--tokens", type=int, help="tokens of a micro-batch on a rank (default: the shape's, 16384)")
+    add("--microbatches", type=int, default=4, help="micro-batches of a step on a rank (default 4)")
+    add("--steps", type=int, default=3, help="different steps, trained over and over (default 3)")
+    add("--rounds", type=int, default=3, help="how often each side takes its turn (default 3)")
+    add("--steps-per-turn", type=int, default=3, help="measured steps of a turn (default 3)")
+    add("--only", choices=SIDES, help="one side alone; writes no records")
+    add(
+        "--sequential",
+        action="store_true",
+        help="start a side anew for each turn: for models that fit only once",
+    )
+    add("--profile", action="store_true", help="print each side's kernels by time")
+    add("--profile-dir", type=Path, help="the same, and write the tables to this directory")
+    add("--timeout-s", type=float, default=300.0, help="longest silence of a rank (default 300)")
+    add("--out", type=Path, default=RESULTS / "engine.json", help="records are merged into this file")
+    add("--worker", choices=SIDES, help=argparse.SUPPRESS)
+    add("--setup", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.sequential and (args.profile or args.profile_dir):
+        parser.error("--profile needs sides that stay: leave --sequential out")
+    return args
+
+
+def work(side: str, setup: Setup) -> None:
+    """Be one rank of a side."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print goes to the log
+    if setup.backend == "portable":
+        # Portable means that TransformerEngine is not there: megatron-core uses parts of it wherever it finds it.
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    from benchmarks.engine_worker import serve
+
+    serve(side, setup, answers)
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker:
+        work(args.worker, Setup(**args.setup))
+        return
+    for backend in args.backend or (["portable"] if args.shape == "tiny" else list(BACKENDS)):
+        setup = setup_of(
+            args.shape,
+            backend=BACKENDS[backend],
+            gpus=args.gpus,
+            layout=args.layout,
+            recompute=args.recompute,
+            tokens=args.tokens,
+            microbatches=args.microbatches,
+            steps=args.steps,
+        )
+        if found := measure(setup, [args.only] if args.only else list(SIDES), args):
+            write_records(args.out, merged(args.out, found))
+            print(f"  written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

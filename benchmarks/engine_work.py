@@ -1,0 +1,227 @@
+"""The work both sides of the engine benchmark do: model shapes, packed rows of a stated length distribution, its FLOPs.
+
+Imports without torch: the parent process plans with it, the workers build tensors from it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from quintet.models import ModelShape, family_of
+
+TRAINED_FROM = 1
+"""The first token of a sequence has no predecessor; all others are trained."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal sequence lengths, clipped to [shortest, longest]."""
+
+    median: int
+    sigma: float
+    shortest: int
+    longest: int
+
+    def row(self, tokens: int, generator: random.Random) -> list[int]:
+        """Lengths that fill a row of `tokens` exactly: the last one is cut to what is left, and when that would be
+        below `shortest`, what is left goes to the shortest sequence."""
+        lengths: list[int] = []
+        left = tokens
+        while left >= self.shortest or not lengths:
+            drawn = round(generator.lognormvariate(math.log(self.median), self.sigma))
+            lengths.append(min(max(drawn, self.shortest), self.longest, left))
+            left -= lengths[-1]
+        lengths[lengths.index(min(lengths))] += left
+        return lengths
+
+
+REAL = Lengths(median=768, sigma=0.8, shortest=64, longest=4096)
+SMALL = Lengths(median=24, sigma=0.8, shortest=4, longest=64)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Hugging Face config, and what is trained on it unless options say otherwise."""
+
+    config: dict[str, Any]
+    lengths: Lengths = REAL
+    tokens: int = 16384
+
+    @property
+    def shape(self) -> ModelShape:
+        return family_of(self.config).shape(self.config)
+
+
+_COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu"}
+_QWEN3 = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, **_COMMON}
+MODELS = {
+    "qwen2.5-1.5b": Model(
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "vocab_size": 151936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            **_COMMON,
+        }
+    ),
+    "qwen3-8b": Model(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": False,
+            **_QWEN3,
+        }
+    ),
+    "qwen3-30b-a3b": Model(
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "tie_word_embeddings": False,
+            **_QWEN3,
+        }
+    ),
+    "tiny": Model(
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "vocab_size": 128,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": True,
+            **_COMMON,
+        },
+        lengths=SMALL,
+        tokens=128,
+    ),
+}
+
+DENSE_BF16_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "B100": 1750e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+}
+"""Dense bf16 peak by a part of the device's name, FLOP/s, from NVIDIA's data sheets (half of "with sparsity")."""
+
+
+def peak_flops(device: str) -> float | None:
+    """Dense bf16 peak of a device by its name; the longest part that fits counts. None when it is not known."""
+    fitting = [part for part in DENSE_BF16_FLOPS if part in device]
+    return DENSE_BF16_FLOPS[max(fitting, key=len)] if fitting else None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One measurement: what is trained, where, and how. Travels to the workers as JSON."""
+
+    model: str
+    backend: str
+    gpus: int = 1
+    layout: dict[str, Any] = field(default_factory=dict)
+    recompute: str = "none"
+    tokens: int = 16384
+    microbatches: int = 4
+    steps: int = 3
+    seed: int = 0
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def size(self, axis: str) -> int:
+        """Size of a mesh axis."""
+        return int(self.layout.get(axis) or 1)
+
+    @property
+    def dp(self) -> int:
+        return self.gpus // (self.size("tp") * self.size("pp") * self.size("cp"))
+
+    @property
+    def shape(self) -> ModelShape:
+        return MODELS[self.model].shape
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks together."""
+        return self.tokens * self.size("cp") * self.microbatches * self.dp
+
+    def rows(self, step: int) -> list[list[list[int]]]:
+        """Sequence lengths of a step: [dp rank][micro-batch][sequence]. A row takes `tokens` on each of its cp ranks."""
+        generator = random.Random(f"{self.seed} {step}")
+        draw = MODELS[self.model].lengths.row
+        return [
+            [draw(self.tokens * self.size("cp"), generator) for _ in range(self.microbatches)]
+            for _ in range(self.dp)
+        ]
+
+    def lengths(self, step: int) -> Iterator[int]:
+        """Lengths of all sequences of a step."""
+        return (n for rank in self.rows(step) for row in rank for n in row)
+
+    def trained(self, step: int) -> int:
+        """Trained tokens of a step, over all ranks."""
+        return sum(n - TRAINED_FROM for n in self.lengths(step))
+
+    def flops(self, step: int) -> float:
+        """6·N·T and causal attention within each sequence (`ModelShape.flops_per_token`); recomputing is not counted."""
+        lengths = list(self.lengths(step))
+        seen = sum(n * n / 2 for n in lengths) / sum(lengths)  # keys a query sees, on average
+        return sum(lengths) * self.shape.flops_per_token(seen)
+
+    def case(self) -> str:
+        """The record's case."""
+        short = {"transformer_engine": "te"}.get(self.backend, self.backend)
+        parts = [self.model, short]
+        if self.layout or self.gpus > 1:
+            sizes = [k if v is True else f"{k}{v}" for k, v in self.layout.items() if v]
+            parts.append("-".join([f"gpus{self.gpus}", *sizes]))
+        if self.recompute != "none":
+            parts.append(f"recompute-{self.recompute}")
+        return "/".join(parts)
+
+
+def parse_layout(text: str) -> dict[str, Any]:
+    """ "tp=2,sp=true" → {"tp": 2, "sp": True}."""
+    out: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        key, _, value = item.partition("=")
+        out[key.strip()] = value.strip().lower() == "true" if key.strip() == "sp" else int(value)
+    return out
+
+
+def setup_of(model: str, **options: Any) -> Setup:
+    """A setup with the model's own row size where `tokens` is None."""
+    tokens = options.pop("tokens", None)
+    return replace(Setup(model, **options), tokens=tokens or MODELS[model].tokens)

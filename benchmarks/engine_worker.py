@@ -1,0 +1,215 @@
+"""One rank of one side of the engine benchmark, told by its parent what to run: a line of JSON in, a line out.
+
+    {"do": "burst", "warmup": 1, "steps": 3} → {"steps": [...], "seconds": [...], "losses": [...], "norms": [...], "peak_gib": ...}
+    {"do": "profile"}                        → {"table": "..."}
+    {"do": "quit"}
+
+Between two commands a worker leaves the GPU alone and holds no memory there but its model and optimizer state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle, islice
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.engine_work import TRAINED_FROM, Setup
+from quintet.data.batch import make_batch, set_tokens
+from quintet.data.batch import tokens as flat
+from quintet.engine.build import mesh_of
+from quintet.engine.engine import Engine
+from quintet.engine.shards import Shard, shard_map
+from quintet.recipe import schema
+from quintet.train.objective import sft_objective
+
+OPTIMIZER = schema.Optimizer(lr=1e-5)
+INITIAL_STD = 0.02
+
+
+class QuintetLoop:
+    """One rank of quintet's engine. `step(k)` trains step k and returns this rank's share of the mean loss, and the
+    gradient norm."""
+
+    def __init__(self, setup: Setup, optimizer: schema.Optimizer, device: torch.device) -> None:
+        recipe: dict[str, Any] = {
+            "tokens_per_microbatch_per_rank": setup.tokens,
+            "backend": setup.backend,
+            "recompute": setup.recompute,
+        }
+        self.setup, self.objective = setup, sft_objective()
+        self.engine = Engine(
+            setup.shape,
+            schema.Layout(**setup.layout),
+            engine=schema.Engine(**recipe),
+            optimizer=optimizer,
+            dtype="bf16",
+        )
+        _fill(self.engine.shard_map(), device)
+        self.engine.start_optimizer(optimizer, total_steps=1)
+        self.dp_rank = self.engine.mesh.at("dp")
+        self.steps: dict[int, tuple[Any, list[list[int]]]] = {}
+
+    def prepare(self, step: int, tokens: list[list[Tensor]]) -> None:
+        """tokens: the rank's rows as lists of sequences, on the CPU."""
+        samples = [sequence for row in tokens for sequence in row]
+        batch = make_batch(samples, [TRAINED_FROM] * len(samples))
+        set_tokens(batch, "weights", flat(batch, "loss_mask") / self.setup.trained(step))
+        numbers = iter(range(len(samples)))
+        self.steps[step] = (batch, [list(islice(numbers, len(row))) for row in tokens])
+
+    def step(self, step: int) -> tuple[float, float]:
+        batch, microbatches = self.steps[step]
+        result = self.engine.forward_backward(batch, microbatches, self.objective)
+        norm = self.engine.optimizer_step()["grad_norm"]
+        return result.loss if result is not None and self.engine.mesh.owns_output else 0.0, norm
+
+
+def _fill(shards: list[Shard], device: torch.device) -> None:
+    """Write initial weights: matrices normal, norms 1, biases 0. What a rank gets depends on the part it holds alone,
+    so both sides start from the same weights, and so do ranks that hold the same part."""
+    for shard in shards:
+        if len(shard.shape) == 1:
+            shard.write(torch.full(shard.box_shape, float("norm" in shard.name), device=device))
+            continue
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{shard.name} {shard.box}".encode()))
+        shard.write(torch.empty(shard.box_shape, device=device).normal_(0, INITIAL_STD, generator=generator))
+
+
+def _tokens(setup: Setup, step: int, dp_rank: int) -> list[list[Tensor]]:
+    """Random tokens of a dp rank's rows: the same on both sides."""
+    generator = torch.Generator().manual_seed(1000 * step + dp_rank)
+    vocabulary = setup.shape.vocab_size
+    return [
+        [torch.randint(0, vocabulary, (n,), generator=generator) for n in row]
+        for row in setup.rows(step)[dp_rank]
+    ]
+
+
+def serve(side: str, setup: Setup, answers: TextIO) -> None:
+    """Answer the parent's commands until it says quit."""
+    device = _join()
+    loop = _loop(side, setup, device)
+    for step in range(setup.steps):
+        loop.prepare(step, _tokens(setup, step, loop.dp_rank))
+    order = cycle(range(setup.steps))
+    _settle(device)
+    print(json.dumps({"versions": _versions(setup)}), file=answers)
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "quit":
+            break
+        if command["do"] == "burst":
+            answer = _burst(loop, order, command, device)
+        else:
+            answer = {"table": _profile(loop, next(order), device)}
+        _settle(device)
+        print(json.dumps(answer), file=answers)
+    dist.destroy_process_group()
+
+
+def _join() -> torch.device:
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _loop(side: str, setup: Setup, device: torch.device) -> Any:
+    if side == "quintet":
+        return QuintetLoop(setup, OPTIMIZER, device)
+    from megatron.core import parallel_state
+
+    from benchmarks.engine_raw import RawLoop
+
+    parallel_state.destroy_global_memory_buffer()  # quintet made one; the raw loop's own initialisation does, too
+    mesh = mesh_of(schema.Layout(**setup.layout), setup.gpus)
+    return RawLoop(
+        setup, OPTIMIZER, device, lambda model: _fill(shard_map([model], setup.shape, mesh), device)
+    )
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for the device and all ranks, and give back what is only cached."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    dist.barrier()
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Seconds and result of one step that all ranks begin together."""
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, result
+
+
+def _burst(loop: Any, order: Any, command: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    for _ in range(command["warmup"]):
+        loop.step(next(order))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    found: dict[str, list[Any]] = {"steps": [], "seconds": [], "losses": [], "norms": []}
+    for step in islice(order, command["steps"]):
+        second, (loss, norm) = _timed(partial(loop.step, step), device)
+        for name, value in zip(found, (step, second, loss, norm), strict=True):
+            found[name].append(value)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {**found, "peak_gib": peak / 2**30}
+
+
+def _profile(loop: Any, step: int, device: torch.device) -> str:
+    """Kernels by time, what the host waited for, and how long the device had nothing to do."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device.type == "cuda"
+    loop.step(step)
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as found:
+        seconds, _ = _timed(partial(loop.step, step), device)
+    events = [e for e in found.key_averages() if not e.is_user_annotation]
+    host = [e for e in events if e.device_type == DeviceType.CPU]
+    kernels = [(e.self_device_time_total, e) for e in events if e.device_type != DeviceType.CPU]
+    ranked = sorted(kernels if on_gpu else [(e.self_cpu_time_total, e) for e in host], key=lambda k: -k[0])
+    total = sum(spent for spent, _ in ranked) or 1.0
+    lines = [f"one step under the profiler: {1e3 * seconds:.1f} ms, of which busy {total / 1e3:.1f} ms"]
+    lines += [
+        f"host: {e.key}: {e.count} calls, {e.self_cpu_time_total / 1e3:.1f} ms"
+        for e in host
+        if "Synchronize" in e.key
+        or e.key.startswith(("cudaMemcpy", "cudaMalloc", "aten::_local_scalar_dense"))
+    ]
+    lines += [f"{'ms':>9} {'share':>6} {'calls':>7}  name"]
+    lines += [
+        f"{spent / 1e3:9.2f} {100 * spent / total:5.1f}% {e.count:7}  {e.key[:130]}"
+        for spent, e in ranked[:60]
+    ]
+    return "\n".join(lines)
+
+
+def _versions(setup: Setup) -> dict[str, str]:
+    found = {}
+    if setup.backend == "transformer_engine":
+        import transformer_engine
+
+        found["transformer-engine"] = str(transformer_engine.__version__)
+    if torch.cuda.is_available():
+        import triton
+
+        found["triton"] = str(triton.__version__)
+    return found
