@@ -335,14 +335,6 @@ NEEDS_GPU = [
         "on CPU ranks all of the optimizer is on the CPU already, and megatron-core's hybrid optimizer does not run there",
         "set cpu_fraction=0",
     ),
-    *(
-        NeedsGpu(
-            one,
-            "megatron-core restores the GPU's random state when it computes again",
-            "set engine.recompute=none, or lower engine.tokens_per_microbatch_per_rank to save memory",
-        )
-        for one in ("recompute_selective", "recompute_full")
-    ),
 ]
 """What CPU ranks cannot do."""
 

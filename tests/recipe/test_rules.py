@@ -111,11 +111,6 @@ BROKEN = [
         ["cluster.device=cpu", "sft.optimizer.cpu_fraction=1.0"],
         ["optimizer state on the CPU needs GPUs", "set cpu_fraction=0"],
     ),
-    (
-        "devices_suffice",
-        ["cluster.device=cpu", "engine.recompute=full"],
-        ["full recompute needs GPUs", "engine.recompute=none"],
-    ),
     ("megatron_options_are_free", ["engine.megatron.sequence_parallel=true"], ["decided by layout.sp"]),
     ("megatron_options_are_free", ["engine.megatron.attention_dropout=0.1"], ["trains without dropout"]),
     ("megatron_options_are_free", ["engine.megatron.num_moe_experts=8"], ["decided by the model"]),
@@ -526,7 +521,7 @@ def test_a_broken_rule_is_told_with_its_keys(
         ],  # the defaults, as a resolved recipe has them
         ["engine.tokens_per_microbatch_per_rank=1537", "rollout.max_response_tokens=513"],
         ["engine.megatron.deterministic_mode=true"],
-        ["engine.recompute=full"],
+        ["engine.recompute=full", "cluster.device=cpu"],
         ["engine.recompute=selective", "engine.recompute_modules=[core_attn, mlp, layernorm]"],
         ["@moe", "engine.recompute=selective", "engine.recompute_modules=[moe, moe_act]"],
         ["@mla", "engine.recompute=selective", "engine.recompute_modules=[mlp, shared_experts, mla_up_proj]"],
