@@ -202,6 +202,9 @@ class Engine:
         self._offloader.require("params", "grads")
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
+        if self._optimizer is not None:
+            # The whole optimizer left the buffers as each parameter's grad: backward would add to them twice.
+            self._optimizer.zero_grad()
         self._set_training(True)
         self._run(batch, microbatches, compute, temperature, forward_only=False)
         if not self.mesh.last_stage:
