@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from quintet.models.family import VALUE_MODEL
 from quintet.models.weights_on_disk import VALUE_HEAD, check_names, weight_files
 
 SHARD_BYTES = 4 << 30
+GATHERED_BYTES = 256 << 20
 
 COMPANIONS = (
     "generation_config.json",
@@ -88,18 +91,38 @@ def load_hf(shards: list[Shard], shape: ModelShape, path: Path) -> None:
 def full_tensors(
     shards: list[Shard], shape: ModelShape, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors in the family's order. Collective; rank 0 gets them on the CPU, others get nothing.
+    """Full tensors in the family's order, parameters as `dtype` and buffers in fp32. Collective; rank 0 gets them on the
+    CPU, others get nothing.
 
-    One tensor is gathered at a time: peak memory on rank 0 is its shards and the largest tensor.
+    Some GATHERED_BYTES are gathered at a time, and never less than a tensor: that and its shards are rank 0's memory.
     """
-    rank = dist.get_rank()
+    mine: dict[str, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        mine[shard.name].append(shard)
+    for batch in _batches(shape, dtype):
+        targets = []
+        for name, full, trained in batch if dist.get_rank() == 0 else []:
+            out = torch.empty(full, dtype=dtype if trained else torch.float32, device=device)
+            targets.append(Shard(name, full, tuple((0, n) for n in full), out, trained))
+        sources = [shard for name, _, _ in batch for shard in mine[name]]
+        Resharder(sources, targets, dtype=dtype, device=device).run()
+        for target in targets:
+            yield target.name, target.view.cpu()
+
+
+def _batches(shape: ModelShape, dtype: torch.dtype) -> Iterator[list[tuple[str, tuple[int, ...], bool]]]:
+    """Every tensor, about GATHERED_BYTES at a time: name, shape, and whether it is a parameter."""
+    batch: list[tuple[str, tuple[int, ...], bool]] = []
+    held = 0
     for weight in family_named(shape.family).weights(shape):
         for name, full in zip(weight.hf, weight.shapes, strict=True):
-            out = torch.empty(full, dtype=dtype, device=device) if rank == 0 else None
-            target = [] if out is None else [Shard(name, full, tuple((0, n) for n in full), out)]
-            Resharder([s for s in shards if s.name == name], target, dtype=dtype, device=device).run()
-            if out is not None:
-                yield name, out.cpu()
+            size = math.prod(full) * dtype.itemsize
+            if batch and held + size > GATHERED_BYTES:
+                yield batch
+                batch, held = [], 0
+            batch.append((name, full, weight.trained))
+            held += size
+    yield batch
 
 
 def save_hf(
@@ -127,6 +150,8 @@ def save_hf(
         config = json.loads((companions / "config.json").read_text())
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
+        if shape.mtp_layers:  # of another policy than this one by now
+            config["num_nextn_predict_layers"] = 0
         if shape.head == "value":
             config["architectures"] = [
                 name.replace("ForCausalLM", VALUE_MODEL) for name in config["architectures"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ def _volume(box: Box) -> int:
 
 
 class Resharder:
-    """A standing plan between two sets of shards over the same ranks. Weights travel as `dtype`.
+    """A standing plan between two sets of shards over the same ranks. Weights travel as `dtype`, buffers in fp32.
 
     Collective to build and to run: every rank of the default group takes part, also one without shards.
     """
@@ -99,28 +100,30 @@ class Resharder:
         bucket_mib: int = 256,
     ) -> None:
         self.sources, self.targets = sources, targets
-        self._dtype, self._device = dtype, device
-        holdings: list[tuple[list[Holding], list[Holding]]] = [([], [])] * dist.get_world_size()
-        mine = ([(s.name, s.box) for s in sources], [(t.name, t.box) for t in targets])
-        dist.all_gather_object(holdings, mine)
-        transfers = plan_transfers([h[0] for h in holdings], [h[1] for h in holdings])
-        limit = (bucket_mib << 20) // dtype.itemsize
-        self.buckets: list[list[Transfer]] = [[]]
-        room = limit
+        self._device = device
+        held: list[Any] = [None] * dist.get_world_size()
+        mine = [[(s.name, s.box) for s in sources], [(t.name, t.box) for t in targets]]
+        dist.all_gather_object(held, (*mine, {s.name for s in [*sources, *targets] if not s.trained}))
+        buffers = set[str]().union(*(names for _, _, names in held))
+        transfers = plan_transfers([one for one, _, _ in held], [other for _, other, _ in held])
+        transfers.sort(key=lambda t: t.name in buffers)  # not back and forth between types
+        self.buckets: list[tuple[torch.dtype, list[Transfer]]] = []
+        room = 0
         for transfer in transfers:  # the same cuts on every rank: they follow from the plan alone
-            if room < transfer.elements and self.buckets[-1]:
-                self.buckets.append([])
-                room = limit
-            self.buckets[-1].append(transfer)
+            kind = torch.float32 if transfer.name in buffers else dtype
+            if not self.buckets or room < transfer.elements or self.buckets[-1][0] != kind:
+                self.buckets.append((kind, []))
+                room = (bucket_mib << 20) // kind.itemsize
+            self.buckets[-1][1].append(transfer)
             room -= transfer.elements
 
     def run(self) -> None:
         """Copy every target's content from the sources."""
         with torch.no_grad():
-            for bucket in self.buckets:
-                self._run(bucket)
+            for dtype, bucket in self.buckets:
+                self._run(dtype, bucket)
 
-    def _run(self, bucket: list[Transfer]) -> None:
+    def _run(self, dtype: torch.dtype, bucket: list[Transfer]) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         sending: list[list[Tensor]] = [[] for _ in range(world)]
         receiving: list[list[Tensor]] = [[] for _ in range(world)]
@@ -136,9 +139,9 @@ class Resharder:
             return
         sizes_out = [sum(p.numel() for p in parts) for parts in sending]
         sizes_in = [sum(p.numel() for p in parts) for parts in receiving]
-        outgoing = [p.reshape(-1).to(self._dtype) for parts in sending for p in parts]
-        out = torch.cat(outgoing) if outgoing else self._empty(0)
-        arrived = self._empty(sum(sizes_in))
+        outgoing = [p.reshape(-1).to(dtype) for parts in sending for p in parts]
+        out = torch.cat(outgoing) if outgoing else self._empty(0, dtype)
+        arrived = self._empty(sum(sizes_in), dtype)
         dist.all_to_all_single(arrived, out, sizes_in, sizes_out)
         start = 0
         for parts in receiving:
@@ -152,5 +155,5 @@ class Resharder:
     def _target(self, t: Transfer) -> Tensor:
         return self.targets[t.target_index].part(t.box)
 
-    def _empty(self, elements: int) -> Tensor:
-        return torch.empty(elements, dtype=self._dtype, device=self._device)
+    def _empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(elements, dtype=dtype, device=self._device)

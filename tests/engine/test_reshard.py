@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from quintet.engine.reshard import plan_transfers
+from tests.engine import moe_models
 from tests.oracle.reference import save
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -19,6 +21,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pp2-to-tp2": (2, {"pp": 2}, {"tp": 2}),
     "tp2-pp2-to-dp4": (4, {"tp": 2, "pp": 2}, {}),
     "tp2-sp-to-pp2": (2, {"tp": 2, "sp": True}, {"pp": 2}),
+}
+OF_EXPERTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "ep2-to-etp2": (2, {"ep": 2}, {"etp": 2}),
+    "etp2-to-dp2": (2, {"etp": 2}, {}),
+    "ep4-to-tp2-sp-pp2": (4, {"ep": 4}, {"tp": 2, "sp": True, "pp": 2}),
+    "pp2-ep2-to-tp2-sp-ep2": (4, {"pp": 2, "ep": 2}, {"tp": 2, "sp": True, "ep": 2}),
 }
 
 
@@ -57,6 +65,18 @@ def test_weights_arrive_bit_for_bit(pool, tmp_path_factory, family, layouts):
     for result in pool.run(reshard, world, path, source, target):
         assert result
         assert [name for name, same in result.items() if not same] == []
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("layouts", OF_EXPERTS)
+def test_experts_arrive_bit_for_bit(pool, tmp_path_factory, family, layouts):
+    path = moe_models.save(family, tmp_path_factory.getbasetemp() / f"reshard-{family}")
+    world, source, target = OF_EXPERTS[layouts]
+    names = set()
+    for result in pool.run(reshard, world, path, source, target):
+        assert [name for name, same in result.items() if not same] == []
+        names |= set(result)
+    assert names == set(load_file(path / "model.safetensors"))
 
 
 def chop(size: int, parts: int) -> list[tuple[int, int]]:

@@ -1,0 +1,111 @@
+"""Tiny models with experts: variants of two architectures, as transformers makes them and as files hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB = 61  # odd: padding of the vocabulary is in play under tp
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "attn_implementation": "sdpa",
+    "experts_implementation": "eager",
+    "tie_word_embeddings": False,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 4.0,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def config(name: str) -> Any:
+    from transformers import DeepseekV3Config, Qwen3MoeConfig
+
+    qwen = {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "rms_norm_eps": 1e-6}
+    if name == "qwen3_moe":
+        return Qwen3MoeConfig(norm_topk_prob=True, **qwen, **_SIZES)
+    if name == "qwen3_moe-sparse":  # weights of all experts, and experts in every other layer
+        return Qwen3MoeConfig(norm_topk_prob=False, decoder_sparse_step=2, **qwen, **_SIZES)
+    if name == "deepseek_v3":
+        return DeepseekV3Config(**_LATENT, **_SIZES)
+    if name == "deepseek_v3-yarn":  # YaRN, no groups, no query latent, another norm_eps than the latents'
+        other = {"n_group": 1, "q_lora_rank": None, "rms_norm_eps": 1e-3, "rope_parameters": _YARN}
+        return DeepseekV3Config(**(_LATENT | other), **_SIZES)
+    if name == "deepseek_v3-halves":
+        return DeepseekV3Config(rope_interleave=False, **_LATENT, **_SIZES)
+    raise KeyError(name)
+
+
+FAMILIES = ["qwen3_moe", "qwen3_moe-sparse", "deepseek_v3", "deepseek_v3-yarn", "deepseek_v3-halves"]
+
+
+def model(name: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32)
+    with torch.no_grad():
+        for key, p in made.named_parameters():
+            if p.dim() == 1:
+                p.add_(0.1 * torch.randn_like(p))
+            else:
+                p.normal_(0, 1.0 if "embed" in key else p.shape[-1] ** -0.5)
+        for key, buffer in made.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
+    return made
+
+
+def save(name: str, path: Path) -> Path:
+    """Write a model as a Hugging Face directory, once."""
+    if not (path / "config.json").exists():
+        model(name).save_pretrained(path)
+    return path
+
+
+def hub_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Parameters, or their gradients, under the names that files have: transformers keeps a layer's experts in two
+    tensors, on disk each expert has its own."""
+    out = {}
+    for name, tensor in named:
+        if name.endswith(".experts.gate_up_proj"):
+            for e, (gate, up) in enumerate(one.chunk(2) for one in tensor):
+                out[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
+                out[name.replace("gate_up_proj", f"{e}.up_proj.weight")] = up
+        elif name.endswith(".experts.down_proj"):
+            for e, down in enumerate(tensor):
+                out[name.replace("down_proj", f"{e}.down_proj.weight")] = down
+        else:
+            out[name] = tensor
+    return out
