@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, lcm
+from math import lcm
 
 from quintet.errors import UserError
 
@@ -79,9 +79,9 @@ def alignment(*, tp: int = 1, sp: bool = False, cp: int = 1, fp8: str | None = N
 def row_buckets(top: int, *, total: int = 1, waste: float = 0.125, smallest: int = 0) -> tuple[int, ...]:
     """Row sizes, so that kernels, graphs and allocators see few shapes: ascending multiples of `total`, up to `top`.
 
-    The last size is the largest within `top`. Going down from it, each is 1 + waste times smaller, but by at least
-    `total`, until one is at most `smallest`. A row of t tokens, t a multiple of `total`, is therefore padded by less
-    than waste · t, or by less than `smallest` where it is no longer than that. There are about
+    The last size is the largest within `top`. Going down from it, each is 1 + waste times smaller, rounded down, until
+    one is at most `smallest`. A row of t tokens, t a multiple of `total`, is therefore padded by at most waste · t,
+    or to the first size, less than `smallest`, where it is no longer than that. There are about
     ln(top / smallest) / ln(1 + waste) sizes: 18 for an eighth and an eighth.
 
     Raises ValueError where no row fits `top`.
@@ -91,6 +91,6 @@ def row_buckets(top: int, *, total: int = 1, waste: float = 0.125, smallest: int
         raise ValueError(f"no row of a multiple of {total} tokens fits {top}")
     sizes = [size]
     while size > max(smallest, total):
-        size = min(ceil(size / (1 + waste) / total) * total, size - total)
+        size = max(min(int(size / (1 + waste) / total) * total, size - total), total)
         sizes.append(size)
     return tuple(reversed(sizes))

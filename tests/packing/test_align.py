@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -97,7 +97,9 @@ def test_buckets_bound_the_waste(total, top, waste, smallest, tokens):
     row = plain.row([tokens])
     if row <= buckets[-1]:
         assert padded.row([tokens]) in buckets
-        assert 0 <= padded.row([tokens]) - row < max(waste * row, smallest, 1)
+        assert 0 <= padded.row([tokens]) - row <= max(waste * row * (1 + 1e-9), smallest)
+    for lower, upper in pairwise(buckets):  # the shortest row that takes `upper` wastes most
+        assert upper - (lower + total) <= max(waste * (lower + total) * (1 + 1e-9), smallest)
     assert padded.room(tokens) == max((size for size in buckets if size <= tokens), default=0)
     assert plain.room(tokens) == tokens // total * total
 
