@@ -189,7 +189,7 @@ def _plain_splits() -> None:
     ) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(x, group, None, use_global_buffer)
-        longest = max(output_split_sizes)
+        longest = max(1, *output_split_sizes)  # no token for any expert here: still one part a rank
         padded = torch.cat((x, x.new_zeros(longest - len(x), *x.shape[1:])))
         parts = gather(padded, group, None, use_global_buffer).split(longest)
         return torch.cat([part[:n] for part, n in zip(parts, output_split_sizes, strict=True)])
