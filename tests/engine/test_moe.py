@@ -147,3 +147,129 @@ ALL = ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm", "mla_up_pro
 def test_recompute_changes_nothing(pool, directory, name, recipe):
     layout = {"tp": 2, "sp": True, "ep": 2, "etp": 1}
     check(name, pool.run(run_rank, 2, directory(name), layout, **recipe))
+
+
+def calls(path: Path, **recipe: Any) -> dict[str, int]:
+    """How often each part of the model ran in one forward and backward, a call of it in the forward being 1."""
+    from quintet.data.batch import make_batch
+    from quintet.engine.engine import Engine
+    from quintet.models import read_shape
+    from quintet.recipe import schema
+
+    engine = Engine(
+        read_shape(path),
+        schema.Layout(),
+        engine=schema.Engine(distributed_optimizer=False, **recipe),
+        optimizer=schema.Optimizer(),
+        dtype="fp32",
+    )
+    engine.load_hf(path)
+    parts = {
+        "core_attn": "core_attention",
+        "moe": "router",
+        "shared_experts": "shared_experts",
+        "layernorm": "input_layernorm",
+        "mla_up_proj": "linear_kv_up_proj",
+    }
+    counts = dict.fromkeys([*parts, "mlp", "moe_act"], 0)
+
+    def count(part: str) -> None:
+        counts[part] += 1
+
+    dense, sparse = engine.model.decoder.layers[0], engine.model.decoder.layers[3]
+    dense.mlp.register_forward_pre_hook(lambda *_: count("mlp"))
+    for name, module in sparse.named_modules():
+        for part, end in parts.items():
+            if name.endswith(end):
+                module.register_forward_pre_hook(lambda *_, part=part: count(part))
+    experts, activate = sparse.mlp.experts, sparse.mlp.experts._activate
+    experts._activate = lambda *args: (count("moe_act"), activate(*args))[1]
+    batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
+    engine.forward_backward(batch, [list(range(len(LENGTHS)))], MeanNll())
+    return counts
+
+
+@pytest.mark.parametrize(
+    "module", ["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
+)
+def test_what_is_recomputed_runs_twice_and_nothing_else_does(pool, directory, module):
+    found = pool.run(calls, 1, directory("deepseek_v3"), recompute="selective", recompute_modules=[module])[0]
+    twice = {module} | ({"moe_act", "shared_experts"} if module == "moe" else set())
+    assert found == {part: 2 if part in twice else 1 for part in found}
+
+
+def two_engines(path: Path, first: dict[str, Any], second: dict[str, Any]) -> list[Tensor]:
+    """Log-probs of the whole batch from two layouts that take turns in one process."""
+    from quintet.data.batch import make_batch
+    from quintet.engine.engine import Engine
+    from quintet.models import read_shape
+    from quintet.recipe import schema
+
+    shape = read_shape(path)
+    engines = [
+        Engine(shape, schema.Layout(**layout), engine=schema.Engine(), optimizer=optimizer, dtype="fp32")
+        for layout, optimizer in ((first, schema.Optimizer()), (second, None))
+    ]
+    for engine in engines:
+        engine.load_hf(path)
+    batch, whole = make_batch(token_ids(), [PROMPT] * len(LENGTHS)), [list(range(len(LENGTHS)))]
+    out = [engine.forward(batch, whole).logprobs for engine in engines]
+    engines[0].forward_backward(batch, whole, MeanNll())
+    return out + [engine.forward(batch, whole).logprobs for engine in reversed(engines)]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_two_layouts_live_side_by_side(pool, directory, name):
+    layouts = {"ep": 2}, {"tp": 2, "sp": True, "etp": 1}
+    for result in pool.run(two_engines, 2, directory(name), *layouts):
+        for logprobs in result:
+            torch.testing.assert_close(logprobs, reference(name)[2], rtol=1e-5, atol=1e-5)
+
+
+def three_steps(path: Path, layout: dict[str, Any]) -> list[Any]:
+    from quintet.data.batch import make_batch
+    from quintet.engine.engine import Engine
+    from quintet.models import read_shape
+    from quintet.recipe import schema
+
+    engine = Engine(
+        read_shape(path),
+        schema.Layout(**layout),
+        engine=schema.Engine(distributed_optimizer=True),
+        optimizer=schema.Optimizer(lr=1e-3, eps=1e-5, clip_grad_norm=2.0),
+        dtype="fp32",
+    )
+    engine.load_hf(path)
+    mine = [list(range(engine.mesh.at("dp"), len(LENGTHS), engine.mesh.sizes.dp))]
+    batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
+    for _ in range(3):
+        engine.forward_backward(batch, mine, MeanNll())
+        engine.optimizer_step()
+    return [(s.name, s.box, s.read().clone()) for s in engine.shard_map()]
+
+
+@cache
+def trained(name: str) -> dict[str, Tensor]:
+    """Weights after the same three steps by transformers and torch."""
+    made = model(name)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-5, weight_decay=0.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for ids in token_ids():
+            x = torch.tensor(ids)
+            log_p = made(input_ids=x[None]).logits[0].log_softmax(-1)
+            (-log_p[PROMPT - 1 : -1].gather(1, x[PROMPT:, None]).sum() / TOKENS).backward()
+        torch.nn.utils.clip_grad_norm_(made.parameters(), 2.0)
+        optimizer.step()
+    biases = [(n, b) for n, b in made.named_buffers() if n.endswith("e_score_correction_bias")]
+    return hub_names([*((n, p.detach()) for n, p in made.named_parameters()), *biases])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("layout", ["tp2-sp-ep2-etp2", "tp2-sp-ep2-etp1", "pp2-ep2"])
+def test_sharded_adam_trains_experts_as_torch_does(pool, directory, name, layout):
+    world, sizes = LAYOUTS[layout]
+    for result in pool.run(three_steps, world, directory(name), sizes):
+        for key, box, found in result:
+            want = trained(name)[key][tuple(slice(a, b) for a, b in box)]
+            assert (found - want).norm() / want.norm() < 1e-5, key
