@@ -54,10 +54,8 @@ class RefusedPair:
         """What the user is told; without a recipe, with "…" for its sizes."""
         a, b = FEATURES[self.first], FEATURES[self.second]
         sizes = {name: getattr(recipe.layout, name) if recipe else "…" for name in ("tp", "pp")}
-        return (
-            f"{a.name} ({a.key}) and {b.name} ({b.key}) cannot be combined: {self.why}; "
-            f"{self.instead.format(**sizes)}"
-        )
+        instead = self.instead.format(**sizes)
+        return f"{a.key} ({a.name}) does not go with {b.key} ({b.name}): {self.why}; {instead}"
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,10 @@ def shares_weights(recipe: Recipe) -> bool:
     return rollout is None or type(layout)(tp=rollout.tp, pp=rollout.pp).model_dump() == layout.model_dump()
 
 
+def _has_experts(shape: ModelShape | None) -> bool:
+    return shape is not None and shape.moe is not None
+
+
 def _any_optimizer(is_on: Callable[[Optimizer], bool]) -> IsOn:
     return lambda recipe, shape: any(is_on(one) for one in optimizers(recipe).values())
 
@@ -118,37 +120,49 @@ _ENGINE = [
     Feature("tp", "tensor parallelism", ("layout.tp",), lambda r, s: r.layout.tp > 1),
     Feature("sp", "sequence parallelism", ("layout.sp",), lambda r, s: r.layout.sp, needs=("tp",)),
     Feature("pp", "pipeline parallelism", ("layout.pp",), lambda r, s: r.layout.pp > 1),
-    Feature("vpp", "the interleaved pipeline", ("layout.vpp",), lambda r, s: r.layout.vpp > 1, needs=("pp",)),
+    Feature(
+        "vpp",
+        "the interleaved pipeline",
+        ("layout.vpp",),
+        lambda r, s: r.layout.vpp > 1 and r.layout.pp > 1,
+        needs=("pp",),
+    ),
     Feature(
         "cp_all_gather",
-        "context parallelism by gathering keys and values",
+        "context parallelism by all-gather",
         ("layout.cp", "engine.cp_comm"),
         lambda r, s: r.layout.cp > 1 and r.engine.cp_comm == "all_gather",
         choice="engine.cp_comm",
     ),
     Feature(
         "cp_all_to_all",
-        "context parallelism by exchanging heads",
+        "context parallelism by all-to-all",
         ("layout.cp", "engine.cp_comm"),
         lambda r, s: r.layout.cp > 1 and r.engine.cp_comm == "all_to_all",
         choice="engine.cp_comm",
     ),
-    Feature("ep", "expert parallelism", ("layout.ep",), lambda r, s: r.layout.ep > 1, needs=("experts",)),
+    Feature(
+        "ep",
+        "expert parallelism",
+        ("layout.ep",),
+        lambda r, s: _has_experts(s) and r.layout.ep > 1,
+        needs=("experts",),
+    ),
     Feature(
         "etp",
         "tensor parallelism of experts",
         ("layout.etp", "layout.tp"),
-        lambda r, s: s is not None and s.moe is not None and expert_tp(r) > 1,
+        lambda r, s: _has_experts(s) and expert_tp(r) > 1,
         needs=("experts",),
     ),
     Feature(
         "etp_apart",
         "experts cut otherwise than the rest of the model",
         ("layout.etp",),
-        lambda r, s: expert_tp(r) != r.layout.tp,
+        lambda r, s: _has_experts(s) and expert_tp(r) != r.layout.tp,
         needs=("experts", "ep"),
     ),
-    Feature("experts", "experts", ("model.path",), lambda r, s: s is not None and s.moe is not None),
+    Feature("experts", "experts", ("model.path",), lambda r, s: _has_experts(s)),
     Feature("mla", "latent attention", ("model.path",), lambda r, s: s is not None and s.mla is not None),
     Feature(
         "tied",
@@ -240,7 +254,7 @@ _ENGINE = [
 _LOOP = [
     Feature(
         "shared_rollout",
-        "a rollout on the engine's own weights",
+        "a rollout on the engine's weights",
         ("rollout.layout",),
         lambda r, s: r.rollout.backend == "native" and shares_weights(r),
         choice="rollout.layout",
@@ -266,8 +280,8 @@ FEATURES: dict[str, Feature] = {one.id: one for one in (*_ENGINE, *_LOOP)}
 """Every feature, by id. Those with `engine` are what the training engine can be asked for."""
 
 _GENERATES = ("train", "generate", "eval")
-_SHARED = "the native rollout reads the engine's parameters only where they are cut by tp, sp and pp"
-_GIVE_LAYOUT = "give the rollout a layout of its own, such as rollout.layout.tp={tp}; weights are then resharded after each step"
+_SHARED = "it reads them only where tp, sp and pp alone cut them"
+_GIVE_LAYOUT = "set rollout.layout.tp={tp}, and weights are resharded after each step"
 REFUSED_PAIRS = [
     *(
         RefusedPair(other, "shared_rollout", _SHARED, _GIVE_LAYOUT, _GENERATES)
@@ -277,7 +291,7 @@ REFUSED_PAIRS = [
         "offload_params",
         "shared_rollout",
         "the rollout generates with the very parameters that would be away",
-        f"{_GIVE_LAYOUT}, or set engine.offload_params=0",
+        "set rollout.layout.tp to another size than layout.tp, so that it has weights of its own, or engine.offload_params=0",
         _GENERATES,
     ),
     RefusedPair(

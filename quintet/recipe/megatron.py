@@ -63,8 +63,8 @@ _REASONS = {
         offload_modules min_offloaded_tensor_size
     """,
     (
-        "FP8 and FP4 are not available in this version (without TransformerEngine, megatron-core would "
-        "even ignore them without a word); use model.dtype=bf16"
+        "FP8 and FP4 are not available in this version, bf16 is (and without TransformerEngine, "
+        "megatron-core would ignore the field without a word)"
     ): """
         fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad
         fp8_amax_history_len fp8_amax_compute_algo fp8_dot_product_attention fp8_multi_head_attention

@@ -64,6 +64,11 @@ def recompute_modules_are_there(facts: Facts) -> Iterator[Problem]:
         what, has = _RECOMPUTED.get(name, ("", lambda shape: True))
         if shape is not None and not has(shape):
             yield Problem((key,), f"{key}: {name} is of {what}, and the model has none; remove it")
+    if "moe" in engine.recompute_modules:
+        for name in {"moe_act", "shared_experts"} & set(engine.recompute_modules):
+            yield Problem(
+                (key,), f"{key}: {name} is part of moe, which would compute it again a second time; name one"
+            )
 
 
 @rule

@@ -34,7 +34,7 @@ def experts_divide(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             (*keys, "cluster.ranks", "layout.pp"),
             f"{said} does not divide the {stage} ranks of a pipeline stage (cluster.ranks / layout.pp); "
-            "use fewer, or layout.etp=1",
+            f"{'use layout.etp=1, or' if etp > 1 else 'use'} a smaller ep, or more ranks",
         )
     if moe.experts % layout.ep:
         yield Problem(
@@ -46,6 +46,12 @@ def experts_divide(facts: Facts) -> Iterator[Problem]:
             ("layout.etp", "layout.tp"),
             f"layout.etp={etp}{' (null: tp)' if layout.etp is None else ''} does not divide the {moe.ffn_hidden_size} units "
             "of an expert; use layout.etp=1, or one that divides it",
+        )
+    rollout = facts.recipe.rollout.layout
+    if rollout is not None and moe.ffn_hidden_size % rollout.tp:
+        yield Problem(
+            ("rollout.layout.tp",),
+            f"rollout.layout.tp={rollout.tp} does not divide the {moe.ffn_hidden_size} units of an expert; use a tp that divides it",
         )
 
 

@@ -93,8 +93,13 @@ def _divides(shape: ModelShape, section: str, tp: int, pp: int, vpp: int) -> Ite
         stages = f"pp={pp}" if vpp == 1 else f"pp × vpp = {pp} × {vpp}"
         yield Problem(
             (f"{section}.pp", f"{section}.vpp"),
-            f"{section}.{stages} does not divide the model's {shape.layers} layers; every stage holds the same number",
+            f"{section}.{stages} does not divide the model's {shape.layers} layers, of which every stage holds the same "
+            f"number; {shape.layers} divides by {_divisors(shape.layers)}",
         )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(one) for one in range(1, number + 1) if number % one == 0)
 
 
 @rule
