@@ -7,7 +7,7 @@ import pytest
 
 from quintet.errors import UserError
 from quintet.models import read_end_ids, read_shape
-from quintet.models.rope import inverse_frequencies
+from quintet.models.rope import inverse_frequencies, rotary_scale, softmax_scale
 from tests.models.directory import QWEN3
 
 LLAMA3_ROPE = {
@@ -76,6 +76,128 @@ def test_a_config_that_cannot_be_trained_is_refused_by_file_and_key(
         read_shape(tmp_path)
     assert said in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "said"),
+    [
+        (EXPERTS, {"num_experts": None}, "key num_experts is missing"),
+        (EXPERTS, {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; expected 2 to num_experts=8"),
+        (EXPERTS, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected 2 to num_experts=8"),
+        (EXPERTS, {"decoder_sparse_step": 7}, "expected a value that leaves a layer with experts"),
+        (EXPERTS, {"mlp_only_layers": [-1]}, "mlp_only_layers is [-1]; expected a list of whole numbers"),
+        (EXPERTS, {"attention_bias": True}, "attention_bias is true"),
+        (LATENT, {"kv_lora_rank": None}, "key kv_lora_rank is missing"),
+        (LATENT, {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5; expected an even number"),
+        (LATENT, {"num_key_value_heads": 2}, "num_key_value_heads is 2; expected num_attention_heads=8"),
+        (LATENT, {"scoring_func": "softmax"}, 'scoring_func is "softmax"; expected "sigmoid"'),
+        (LATENT, {"topk_method": "greedy"}, 'topk_method is "greedy"; expected "noaux_tc"'),
+        (LATENT, {"moe_layer_freq": 2}, "moe_layer_freq is 2; expected 1"),
+        (LATENT, {"norm_topk_prob": False}, "norm_topk_prob is false; expected true"),
+        (LATENT, {"n_group": 3}, "expected groups with room for 4 of 16 experts in n_group=3"),
+        (
+            LATENT,
+            {"topk_group": 1},
+            "topk_group is 1; expected num_experts_per_tok=4 divided by 2, or n_group",
+        ),
+        (
+            LATENT,
+            {"first_k_dense_replace": -1},
+            "first_k_dense_replace is -1; expected a whole number, 0 or more",
+        ),
+        (LATENT, {"quantization_config": {"quant_method": "fp8"}}, "quantized weights cannot be trained"),
+    ],
+)
+def test_experts_and_latents_that_cannot_be_trained_are_refused(
+    tmp_path: Path, base: dict, change: dict, said: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN3 | base))
+    assert read_shape(tmp_path).moe is not None
+    file.write_text(json.dumps(QWEN3 | base | change))
+    with pytest.raises(UserError) as caught:
+        read_shape(tmp_path)
+    assert said in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_which_layers_have_experts(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+
+    def dense(base: dict, **change: object) -> list[int]:
+        file.write_text(json.dumps(QWEN3 | base | change))
+        shape = read_shape(tmp_path)
+        return [i for i in range(shape.layers) if not shape.is_moe(i)]
+
+    assert dense(EXPERTS) == []
+    assert dense(EXPERTS, decoder_sparse_step=2, mlp_only_layers=[1]) == [0, 1, 2, 4]
+    assert dense(EXPERTS, num_experts=None, num_local_experts=8) == []  # as transformers 5 writes it
+    assert dense(LATENT, first_k_dense_replace=2) == [0, 1]
+    assert dense(LATENT, first_k_dense_replace=6) == [0, 1, 2, 3, 4, 5]
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mscale": 0.7, "mscale_all_dim": 1.2},
+        {"mscale": 1.0, "mscale_all_dim": 0},
+        {"attention_factor": 1.3},
+        {"beta_fast": 4.0, "beta_slow": 2.0, "truncate": False},
+    ],
+    ids=str,
+)
+def test_yarn_is_that_of_transformers(tmp_path: Path, options: dict) -> None:
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    data = QWEN3 | {
+        "rope_theta": None,
+        "rope_parameters": YARN | {"rope_theta": 5e5} | options,
+        "head_dim": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    rope = read_shape(tmp_path).rope
+    frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](Qwen3Config(**data), "cpu")
+    assert inverse_frequencies(rope, 32) == pytest.approx(frequencies.tolist(), rel=1e-6)
+    assert rotary_scale(rope) == pytest.approx(scale)
+
+
+@pytest.mark.parametrize("all_dim", [0, 0.707])
+def test_softmax_scale_of_latent_attention_is_that_of_transformers(tmp_path: Path, all_dim: float) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+
+    rope = YARN | {"mscale": 0.707, "mscale_all_dim": all_dim}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | LATENT | {"rope_scaling": rope}))
+    assert softmax_scale(read_shape(tmp_path)) == pytest.approx(yarn_apply_mscale(rope, 12**-0.5))
 
 
 @pytest.mark.parametrize(
