@@ -97,20 +97,22 @@ def _engine(recipe: Recipe) -> str:
     recompute: str = engine.recompute
     if recompute == "selective":
         recompute += f" ({', '.join(engine.recompute_modules)})"
-    return f"Engine: {_backend(recipe)} layers, recompute {recompute}."
+    return f"Engine: {_layers(recipe)}, recompute {recompute}."
 
 
-def _backend(recipe: Recipe) -> str:
+def _layers(recipe: Recipe) -> str:
     """The back end of layers, as far as it can be told without torch."""
     backend, device = recipe.engine.backend, recipe.cluster.device
-    here = recipe.cluster.address is None
     if backend != "auto":
-        return backend
-    if device == "cpu" or (here and importlib.util.find_spec("transformer_engine") is None):
-        return "portable"
-    if here and device == "cuda":
-        return "transformer_engine"
-    return "transformer_engine (on GPUs that have it) or portable"
+        return f"{backend} layers"
+    if device == "cpu":
+        return "portable layers"
+    if recipe.cluster.address is None:
+        if importlib.util.find_spec("transformer_engine") is None:
+            return "portable layers (TransformerEngine is not installed here)"
+        if device == "cuda":
+            return "transformer_engine layers"
+    return "transformer_engine layers (portable on ranks without it or without a GPU)"
 
 
 def _rows(recipe: Recipe) -> str:

@@ -65,9 +65,9 @@ def recompute_modules_are_there(facts: Facts) -> Iterator[Problem]:
         if shape is not None and not has(shape):
             yield Problem((key,), f"{key}: {name} is of {what}, and the model has none; remove it")
     if "moe" in engine.recompute_modules:
-        for name in {"moe_act", "shared_experts"} & set(engine.recompute_modules):
+        for part in [one for one in engine.recompute_modules if one in ("moe_act", "shared_experts")]:
             yield Problem(
-                (key,), f"{key}: {name} is part of moe, which would compute it again a second time; name one"
+                (key,), f"{key}: {part} is part of moe, which would compute it again a second time; name one"
             )
 
 
