@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +30,9 @@ def test_every_recipe_loads(recipe, tmp_path):
     assert load_recipe(recipe, paths).run.name
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/recipe.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/recipe.md", "docs/layouts.md"]
+)
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()
     assert "@@" not in text
@@ -50,3 +54,105 @@ def test_commands_in_the_readme_are_sound(tmp_path, capsys):
         words = [w for w in line.split() if not w.startswith(("model.", "#"))]
         words = [re.sub(r"(data\.\w+_path)=.*", rf"\1={rows}", w) for w in words]
         assert main(["check", str(ROOT / words[0]), *words[1:]]) == 0, capsys.readouterr().err
+
+
+_QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936, "max_position_embeddings": 40960}
+MODELS = {
+    "Qwen3-8B": _QWEN3
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "Qwen3-30B-A3B": _QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "Moonlight-16B-A3B": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_hidden_layers": 27,
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.446,
+        "norm_topk_prob": True,
+        "vocab_size": 163840,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0,
+    },
+}
+"""The sizes of published models, as their config.json has them."""
+
+LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
+SAID = [
+    part.partition("\n")
+    for block in re.findall(r"```console\n(.*?)```", LAYOUTS, re.DOTALL)
+    for part in block.split("$ quintet check my.yaml")[1:]
+]
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    """The directory that docs/layouts.md speaks of: its recipe, and models without weights."""
+    root = tmp_path_factory.mktemp("layouts")
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", LAYOUTS, re.DOTALL)
+    (root / "my.yaml").write_text(recipe)
+    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
+        (root / name).write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    for name, config in MODELS.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+        for file in ("model.safetensors", "tokenizer.json"):
+            (root / name / file).touch()
+    return root
+
+
+@pytest.mark.parametrize(("arguments", "_", "said"), SAID, ids=[row[0].strip() for row in SAID])
+def test_outputs_in_the_layout_guide_are_real(described, monkeypatch, capsys, arguments, _, said):
+    """Every command on the page is run; what it shows, between its ellipses, is what comes out, in order."""
+    from quintet.cli import main
+
+    monkeypatch.chdir(described)
+    monkeypatch.setattr("quintet.recipe.rules.model.check_weights", lambda path, shape: None)
+    code = main(["check", "my.yaml", *shlex.split(arguments)])
+    out = " ".join(capsys.readouterr().err.split())
+    pieces = [" ".join(piece.split()) for piece in said.split("…")]
+    assert code == (2 if "error:" in said else 0), out
+    assert out.startswith(pieces[0]), out
+    assert out.endswith(pieces[-1]), out
+    end = 0
+    for piece in pieces:
+        assert piece in out[end:], f"{piece!r} is not in {out[end:]!r}"
+        end = out.index(piece, end) + len(piece)
+
+
+def test_layout_guide_names_what_is_free():
+    from quintet.recipe.megatron import FREE
+
+    _, _, free = LAYOUTS.partition("## What megatron-core has besides")
+    assert set(re.findall(r"`(\w+)`", free.partition("Every other field")[0])) == FREE

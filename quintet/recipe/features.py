@@ -77,7 +77,7 @@ class NeedsGpu:
     @property
     def sentence(self) -> str:
         one = FEATURES[self.feature]
-        return f"{one.key}: {one.name} needs GPUs: {self.why}; {self.instead}"
+        return f"{one.key} ({one.name}) needs GPUs: {self.why}; {self.instead}"
 
 
 def optimizers(recipe: Recipe) -> dict[str, Optimizer]:

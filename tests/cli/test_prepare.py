@@ -59,5 +59,5 @@ def test_what_needs_gpus_is_refused_without_them(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     prepare(settings, "generate", tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UserError, match=r"optimizer.cpu_fraction: .* needs GPUs: .* This machine has none"):
+    with pytest.raises(UserError, match=r"optimizer.cpu_fraction .* needs GPUs: .* This machine has none"):
         prepare(settings, "generate", tmp_path)
