@@ -84,15 +84,20 @@ class Layout(Section):
     same ranks of a stage: etp, ep, and expert dp, which is what is left: ranks / (etp * ep * pp)."""
 
     tp: PositiveInt = 1
+    """Tensor parallel: every matrix is cut, between heads and across the MLP. Divides heads, KV heads and MLP width."""
     sp: bool = False
-    """Sequence parallel: needs tp > 1."""
+    """Sequence parallel: activations between the matrices are cut over the tp ranks. Needs tp > 1; experts need it then."""
     pp: PositiveInt = 1
+    """Pipeline parallel: stages of equally many layers."""
     vpp: PositiveInt = 1
-    """Virtual pipeline stages (model chunks) a rank: the interleaved schedule. Needs pp > 1."""
+    """Virtual pipeline stages (model chunks) a rank: the interleaved schedule. Needs pp > 1; pp * vpp divides the layers."""
     cp: PositiveInt = 1
+    """Context parallel: each sample's tokens are spread over cp ranks, which share a micro-batch of cp times the budget."""
     ep: PositiveInt = 1
+    """Expert parallel: the experts of a layer are spread over ep of the stage's ranks. Divides the experts."""
     etp: PositiveInt | None = None
-    """Expert tensor parallel; null is tp."""
+    """Expert tensor parallel: each expert is cut over etp ranks; null is tp. 1 keeps experts whole; needs ep > 1 to differ
+    from tp."""
 
 
 class Optimizer(Section):
@@ -109,7 +114,7 @@ class Optimizer(Section):
     weight_decay: NonNegativeFloat = 0.0
     """Of matrices; norms and biases have none."""
     cpu_fraction: Fraction = 0.0
-    """Share of the optimizer's state that lives on the CPU and is updated there (GPU runs)."""
+    """Share of the optimizer's state that lives on the CPU and is updated there (adamw in bf16, on GPUs)."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this global norm; null leaves them."""
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
@@ -122,13 +127,14 @@ class Optimizer(Section):
 
 class Engine(Section):
     tokens_per_microbatch_per_rank: PositiveInt = 8192
-    """Hard token budget of a packed micro-batch on one rank, padding included."""
+    """Hard token budget of a packed micro-batch on one rank, padding included. The longest sample fits into cp times it."""
     distributed_optimizer: bool = True
-    """Shard the optimizer state over dp."""
+    """Shard the optimizer state over dp and cp."""
     backend: Literal["auto", "portable", "transformer_engine"] = "auto"
     """Layers: portable needs torch and megatron-core alone; auto takes TransformerEngine on GPUs where it is installed."""
     cp_comm: Literal["all_gather", "all_to_all"] = "all_gather"
-    """How context-parallel ranks share attention: keys and values gathered, or heads exchanged (cp * tp must divide the KV heads)."""
+    """How context-parallel ranks share attention: keys and values gathered, or heads exchanged (cp * tp then divides the
+    KV heads, with latent attention the heads)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: of no, of some (`recompute_modules`), or of every layer."""
     recompute_modules: list[
@@ -142,19 +148,24 @@ class Engine(Section):
     offload_optimizer: Fraction = 0.0
     """Share of the optimizer's state on the CPU while generating."""
     megatron: dict[str, Any] = {}
-    """Further TransformerConfig fields of megatron-core, as they are named there."""
+    """Further TransformerConfig fields of megatron-core, as they are named there: those that no other key decides and that
+    quintet's layers read (docs/layouts.md lists them)."""
 
 
 class RolloutLayout(Section):
     tp: PositiveInt = 1
+    """Tensor parallel."""
     pp: PositiveInt = 1
+    """Pipeline parallel."""
     ep: PositiveInt = 1
+    """Expert parallel."""
 
 
 class Rollout(Section):
     backend: Literal["native", "vllm", "sglang"] = "native"
     layout: RolloutLayout | None = None
-    """null is the training layout: the rollout then reads the engine's own parameters."""
+    """null is the training layout: the rollout then reads the engine's own parameters, which works without cp, ep, etp
+    and vpp. Another layout is resharded after each step."""
     samples_per_prompt: PositiveInt = 8
     max_response_tokens: PositiveInt = 512
     temperature: NonNegativeFloat = 1.0

@@ -102,7 +102,7 @@ def _check_lengths(prompts: PromptSet, recipe: schema.Recipe) -> None:
         if (why := overflow(recipe, total)) is not None:
             raise UserError(
                 f"{prompt.source}: {len(prompt.token_ids)} prompt tokens and up to {longest} of response are "
-                f"{total}, {why}. Raise the budget, or lower rollout.max_response_tokens"
+                f"{total}, {why}. Raise the budget or layout.cp, or lower rollout.max_response_tokens"
             )
 
 
