@@ -14,12 +14,17 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from quintet.engine.device import runs_fused
 from quintet.engine.kernels import choose_kernel
 from quintet.engine.row import Row
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, halves convention. x: [T, 1, heads, d]; cos, sin: [T, 1, 1, d / 2]."""
+    if runs_fused(x):
+        from quintet.engine import rotary_kernels
+
+        return rotary_kernels.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

@@ -36,6 +36,7 @@ from quintet.algorithms.aggregation import Tally  # noqa: E402
 from quintet.data.batch import Batch, offsets  # noqa: E402
 from quintet.engine import build, hf  # noqa: E402
 from quintet.engine.context import gather_places  # noqa: E402
+from quintet.engine.device import upload  # noqa: E402
 from quintet.engine.head import VocabSlice, log_probs_and_entropy  # noqa: E402
 from quintet.engine.kernels import kernel_title  # noqa: E402
 from quintet.engine.layers import choose_backend  # noqa: E402
@@ -166,7 +167,7 @@ class Engine:
         flat = {name: torch.zeros(len(batch["input_ids"].values()), device=build.device()) for name in names}
 
         def collect(outputs: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-            at = micro.token_index.to(build.device())
+            at = upload(micro.token_index, build.device())
             for name, out in flat.items():
                 out[at] = getattr(outputs, name)
             return torch.zeros((), device=build.device()), {}
@@ -277,7 +278,7 @@ class Engine:
         self, rows: Iterator[tuple[MicroBatch, Row]], chunk: Any, *, use: Any, temperature: float
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         micro, row = next(rows)
-        hidden = chunk(micro.input_ids.to(build.device()), row)
+        hidden = chunk(upload(micro.input_ids, build.device()), row)
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             value, extra = use(self._outputs(hidden, micro, row, temperature), micro)
@@ -287,7 +288,7 @@ class Engine:
 
     def _outputs(self, hidden: Tensor, micro: MicroBatch, row: Row, temperature: float) -> Any:
         where, last = hidden.device, self.chunks[-1]
-        at = micro.predictors.to(where)
+        at = upload(micro.predictors, where)
         found: tuple[Tensor, ...]
         if self.shape.head == "value":
             found = (last.values(hidden, at),)
@@ -295,9 +296,9 @@ class Engine:
             weight = last.head_weight()
             vocab = VocabSlice(len(weight), self.shape.vocab_size, self.mesh.groups.tp)
             wanted = last.for_head(hidden).index_select(0, at)
-            found = log_probs_and_entropy(wanted, weight, micro.targets.to(where), vocab, temperature)
+            found = log_probs_and_entropy(wanted, weight, upload(micro.targets, where), vocab, temperature)
         if micro.cp > 1:
-            place, count = micro.place.to(where), len(micro.token_index)
+            place, count = upload(micro.place, where), len(micro.token_index)
             found = gather_places(torch.stack(found), place, count, row.cp_group).unbind()
         return self._output_type(*found)
 
@@ -313,7 +314,7 @@ def _flat_fields(batch: Batch, device: torch.device) -> dict[str, tuple[bool, Te
     for name, value in batch.items():
         if name == "input_ids":
             continue
-        out[name] = (value.is_nested, (value.values() if value.is_nested else value).to(device))
+        out[name] = (value.is_nested, upload(value.values() if value.is_nested else value, device))
     return out
 
 
@@ -324,7 +325,7 @@ def _fields_of(fields: dict[str, tuple[bool, Tensor]], micro: MicroBatch) -> dic
     """
     token, sample = micro.token_index, micro.sample
     device = next(iter(fields.values()))[1].device
-    token, sample = token.to(device), sample.to(device)
+    token, sample = upload(token, device), upload(sample, device)
     out = {name: v.index_select(0, token if jagged else sample) for name, (jagged, v) in fields.items()}
     out["sample"] = sample
     return out

@@ -12,13 +12,14 @@ H = lse(z) - sum p z. Their gradients: d log p(y) / dz_j = [j = y] - p_j;  dH / 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from quintet.engine.device import runs_fused
 
 KEPT_BYTES = {"cuda": 5 << 30, "cpu": 1 << 30}
 """Most bytes of logits a rank keeps from the forward to the backward pass: 17,600 tokens of 152k bf16 logits on a GPU."""
@@ -28,8 +29,6 @@ CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
 
 _FP32_ELEMENTS = 1 << 24
 """Logits that are fp32 at once where no fused kernel runs."""
-
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class TokenScores(NamedTuple):
@@ -171,13 +170,9 @@ def _over_vocabulary(statistics: Tensor, group: dist.ProcessGroup) -> tuple[Tens
 _LOWEST = -1e30  # below every logit, and still finite: a rank whose rows are all padding has this maximum
 
 
-def _fused(z: Tensor) -> bool:
-    return z.is_cuda and _HAS_TRITON
-
-
 def _statistics(z: Tensor, targets: Tensor, valid: int, temperature: float, out: Tensor) -> None:
     """Write to out [4, n]: m = max z, Σ e^(z - m), Σ e^(z - m) (z - m), and the target's z (0 where it is outside)."""
-    if _fused(z):
+    if runs_fused(z):
         from quintet.engine import head_kernels
 
         head_kernels.statistics(z, targets, valid, temperature, out)
@@ -209,7 +204,7 @@ def _to_gradient_(
     grad_entropy: Tensor | None,
 ) -> None:
     """Turn logits into the gradient of the loss by them, in place."""
-    if _fused(z):
+    if runs_fused(z):
         from quintet.engine import head_kernels
 
         head_kernels.to_gradient_(z, targets, valid, temperature, lse, entropy, grad_log_prob, grad_entropy)

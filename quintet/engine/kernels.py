@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quintet.engine.device import upload
 from quintet.packing import length_buckets
 
 try:
@@ -73,10 +74,10 @@ def spans(q: Sequence[int], k: Sequence[int], device: torch.device, *, rectangle
     """Spans of given lengths. q and k are the same object where queries and keys are the same tokens."""
     starts_q = torch.tensor([0, *q]).cumsum(0)
     starts_k = starts_q if k is q else torch.tensor([0, *k]).cumsum(0)
-    cu_q = starts_q.to(device, torch.int32)
+    cu_q = upload(starts_q.int(), device)
     out = Spans(
         cu_q=cu_q,
-        cu_k=cu_q if k is q else starts_k.to(device, torch.int32),
+        cu_k=cu_q if k is q else upload(starts_k.int(), device),
         longest_q=max(q),
         longest_k=max(k),
         same=k is q,

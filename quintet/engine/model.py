@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from quintet.engine.device import upload
 from quintet.engine.kernels import reads_offsets
 from quintet.engine.layers import block_spec
 from quintet.engine.mesh import Mesh
@@ -63,7 +64,7 @@ class PolicyModel(GPTModel):
         """Describe a micro-batch to the layers. comm: how context-parallel ranks share attention."""
         offsets = reads_offsets(self.device, self.config.params_dtype)
         row = describe(micro, self.device, rectangles=not offsets, group=self.mesh.groups.cp, comm=comm)
-        row.cos, row.sin = self.rotary(micro.positions.to(self.device))
+        row.cos, row.sin = self.rotary(upload(micro.positions, self.device))
         return row
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from quintet.engine.context import AllGather, AllToAll, Exchange
+from quintet.engine.device import upload
 from quintet.engine.kernels import Spans, spans
 from quintet.packing import Alignment
 from quintet.packing.context import held_ranges, zigzag
@@ -151,7 +152,7 @@ def describe(
     if micro.cp > 1:
         assert group is not None
         if comm == "all_to_all":
-            exchange = AllToAll(group, _in_row_order(micro).to(device))
+            exchange = AllToAll(group, upload(_in_row_order(micro), device))
         else:
             chunks = zigzag(micro.cp, micro.cp_rank)
             pieces = [(n // (2 * micro.cp), c) for n in lengths for c in chunks]
@@ -188,7 +189,7 @@ def _prefixes(micro: MicroBatch, chunks: tuple[int, int], device: torch.device) 
             ranges.append(range(begin, begin + (c + 1) * chunk))
             late.append(torch.full(((c + 1) * chunk,), bool(number)))
     keys, is_late = _in_row_order(micro)[_index(ranges)], torch.cat(late)
-    return [t.to(device) for t in (keys, (~is_late).nonzero()[:, 0], is_late.nonzero()[:, 0])]
+    return [upload(t, device) for t in (keys, (~is_late).nonzero()[:, 0], is_late.nonzero()[:, 0])]
 
 
 def _index(ranges: Iterable[range]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quintet.engine import head
+from quintet.engine import device, head
 from quintet.engine.head import VocabSlice, log_probs_and_entropy
 
 HIDDEN, VOCAB = 24, 61
@@ -89,9 +89,9 @@ def limits(monkeypatch):
     """Sets how many tokens' logits are kept, in a chunk, and fp32 at once."""
 
     def limit(kept: int, chunk: int, fp32: int, element_size: int = 4, rows: int = VOCAB) -> None:
-        for device in ("cpu", "cuda"):
-            monkeypatch.setitem(head.KEPT_BYTES, device, kept * rows * element_size)
-            monkeypatch.setitem(head.CHUNK_BYTES, device, chunk * rows * element_size)
+        for kind in ("cpu", "cuda"):
+            monkeypatch.setitem(head.KEPT_BYTES, kind, kept * rows * element_size)
+            monkeypatch.setitem(head.CHUNK_BYTES, kind, chunk * rows * element_size)
         monkeypatch.setattr(head, "_FP32_ELEMENTS", fp32 * rows)
 
     return limit
@@ -205,7 +205,7 @@ def test_the_vocabulary_is_cut_over_tp(pool, ranks, tokens) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("rows", [61, 64, 9000, 151936])
 def test_fused_kernels_compute_what_the_plain_path_does(monkeypatch, rows, dtype, with_entropy) -> None:
-    assert head._HAS_TRITON
+    assert device._HAS_TRITON
     torch.manual_seed(0)
     tokens, valid = 50, rows - 3
     z = (torch.randn(tokens, rows, device="cuda") * SCALE).to(dtype)
@@ -214,7 +214,7 @@ def test_fused_kernels_compute_what_the_plain_path_does(monkeypatch, rows, dtype
     grads = torch.randn(2, tokens, device="cuda")
     found = []
     for fused in (True, False):
-        monkeypatch.setattr(head, "_HAS_TRITON", fused)
+        monkeypatch.setattr(device, "_HAS_TRITON", fused)
         statistics, gradient = torch.empty(4, tokens, device="cuda"), z.clone()
         head._statistics(z, targets, valid, 0.7, statistics)
         of_entropy = grads[1] if with_entropy else None

@@ -1,0 +1,26 @@
+"""What GPUs need to be kept busy: copies that do not wait, and whether fused kernels can run."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def runs_fused(x: Tensor) -> bool:
+    """Whether quintet's Triton kernels serve for a tensor. Each has a plain path beside it that computes the same."""
+    return x.is_cuda and _HAS_TRITON
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on the device, without waiting for what the device has yet to do.
+
+    A copy from pageable memory holds the host until all queued work is done; the GPU then idles until the host has
+    queued more. torch keeps the pinned copy until it has been read.
+    """
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
