@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from quintet.algorithms import value_loss  # noqa: F401  (registers the loss "value")
 from quintet.algorithms.kl import agreement
 from quintet.algorithms.policy_loss import BoundLoss, load_loss
 from quintet.recipe import schema
 
 if TYPE_CHECKING:
-    from quintet.engine.engine import Outputs
+    from quintet.engine.engine import Outputs, ValueOutputs
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,18 @@ class Objective:
         return (token_loss.per_token * fields["weights"]).sum(), quantities
 
 
+@dataclass(frozen=True)
+class ValueObjective:
+    """The same of a value model: its loss reads values instead of log-probs."""
+
+    loss: BoundLoss
+
+    def __call__(self, outputs: ValueOutputs, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Share of the mini-batch's loss, and per-token quantities."""
+        token_loss = self.loss(outputs.values, fields)
+        return (token_loss.per_token * fields["weights"]).sum(), token_loss.stats
+
+
 def policy_objective(recipe: schema.Algorithm) -> Objective:
     """The objective of an RL step."""
     return Objective(
@@ -49,3 +62,8 @@ def policy_objective(recipe: schema.Algorithm) -> Objective:
 def sft_objective() -> Objective:
     """Negative log-likelihood of the responses."""
     return Objective(load_loss("sft"))
+
+
+def value_objective(clip: float | None) -> ValueObjective:
+    """The clipped value loss of PPO; reads the fields `old_values`, `returns`, `loss_mask` and `weights`."""
+    return ValueObjective(load_loss("value", clip=clip))
