@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.oracle.reference import LENGTHS, PROMPT, save, token_ids
+from tests.engine.storage import held, tensors
+from tests.oracle.reference import save
 
 CUT = 512
+LENGTHS = [7, 12, 5, 20, 9, 16, 4, 11]
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "one-fp32": ("qwen3", 1, {}, {"distributed": False}),
     "one-bf16": ("qwen3", 1, {}, {"distributed": False, "dtype": "bf16"}),
@@ -59,7 +61,8 @@ def make(path: Path, layout: dict[str, Any], **how: Any) -> Any:
 def work() -> Any:
     from quintet.data.batch import make_batch
 
-    return make_batch(token_ids(), [PROMPT] * len(LENGTHS))
+    ids = [[(7 * i + 13 * t) % 61 for t in range(n)] for i, n in enumerate(LENGTHS)]
+    return make_batch(ids, [3] * len(LENGTHS))
 
 
 def step(engine: Any) -> tuple[float, float]:
@@ -67,32 +70,6 @@ def step(engine: Any) -> tuple[float, float]:
     half = len(LENGTHS) // 2
     result = engine.forward_backward(work(), [list(range(half)), list(range(half, len(LENGTHS)))], MeanNll())
     return result.loss if result else 0.0, engine.optimizer_step()["grad_norm"]
-
-
-def tensors(engine: Any) -> dict[str, list[Tensor]]:
-    """What is allocated, by kind, found without the code under test."""
-    found: dict[str, list[Tensor]] = {"params": [], "grads": [], "optimizer": []}
-    for chunk in engine._wrapped:
-        found["params"] += [p.data for p in chunk.parameters()]
-        found["grads"] += [p.main_grad for p in chunk.parameters() if hasattr(p, "main_grad")]
-    known = {t.untyped_storage()._cdata for kind in ("params", "grads") for t in found[kind]}
-    for one in engine._optimizer.chained_optimizers if engine._optimizer else ():
-        state = one.optimizer.state
-        for group in one.optimizer.param_groups:
-            for p in group["params"]:
-                mine = [p, *(t for t in state.get(p, {}).values() if torch.is_tensor(t) and t.dim())]
-                mine = [t for t in mine if t.device == p.device]  # the hybrid optimizer's are on the CPU
-                found["optimizer"] += [t for t in mine if t.untyped_storage()._cdata not in known]
-    return found
-
-
-def held(engine: Any) -> dict[str, int]:
-    """Bytes of storage by kind."""
-    storages = {
-        kind: {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}
-        for kind, found in tensors(engine).items()
-    }
-    return {kind: sum(sizes.values()) for kind, sizes in storages.items()}
 
 
 def copies(engine: Any) -> dict[str, list[Tensor]]:

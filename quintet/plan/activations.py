@@ -1,0 +1,209 @@
+"""What one micro-batch keeps between its forward and its backward pass, counted tensor by tensor.
+
+The method is that of Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198, section 4): go through a layer, list
+what each operation's backward pass needs, divide by tp what tensor parallelism cuts, and by tp what sequence
+parallelism cuts between the blocks. Their layer (sbh · 34 bytes and 5 a s² b of attention scores) becomes, for packed
+rows of T tokens on a rank, S of them between blocks (S = T / tp under sequence parallelism), w bytes an element:
+
+    norms           x of each of the two: 2 S H w, and a number a token
+    projections in  the norms' outputs: 2 S H w
+    attention       q, k, v and the output, no scores (flash attention): T (2 q + 2 kv) w / tp, and 4 bytes a head;
+                    norms of q and k: their inputs, and with k's all of the projection's output, of which it is a view
+    SwiGLU          gate and up, and their product: 3 T F w / tp
+    experts         the same of each token's top-k, after the tokens themselves: T k (H + 3 f) w
+    latent          (MLA) each latent before and after its norm; q and k as wide as they are, with their rotary part
+
+There is no dropout, so there are no masks. Context parallelism by all-gather makes k and v (cp + 1/2) times as long.
+On a CPU attention repeats k and v for every query head, SwiGLU keeps two intermediates more and, in bf16, norms compute
+in fp32 copies. Recomputed parts keep their inputs only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quintet.models import MlaShape, MoeShape
+from quintet.plan.setup import Setup
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes on one rank. t: tokens; s: tokens between blocks; w: bytes an element. q, kv, v: width of all queries, of
+    all keys and of all values here."""
+
+    setup: Setup
+    recomputed: frozenset[str]
+
+    @property
+    def t(self) -> int:
+        return self.setup.tokens
+
+    @property
+    def s(self) -> int:
+        return self.setup.tokens_between_blocks
+
+    @property
+    def w(self) -> int:
+        return self.setup.width
+
+    @property
+    def hidden(self) -> int:
+        return self.setup.shape.hidden_size
+
+    @property
+    def heads(self) -> int:
+        return self.setup.shape.heads // self.setup.layout.tp
+
+    @property
+    def kv_heads(self) -> int:
+        return self.setup.shape.kv_heads // self.setup.layout.tp
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.setup.device == "cuda"
+
+
+def of_chunk(setup: Setup, layers: range, *, ends: bool) -> int:
+    """Bytes that a micro-batch keeps in one chunk of the model. ends: the chunk has the final norm."""
+    sizes = _Sizes(setup, frozenset())
+    kept = sum(kept_in_layer(setup, layer) for layer in layers)
+    return kept + (_norm(sizes, sizes.s, sizes.hidden) if ends else 0)
+
+
+def kept_in_layer(setup: Setup, layer: int, *, whole: bool = False) -> int:
+    """Bytes that a micro-batch keeps in a layer. whole: as if nothing were recomputed."""
+    engine = setup.engine
+    names = engine.recompute_modules if engine.recompute == "selective" and not whole else []
+    sizes = _Sizes(setup, frozenset(names))
+    if engine.recompute == "full" and not whole:
+        return sizes.s * sizes.hidden * sizes.w
+    attention = _latent(sizes, setup.shape.mla) if setup.shape.mla else _attention(sizes)
+    moe = setup.shape.moe
+    feed_forward = _experts(sizes, moe) if moe and moe.is_moe(layer) else _dense(sizes)
+    return attention + feed_forward
+
+
+def workspace(setup: Setup) -> int:
+    """An estimate of what the backward pass of one layer has alive besides: gradients of its widest activations, of the
+    residual stream, and of one weight; after full recompute, all that the layer keeps."""
+    sizes, moe = _Sizes(setup, frozenset()), setup.shape.moe
+    width = setup.shape.ffn_hidden_size // setup.layout.tp
+    rows, weight = sizes.t, 2 * width * sizes.hidden
+    if moe:
+        width = max(width, moe.ffn_hidden_size // setup.etp)
+        rows = max(rows, _expert_rows(sizes, moe))
+        here = moe.experts // setup.layout.ep
+        weight = max(weight, 2 * moe.ffn_hidden_size // setup.etp * sizes.hidden * here)
+    gradients = (rows * 3 * width + (2 * sizes.s + sizes.t) * sizes.hidden + weight) * sizes.w
+    again = 0
+    if setup.engine.recompute == "full":
+        again = max(kept_in_layer(setup, layer, whole=True) for layer in range(setup.shape.layers))
+    return gradients + again
+
+
+def _norm(sizes: _Sizes, tokens: int, width: int, per_token: int = 1) -> int:
+    """RMSNorm over vectors, `per_token` of them a token (heads): its input, and their scales in fp32."""
+    if not sizes.on_gpu and sizes.w == 2:
+        return tokens * (8 * width + 4 * per_token)  # two copies in fp32
+    return tokens * (sizes.w * width + 4 * per_token)
+
+
+def _before_block(sizes: _Sizes, discarded: bool) -> int:
+    """The norm before attention or the feed-forward part, and its output, which the projections keep."""
+    output = 0 if discarded else sizes.s * sizes.hidden * sizes.w
+    return _norm(sizes, sizes.s, sizes.hidden) + output
+
+
+def _discards(sizes: _Sizes, own_norm: bool) -> bool:
+    """Whether a norm's output is computed again. TransformerEngine's norms are mostly part of the linear layer after
+    them, which keeps their output in any case. own_norm: this one is not."""
+    return "layernorm" in sizes.recomputed and (own_norm or sizes.setup.backend == "portable")
+
+
+def _attention(sizes: _Sizes) -> int:
+    shape, t = sizes.setup.shape, sizes.t
+    d, heads, kv_heads = shape.head_dim, sizes.heads, sizes.kv_heads
+    kept = _before_block(sizes, _discards(sizes, own_norm=False))
+    projected = t * (heads + 2 * kv_heads) * d * sizes.w
+    in_fp32 = not sizes.on_gpu and sizes.w == 2
+    if shape.qk_norm:
+        copied = kv_heads > 1 or in_fp32  # of one group, q is a view of the projection's output too
+        kept += _norm(sizes, t, heads * d if copied else 0, heads)
+        kept += _norm(sizes, t, kv_heads * d, kv_heads) if in_fp32 else projected + 4 * t * kv_heads
+    if "core_attn" in sizes.recomputed:
+        views = 0 if shape.qk_norm and not in_fp32 else projected  # v is one
+        return kept + t * (2 * heads + kv_heads) * d * sizes.w + views
+    return kept + _core(sizes, heads * d, kv_heads * d, kv_heads * d, heads * d)
+
+
+def _core(sizes: _Sizes, q: int, k: int, v: int, out: int) -> int:
+    """Flash attention: q, k, v, the output, and a log-sum-exp a head. Widths are of all heads of a rank."""
+    if sizes.on_gpu:
+        keys: float = sizes.t
+        layout = sizes.setup.layout
+        if layout.cp > 1 and sizes.setup.engine.cp_comm == "all_gather":
+            keys *= layout.cp + 0.5  # each of a rank's two chunks sees its sequence up to its end
+        return int(sizes.w * (sizes.t * (q + out) + keys * (k + v))) + 4 * sizes.t * sizes.heads
+    return sizes.t * (
+        4 * q * sizes.w + 4 * sizes.heads
+    )  # keys and values of every query head, as wide as queries
+
+
+def _latent(sizes: _Sizes, mla: MlaShape) -> int:
+    kept = _before_block(sizes, _discards(sizes, own_norm=True))
+    up_again = "mla_up_proj" in sizes.recomputed
+    down = (
+        mla.kv_lora_rank + mla.qk_rope_head_dim
+    )  # the projection's output, of which the norm's input is a view
+    for latent, held in ((mla.q_lora_rank or 0, mla.q_lora_rank or 0), (mla.kv_lora_rank, down)):
+        if latent:
+            kept += _norm(sizes, sizes.s, latent if not sizes.on_gpu and sizes.w == 2 else held)
+            kept += 0 if up_again else sizes.s * latent * sizes.w
+    q, v = sizes.heads * mla.qk_head_dim, sizes.heads * mla.v_head_dim
+    context = sizes.t * v * sizes.w
+    if "core_attn" in sizes.recomputed:
+        return kept + context + (0 if up_again else sizes.t * (2 * q + v) * sizes.w)
+    if sizes.on_gpu and sizes.setup.backend == "transformer_engine":
+        return kept + _core(sizes, q, q, v, v) - (sizes.t * (2 * q + v) * sizes.w if up_again else 0)
+    # Other kernels want values as wide as keys: padded copies, and the output cut out of theirs.
+    core = _core(sizes, q, q, q, q) + (context if mla.v_head_dim < mla.qk_head_dim else 0)
+    return kept + core - (sizes.t * 2 * q * sizes.w if up_again else 0)
+
+
+def _swiglu(sizes: _Sizes, rows: float, width: int, *, weighted: bool = False) -> int:
+    """Gate and up, and their product; on a CPU silu's output and the linear half, or the unweighted product, too."""
+    wide = 3 if sizes.on_gpu else 5
+    return int(rows * (wide * width * sizes.w + (4 if weighted else 0)))
+
+
+def _dense(sizes: _Sizes) -> int:
+    kept = _before_block(sizes, _discards(sizes, own_norm=False))
+    if "mlp" in sizes.recomputed:
+        return kept
+    return kept + _swiglu(sizes, sizes.t, sizes.setup.shape.ffn_hidden_size // sizes.setup.layout.tp)
+
+
+def _experts(sizes: _Sizes, moe: MoeShape) -> int:
+    kept = _before_block(sizes, _discards(sizes, own_norm=True))
+    if "moe" in sizes.recomputed:
+        return kept
+    rows, width = _expert_rows(sizes, moe), moe.ffn_hidden_size // sizes.setup.etp
+    kept += int(sizes.s * _routing(moe)) + int(rows * sizes.hidden * sizes.w)
+    if "moe_act" in sizes.recomputed:
+        kept += int(rows * (2 * width * sizes.w + 4))
+    else:
+        kept += _swiglu(sizes, rows, width, weighted=True)
+    if moe.shared_ffn_hidden_size and "shared_experts" not in sizes.recomputed:
+        kept += _swiglu(sizes, sizes.t, moe.shared_ffn_hidden_size // sizes.setup.layout.tp)
+    return kept
+
+
+def _expert_rows(sizes: _Sizes, moe: MoeShape) -> int:
+    """Rows of a rank's experts: what the ranks of its expert group send, spread evenly but for `imbalance`."""
+    return int(sizes.s * moe.top_k * sizes.setup.etp * sizes.setup.imbalance)
+
+
+def _routing(moe: MoeShape) -> int:
+    """Bytes a token: fp32 weights of all experts, int64 choices, a map of who goes where."""
+    scores = 4 * moe.experts if moe.score == "sigmoid" or not moe.normalize else 0
+    return 5 * moe.experts + 20 * moe.top_k + scores

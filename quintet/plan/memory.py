@@ -1,0 +1,137 @@
+"""Memory of one rank, part by part, from the recipe alone.
+
+Parameters, gradients and optimizer state are exact: they are what the engine allocates. Activations, the head and the
+workspaces follow `quintet.plan.activations` and the head's own chunking (`quintet.engine.head`). Not counted are what a
+process has before any tensor (CUDA context, communication buffers), fragmentation, and the rollout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quintet.plan.activations import of_chunk, workspace
+from quintet.plan.parameters import buffers, chunks
+from quintet.plan.setup import Place, Setup
+
+KEPT_LOGITS_BYTES = {"cuda": 5 << 30, "cpu": 1 << 30}
+CHUNK_LOGITS_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
+"""As `quintet.engine.head` has them."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank.
+
+    activations: all that micro-batches in flight keep. head: logits or values, and their gradients, while they
+    exist. workspace: the most that the backward pass of a layer has besides. step_workspace: the same of the
+    optimizer's update. host_optimizer: optimizer state in host memory (`optimizer.cpu_fraction`).
+    """
+
+    parameters: int
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    head: int = 0
+    workspace: int = 0
+    step_workspace: int = 0
+    host_optimizer: int = 0
+
+    @property
+    def static(self) -> int:
+        """What is there between steps."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """The most at once: the head's moment, a layer's backward pass, or the update."""
+        return self.static + max(self.activations + max(self.head, self.workspace), self.step_workspace)
+
+
+def rank_memory(setup: Setup, place: Place | None = None) -> Memory:
+    """Memory of the rank at `place` (the first of its stage, unless given) when it trains on full micro-batches.
+
+    Without an optimizer: of its parameters alone.
+    """
+    place = place or Place()
+    parts = chunks(setup, place.pp)
+    held = sum(p.numel for part in parts for p in part)
+    if setup.optimizer is None:
+        return Memory(parameters=held * setup.width)
+    flat = buffers(setup, place)
+    padded, owned = sum(one.numel for one in flat), sum(one.owned for one in flat)
+    # The distributed optimizer moves parameters into a buffer like the gradients', padding and all.
+    parameters = padded if setup.engine.distributed_optimizer else held
+    per_element, on_host = _state_bytes(setup)
+    away = int(owned * setup.optimizer.cpu_fraction)
+    return Memory(
+        parameters=parameters * setup.width,
+        gradients=4 * padded,
+        optimizer=(owned - away) * per_element,
+        host_optimizer=away * on_host,
+        activations=_activations(setup, place.pp),
+        head=_head(setup) if place.pp == setup.last else 0,
+        workspace=workspace(setup),
+        step_workspace=_update(setup, owned - away),
+    )
+
+
+def _state_bytes(setup: Setup) -> tuple[int, int]:
+    """Bytes of state an element: on the device, and where it is on the host with its copy of the gradient.
+
+    Adam has two fp32 moments, SGD one; bf16 parameters have an fp32 master. (ZeRO's K: Rajbhandari et al. 2020,
+    https://arxiv.org/abs/1910.02054, section 3.1)
+    """
+    recipe = setup.optimizer
+    assert recipe is not None
+    moments = 8 if recipe.name != "sgd" else (4 if recipe.momentum else 0)
+    master = 4 if setup.dtype == "bf16" else 0
+    return moments + master, moments + 4 + 4
+
+
+def _update(setup: Setup, elements: int) -> int:
+    """torch's Adam on GPUs updates all tensors at once and has a root of each second moment meanwhile, with L2 weight
+    decay also the decayed gradients; TransformerEngine's kernel has nothing. On a CPU tensors come one by one."""
+    recipe = setup.optimizer
+    assert recipe is not None
+    if setup.device == "cpu" or setup.backend == "transformer_engine" or recipe.name == "sgd":
+        return 0
+    return elements * (8 if recipe.name == "adam" and recipe.weight_decay else 4)
+
+
+def _activations(setup: Setup, stage: int) -> int:
+    """All micro-batches in flight. Stage p of the 1F1B schedule has pp - p of them before its first backward pass, and
+    an interleaved one 2 (pp - p - 1) + (vpp - 1) pp + 1 passes through a chunk (Narayanan et al. 2021,
+    https://arxiv.org/abs/2104.04473, section 2.2)."""
+    layout, shape = setup.layout, setup.shape
+    per_chunk = shape.layers // (layout.pp * layout.vpp)
+    kept = []
+    for part in range(layout.vpp):
+        first = (part * layout.pp + stage) * per_chunk
+        ends = stage == setup.last and part == layout.vpp - 1
+        kept.append(of_chunk(setup, range(first, first + per_chunk), ends=ends))
+    if layout.vpp == 1:
+        flying = layout.pp - stage
+        return kept[0] * min(flying, setup.microbatches or flying)
+    passes = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    if setup.microbatches:
+        passes = min(passes, setup.microbatches * layout.vpp)
+    # Chunks take turns, pp micro-batches each.
+    turns = [min(layout.pp, max(0, passes - start)) for start in range(0, passes, layout.pp)]
+    return sum(kept[i % layout.vpp] * n for i, n in enumerate(turns))
+
+
+def _head(setup: Setup) -> int:
+    """Logits of one micro-batch's trained tokens: those kept and those of a chunk; their hidden states and what they are
+    gradients of; the weight's gradient, of more than one chunk an fp32 sum besides."""
+    shape, w = setup.shape, setup.width
+    tokens = setup.tokens if setup.trained_tokens is None else setup.trained_tokens
+    hidden = shape.hidden_size
+    stream = setup.tokens * hidden * w  # the gradient of the stage's output
+    if shape.head == "value":
+        return tokens * (hidden * (w + 8) + 4) + stream  # rows and their gradients in fp32, and in w bytes
+    rows = -(-shape.vocab_size // setup.layout.tp)
+    logits = tokens * rows * w
+    kept = min(logits, KEPT_LOGITS_BYTES[setup.device] // (rows * w) * rows * w)
+    chunk = min(logits - kept, CHUNK_LOGITS_BYTES[setup.device])
+    weight = rows * hidden * (w if not chunk else w + 4)
+    return kept + chunk + weight + tokens * (2 * hidden * w + 4 * 6) + stream

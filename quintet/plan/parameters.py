@@ -1,0 +1,163 @@
+"""Which parameters a rank holds, and how megatron-core lays them out for gradients and optimizer state.
+
+The family's table of weights says what there is and how it is cut. With the distributed optimizer, core 0.16.1
+(`_ParamAndGradBuffer`) puts a chunk's parameters into one flat buffer, the last first: each begins at a multiple of 64
+elements, each bucket ends at a multiple of 128 and of the ranks that share it, and each of those ranks owns an equal
+part of every bucket. A tied embedding that is on two stages has a bucket of its own. Experts that are spread over other
+ranks than the rest have buffers of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quintet.models import Weight, family_named
+from quintet.plan.setup import Place, Setup
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.linear_fc(\d)\.")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter on one rank. shared: a tied embedding that is on two stages."""
+
+    name: str
+    numel: int
+    expert: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A flat buffer: elements with padding, and the part of its parameters' elements that one sharing rank owns."""
+
+    numel: int
+    owned: int
+
+
+def chunks(setup: Setup, stage: int) -> list[list[Parameter]]:
+    """Parameters of each of a stage's chunks (layout.vpp of them), in the order in which its modules hold them."""
+    shape, layout = setup.shape, setup.layout
+    weights = [w for w in family_named(shape.family).weights(shape) if w.trained]
+    per_chunk = shape.layers // (layout.pp * layout.vpp)
+    found = []
+    for part in range(layout.vpp):
+        first = (part * layout.pp + stage) * per_chunk
+        layers = range(first, first + per_chunk)
+        begins = stage == 0 and part == 0
+        ends = stage == setup.last and part == layout.vpp - 1
+        found.append(list(_of_chunk(setup, weights, layers, begins, ends)))
+    return found
+
+
+def _of_chunk(
+    setup: Setup, weights: Sequence[Weight], layers: range, begins: bool, ends: bool
+) -> Iterator[Parameter]:
+    shape = setup.shape
+    twice = shape.tied_embeddings and setup.layout.pp > 1
+    embedding = weights[0]
+    if begins:
+        yield Parameter(embedding.name, _numel(setup, embedding), shared=twice)
+    by_layer: dict[int, list[Weight]] = {number: [] for number in layers}
+    for weight in weights:
+        found = _LAYER.match(weight.name)
+        if found and int(found[1]) in by_layer:
+            by_layer[int(found[1])].append(weight)
+    for number in layers:
+        yield from _of_layer(setup, by_layer[number])
+    if ends:
+        for weight in weights[1:]:
+            if not _LAYER.match(weight.name):
+                yield Parameter(weight.name, _numel(setup, weight))
+        if twice:
+            yield Parameter("output_layer.weight", _numel(setup, embedding), shared=True)
+
+
+def _of_layer(setup: Setup, weights: list[Weight]) -> Iterator[Parameter]:
+    """core builds grouped-query attention's output projection first, and all experts' matrices are two parameters."""
+    if not setup.shape.mla:
+        weights = sorted(weights, key=lambda w: (_rank_in_layer(w.name), weights.index(w)))
+    experts: dict[str, int] = {}
+    done = False
+    for weight in weights:
+        found = _EXPERT.search(weight.name)
+        if found:
+            experts[found[2]] = experts.get(found[2], 0) + _numel(setup, weight)
+            continue
+        if experts and not done:
+            done = True
+            yield from _grouped(setup, experts)
+        yield Parameter(weight.name, _numel(setup, weight))
+    if experts and not done:
+        yield from _grouped(setup, experts)
+
+
+def _rank_in_layer(name: str) -> int:
+    if "self_attention.linear_proj." in name:
+        return 1
+    return 0 if ".input_layernorm." in name else 2
+
+
+def _grouped(setup: Setup, experts: dict[str, int]) -> Iterator[Parameter]:
+    for number, numel in experts.items():
+        yield Parameter(f"experts.weight{number}", numel // setup.layout.ep, expert=True)
+
+
+def _numel(setup: Setup, weight: Weight) -> int:
+    """Elements of a weight on one rank; of an expert's, as if every rank held all experts."""
+    total = sum(math.prod(one) for one in weight.shapes)
+    if weight.split == "replicated":
+        return total
+    if weight.split == "vocab":
+        rows, columns = weight.shapes[0]
+        return -(-rows // setup.layout.tp) * columns
+    return total // (setup.etp if weight.split.startswith("expert_") else setup.layout.tp)
+
+
+def buffers(setup: Setup, place: Place) -> list[Flat]:
+    """Flat buffers of all chunks of a rank that trains."""
+    found = []
+    for parameters in chunks(setup, place.pp):
+        apart = [p for p in parameters if p.expert and setup.own_expert_groups]
+        rest = [p for p in parameters if not (p.expert and setup.own_expert_groups)]
+        index = place.dp * setup.layout.cp + place.cp
+        for group, ranks, at in ((rest, setup.dp_cp, index), (apart, setup.edp, place.edp)):
+            if group:
+                found.append(_flat(group, ranks, at, setup.engine.distributed_optimizer))
+    return found
+
+
+def _flat(parameters: Sequence[Parameter], ranks: int, index: int, distributed: bool) -> Flat:
+    if not distributed:
+        total = sum(p.numel for p in parameters)
+        return Flat(total, total)
+    starts: list[tuple[int, int]] = []  # (start, stop) of the present bucket's parameters
+    begin, end, owned = 0, 0, 0
+
+    def close() -> None:
+        nonlocal begin, end, owned, starts
+        end = _up(end, math.lcm(ranks, 128))
+        part = (end - begin) // ranks
+        low, high = begin + index * part, begin + (index + 1) * part
+        owned += sum(max(0, min(stop, high) - max(start, low)) for start, stop in starts)
+        begin, starts = end, []
+
+    for parameter in reversed(parameters):
+        if parameter.shared and starts:
+            close()
+        start = _up(end, 64)
+        end = start + parameter.numel
+        starts.append((start, end))
+        if parameter.shared:
+            close()
+    if starts:
+        close()
+    return Flat(end, owned)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step

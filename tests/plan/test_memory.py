@@ -1,0 +1,287 @@
+"""The formula of a rank's memory against what the engine allocates, and what autograd keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quintet.models import family_of
+from quintet.plan import Memory, Place, Setup, rank_memory
+from quintet.plan.activations import of_chunk
+from quintet.plan.memory import CHUNK_LOGITS_BYTES, KEPT_LOGITS_BYTES
+from quintet.recipe import schema
+from tests.engine.storage import held
+
+TOKENS = 512
+_SIZES: dict[str, Any] = {
+    "vocab_size": 1021,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2": _SIZES | {"architectures": ["Qwen2ForCausalLM"]},
+    "llama": _SIZES | {"architectures": ["LlamaForCausalLM"], "head_dim": 48},
+    "qwen3": _SIZES | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 48},
+    "qwen3-tied": _SIZES
+    | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 20, "tie_word_embeddings": True},
+    "qwen3_moe": _SIZES
+    | _EXPERTS
+    | {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 48, "num_experts": 8},
+    "deepseek_v3": _SIZES
+    | _EXPERTS
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 8,
+        "q_lora_rank": 80,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 40,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+    },
+}
+
+
+def setup(family: str, ranks: int = 1, **how: Any) -> Setup:
+    """A case: keys of the layout, the engine and the optimizer, dtype, and head, each where it belongs."""
+
+    def pick(section: Any) -> dict[str, Any]:
+        return {key: how[key] for key in section.model_fields if key in how}
+
+    shape = family_of(CONFIGS[family]).shape(CONFIGS[family])
+    engine = schema.Engine(tokens_per_microbatch_per_rank=TOKENS, **pick(schema.Engine))
+    trained = schema.Optimizer(**pick(schema.Optimizer)) if how.get("trained", True) else None
+    return Setup(
+        shape.as_value_model() if how.get("value") else shape,
+        schema.Layout(**pick(schema.Layout)),
+        ranks,
+        engine=engine,
+        optimizer=trained,
+        dtype=how.get("dtype", "fp32"),
+        device="cpu",
+    )
+
+
+def build(case: Setup) -> Any:
+    from quintet.engine.engine import Engine
+
+    engine = Engine(case.shape, case.layout, engine=case.engine, optimizer=case.optimizer, dtype=case.dtype)
+    engine.start_optimizer(case.optimizer, 1)
+    return engine
+
+
+STATIC: list[tuple[str, int, dict[str, Any]]] = [
+    ("qwen3", 1, {"distributed_optimizer": False}),
+    ("qwen2", 1, {"distributed_optimizer": False, "dtype": "bf16"}),
+    ("qwen2", 1, {"distributed_optimizer": False, "dtype": "bf16", "name": "sgd"}),
+    ("qwen2", 1, {"distributed_optimizer": False, "name": "sgd", "momentum": 0.0}),
+    ("qwen3", 1, {"trained": False, "dtype": "bf16"}),
+    ("qwen3-tied", 1, {"dtype": "bf16"}),
+    ("qwen3-tied", 2, {"dtype": "bf16"}),
+    ("qwen3", 2, {"tp": 2, "sp": True, "dtype": "bf16"}),
+    ("qwen3", 2, {"cp": 2}),
+    ("qwen3-tied", 2, {"pp": 2}),
+    ("qwen3-tied", 4, {"pp": 2, "dtype": "bf16"}),
+    ("qwen3-tied", 2, {"pp": 2, "vpp": 2, "dtype": "bf16"}),
+    ("qwen3-tied", 2, {"pp": 2, "value": True}),
+    ("qwen3_moe", 1, {"dtype": "bf16"}),
+    ("qwen3_moe", 4, {"ep": 2, "dtype": "bf16"}),
+    ("qwen3_moe", 4, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+    ("qwen3_moe", 2, {"tp": 2, "sp": True, "etp": 1, "distributed_optimizer": False}),
+    ("deepseek_v3", 1, {"distributed_optimizer": False}),
+    ("deepseek_v3", 2, {"tp": 2, "sp": True, "dtype": "bf16"}),
+    ("deepseek_v3", 2, {"ep": 2, "value": True}),
+]
+
+
+def allocated(cases: list[Setup]) -> list[tuple[Place, dict[str, int]]]:
+    """On one rank: its place, and bytes by kind after a step, in each case."""
+    found = []
+    for case in cases:
+        engine = build(case)
+        if case.optimizer is not None:
+            engine.optimizer_step()
+        at = engine.mesh.coordinates
+        found.append((Place(**{axis: at[axis] for axis in ("pp", "dp", "cp", "edp")}), held(engine)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_static_parts_are_exact(pool, ranks):
+    cases = [setup(family, n, **how) for family, n, how in STATIC if n == ranks]
+    results = pool.run(allocated, ranks, cases)
+    for number, case in enumerate(cases):
+        for place, kinds in (rank[number] for rank in results):
+            formula = rank_memory(case, place)
+            found = (formula.parameters, formula.gradients, formula.optimizer)
+            assert found == tuple(kinds.values()), (case.shape.family, case.layout, case.dtype, place)
+
+
+def test_the_share_on_the_cpu_leaves_the_device():
+    plain, half = (rank_memory(setup("qwen3", dtype="bf16", cpu_fraction=f)) for f in (0.0, 0.5))
+    assert half.optimizer == plain.optimizer / 2
+    # master, two moments and the gradient's copy, against master and moments
+    assert half.host_optimizer == half.optimizer * 16 / 12
+
+
+def kept(cases: list[Setup]) -> list[int]:
+    """Bytes of storage that autograd keeps of one micro-batch's forward pass, parameters and tables apart."""
+    from quintet.data.batch import make_batch
+
+    found = []
+    for case in cases:
+        engine = build(case)
+        length = TOKENS // 4
+        batch = make_batch([[1] * length] * 4, [3] * 4)
+        micro, row = next(engine._rows(batch, [[0, 1, 2, 3]]))
+        known = {p.untyped_storage()._cdata for c in engine.chunks for p in c.parameters()}
+        seen: dict[int, Any] = {}
+
+        def pack(tensor: Any, seen: dict[int, Any] = seen) -> Any:
+            seen.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage())
+            return tensor
+
+        engine._set_training(True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = engine._wrapped[0](micro.input_ids, row)
+        # What recomputation discards is in the list with a size of 0.
+        found.append(sum(s.nbytes() for key, s in seen.items() if key not in known))
+        hidden.sum().backward()
+    return found
+
+
+ACTIVATIONS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {}),
+    ("qwen3", {"dtype": "bf16"}),
+    ("llama", {}),
+    ("llama", {"dtype": "bf16"}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"dtype": "bf16"}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"dtype": "bf16"}),
+    *((family, {"recompute": "full"}) for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
+    *(
+        (family, {"recompute": "selective", "recompute_modules": modules.split()})
+        for family, modules in (
+            ("qwen3", "core_attn"),
+            ("llama", "core_attn"),
+            ("qwen3", "mlp"),
+            ("qwen3", "layernorm"),
+            ("qwen3", "core_attn mlp layernorm"),
+            ("qwen3_moe", "layernorm"),
+            ("qwen3_moe", "moe"),
+            ("qwen3_moe", "moe_act"),
+            ("deepseek_v3", "core_attn"),
+            ("deepseek_v3", "mla_up_proj"),
+            ("deepseek_v3", "core_attn mla_up_proj"),
+            ("deepseek_v3", "shared_experts moe_act"),
+        )
+    ),
+]
+PARALLEL: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"tp": 2}),
+    ("qwen3", {"tp": 2, "sp": True}),
+    ("qwen3", {"tp": 2, "sp": True, "recompute": "full"}),
+    ("llama", {"tp": 2, "sp": True, "dtype": "bf16"}),
+    ("deepseek_v3", {"tp": 2, "sp": True}),
+    ("qwen3_moe", {"ep": 2}),
+    ("qwen3_moe", {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+]
+TOLERANCE = 0.01  # rotary tables, token ids and small index tensors are not counted
+
+
+@pytest.mark.parametrize(("ranks", "table"), [(1, ACTIVATIONS), (2, PARALLEL)])
+def test_activations_are_what_autograd_keeps(pool, ranks, table):
+    cases = [setup(family, ranks, **how) for family, how in table]
+    results = pool.run(kept, ranks, cases)
+    for number, (case, row) in enumerate(zip(cases, table, strict=True)):
+        # Routes decide which rank's experts get how many tokens, not how many all get.
+        measured = sum(rank[number] for rank in results) / ranks
+        formula = of_chunk(case, range(case.shape.layers), ends=True)
+        assert formula == pytest.approx(measured, rel=TOLERANCE), (row, formula / measured)
+
+
+def head_kept(case: Setup, tokens: int) -> tuple[int, int]:
+    """Bytes the head keeps of `tokens` rows, and bytes of the weight's gradient."""
+    from quintet.engine import head
+
+    width = torch.float32 if case.dtype == "fp32" else torch.bfloat16
+    hidden = torch.randn(tokens, case.shape.hidden_size, dtype=width, requires_grad=True)
+    weight = torch.randn(case.shape.vocab_size, case.shape.hidden_size, dtype=width, requires_grad=True)
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    vocab = head.VocabSlice(len(weight), case.shape.vocab_size, dist.group.WORLD)
+    scores = head.log_probs_and_entropy(hidden, weight, torch.zeros(tokens, dtype=torch.int64), vocab)
+    kept = scores.logprobs.grad_fn.kept_logits
+    scores.logprobs.sum().backward()
+    return kept.nbytes, weight.grad.nbytes
+
+
+def test_the_head_keeps_its_logits(pool):
+    from quintet.engine import head
+
+    assert head.KEPT_BYTES == KEPT_LOGITS_BYTES
+    assert head.CHUNK_BYTES == CHUNK_LOGITS_BYTES
+    case = setup("qwen3", dtype="bf16")
+    ((logits, weight),) = pool.run(head_kept, 1, case, 300)
+    some, none = (rank_memory(replace(case, trained_tokens=n)).head for n in (300, 0))
+    rows = 300 * (2 * case.shape.hidden_size * case.width + 24)
+    assert some - none == logits + rows
+    assert none == weight + TOKENS * case.shape.hidden_size * case.width
+
+
+def test_a_head_with_more_logits_than_it_keeps():
+    big = replace(setup("qwen3", dtype="bf16"), device="cuda", trained_tokens=1 << 22)
+    vocabulary = big.shape.vocab_size * big.width
+    rows = (1 << 22) * (2 * big.shape.hidden_size * big.width + 24)
+    weight = big.shape.vocab_size * big.shape.hidden_size * (big.width + 4)
+    stream = TOKENS * big.shape.hidden_size * big.width
+    kept = rank_memory(big).head - rows - weight - stream
+    assert KEPT_LOGITS_BYTES["cuda"] + CHUNK_LOGITS_BYTES["cuda"] - kept < vocabulary
+
+
+def test_a_value_head_has_no_logits():
+    case = setup("qwen3", dtype="bf16", value=True)
+    memory, language = rank_memory(case), rank_memory(setup("qwen3", dtype="bf16"))
+    assert memory.head < language.head - TOKENS * case.shape.vocab_size
+    assert language.parameters - memory.parameters >= 2 * case.shape.hidden_size * (case.shape.vocab_size - 1)
+
+
+def test_pipelines_hold_micro_batches_in_flight():
+    one = rank_memory(setup("qwen3")).activations
+    norm = of_chunk(setup("qwen3"), range(0), ends=True)
+    stages = [rank_memory(setup("qwen3", 4, pp=4), Place(pp=p)).activations for p in range(4)]
+    layer = (one - norm) // 4
+    assert stages == [4 * layer, 3 * layer, 2 * layer, layer + norm]
+    few = replace(setup("qwen3", 4, pp=4), microbatches=2)
+    assert rank_memory(few).activations == 2 * layer
+    # Interleaved on two stages, two chunks of a layer each: 2 (2 - 0 - 1) + (2 - 1) 2 + 1 passes.
+    interleaved = setup("qwen3", 2, pp=2, vpp=2)
+    assert rank_memory(interleaved).activations == 5 * layer
+    assert rank_memory(interleaved, Place(pp=1)).activations == 3 * layer + norm
+
+
+def test_the_peak_is_the_worst_moment():
+    memory = Memory(parameters=2, gradients=4, optimizer=12, activations=7, head=5, workspace=3)
+    assert memory.static == 18
+    assert memory.peak == 30
+    assert replace(memory, step_workspace=20).peak == 38
+    assert replace(memory, workspace=6).peak == 31
