@@ -57,7 +57,7 @@ def config(name: str) -> Any:
         return Qwen3MoeConfig(norm_topk_prob=True, **qwen, **_SIZES)
     if name == "qwen3_moe-sparse":  # weights of all experts, and experts in every other layer
         return Qwen3MoeConfig(norm_topk_prob=False, decoder_sparse_step=2, **qwen, **_SIZES)
-    if name == "deepseek_v3":
+    if name in ("deepseek_v3", "deepseek_v3-idle"):
         return DeepseekV3Config(**_LATENT, **_SIZES)
     if name == "deepseek_v3-yarn":  # YaRN, no groups, no query latent, another norm_eps than the latents'
         other = {"n_group": 1, "q_lora_rank": None, "rms_norm_eps": 1e-3, "rope_parameters": _YARN}
@@ -84,6 +84,8 @@ def model(name: str) -> Any:
         for key, buffer in made.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
+                if name == "deepseek_v3-idle":  # every token chooses the first two experts
+                    buffer[:2] += 10
     return made
 
 

@@ -130,6 +130,22 @@ def test_layout_equals_transformers(pool, directory, name, layout):
     check(name, pool.run(run_rank, world, directory(name), sizes))
 
 
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, {}),
+        (2, {"ep": 2}),
+        (4, {"ep": 2, "etp": 2}),
+        (4, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+        (4, {"ep": 4}),
+    ],
+    ids=str,
+)
+def test_experts_and_ranks_without_a_token(pool, directory, world, layout):
+    name = "deepseek_v3-idle"
+    check(name, pool.run(run_rank, world, directory(name), layout))
+
+
 ALL = ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
 
 
