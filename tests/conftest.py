@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.oracle.pool import Pool
 
+# An example's time is the machine's as much as the code's: a busy one must not fail a property.
+hypothesis.settings.register_profile("quintet", deadline=None)
+hypothesis.settings.load_profile("quintet")
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Processes for tests that need several ranks without Ray: `pool.run(function, world_size, ...)`."""
-    pool = Pool()
+    pool = Pool(size=8)
     yield pool
     pool.close()
 

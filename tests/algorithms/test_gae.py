@@ -37,14 +37,14 @@ def naive(
     bootstrap: list[float],
 ) -> list[float]:
     """Backwards through each sample's trained tokens."""
-    out = [0.0] * len(mask)
+    tokens = list(zip(rewards.tolist(), values.tolist(), mask.tolist(), ids.tolist(), strict=True))
+    out = [0.0] * len(tokens)
     for sample, ending in enumerate(bootstrap):
         after, advantage = ending, 0.0
-        for t in reversed(range(len(mask))):
-            if ids[t] == sample and mask[t] > 0:
-                delta = float(rewards[t]) + gamma * after - float(values[t])
-                advantage = delta + gamma * lam * advantage
-                after, out[t] = float(values[t]), advantage
+        for t, (reward, value, on, owner) in reversed(list(enumerate(tokens))):
+            if owner == sample and on:
+                advantage = reward + gamma * after - value + gamma * lam * advantage
+                after, out[t] = value, advantage
     return out
 
 
