@@ -52,6 +52,10 @@ def wrap_for_training(
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=recipe.distributed_optimizer, grad_reduce_in_fp32=True
     )
+    if choose_backend(recipe.backend) == "transformer_engine":
+        from quintet.engine.te import add_gradients_in_place
+
+        add_gradients_in_place(chunks)
     return [
         DistributedDataParallel(chunk.config, settings, chunk, pg_collection=mesh.groups) for chunk in chunks
     ]

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+
+from quintet.engine.mlp import swiglu
 
 
 class GroupedExperts(MegatronModule):
@@ -63,10 +64,7 @@ class GroupedExperts(MegatronModule):
 
     def _activate(self, hidden: Tensor, weights: Tensor) -> Tensor:
         """silu(gate) · up · weight: [T, 2w], [T, 1] → [T, w] in the type of `hidden`."""
-        if self.config.bias_activation_fusion:
-            return weighted_bias_swiglu_impl(hidden, None, weights)
-        gate, up = hidden.chunk(2, -1)
-        return (F.silu(gate) * up * weights).to(hidden.dtype)
+        return swiglu(hidden, weights)
 
 
 def mark_expert(weight: torch.nn.Parameter, groups: Any, *, dim: int) -> None:

@@ -15,15 +15,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
@@ -34,6 +34,7 @@ from quintet.engine.attention import CoreAttention, PackedSelfAttention
 from quintet.engine.experts import GroupedExperts
 from quintet.engine.mesh import Mesh
 from quintet.engine.mla import LatentAttentionSubmodules, PackedLatentAttention, ReplicatedLinear
+from quintet.engine.mlp import GatedMLP, GatedSharedExperts
 from quintet.engine.norm import RMSNorm
 from quintet.engine.router import Router
 from quintet.errors import UserError
@@ -116,12 +117,13 @@ def block_spec(
     provider, stage = provider_of(backend), mesh.at("pp")
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=stage)
-    specs = {moe: layer_spec(shape, provider, moe=moe) for moe in (False, True) if not moe or shape.moe}
+    kinds = {shape.is_moe(i) for i in range(shape.layers)}
+    specs = {moe: layer_spec(shape, provider, mesh.groups.tp, moe=moe) for moe in kinds}
     layers = [specs[shape.is_moe(i)] for i in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm(rms_norm=True))
 
 
-def layer_spec(shape: ModelShape, provider: Any, *, moe: bool) -> ModuleSpec:
+def layer_spec(shape: ModelShape, provider: Any, tp: dist.ProcessGroup, *, moe: bool) -> ModuleSpec:
     """One layer. Where a provider fuses a norm into the linear layer after it, the norm's own place is empty."""
     norm = provider.layer_norm(rms_norm=True)
     fuses = provider.fuse_layernorm_and_linear()
@@ -131,10 +133,15 @@ def layer_spec(shape: ModelShape, provider: Any, *, moe: bool) -> ModuleSpec:
         self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=IdentityOp if fuses and not moe else norm,
-        mlp=_experts(shape, provider) if moe else ModuleSpec(module=MLP, submodules=_mlp(provider, fuses)),
+        mlp=_experts(shape, provider) if moe else _feed_forward(provider, fuses, tp),
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=parts)
+
+
+def _feed_forward(provider: Any, fuses: bool, tp: dist.ProcessGroup) -> ModuleSpec:
+    # Core's layer hands the group to its own MLP alone.
+    return ModuleSpec(module=GatedMLP, submodules=_mlp(provider, fuses), params={"tp_group": tp})
 
 
 def _mlp(provider: Any, fuses: bool) -> MLPSubmodules:
@@ -147,7 +154,7 @@ def _experts(shape: ModelShape, provider: Any) -> ModuleSpec:
     experts, submodules = provider.grouped_mlp_modules(True, False)
     parts = MoESubmodules(
         experts=ModuleSpec(module=experts, submodules=submodules),
-        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_mlp(provider, False)),
+        shared_experts=ModuleSpec(module=GatedSharedExperts, submodules=_mlp(provider, False)),
         router=partial(Router, bias=shape.moe.bias),
     )
     return ModuleSpec(module=MoELayer, submodules=parts)

@@ -7,8 +7,10 @@ count it once a tp rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -46,3 +48,15 @@ class FusedExperts(TEGroupedMLP):
         for linear, dim in ((self.linear_fc1, 0), (self.linear_fc2, 1)):
             for weight in linear.parameters():
                 mark_expert(weight, pg_collection, dim=dim)
+
+
+def add_gradients_in_place(chunks: Iterable[torch.nn.Module]) -> None:
+    """Have TransformerEngine's linear layers add weight gradients to the fp32 gradient buffers within the product.
+
+    Otherwise each is written in bf16 and added in a further pass. Core's field for it (gradient_accumulation_fusion)
+    also asks Apex of the LM head's layer, which quintet does not call.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
