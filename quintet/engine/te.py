@@ -56,7 +56,7 @@ def add_gradients_in_place(chunks: Iterable[torch.nn.Module]) -> None:
     Otherwise each is written in bf16 and added in a further pass. Core's field for it (gradient_accumulation_fusion)
     also asks Apex of the LM head's layer, which quintet does not call.
     """
-    for chunk in chunks:
-        for module in chunk.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = True
+    linear: Any
+    for linear in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(linear, "fuse_wgrad_accumulation"):
+            linear.fuse_wgrad_accumulation = True
