@@ -93,11 +93,12 @@ def check(one: dict[str, Any]) -> None:
 
 
 def command() -> str:
-    """The command that makes these records, from the root of the source tree; without where they were written to."""
+    """The command that makes these records, from the root of the source tree; without where it writes to."""
     arguments = list(sys.argv[1:])
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        del arguments[at : at + 2]
+    for option in ("--out", "--profile-dir"):
+        if option in arguments:
+            at = arguments.index(option)
+            del arguments[at : at + 2]
     return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments])
 
 

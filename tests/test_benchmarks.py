@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.engine_work import MODELS, REAL, Setup, parse_layout, peak_flops, setup_of
 from benchmarks.laptop_cases import CASES, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT
-from benchmarks.records import RESULTS, ROOT, merged, read_records, record, write_records
+from benchmarks.records import RESULTS, ROOT, command, merged, read_records, record, write_records
 
 
 def sound(**changes):
@@ -42,6 +42,12 @@ def test_a_new_record_replaces_that_of_the_same_case_metric_and_hardware(tmp_pat
 def test_a_record_that_is_not_sound_is_refused(changes, tmp_path) -> None:
     with pytest.raises(ValueError):
         write_records(tmp_path / "b.json", [sound(**changes)])
+
+
+def test_a_command_does_not_tell_where_its_results_went(monkeypatch) -> None:
+    options = ["--out", "x/r.json", "--backend", "te", "--profile-dir", "x"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/engine.py", *options])
+    assert command() == "python -m benchmarks.engine --backend te"
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
