@@ -14,7 +14,7 @@ rows of T tokens on a rank, S of them between blocks (S = T / tp under sequence 
     latent          (MLA) each latent before and after its norm; q and k as wide as they are, with their rotary part
 
 There is no dropout, so there are no masks. Context parallelism by all-gather makes k and v (cp + 1/2) times as long.
-On a CPU attention repeats k and v for every query head, SwiGLU keeps two intermediates more and, in bf16, norms compute
+On a CPU attention repeats k and v for every query head, SwiGLU keeps what one kernel does not and, in bf16, norms compute
 in fp32 copies. Recomputed parts keep their inputs only.
 """
 
@@ -85,7 +85,8 @@ def kept_in_layer(setup: Setup, layer: int, *, whole: bool = False) -> int:
 
 def workspace(setup: Setup) -> int:
     """An estimate of what the backward pass of one layer has alive besides: gradients of its widest activations, of the
-    residual stream, and of one weight; after full recompute, all that the layer keeps."""
+    residual stream, and of one weight (which TransformerEngine adds to the buffer at once); after full recompute, all that
+    the layer keeps."""
     sizes, moe = _Sizes(setup, frozenset()), setup.shape.moe
     width = setup.shape.ffn_hidden_size // setup.layout.tp
     rows, weight = sizes.t, 2 * width * sizes.hidden
@@ -94,6 +95,8 @@ def workspace(setup: Setup) -> int:
         rows = max(rows, _expert_rows(sizes, moe))
         here = moe.experts // setup.layout.ep
         weight = max(weight, 2 * moe.ffn_hidden_size // setup.etp * sizes.hidden * here)
+    if setup.backend == "transformer_engine":
+        weight = 0
     gradients = (rows * 3 * width + (2 * sizes.s + sizes.t) * sizes.hidden + weight) * sizes.w
     again = 0
     if setup.engine.recompute == "full":
@@ -171,8 +174,8 @@ def _latent(sizes: _Sizes, mla: MlaShape) -> int:
 
 
 def _swiglu(sizes: _Sizes, rows: float, width: int, *, weighted: bool = False) -> int:
-    """Gate and up, and their product; on a CPU silu's output and the linear half, or the unweighted product, too."""
-    wide = 3 if sizes.on_gpu else 5
+    """Gate and up, and their product; on a CPU silu's output too, and where it is weighted the product before that."""
+    wide = 3 if sizes.on_gpu else 4 + weighted
     return int(rows * (wide * width * sizes.w + (4 if weighted else 0)))
 
 

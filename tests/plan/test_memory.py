@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -285,3 +288,11 @@ def test_the_peak_is_the_worst_moment():
     assert memory.peak == 30
     assert replace(memory, step_workspace=20).peak == 38
     assert replace(memory, workspace=6).peak == 31
+
+
+def test_the_benchmark_runs_dry():
+    command = [sys.executable, "-m", "benchmarks.memory", "--tiny", "--recompute", "full"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=100)
+    ratios = {line.split()[0]: float(line.split()[-1]) for line in done.stdout.splitlines()[2:5]}
+    assert ratios == {"parameters": 1.0, "gradients": 1.0, "optimizer": 1.0}
