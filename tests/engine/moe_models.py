@@ -64,6 +64,8 @@ def config(name: str) -> Any:
         return DeepseekV3Config(**(_LATENT | other), **_SIZES)
     if name == "deepseek_v3-halves":
         return DeepseekV3Config(rope_interleave=False, **_LATENT, **_SIZES)
+    if name == "deepseek_v3-dense":
+        return DeepseekV3Config(**(_LATENT | {"first_k_dense_replace": 4}), **_SIZES)
     raise KeyError(name)
 
 

@@ -130,6 +130,13 @@ def test_layout_equals_transformers(pool, directory, name, layout):
     check(name, pool.run(run_rank, world, directory(name), sizes))
 
 
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}], ids=str)
+def test_latent_attention_without_experts(pool, directory, layout):
+    """Without experts, tp needs no sp: the rotary key's gradient is then summed another way."""
+    name = "deepseek_v3-dense"
+    check(name, pool.run(run_rank, 2, directory(name), layout, cp_comm="all_to_all"))
+
+
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
