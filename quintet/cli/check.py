@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -46,6 +47,8 @@ def _resolved(recipe: Recipe, command: str) -> Iterator[str]:
     yield _engine(recipe)
     if command in ("train", "sft"):
         yield _rows(recipe)
+        if recipe.model.path is not None:
+            yield _memory(recipe, shape, command)
 
 
 def _model(recipe: Recipe, shape: ModelShape) -> str:
@@ -131,6 +134,45 @@ def _rows(recipe: Recipe) -> str:
     return f"{text}{', ' if padded else ''}{' and '.join(padded)}."
 
 
+def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:
+    """By the formula of `quintet.plan`, of the fullest rank and the most demanding optimizer that the command starts."""
+    from quintet.plan import Place, Setup, rank_memory
+    from quintet.recipe.features import optimizers
+
+    on_cpu = recipe.cluster.device == "cpu"
+    setup = Setup(
+        shape,
+        recipe.layout,
+        recipe.cluster.ranks,
+        engine=recipe.engine,
+        dtype=recipe.model.dtype or ("fp32" if on_cpu else "bf16"),
+        device="cpu" if on_cpu else "cuda",
+        backend="transformer_engine" if _layers(recipe).startswith("transformer_engine") else "portable",
+    )
+    asked = [
+        one for section, one in optimizers(recipe).items() if command == "train" or section != "optimizer"
+    ]
+    most = max(
+        (
+            rank_memory(replace(setup, optimizer=one), Place(pp=stage))
+            for one in asked
+            for stage in range(recipe.layout.pp)
+        ),
+        key=lambda memory: memory.peak,
+    )
+    parts = {name: getattr(most, name) for name in ("parameters", "gradients", "optimizer", "activations")}
+    parts["other"] = most.peak - sum(parts.values())
+    said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
+    besides = "" if command == "sft" else ", the rollout"
+    return (
+        f"Memory: about {most.peak / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
+        f"needs{besides} and fragmentation come on top."
+    )
+
+
+_GIB = 1 << 30
+
+
 def _check_data(recipe: Recipe, command: str) -> list[str]:
     """Read every row as the run will, short of rendering and tokenizing, which need the tokenizer."""
     from quintet.data.prompts import check_rows
@@ -169,7 +211,7 @@ COMMAND = Command(
 Validate a recipe without starting any process: keys, types, the layout against the model's sizes, files, and every
 row of local data files (short of tokenizing). Prints the resolved recipe, every key written out, to standard
 output, and notes to standard error: the model's size, the layout with its data-parallel sizes, the layers, the
-alignment of micro-batches, the data. The resolved recipe can be used as a recipe.""",
+alignment of micro-batches, the memory of a rank, the data. The resolved recipe can be used as a recipe.""",
     examples="""\
   quintet check my.yaml
   quintet check my.yaml layout.tp=4 cluster.ranks=8 > resolved.yaml

@@ -182,8 +182,8 @@ def test_check_tells_what_follows_from_the_recipe(
         "layout.vpp=2",
     ]
     experts = ["layout.ep=4", "layout.etp=1", "model.build=null", model, "rollout.layout.tp=4"]
-    memory = ["engine.recompute=selective", "engine.recompute_modules=[core_attn, moe]"]
-    assert main(["check", recipe, *layout, *experts, *memory, "engine.backend=portable"]) == 0
+    again = ["engine.recompute=selective", "engine.recompute_modules=[core_attn, moe]"]
+    assert main(["check", recipe, *layout, *experts, *again, "engine.backend=portable"]) == 0
     said = capsys.readouterr().err.splitlines()
     for line in (
         "Model: qwen3_moe, 212.1K parameters, 101.5K of them for each token.",
@@ -194,8 +194,30 @@ def test_check_tells_what_follows_from_the_recipe(
         "Micro-batches: up to 16384 tokens on 2 ranks, each sample padded to a multiple of 4.",
     ):
         assert line in said
+    (memory,) = [line for line in said if line.startswith("Memory: about 0.0 GiB on the fullest rank")]
+    assert "the rollout and fragmentation" in memory
     assert main(["check", recipe, *layout, *experts, "--command", "sft"]) == 0
-    assert "Rollout" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Rollout" not in said
+    assert "the rollout" not in said
+
+
+def test_check_tells_the_memory_of_the_most_demanding_optimizer(
+    recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintet.cli.check._GIB", 1024)
+    model = ["model.build=null", model, "cluster.device=cpu", "engine.distributed_optimizer=false"]
+    trained = 4 * 212096 / 1024  # fp32
+    for optimizers, command, state in (
+        (["optimizer.name=sgd"], "train", 2 * trained),
+        (["optimizer.name=sgd", "sft=null"], "train", trained),
+        (["optimizer.name=adamw", "sft.optimizer.name=sgd"], "sft", trained),
+    ):
+        assert main(["check", recipe, *model, *optimizers, "--command", command]) == 0
+        said = capsys.readouterr().err
+        assert (
+            f"parameters {trained:.1f}, gradients {trained:.1f}, optimizer {state:.1f}, activations" in said
+        )
 
 
 @pytest.mark.parametrize(
