@@ -1,0 +1,354 @@
+"""Recipes that break a rule of layouts, experts, the engine, optimizers or features: data for test_rules.py."""
+
+OWN = "rollout.layout.tp=1"
+"""A layout of the rollout's own, which the axes beyond tp, sp and pp need."""
+
+# rule → overrides of a valid recipe that break it ("@moe" names a model) → parts of the message
+BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
+    ("only_available_features", ["rollout.layout.ep=2"], ["expert parallelism in the rollout"]),
+    (
+        "only_available_features",
+        ["rollout.backend=vllm"],
+        ["vLLM rollout is not available", "rollout.backend=native"],
+    ),
+    ("only_available_features", ["rollout.backend=sglang"], ["SGLang rollout is not available"]),
+    (
+        "only_available_features",
+        ["optimizer.name=muon"],
+        ["Muon is not available", "use adamw", "refuses the distributed optimizer"],
+    ),
+    ("only_available_features", ["sft.optimizer.name=muon"], ["Muon is not available"]),
+    (
+        "features_go_together",
+        ["cluster.ranks=4", "layout.tp=2", "layout.cp=2"],
+        [
+            "layout.cp (context parallelism by all-gather) does not go with rollout.layout",
+            "set rollout.layout.tp=2",
+        ],
+    ),
+    (
+        "features_go_together",
+        ["cluster.ranks=2", "layout.cp=2", "engine.cp_comm=all_to_all"],
+        ["context parallelism by all-to-all", "rollout.layout.tp=1"],
+    ),
+    (
+        "features_go_together",
+        ["@moe", "cluster.ranks=2", "layout.ep=2"],
+        ["layout.ep (expert parallelism)", "rollout.layout.tp=1"],
+    ),
+    (
+        "features_go_together",
+        ["@moe", "cluster.ranks=4", "layout.tp=2", "layout.sp=true", "layout.ep=2", "layout.etp=1"],
+        ["layout.etp (experts cut otherwise than the rest of the model)"],
+    ),
+    (
+        "features_go_together",
+        ["cluster.ranks=2", "layout.pp=2", "layout.vpp=2"],
+        ["layout.vpp (the interleaved pipeline)", "resharded after each step"],
+    ),
+    (
+        "features_go_together",
+        ["engine.offload_params=1.0"],
+        ["offload of parameters", "would be away", "or engine.offload_params=0"],
+    ),
+    (
+        "features_go_together",
+        ["optimizer.name=adam", "optimizer.cpu_fraction=0.5"],
+        ["megatron-core updates adamw alone on the CPU", "use adamw"],
+    ),
+    (
+        "features_go_together",
+        ["sft.optimizer.name=sgd"],
+        ["optimizer.name (SGD) does not go with", "engine.distributed_optimizer=false"],
+    ),
+    (
+        "features_go_together",
+        ["optimizer.name=sgd", "engine.distributed_optimizer=false", "optimizer.cpu_fraction=0.5"],
+        ["optimizer.name (SGD) does not go with optimizer.cpu_fraction"],
+    ),
+    (
+        "features_go_together",
+        ["engine.distributed_optimizer=false", "optimizer.cpu_fraction=0.5"],
+        ["whole on each data-parallel rank", "engine.distributed_optimizer=true"],
+    ),
+    (
+        "features_go_together",
+        ["model.dtype=fp32", "optimizer.cpu_fraction=0.5"],
+        ["model.dtype (fp32) does not go with optimizer.cpu_fraction", "model.dtype=bf16"],
+    ),
+    (
+        "devices_suffice",
+        ["cluster.device=cpu", "engine.backend=transformer_engine"],
+        ["needs GPUs: TransformerEngine runs on CUDA alone", "engine.backend=portable"],
+    ),
+    (
+        "devices_suffice",
+        ["cluster.device=cpu", "sft.optimizer.cpu_fraction=1.0"],
+        ["optimizer.cpu_fraction (optimizer state on the CPU) needs GPUs", "set cpu_fraction=0"],
+    ),
+    ("megatron_options_are_free", ["engine.megatron.sequence_parallel=true"], ["decided by layout.sp"]),
+    ("megatron_options_are_free", ["engine.megatron.attention_dropout=0.1"], ["trains without dropout"]),
+    ("megatron_options_are_free", ["engine.megatron.num_moe_experts=8"], ["decided by the model"]),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.fp8=hybrid"],
+        ["FP8 and FP4 are not available", "ignore the field without a word"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.batch_p2p_comm=true"],
+        ["decided by layout.vpp", "wrong gradients, without a word"],
+    ),
+    ("megatron_options_are_free", ["engine.megatron.overlap_p2p_comm=false"], ["decided by layout.vpp"]),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_aux_loss_coeff=0.01"],
+        ["router balancing is not available", "counts padding", "how a batch is cut"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_z_loss_coeff=0.001"],
+        ["router balancing is not available"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_router_load_balancing_type=seq_aux_loss"],
+        ["router balancing is not available"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_router_bias_update_rate=0.001"],
+        ["router balancing is not available"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_expert_capacity_factor=1.5"],
+        ["which tokens are dropped would depend"],
+    ),
+    ("megatron_options_are_free", ["engine.megatron.mtp_num_layers=1"], ["multi-token prediction is not"]),
+    ("megatron_options_are_free", ["engine.megatron.multi_latent_attention=true"], ["decided by the model"]),
+    ("megatron_options_are_free", ["engine.megatron.kv_lora_rank=8"], ["decided by the model"]),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.recompute_granularity=full"],
+        ["decided by engine.recompute and engine.recompute_modules"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.cuda_graph_impl=local"],
+        ["CUDA graphs are not available"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.enable_cuda_graph=true"],
+        ["CUDA graphs are not available"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.hybrid_context_parallel=true"],
+        ["one context-parallel group", "layout.cp"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.max_seqlen_per_dp_cp_rank=4096"],
+        ["engine.tokens_per_microbatch_per_rank"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.cpu_offloading=true"],
+        ["activations are not offloaded", "engine.offload_params"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.num_layers_in_first_pipeline_stage=1"],
+        ["equally many layers", "layout.pp"],
+    ),
+    ("megatron_options_are_free", ["engine.megatron.tp_comm_overlap=true"], ["does not set up"]),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.recompute_granularty=full"],
+        ["has no such field; recompute_granularity is decided by engine.recompute"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.deterministic_mod=true"],
+        ["has no such field; did you mean deterministic_mode?"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.moe_permute_fusion=true"],
+        ["moe_permute_fusion is of experts, and the model has none"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["@moe", "engine.megatron.moe_permute_fusion=true", "engine.backend=portable"],
+        ["a kernel of TransformerEngine's", "engine.backend=transformer_engine on GPUs"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["engine.recompute_modules=[mlp]"],
+        ["engine.recompute_modules=[mlp] is read by engine.recompute=selective alone", "it is none"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["engine.recompute=full", "engine.recompute_modules=[mlp]"],
+        ["and it is full"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["engine.recompute=selective", "engine.recompute_modules=[]"],
+        ["would compute nothing again"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["engine.recompute=selective", "engine.recompute_modules=[core_attn, moe, mla_up_proj]"],
+        ["moe is of experts", "mla_up_proj is of latent attention"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["@moe", "engine.recompute=selective", "engine.recompute_modules=[mlp, shared_experts]"],
+        ["mlp is of layers without experts", "shared_experts is of shared experts, and the model has none"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["@mla", "engine.recompute=selective", "engine.recompute_modules=[moe, moe_act, shared_experts]"],
+        ["moe_act is part of moe", "shared_experts is part of moe"],
+    ),
+    (
+        "context_communication_is_read",
+        ["engine.cp_comm=all_to_all"],
+        ["engine.cp_comm=all_to_all is not read while layout.cp=1"],
+    ),
+    (
+        "optimizer_keys_are_read",
+        ["optimizer.momentum=0.5"],
+        ["optimizer.momentum=0.5 is read by sgd alone, and optimizer.name is adamw"],
+    ),
+    (
+        "optimizer_keys_are_read",
+        ["optimizer.name=sgd", "optimizer.beta1=0.8", "optimizer.eps=1e-6"],
+        ["optimizer.beta1=0.8 is read by adamw and adam alone", "optimizer.eps=1e-06"],
+    ),
+    (
+        "optimizer_keys_are_read",
+        ["sft.optimizer.momentum=0.5"],
+        ["sft.optimizer.momentum=0.5 is read by sgd"],
+    ),
+    (
+        "lr_multipliers_match",
+        ["optimizer.lr_multipliers={'*.gate.weight': 0.1}"],
+        [
+            "optimizer.lr_multipliers: no weight is left for '*.gate.weight'",
+            "the first one that matches counts",
+        ],
+    ),
+    (
+        "lr_multipliers_match",
+        ["optimizer.lr_multipliers={'*': 0.5, '*.mlp.*': 0.1}"],
+        ["no weight is left for '*.mlp.*'"],
+    ),
+    (
+        "lr_multipliers_match",
+        ["sft.optimizer.lr_multipliers={'*.q_proj.weight': 0.1}"],
+        ["sft.optimizer.lr_multipliers: model.layers.0.self_attn.q_proj.weight has factor 0.1", "one tensor"],
+    ),
+    (
+        "lr_multipliers_match",
+        ["@moe", "optimizer.lr_multipliers={'*.experts.0.*': 0.1}"],
+        ["experts.0.gate_proj.weight has factor 0.1", "one tensor"],
+    ),
+    (
+        # Stored and not trained: it has no learning rate.
+        "lr_multipliers_match",
+        ["@mla", "optimizer.lr_multipliers={'*.e_score_correction_bias': 0.1}"],
+        ["no weight is left"],
+    ),
+    (
+        "expert_axes_need_experts",
+        ["layout.ep=2", "cluster.ranks=2"],
+        ["layout.ep=2: the model has no experts", "set layout.ep=1"],
+    ),
+    ("expert_axes_need_experts", ["layout.etp=1"], ["layout.etp=1: the model has no experts", "etp=null"]),
+    (
+        "experts_divide",
+        ["@moe", "layout.ep=4", "cluster.ranks=2"],
+        ["layout.etp × ep = 1 (null: tp) × 4 = 4 does not divide the 2 ranks of a pipeline stage"],
+    ),
+    (
+        # tp × pp × cp divides the ranks, etp × ep × pp does not.
+        "experts_divide",
+        ["@moe", "layout.tp=2", "layout.sp=true", "layout.pp=2", "layout.ep=4", "cluster.ranks=8"],
+        ["layout.etp × ep = 2 (null: tp) × 4 = 8 does not divide the 4 ranks", "layout.etp=1"],
+    ),
+    ("experts_divide", ["@moe", "layout.ep=3", "cluster.ranks=3"], ["does not divide the model's 8 experts"]),
+    (
+        "experts_divide",
+        ["@moe", "layout.etp=16", "layout.ep=2", "cluster.ranks=32"],
+        ["layout.etp=16 does not divide the 24 units of an expert"],
+    ),
+    (
+        "experts_divide",
+        ["@moe", "rollout.layout.tp=16", "cluster.ranks=16"],
+        ["rollout.layout.tp=16 does not divide the 24 units of an expert"],
+    ),
+    (
+        "experts_need_sp",
+        ["@moe", "layout.tp=2", "cluster.ranks=2"],
+        ["layout.tp=2 with layout.sp=false", "set layout.sp=true"],
+    ),
+    (
+        "experts_are_cut_as_the_rest",
+        ["@moe", "layout.tp=2", "layout.sp=true", "layout.etp=1", "cluster.ranks=2"],
+        [
+            "layout.etp=1 with layout.tp=2 and layout.ep=1",
+            "wrong gradients of the experts",
+            "raise layout.ep",
+        ],
+    ),
+    (
+        "exchanged_heads_divide",
+        ["layout.cp=2", "layout.tp=2", "engine.cp_comm=all_to_all", "cluster.ranks=4"],
+        ["tp × cp = 2 × 2 = 4 does not divide the model's 2", "KV heads", "engine.cp_comm=all_gather"],
+    ),
+    (
+        "exchanged_heads_divide",
+        ["@mla", "layout.cp=16", "engine.cp_comm=all_to_all", "cluster.ranks=16"],
+        ["does not divide the model's 8", "attention heads"],
+    ),
+    (
+        "ranks_divide",
+        ["cluster.ranks=3", "layout.tp=2"],
+        ["cluster.ranks=3 is not divisible", "2 × 1 × 1 = 2", "2 or 4"],
+    ),
+    ("ranks_divide", ["cluster.ranks=2", "rollout.layout.tp=4"], ["rollout.layout.tp × pp", "use 4 ranks"]),
+    ("nodes_divide", ["cluster.ranks=3", "cluster.ranks_per_node=2"], ["cluster.ranks_per_node=2"]),
+    ("sp_needs_tp", ["layout.sp=true"], ["layout.sp=true needs layout.tp > 1"]),
+    ("vpp_needs_pp", ["layout.vpp=2"], ["layout.vpp=2 needs layout.pp > 1"]),
+    (
+        "model_divides",
+        ["layout.tp=4", "cluster.ranks=4"],
+        ["layout.tp=4 does not divide the model's 2 KV heads"],
+    ),
+    ("model_divides", ["layout.tp=8", "cluster.ranks=8"], ["does not divide the model's 4 attention heads"]),
+    (
+        "model_divides",
+        ["layout.tp=2", "cluster.ranks=2", "model.build.ffn_hidden_size=33"],
+        ["33 units of its MLP"],
+    ),
+    (
+        "model_divides",
+        ["layout.pp=3", "cluster.ranks=3"],
+        ["layout.pp=3 does not divide the model's 4 layers"],
+    ),
+    ("model_divides", ["rollout.layout.tp=4", "cluster.ranks=4"], ["rollout.layout.tp=4 does not divide"]),
+    (
+        "model_divides",
+        ["layout.pp=2", "layout.vpp=4", "cluster.ranks=2"],
+        ["layout.pp × vpp = 2 × 4 does not divide the model's 4 layers", "4 divides by 1, 2, 4"],
+    ),
+]
+
+
+def named(overrides: list[str], models: dict[str, list[str]]) -> list[str]:
+    """Overrides with "@moe" replaced by those that name that model."""
+    return [one for given in overrides for one in (models[given[1:]] if given[0] == "@" else [given])]

@@ -1,0 +1,71 @@
+"""The tables of features, refused pairs and megatron-core's fields."""
+
+import ast
+from pathlib import Path
+
+from quintet.recipe.features import (
+    FEATURES,
+    NEEDS_GPU,
+    NOT_AVAILABLE,
+    REFUSED_PAIRS,
+    features_on,
+    refused_pair,
+)
+from quintet.recipe.keys import all_keys
+from quintet.recipe.megatron import FREE, REFUSED, transformer_config_fields
+from quintet.recipe.rules import shape_of
+from tests.recipe.broken_engine import BROKEN_ENGINE, OWN, named
+
+
+def test_features_name_their_keys() -> None:
+    features = [*FEATURES.values(), *(missing.feature for missing in NOT_AVAILABLE)]
+    assert {key for one in features for key in one.keys} <= set(all_keys())
+    assert {need for one in features for need in one.needs} <= FEATURES.keys()
+    assert {need.feature for need in NEEDS_GPU} <= FEATURES.keys()
+
+
+def test_every_refused_pair_is_of_two_features_and_is_refused(refuse, models) -> None:
+    """Both ways round, by a sentence that names both keys; and a recipe of `BROKEN_ENGINE` has each."""
+    refused = "\n".join(
+        refuse(*named(overrides, models))
+        for rule, overrides, _ in BROKEN_ENGINE
+        if rule == "features_go_together"
+    )
+    for pair in REFUSED_PAIRS:
+        a, b = FEATURES[pair.first], FEATURES[pair.second]
+        sentence = refused_pair(a.id, b.id)
+        assert sentence == refused_pair(b.id, a.id) == pair.sentence()
+        assert a.key in sentence
+        assert b.key in sentence
+        assert f"{a.key} ({a.name}) does not go with {b.key} ({b.name}): " in refused
+    assert refused_pair("tp", "pp") is None
+    assert refused_pair("tp", "tp") is None
+    assert "two values of engine.recompute" in str(refused_pair("recompute_full", "recompute_selective"))
+
+
+def test_features_are_told_from_a_recipe(load, models) -> None:
+    assert features_on(load()) == {"distributed_optimizer", "shared_rollout"}
+    assert {"tied"} < features_on(load(), shape_of(load()))
+    recipe = load(*models["moe"], "cluster.ranks=4", "layout.tp=2", "layout.sp=true", OWN, "model.dtype=bf16")
+    assert features_on(recipe, shape_of(recipe)) == {
+        *("dp", "tp", "sp", "etp", "experts", "bf16", "distributed_optimizer", "own_rollout")
+    }
+
+
+def test_every_field_of_megatron_core_is_judged() -> None:
+    """None is left that a recipe could set without anyone having asked what it does here."""
+    assert transformer_config_fields() == REFUSED.keys() | FREE
+    assert not REFUSED.keys() & FREE
+
+
+def test_engine_megatron_cannot_set_what_the_engine_sets() -> None:
+    """Read from the source: the engine's module takes seconds to import."""
+    source = Path(__file__).parents[2] / "quintet" / "engine" / "config.py"
+    tables = [
+        node.value
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Dict)
+    ]
+    set_by_engine = {ast.literal_eval(key) for table in tables for key in table.keys if key is not None}
+    assert {"num_layers", "recompute_granularity", "kv_lora_rank", "overlap_p2p_comm"} < set_by_engine
+    assert set_by_engine <= REFUSED.keys()
