@@ -1,0 +1,263 @@
+"""What the suite runs: families × layouts, the layouts of covering sets in which every allowed pair of values stands.
+
+One table of axes and one of constraints; the constraints are the refusals of `quintet.recipe`, and a test holds them to
+those. All cases follow from the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quintet.recipe import schema
+from tests.oracle.covering import Constraint, Row, Table
+from tests.oracle.data import BATCHES, BF16_BATCH
+
+DENSE = ("qwen3", "qwen3-tied", "qwen2", "llama")
+MOE = ("qwen3_moe", "deepseek_v3")
+THOROUGH = ("qwen3", "deepseek_v3")
+"""The families that run all pairs in `make test`; the others run FEW_LAYOUTS there, and all pairs in `make test-slow`."""
+LAYERS, HEADS = 4, {"qwen2": 2}
+"""Layers of every tiny model, and the heads that context-parallel ranks exchange: KV heads, 4 where not said."""
+TOKENS_PER_ROW = 24
+"""Token budget of a micro-batch over all cp ranks: the longest sample with any layout's padding, no more."""
+
+OPTIMIZERS = {
+    "adamw": schema.Optimizer(lr=3e-3, beta1=0.9, beta2=0.98, eps=1e-4, weight_decay=0.1, clip_grad_norm=2.0),
+    "adam": schema.Optimizer(
+        name="adam", lr=3e-3, beta1=0.9, beta2=0.98, eps=1e-4, weight_decay=0.1, clip_grad_norm=2.0
+    ),
+    "sgd": schema.Optimizer(name="sgd", lr=0.1, momentum=0.9, weight_decay=0.1, clip_grad_norm=2.0),
+}
+"""Adam divides by the root of the second moment: where a gradient is rounding noise only, eps keeps the noise out of the
+update. The norms of the gradients are about 4, so every step is clipped."""
+LR_MULTIPLIERS = {"*norm.weight": 3.0, "model.embed_tokens.weight": 0.5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family trained in one layout. The defaults are one rank that computes as plainly as it can."""
+
+    family: str
+    head: str = "lm"
+    dtype: str = "fp32"
+    backend: str = "portable"
+    dp: int = 1
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    cp_comm: str = "all_gather"
+    ep: int = 1
+    etp: int = 1
+    recompute: str = "none"
+    distributed_optimizer: bool = False
+    optimizer: str = "adamw"
+    lr_multipliers: bool = False
+    cpu_optimizer: bool = False
+    offload_params: bool = False
+    offload_grads: bool = False
+    offload_optimizer: bool = False
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batches (`data.BATCHES`) of the optimizer steps."""
+        return (BF16_BATCH,) if self.dtype == "bf16" else tuple(range(len(BATCHES)))
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def name(self) -> str:
+        """The family, and what differs from the defaults."""
+        said = [self.family]
+        for one in fields(self)[1:]:
+            value = getattr(self, one.name)
+            if value != one.default:
+                flag = value is True or one.name == "distributed_optimizer"
+                text = value if isinstance(value, str) else f"{one.name}{'' if flag else value}"
+                said.append(f"recompute_{value}" if one.name == "recompute" else text)
+        return "-".join(said)
+
+    def recipe(self, path: Path, device: str = "cpu") -> schema.Recipe:
+        """The recipe of this case, as a user would write it for `quintet sft`."""
+        optimizer = self.optimizer_recipe.model_dump()
+        moe = self.family in MOE
+        return schema.Recipe(
+            cluster=schema.Cluster(ranks=self.ranks, device=device),
+            model=schema.Model(path=path, dtype=self.dtype),
+            layout=schema.Layout(
+                tp=self.tp,
+                sp=self.sp,
+                pp=self.pp,
+                vpp=self.vpp,
+                cp=self.cp,
+                ep=self.ep,
+                etp=self.etp if moe else None,
+            ),
+            engine=schema.Engine(
+                tokens_per_microbatch_per_rank=TOKENS_PER_ROW // self.cp,
+                distributed_optimizer=self.distributed_optimizer,
+                backend=self.backend,
+                cp_comm=self.cp_comm,
+                recompute=self.recompute,
+                recompute_modules=_MODULES[self.family] if self.recompute == "selective" else ["core_attn"],
+                offload_params=float(self.offload_params),
+                offload_grads=0.6 * self.offload_grads,
+                offload_optimizer=float(self.offload_optimizer),
+            ),
+            optimizer=optimizer,
+            sft=schema.Sft(optimizer=optimizer),
+            # What is not of the engine: some data that fits.
+            data=schema.Data(train_path=str(path / "config.json"), max_prompt_tokens=4),
+            rollout=schema.Rollout(max_response_tokens=TOKENS_PER_ROW - 4),
+        )
+
+    @property
+    def optimizer_recipe(self) -> schema.Optimizer:
+        changed = {"lr_multipliers": LR_MULTIPLIERS if self.lr_multipliers else {}}
+        return OPTIMIZERS[self.optimizer].model_copy(
+            update={**changed, "cpu_fraction": 0.5 * self.cpu_optimizer}
+        )
+
+
+_DENSE_MODULES = ["core_attn", "mlp", "layernorm"]
+_MODULES: dict[str, list[Any]] = {
+    **dict.fromkeys(DENSE, _DENSE_MODULES),
+    "qwen3_moe": ["core_attn", "moe_act", "layernorm"],
+    "deepseek_v3": ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm", "mla_up_proj"],
+}
+"""What selective recompute computes again: all that the family has and that go together."""
+
+
+def table(moe: bool, heads: int, ranks: int, gpu: bool = False, **fixed: Any) -> Table:
+    """Axes and constraints of a model's layouts of at most so many ranks. Values are those of `Case`'s fields.
+
+    fixed: axes with one value.
+    """
+    powers = (1, 2, 4)
+    small = tuple(n for n in powers if n <= max(ranks // 2, min(ranks, 2)))  # leaves room beside it
+    two = tuple(n for n in powers[:2] if n <= ranks)
+    # Axes that constrain each other stand together, so that a search fails early.
+    axes: dict[str, tuple[Any, ...]] = {
+        "pp": tuple(n for n in powers if n <= ranks),
+        "vpp": (1, 2),
+        "tp": two,
+        "sp": (False, True),
+        "cp": small,
+        "cp_comm": ("all_gather", "all_to_all"),
+        "dp": small,
+        **({"ep": small, "etp": two} if moe else {}),
+        "recompute": ("none", "selective", "full"),
+        "distributed_optimizer": (False, True),
+        "optimizer": ("adamw", "adam", "sgd"),
+        "lr_multipliers": (False, True),
+        "head": ("lm", "value"),
+        "offload_params": (False, True),
+        "offload_grads": (False, True),
+        "offload_optimizer": (False, True),
+    }
+    constraints = [
+        Constraint(("tp", "cp", "dp", "pp"), lambda tp, cp, dp, pp: tp * cp * dp * pp <= ranks),
+        *_constraints(heads),
+    ]
+    if moe:
+        constraints.append(Constraint(("tp", "sp"), lambda tp, sp: sp or tp == 1))
+    if gpu:
+        axes["cpu_optimizer"] = (False, True)
+    return Table({**axes, **{name: (value,) for name, value in fixed.items()}}, constraints)
+
+
+def _constraints(heads: int) -> list[Constraint]:
+    return [
+        Constraint(("tp", "sp"), lambda tp, sp: not sp or tp > 1),
+        Constraint(("pp", "vpp"), lambda pp, vpp: (vpp == 1 or pp > 1) and LAYERS % (pp * vpp) == 0),
+        Constraint(("cp", "cp_comm"), lambda cp, comm: cp > 1 or comm == "all_gather"),
+        Constraint(
+            ("cp", "tp", "cp_comm"), lambda cp, tp, comm: comm == "all_gather" or heads % (cp * tp) == 0
+        ),
+        Constraint(("ep", "etp", "tp"), lambda ep, etp, tp: ep > 1 or etp == tp),
+        Constraint(
+            ("ep", "etp", "tp", "cp", "dp"), lambda ep, etp, tp, cp, dp: tp * cp * dp % (ep * etp) == 0
+        ),
+        Constraint(
+            ("optimizer", "distributed_optimizer"), lambda name, sharded: name != "sgd" or not sharded
+        ),
+        Constraint(("optimizer", "cpu_optimizer"), lambda name, cpu: name == "adamw" or not cpu),
+        Constraint(("distributed_optimizer", "cpu_optimizer"), lambda sharded, cpu: sharded or not cpu),
+        Constraint(("dtype", "cpu_optimizer"), lambda dtype, cpu: dtype == "bf16" or not cpu),
+    ]
+
+
+def covering(family: str, ranks: int, strength: int = 2, **fixed: Any) -> list[Case]:
+    """Cases of a family on at most `ranks` ranks in which every allowed pair of values stands."""
+    rows = _rows(family in MOE, HEADS.get(family, 4), ranks, strength, tuple(fixed.items()))
+    return [Case(family, **row) for row in rows]
+
+
+@cache
+def _rows(
+    moe: bool, heads: int, ranks: int, strength: int, fixed: tuple[tuple[str, Any], ...]
+) -> tuple[Row, ...]:
+    return tuple(table(moe, heads, ranks, **dict(fixed)).covering(strength))
+
+
+FEW_LAYOUTS = (
+    {"tp": 2, "sp": True, "pp": 2, "vpp": 2, "distributed_optimizer": True},
+    {"cp": 2, "dp": 2, "recompute": "full"},
+    {"tp": 2, "sp": True, "cp": 2, "recompute": "selective"},
+    {"pp": 2, "dp": 2, "distributed_optimizer": True},
+)
+_EXPERTS_TOO = ({"etp": 2}, {"ep": 2}, {"ep": 4, "etp": 1}, {"ep": 2})
+
+
+def few(family: str) -> list[Case]:
+    """Four layouts of a family."""
+    layouts = [
+        layout | (experts if family in MOE else {})
+        for layout, experts in zip(FEW_LAYOUTS, _EXPERTS_TOO, strict=True)
+    ]
+    return [Case(family, **layout) for layout in layouts]
+
+
+def fast_cases() -> list[Case]:
+    """What `make test` runs: up to 4 ranks."""
+    found: list[Case] = []
+    for family in (*DENSE, *MOE):
+        found += covering(family, 4) if family in THOROUGH else few(family)
+        found += bf16(family, 4)[: None if family in THOROUGH else 1]
+    return ordered(found)
+
+
+def slow_cases() -> list[Case]:
+    """What `make test-slow` runs besides: all pairs of every family up to 8 ranks."""
+    found = [case for family in (*DENSE, *MOE) for case in (*covering(family, 8), *bf16(family, 8))]
+    fast = set(fast_cases())
+    return ordered(case for case in found if case not in fast)
+
+
+def bf16(family: str, ranks: int) -> list[Case]:
+    """Every value of every axis once in bf16."""
+    return covering(family, ranks, strength=1, dtype="bf16")
+
+
+def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
+    """What `python -m tests.oracle` runs: all pairs of each back end that fit so many GPUs."""
+    found: list[Case] = []
+    for family in (*DENSE, *MOE):
+        for backend in backends:
+            fixed = {"gpu": True, "dtype": "bf16"} if backend != "portable" else {}
+            found += covering(family, gpus, backend=backend, **fixed)
+            if backend == "portable":
+                found += covering(family, gpus, strength=1, dtype="bf16", gpu=True)
+    return ordered(found)
+
+
+def ordered(cases: Iterable[Case]) -> list[Case]:
+    """By ranks, so that the process group changes seldom; each once."""
+    return sorted(dict.fromkeys(cases), key=lambda case: case.ranks)

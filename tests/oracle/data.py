@@ -1,0 +1,36 @@
+"""The batches that reference and layouts train on, and the constants of their loss."""
+
+from __future__ import annotations
+
+import torch
+
+VOCAB = 61  # odd: padding of the vocabulary is always in play under tp
+PROMPT = 3
+LENGTHS = [7, 12, 5, 20, 9, 16, 4, 11]
+BATCHES = (LENGTHS, [10, 5, 8, 6], [8, 9, 5])
+"""Lengths of the samples of each optimizer step. The last batches have fewer samples than some layouts have dp ranks."""
+BF16_BATCH = 2
+"""The one step of a case in bf16: see `reference` on routes."""
+TEMPERATURE = 0.8
+ENTROPY_WEIGHT = 0.1
+
+
+def token_ids(batch: int = 0) -> list[list[int]]:
+    """Samples of BATCHES[batch] tokens, PROMPT of each the prompt."""
+    generator = torch.Generator().manual_seed(1 + batch)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in BATCHES[batch]]
+
+
+def loss_mask(length: int) -> list[float]:
+    """Which tokens of a sample are trained: its response, less every fifth token (as a tool's answer would be)."""
+    return [float(t >= PROMPT and t % 5 != 4) for t in range(length)]
+
+
+def returns(length: int) -> list[float]:
+    """What a value model is to say at each token of a sample."""
+    return [((7 * t + length) % 11) / 5 - 1 for t in range(length)]
+
+
+def trained_tokens(batch: int) -> int:
+    """The global count that the loss of a batch is divided by."""
+    return int(sum(sum(loss_mask(n)) for n in BATCHES[batch]))

@@ -1,0 +1,155 @@
+"""What one rank of a case does: the functions that the pool runs. They report pieces; `compare` puts them together.
+
+quintet's engine is imported when a function runs, so that this module can be named without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.oracle.cases import Case
+from tests.oracle.data import (
+    ENTROPY_WEIGHT,
+    PROMPT,
+    TEMPERATURE,
+    loss_mask,
+    returns,
+    token_ids,
+    trained_tokens,
+)
+
+Piece = tuple[str, tuple[tuple[int, int], ...], Tensor]
+"""(name on the hub, box of the full tensor, what is in the box)."""
+
+
+@dataclass
+class Report:
+    """What one rank says of a case.
+
+    samples: of the first batch, the ones this rank's dp rank has. outputs: of the forward pass over them, flat over
+    their tokens; None where the rank has none. losses: this rank's share at each step, 0 where another rank reports
+    it. norms: of the gradients at each step. gradients: of the first step. parameters: after the last one, with the
+    buffers that are stored beside them.
+    """
+
+    samples: list[int]
+    outputs: tuple[Tensor, ...] | None
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Piece] = field(default_factory=list)
+    parameters: list[Piece] = field(default_factory=list)
+
+
+class Objective:
+    """The losses of `tests.oracle.reference`, as this micro-batch's share of the mini-batch's."""
+
+    def __init__(self, head: str, tokens: int) -> None:
+        self.head, self.tokens = head, tokens
+
+    def __call__(self, outputs: Any, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.head == "value":
+            off = (outputs.values - fields["returns"]) ** 2
+        else:
+            off = -(outputs.logprobs + ENTROPY_WEIGHT * outputs.entropy)
+        return (fields["loss_mask"] * off).sum() / self.tokens, {}
+
+
+def engine_of(case: Case, path: Path, *, trained: bool = True) -> Any:
+    """The engine of a case on this rank, weights loaded."""
+    from quintet.engine.engine import Engine
+    from quintet.models import read_shape
+
+    recipe = case.recipe(path)
+    made = Engine(
+        read_shape(path),
+        recipe.layout,
+        engine=recipe.engine,
+        optimizer=recipe.optimizer if trained else None,
+        dtype=case.dtype,
+        total_steps=len(case.batches),
+    )
+    made.load_hf(path)
+    return made
+
+
+def share(engine: Any, batch: int) -> tuple[Any, list[list[int]], list[int]]:
+    """This dp rank's samples of a batch, its micro-batches as positions in them, and which samples they are."""
+    from quintet.data.batch import make_batch, select
+    from quintet.packing import plan_microbatches
+
+    ids = token_ids(batch)
+    lengths = [len(one) for one in ids]
+    fields = {"loss_mask": [loss_mask(n) for n in lengths], "returns": [returns(n) for n in lengths]}
+    whole = make_batch(ids, [PROMPT] * len(ids), **fields)
+    sizes, dp = engine.mesh.sizes, engine.mesh.at("dp")
+    budget = engine.recipe.tokens_per_microbatch_per_rank
+    plan = plan_microbatches(lengths, dp=sizes.dp, budget=budget, alignment=engine.alignment, cp=sizes.cp)
+    return select(whole, plan.samples_of(dp)), plan.local(dp), plan.samples_of(dp)
+
+
+def train(case: Case, path: Path, mistake: str | None = None) -> Report:
+    """A forward pass over the first batch, then one optimizer step on each batch.
+
+    mistake: the name of one of `tests.oracle.mistakes`, made for as long as this runs.
+    """
+    from tests.oracle.mistakes import made
+
+    with made(mistake):
+        engine = engine_of(case, path)
+        report = evaluate(engine, case)
+        for batch in case.batches:
+            mine, local, _ = share(engine, batch)
+            objective = Objective(case.head, trained_tokens(batch))
+            result = engine.forward_backward(mine, local, objective, temperature=TEMPERATURE)
+            report.losses.append(result.loss if result is not None and engine.mesh.owns_output else 0.0)
+            if not report.gradients:
+                if case.distributed_optimizer:
+                    gather_gradients(engine)
+                report.gradients = pieces(engine, "main_grad")
+            report.norms.append(engine.optimizer_step()["grad_norm"])
+            offload_and_reload(engine)
+        report.parameters = pieces(engine, "param")
+        return report
+
+
+def evaluate(engine: Any, case: Case) -> Report:
+    """A forward pass over the case's first batch."""
+    mine, local, samples = share(engine, case.batches[0])
+    outputs = engine.forward(mine, local, temperature=TEMPERATURE)
+    if outputs is None:
+        return Report(samples, None)
+    names = ("values",) if case.head == "value" else ("logprobs", "entropy")
+    return Report(samples, tuple(getattr(outputs, name) for name in names))
+
+
+def pieces(engine: Any, of: str) -> list[Piece]:
+    """What this rank holds of the parameters or of what is behind them, on the CPU."""
+    return [(s.name, s.box, s.read().detach().cpu().clone()) for s in engine.shard_map(of)]
+
+
+def gather_gradients(engine: Any) -> None:
+    """The distributed optimizer leaves each rank that shares a bucket a slice of its sum: put them together again."""
+    for chunk in engine._wrapped:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+
+def offload_and_reload(engine: Any) -> None:
+    """What the trainer does around generation."""
+    recipe = engine.recipe
+    fractions = {
+        "params": recipe.offload_params,
+        "grads": recipe.offload_grads,
+        "optimizer": recipe.offload_optimizer,
+    }
+    if any(fractions.values()):
+        engine.offload(**fractions)
+        engine.reload()

@@ -1,0 +1,69 @@
+"""The cases: what they cover, and that the recipe's rules accept each of them and refuse what they leave out."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from quintet.recipe.rules import broken_rules
+from tests.oracle.cases import DENSE, HEADS, MOE, Case, covering, fast_cases, few, slow_cases, table
+from tests.oracle.covering import Row, Table, together
+from tests.oracle.reference import save
+
+FAMILIES = (*DENSE, *MOE)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        (save(family, root / family) / "tokenizer.json").write_text("{}")
+    return {family: root / family for family in FAMILIES}
+
+
+def problems(case: Case, models: dict[str, Path]) -> list[str]:
+    return [one.message for one in broken_rules(case.recipe(models[case.family]), "sft")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_pairs_are_covered(family: str, ranks: int) -> None:
+    whole = table(family in MOE, HEADS.get(family, 4), ranks)
+    covered = {pair for case in covering(family, ranks) for pair in together(row_of(case, whole))}
+    assert covered == set(whole.allowed())
+
+
+def row_of(case: Case, whole: Table) -> Row:
+    return {name: getattr(case, name) for name in whole.axes}
+
+
+def test_recipes_of_all_cases_are_accepted(models: dict[str, Path]) -> None:
+    refused = {
+        case.name: found for case in (*fast_cases(), *slow_cases()) if (found := problems(case, models))
+    }
+    assert not refused
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "deepseek_v3"])
+def test_what_the_table_leaves_out_is_refused(models: dict[str, Path], family: str) -> None:
+    """Every layout within 8 ranks, on the axes that constrain each other."""
+    names = ("pp", "vpp", "tp", "sp", "cp", "cp_comm", "dp", "ep", "etp")
+    whole = table(family in MOE, HEADS.get(family, 4), 8)
+    axes = {name: whole.axes.get(name, (1,)) for name in names}
+    for values in product(*axes.values()):
+        row = dict(zip(names, values, strict=True))
+        case = Case(family, **row)
+        if case.ranks <= 8:
+            left_out = whole.complete({n: v for n, v in row.items() if n in whole.axes}) is None
+            assert left_out == bool(problems(case, models)), case.name
+
+
+def test_names_tell_cases_apart() -> None:
+    cases = [*fast_cases(), *slow_cases()]
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.family for case in fast_cases()} == set(FAMILIES)
+    assert max(case.ranks for case in fast_cases()) == 4
+    assert max(case.ranks for case in slow_cases()) == 8
+    assert all(len(few(family)) == 4 for family in FAMILIES)
