@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine import moe_models
+from tests.engine.moe_models import hub_names
 from tests.oracle.reference import model, save
 
 STEPS = 3
@@ -26,6 +28,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "pp2": (2, {"pp": 2}, True),
 }
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def on_disk(family: str, path: Path) -> Path:
+    return (moe_models.save if "moe" in family else save)(family, path)
 
 
 def gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
@@ -73,7 +79,9 @@ def expected(name: str, recipe: dict[str, Any], rates: list[float], dtype: Any =
     """The same steps by torch's optimizer on the whole fp32 tensors. Returns them, and the gradient norms."""
     from fnmatch import fnmatch
 
-    made = {n: p.detach().to(dtype).float().requires_grad_() for n, p in model(name).named_parameters()}
+    whole = (moe_models.model if "moe" in name else model)(name)
+    named = hub_names((n, p.detach()) for n, p in whole.named_parameters())
+    made = {n: p.to(dtype).float().clone().requires_grad_() for n, p in named.items()}
     factors = {
         n: next((f for pattern, f in recipe.get("lr_multipliers", {}).items() if fnmatch(n, pattern)), 1.0)
         for n in made
@@ -107,6 +115,13 @@ def assert_equal(name: str, recipe: dict[str, Any], results: list[dict[str, Any]
             want = wanted[tensor][tuple(slice(a, b) for a, b in box)]
             torch.testing.assert_close(shard, want, rtol=1e-5, atol=2e-7, msg=lambda m, t=tensor: f"{t}: {m}")
     return wanted
+
+
+def test_experts_have_factors_of_their_own(pool, tmp_path):
+    path = on_disk("qwen3_moe", tmp_path / "model")
+    recipe = BASE | {"lr_multipliers": {"*.mlp.gate.weight": 0.25, "*.experts.*": 0.5}}
+    results = pool.run(train, 2, path, {"ep": 2}, True, [recipe])
+    assert_equal("qwen3_moe", recipe, [rank[0] for rank in results])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
