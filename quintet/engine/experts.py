@@ -9,6 +9,7 @@ is a product of its own. Which of the two serves is decided once, when the modul
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import divide
 from torch import Tensor
 
+from quintet.engine.device import upload
 from quintet.engine.mlp import swiglu
 
 
@@ -30,7 +33,7 @@ class GroupedExperts(MegatronModule):
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any) -> None:
         super().__init__(config=config)
         etp = pg_collection.expt_tp.size()
-        width, hidden = config.moe_ffn_hidden_size // etp, config.hidden_size
+        width, hidden = divide(config.moe_ffn_hidden_size, etp), config.hidden_size
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         kind = {"dtype": config.params_dtype, "device": device}
         # Weights are always loaded: drawing them would only take time.
@@ -50,15 +53,13 @@ class GroupedExperts(MegatronModule):
         """
         if self._grouped is None:
             self._grouped = can_group(self.weight1) and can_group(self.weight2)
-        counts = tokens_per_expert.tolist()
-        hidden = grouped_linear(tokens, self.weight1, counts, self._grouped)
+        groups = _Groups.of(tokens_per_expert, tokens.device if self._grouped else None)
+        hidden = grouped_linear(tokens, self.weight1, groups)
         weights = probs.unsqueeze(-1)
         if not self._recompute:
-            return grouped_linear(self._activate(hidden, weights), self.weight2, counts, self._grouped), None
+            return grouped_linear(self._activate(hidden, weights), self.weight2, groups), None
         checkpoint = CheckpointWithoutOutput(fp8=None)
-        out = grouped_linear(
-            checkpoint.checkpoint(self._activate, hidden, weights), self.weight2, counts, self._grouped
-        )
+        out = grouped_linear(checkpoint.checkpoint(self._activate, hidden, weights), self.weight2, groups)
         checkpoint.discard_output_and_register_recompute(out)
         return out, None
 
@@ -87,54 +88,65 @@ def can_group(weight: Tensor) -> bool:
     return hasattr(F, "grouped_mm") and all(n * weight.element_size() % 16 == 0 for n in weight.shape[1:])
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: list[int], grouped: bool) -> Tensor:
-    """x [T, in] in consecutive groups of `counts` rows, group e times weight[e]ᵀ: [T, out]. weight: [E, out, in]."""
-    return _GroupedLinear.apply(x, weight, counts, grouped)
+@dataclass(frozen=True)
+class _Groups:
+    """Consecutive groups of rows. ends: where each ends, int32 on the device, for grouped_mm; None where each group is a
+    product of its own."""
+
+    counts: list[int]
+    ends: Tensor | None
+
+    @staticmethod
+    def of(counts: Tensor, device: torch.device | None) -> _Groups:
+        ends = None if device is None else upload(counts.cumsum(0, dtype=torch.int32), device)
+        return _Groups(counts.tolist(), ends)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, groups: _Groups) -> Tensor:
+    """Rows x [T, in] of group e times weight[e]ᵀ: [T, out]. weight: [E, out, in]."""
+    return _GroupedLinear.apply(x, weight, groups)
 
 
 class _GroupedLinear(torch.autograd.Function):
     """With its own backward, so that experts without tokens, and ranks without any, get gradients of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], grouped: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: _Groups) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.counts, ctx.grouped = counts, grouped
-        return _product(x, weight.transpose(1, 2), counts, grouped)
+        ctx.groups = groups
+        return _product(x, weight.transpose(1, 2), groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = _product(grad, weight, ctx.counts, ctx.grouped) if ctx.needs_input_grad[0] else None
-        grad_weight = _outer(grad, x, ctx.counts, ctx.grouped) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None
+        grad_x = _product(grad, weight, ctx.groups) if ctx.needs_input_grad[0] else None
+        grad_weight = _outer(grad, x, ctx.groups) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
 
 
-def _offsets(counts: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(counts).cumsum(0).to(like.device, torch.int32)
-
-
-def _product(x: Tensor, weight: Tensor, counts: list[int], grouped: bool) -> Tensor:
+def _product(x: Tensor, weight: Tensor, groups: _Groups) -> Tensor:
     """x [T, in], weight [E, in, out] → [T, out]."""
     if not len(x):
         return x.new_zeros(0, weight.shape[2])
-    if grouped:
-        return F.grouped_mm(x, weight, offs=_offsets(counts, x))
+    if groups.ends is not None:
+        return F.grouped_mm(x, weight, offs=groups.ends)
     out = x.new_empty(len(x), weight.shape[2])
-    for e, (rows, part) in enumerate(zip(x.split(counts), out.split(counts), strict=True)):
+    for e, (rows, part) in enumerate(zip(x.split(groups.counts), out.split(groups.counts), strict=True)):
         torch.mm(rows, weight[e], out=part)
     return out
 
 
-def _outer(grad: Tensor, x: Tensor, counts: list[int], grouped: bool) -> Tensor:
+def _outer(grad: Tensor, x: Tensor, groups: _Groups) -> Tensor:
     """grad [T, out], x [T, in] → gradᵀ x in each group: [E, out, in]."""
+    counts = groups.counts
     if not len(x):
         return x.new_zeros(len(counts), grad.shape[1], x.shape[1])
-    if grouped:
-        out = F.grouped_mm(grad.t(), x, offs=_offsets(counts, x))
-        empty = [e for e, n in enumerate(counts) if n == 0]
-        if empty:  # kernels need not write what they have no rows for
-            out[empty] = 0
+    if groups.ends is not None:
+        out = F.grouped_mm(grad.t(), x, offs=groups.ends)
+        for e, n in enumerate(counts):
+            if n == 0:  # kernels need not write what they have no rows for
+                out[e].zero_()
         return out
     out = x.new_zeros(len(counts), grad.shape[1], x.shape[1])
     for e, (g, rows) in enumerate(zip(grad.split(counts), x.split(counts), strict=True)):
