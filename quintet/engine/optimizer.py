@@ -73,7 +73,16 @@ def build_optimizer(
         # The hybrid optimizer is built twice, first over whole parameters; the first one is a reference cycle.
         gc.collect()
         torch.cuda.empty_cache()
+    elif torch.cuda.is_available():
+        _one_kernel(optimizer)
     return optimizer
+
+
+def _one_kernel(optimizer: MegatronOptimizer) -> None:
+    """Where core found no TransformerEngine it takes torch's Adam, as a dozen passes over its state; one is enough."""
+    for group in optimizer.param_groups:
+        if "fused" in group:
+            group["fused"], group["foreach"] = True, False
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, rate: float) -> None:
