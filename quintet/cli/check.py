@@ -44,7 +44,7 @@ def _resolved(recipe: Recipe, command: str) -> Iterator[str]:
         yield _experts(recipe, shape.moe.experts)
     if command != "sft":
         yield _rollout(recipe)
-    yield _engine(recipe)
+    yield _engine(recipe, shape)
     if command in ("train", "sft"):
         yield _rows(recipe)
         if recipe.model.path is not None:
@@ -95,11 +95,11 @@ def _rollout(recipe: Recipe) -> str:
     return f"Rollout: dp {copies} × tp {layout.tp} × pp {layout.pp}, resharded each step."
 
 
-def _engine(recipe: Recipe) -> str:
-    engine = recipe.engine
-    recompute: str = engine.recompute
-    if recompute == "selective":
-        recompute += f" ({', '.join(engine.recompute_modules)})"
+def _engine(recipe: Recipe, shape: ModelShape) -> str:
+    from quintet.recipe.recompute import recompute_modules
+
+    modules = recompute_modules(recipe.engine, shape)
+    recompute = recipe.engine.recompute + (f" ({', '.join(modules)})" if modules else "")
     return f"Engine: {_layers(recipe)}, recompute {recompute}."
 
 

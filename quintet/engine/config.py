@@ -12,6 +12,7 @@ from quintet.engine.mesh import Mesh
 from quintet.errors import UserError
 from quintet.models import MlaShape, ModelShape, MoeShape
 from quintet.recipe import schema
+from quintet.recipe.recompute import MODULES, recompute_modules
 
 
 def transformer_config(
@@ -123,17 +124,10 @@ def _recompute(shape: ModelShape, recipe: schema.Engine) -> dict[str, Any]:
         return {}
     if recipe.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    moe = shape.moe
-    holds = {
-        "mlp": moe is None or bool(moe.dense_layers),
-        "moe": moe is not None,
-        "moe_act": moe is not None,
-        "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,
-        "mla_up_proj": shape.mla is not None,
-    }
-    for module in recipe.recompute_modules:
-        if not holds.get(module, True):
+    names = recompute_modules(recipe, shape)
+    for module in names:
+        if module in MODULES and not MODULES[module][1](shape):
             raise UserError(
                 f"engine.recompute_modules: {module} is not part of a {shape.family} model like this one; leave it out"
             )
-    return {"recompute_granularity": "selective", "recompute_modules": list(recipe.recompute_modules)}
+    return {"recompute_granularity": "selective", "recompute_modules": names}

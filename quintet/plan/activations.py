@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from quintet.models import MlaShape, MoeShape
 from quintet.plan.setup import Setup
+from quintet.recipe.recompute import recompute_modules
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def of_chunk(setup: Setup, layers: range, *, ends: bool) -> int:
 def kept_in_layer(setup: Setup, layer: int, *, whole: bool = False) -> int:
     """Bytes that a micro-batch keeps in a layer. whole: as if nothing were recomputed."""
     engine = setup.engine
-    names = engine.recompute_modules if engine.recompute == "selective" and not whole else []
+    names = [] if whole else recompute_modules(engine, setup.shape)
     sizes = _Sizes(setup, frozenset(names))
     if engine.recompute == "full" and not whole:
         return sizes.s * sizes.hidden * sizes.w

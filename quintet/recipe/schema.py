@@ -137,10 +137,12 @@ class Engine(Section):
     KV heads, with latent attention the heads)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: of no, of some (`recompute_modules`), or of every layer."""
-    recompute_modules: list[
-        Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
-    ] = ["core_attn"]
-    """What recompute=selective computes again, in megatron-core's names."""
+    recompute_modules: (
+        list[Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]]
+        | None
+    ) = None
+    """What recompute=selective computes again, in megatron-core's names; null takes what the model has of mlp, moe_act,
+    shared_experts and mla_up_proj."""
     offload_params: Fraction = 0.0
     """Share of the parameters on the CPU while generating; needs a rollout.layout, whose weights are its own."""
     offload_grads: Fraction = 0.0

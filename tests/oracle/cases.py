@@ -106,7 +106,7 @@ class Case:
                 backend=self.backend,
                 cp_comm=self.cp_comm,
                 recompute=self.recompute,
-                recompute_modules=_MODULES[self.family] if self.recompute == "selective" else ["core_attn"],
+                recompute_modules=_MODULES[self.family] if self.recompute == "selective" else None,
                 offload_params=float(self.offload_params),
                 offload_grads=0.6 * self.offload_grads,
                 offload_optimizer=float(self.offload_optimizer),

@@ -177,6 +177,8 @@ def test_a_broken_rule_is_told_with_its_keys(
         ["engine.tokens_per_microbatch_per_rank=1537", "rollout.max_response_tokens=513"],
         ["engine.megatron.deterministic_mode=true"],
         ["engine.recompute=full", "cluster.device=cpu"],
+        ["engine.recompute=selective"],
+        ["@mla", "engine.recompute=selective"],
         ["engine.recompute=selective", "engine.recompute_modules=[core_attn, mlp, layernorm]"],
         ["@moe", "engine.recompute=selective", "engine.recompute_modules=[core_attn, moe_act]"],
         ["@moe", "engine.recompute=selective", "engine.recompute_modules=[core_attn, moe]"],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from quintet.models.shape import ModelShape
+from quintet.recipe.recompute import MODULES
 from quintet.recipe.rules.facts import Facts, Problem, rule
 
 
@@ -26,46 +26,32 @@ def layers_are_installed(facts: Facts) -> Iterator[Problem]:
         )
 
 
-_RECOMPUTED: dict[str, tuple[str, Callable[[ModelShape], bool]]] = {
-    "mlp": ("layers without experts", lambda shape: any(not shape.is_moe(i) for i in range(shape.layers))),
-    "moe": ("experts", lambda shape: shape.moe is not None),
-    "moe_act": ("experts", lambda shape: shape.moe is not None),
-    "shared_experts": (
-        "shared experts",
-        lambda shape: shape.moe is not None and shape.moe.shared_ffn_hidden_size > 0,
-    ),
-    "mla_up_proj": ("latent attention", lambda shape: shape.mla is not None),
-}
-"""Module → what a model must have for it, in words and in its shape. Others are in every model."""
-
-
 @rule
 def recompute_modules_are_there(facts: Facts) -> Iterator[Problem]:
     """Modules to compute again are named for selective recompute alone, and the model has each of them."""
     engine, shape = facts.recipe.engine, facts.shape
-    key = "engine.recompute_modules"
-    given = ", ".join(engine.recompute_modules)
-    if engine.recompute != "selective":
-        # The default may be written out, as the resolved recipe does.
-        if engine.recompute_modules != type(engine).model_fields["recompute_modules"].default:
-            yield Problem(
-                (key, "engine.recompute"),
-                f"{key}=[{given}] is read by engine.recompute=selective alone, and it is {engine.recompute}; remove it, or "
-                "set engine.recompute=selective",
-            )
+    key, names = "engine.recompute_modules", engine.recompute_modules
+    if names is None:
         return
-    if not engine.recompute_modules:
+    if engine.recompute != "selective":
         yield Problem(
             (key, "engine.recompute"),
-            f"{key} is empty: engine.recompute=selective would compute nothing again; name modules, such as [core_attn], or "
-            "set engine.recompute=none",
+            f"{key}=[{', '.join(names)}] is read by engine.recompute=selective alone, and it is {engine.recompute}; "
+            "remove it, or set engine.recompute=selective",
         )
-    for name in engine.recompute_modules:
-        what, has = _RECOMPUTED.get(name, ("", lambda shape: True))
+        return
+    if not names:
+        yield Problem(
+            (key, "engine.recompute"),
+            f"{key} is empty: engine.recompute=selective would compute nothing again; leave it out, or set "
+            "engine.recompute=none",
+        )
+    for name in names:
+        what, has = MODULES.get(name, ("", lambda shape: True))
         if shape is not None and not has(shape):
             yield Problem((key,), f"{key}: {name} is of {what}, and the model has none; remove it")
-    if "moe" in engine.recompute_modules:
-        for part in [one for one in engine.recompute_modules if one in ("moe_act", "shared_experts")]:
+    if "moe" in names:
+        for part in [one for one in names if one in ("moe_act", "shared_experts")]:
             yield Problem(
                 (key,), f"{key}: {part} is part of moe, which would compute it again a second time; name one"
             )
