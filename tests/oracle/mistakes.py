@@ -1,15 +1,207 @@
-"""Mistakes that the oracle must find, each made in a running rank and taken back."""
+"""Mistakes that the oracle must find: each made in the running ranks by name, in a layout where it matters, and taken back.
+
+They are of the kinds that layouts invite: a sum left out, a sum too many, a token in the wrong place, a state that
+is not the newest.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pkgutil import resolve_name
+from typing import Any
+from unittest import mock
 
-MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
+import torch
+
+from tests.oracle.cases import Case
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """The case in which it is made, the errors (`compare.Bounds`) that must show it, and what it does instead.
+
+    target: "module:attribute" that is replaced. change: called in its place, with the original before the arguments.
+    """
+
+    case: Case
+    shows: tuple[str, ...]
+    target: str
+    change: Callable[..., Any]
 
 
 @contextlib.contextmanager
 def made(name: str | None) -> Iterator[None]:
     """Make the mistake of this name, if any."""
-    with MISTAKES[name]() if name else contextlib.nullcontext():
+    if name is None:
         yield
+        return
+    import quintet.engine.engine  # noqa: F401  (adapts megatron-core before a target imports it)
+
+    target, change = MISTAKES[name].target, MISTAKES[name].change
+    original = resolve_name(target)
+
+    def mistaken(*args: Any, **kwargs: Any) -> Any:
+        return change(original, *args, **kwargs)
+
+    owner, _, attribute = target.rpartition("." if "." in target.partition(":")[2] else ":")
+    with mock.patch.object(resolve_name(owner), attribute, mistaken):
+        yield
+
+
+def nothing(original: Any, *args: Any, **kwargs: Any) -> None:
+    """The call is forgotten."""
+
+
+def unchanged(original: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A collective, and its gradient's, is forgotten."""
+    return x
+
+
+def _not_zigzag(original: Any, cp: int, rank: int) -> tuple[int, int]:
+    return rank, cp + rank
+
+
+def _average(original: Any, *args: Any) -> dict[str, Any]:
+    return original(*args) | {"calculate_per_token_loss": False}
+
+
+def _train_on_padding(original: Any, *args: Any) -> Any:
+    """The row's last token, which is padding, predicts like the token trained last."""
+    micro = original(*args)
+    if not len(micro.predictors) or micro.lengths[-1] > 1:
+        return micro
+    row = micro.tokens - 1
+    again = {
+        name: torch.cat((t := getattr(micro, name), t[-1:])) for name in ("targets", "token_index", "sample")
+    }
+    places = torch.cat((micro.place, micro.place[-1:] + 1))
+    return replace(
+        micro, **again, place=places, predictors=torch.cat((micro.predictors, torch.tensor([row])))
+    )
+
+
+def _as_dense(original: Any, weight: Any, groups: Any, **kwargs: Any) -> None:
+    original(weight, groups, **kwargs)
+    weight.allreduce = True
+
+
+def _by_place_on_the_rank(original: Any, model: Any, positions: torch.Tensor) -> Any:
+    return original(model, torch.arange(len(positions), device=positions.device))
+
+
+def _one_sequence(original: Any, lengths: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    return original([sum(lengths)], [sum(keys)], *args, **kwargs)
+
+
+def _own_slice_of_gradient(original: Any, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return original(x, **kwargs | {"tensor_parallel_output_grad": False})
+
+
+def _summed_gradient(original: Any, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return original(x, **kwargs | {"tensor_parallel_output_grad": True})
+
+
+def _optimizer_first(original: Any, engine: Any, path: Any) -> None:
+    """The master weights are those from before the weights were read."""
+    engine.start_optimizer(engine._optimizer_recipe, engine.total_steps)
+    with mock.patch.object(engine, "start_optimizer"):
+        original(engine, path)
+
+
+def _decay_all(original: Any, chunks: Any, mesh: Any, dtype: Any, recipe: Any, engine: Any) -> Any:
+    optimizer = original(chunks, mesh, dtype, recipe, engine)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = recipe.weight_decay
+    return optimizer
+
+
+def _softmax_of_all(original: Any, *args: Any) -> dict[str, Any]:
+    return original(*args) | {"moe_router_pre_softmax": True}
+
+
+def _constant_entropy(original: Any, *args: Any) -> Any:
+    logprobs, entropy = original(*args)
+    return logprobs, entropy.detach()
+
+
+def _always(original: Any, *args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+_FINALIZE = "megatron.core.distributed.finalize_model_grads"
+MISTAKES = {
+    "norms under sp are not summed over tp": Mistake(
+        Case("qwen3", tp=2, sp=True),
+        ("gradients", "copies", "parameters"),
+        f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
+        nothing,
+    ),
+    "tied embeddings are not summed over stages": Mistake(
+        Case("qwen3-tied", pp=2),
+        ("gradients", "copies", "parameters"),
+        f"{_FINALIZE}:_allreduce_word_embedding_grads",
+        nothing,
+    ),
+    "attention takes a row that is cut into stripes": Mistake(
+        Case("qwen3", cp=2), ("outputs", "loss", "gradients"), "quintet.engine.row:zigzag", _not_zigzag
+    ),
+    "gradients are averaged over micro-batches": Mistake(
+        Case("qwen3"), ("gradients", "norm"), "quintet.engine.config:_model", _average
+    ),
+    "gradients of the last step are kept": Mistake(
+        Case("qwen3"),
+        ("norms", "losses", "parameters"),
+        "megatron.core.optimizer.optimizer:FP32Optimizer.zero_grad",
+        nothing,
+    ),
+    "padding is trained on": Mistake(
+        Case("qwen3", tp=2, sp=True), ("loss", "gradients"), "quintet.engine.engine:pack", _train_on_padding
+    ),
+    "experts are summed with what is not theirs": Mistake(
+        Case("qwen3_moe", dp=2, ep=2), ("gradients", "norm"), "quintet.engine.experts:mark_expert", _as_dense
+    ),
+    "rotary positions count tokens of the rank": Mistake(
+        Case("qwen3", cp=2),
+        ("outputs", "gradients"),
+        "quintet.engine.model:PolicyModel.rotary",
+        _by_place_on_the_rank,
+    ),
+    "tokens attend to other sequences": Mistake(
+        Case("qwen3"), ("outputs", "gradients"), "quintet.engine.row:spans", _one_sequence
+    ),
+    "the rotary key's gradient is not summed over tp": Mistake(
+        Case("deepseek_v3", tp=2, sp=True, etp=2),
+        ("gradients", "parameters"),
+        "quintet.engine.mla:gather_from_sequence_parallel_region",
+        _own_slice_of_gradient,
+    ),
+    "master weights are older than the weights": Mistake(
+        Case("qwen3", dtype="bf16", dp=2, distributed_optimizer=True),
+        ("parameters",),
+        "quintet.engine.engine:Engine.load_hf",
+        _optimizer_first,
+    ),
+    "norms decay": Mistake(
+        Case("qwen3"), ("parameters",), "quintet.engine.engine:build_optimizer", _decay_all
+    ),
+    "weights of chosen experts do not sum to one": Mistake(
+        Case("qwen3_moe"), ("outputs", "gradients"), "quintet.engine.config:_experts", _softmax_of_all
+    ),
+    "the entropy is a constant": Mistake(
+        Case("qwen3"), ("gradients",), "quintet.engine.engine:log_probs_and_entropy", _constant_entropy
+    ),
+    "values of all tp ranks are summed": Mistake(
+        Case("qwen3", head="value", tp=2, sp=True),
+        ("gradients", "norm"),
+        "quintet.engine.model:gather_from_sequence_parallel_region",
+        _summed_gradient,
+    ),
+    "replicated gradients count once a rank in the norm": Mistake(
+        Case("qwen3", tp=2, distributed_optimizer=True),
+        ("norm", "norms"),
+        "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
+        _always,
+    ),
+}

@@ -13,11 +13,6 @@ from tests.oracle.ranks import train
 from tests.oracle.reference import reference, save
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 def check(pool: Pool, models: Path, case: Case) -> None:
     path = save(case.family, models / f"{case.family}-{case.head}", case.head)
     reports = pool.run(train, case.ranks, case, path)

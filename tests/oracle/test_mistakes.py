@@ -1,0 +1,35 @@
+"""The oracle can fail: it finds each of `mistakes`, by the comparison that passes every layout without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.oracle.cases import Case
+from tests.oracle.compare import broken, errors
+from tests.oracle.mistakes import MISTAKES
+from tests.oracle.pool import Pool
+from tests.oracle.ranks import train
+from tests.oracle.reference import reference, save
+
+
+def kinds(pool: Pool, models: Path, case: Case, mistake: str | None) -> set[str]:
+    """Which errors break their bounds."""
+    path = save(case.family, models / f"{case.family}-{case.head}", case.head)
+    reports = pool.run(train, case.ranks, case, path, mistake)
+    return {text.partition(":")[0] for text in broken(case, errors(case, reports, reference(case)))}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_found(pool: Pool, models: Path, mistake: str) -> None:
+    found = kinds(pool, models, MISTAKES[mistake].case, mistake)
+    assert found >= set(MISTAKES[mistake].shows), f"only {found} show it"
+
+
+@pytest.mark.parametrize(
+    "case", sorted({m.case for m in MISTAKES.values()}, key=repr), ids=lambda case: case.name
+)
+def test_nothing_is_found_without_a_mistake(pool: Pool, models: Path, case: Case) -> None:
+    """After the mistakes, in the same processes: they were taken back."""
+    assert not kinds(pool, models, case, None)
