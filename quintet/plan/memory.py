@@ -89,13 +89,11 @@ def _state_bytes(setup: Setup) -> tuple[int, int]:
 
 
 def _update(setup: Setup, elements: int) -> int:
-    """torch's Adam on GPUs updates all tensors at once and has a root of each second moment meanwhile, with L2 weight
-    decay also the decayed gradients; TransformerEngine's kernel has nothing. On a CPU tensors come one by one."""
+    """Adam's kernels need nothing. torch's SGD on a GPU adds weight decay to a copy of all gradients."""
     recipe = setup.optimizer
     assert recipe is not None
-    if setup.device == "cpu" or setup.backend == "transformer_engine" or recipe.name == "sgd":
-        return 0
-    return elements * (8 if recipe.name == "adam" and recipe.weight_decay else 4)
+    on_gpu = setup.device == "cuda" and setup.backend == "portable"
+    return 4 * elements if recipe.name == "sgd" and recipe.weight_decay and on_gpu else 0
 
 
 def _activations(setup: Setup, stage: int) -> int:
