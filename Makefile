@@ -25,7 +25,7 @@ $(STAMP): constraints.txt pyproject.toml tools/bootstrap.py
 demo: $(STAMP)  ## a small model learns arithmetic by reinforcement (about 6 minutes on two cores)
 	@$(BIN)/quintet train recipes/laptop_demo.yaml $(ARGS)
 
-test: $(STAMP)  ## the tests (under 5 minutes on two cores); ARGS="-k name" is handed to pytest
+test: $(STAMP)  ## the tests (under 10 minutes on two cores); ARGS="-k name" is handed to pytest
 	@$(BIN)/python -m pytest $(ARGS)
 
 # 5 is pytest's exit code for "nothing selected", which is no failure here.

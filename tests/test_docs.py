@@ -19,6 +19,11 @@ def test_the_key_reference_is_what_the_schema_says():
     assert subprocess.run(script, check=False).returncode == 0, "run: python tools/recipe_reference.py"
 
 
+def test_the_benchmark_page_is_what_the_records_say():
+    script = [sys.executable, str(ROOT / "tools" / "benchmark_page.py"), "--check"]
+    assert subprocess.run(script, check=False).returncode == 0, "run: python tools/benchmark_page.py"
+
+
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_loads(recipe, tmp_path):
     from quintet.recipe import load_recipe
@@ -31,7 +36,15 @@ def test_every_recipe_loads(recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/recipe.md", "docs/layouts.md"]
+    "page",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "benchmarks/README.md",
+        "docs/recipe.md",
+        "docs/layouts.md",
+        "docs/benchmarks.md",
+    ],
 )
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()
