@@ -181,6 +181,8 @@ def _swiglu(sizes: _Sizes, rows: float, width: int, *, weighted: bool = False) -
 
 
 def _dense(sizes: _Sizes) -> int:
+    if "mlp" in sizes.recomputed and sizes.setup.backend == "transformer_engine":
+        return sizes.s * sizes.hidden * sizes.w  # the norm is part of what is computed again
     kept = _before_block(sizes, _discards(sizes, own_norm=False))
     if "mlp" in sizes.recomputed:
         return kept

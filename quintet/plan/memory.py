@@ -83,7 +83,8 @@ def _state_bytes(setup: Setup) -> tuple[int, int]:
     """
     recipe = setup.optimizer
     assert recipe is not None
-    moments = 8 if recipe.name != "sgd" else (4 if recipe.momentum else 0)
+    # TransformerEngine's SGD, which core takes on GPUs, holds a momentum also where that is 0.
+    moments = 8 if recipe.name != "sgd" else (4 if recipe.momentum or setup.device == "cuda" else 0)
     master = 4 if setup.dtype == "bf16" else 0
     return moments + master, moments + 4 + 4
 
