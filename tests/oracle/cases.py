@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from quintet.recipe import schema
 from tests.oracle.covering import Constraint, Row, Table
 from tests.oracle.data import BATCHES, BF16_BATCH
 
-DENSE = ("qwen3", "qwen3-tied", "qwen2", "llama")
-MOE = ("qwen3_moe", "deepseek_v3")
+DENSE = ("qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama")
+MOE = ("qwen3_moe", "deepseek_v3", "deepseek_v3-tied")
+FAMILIES = (*DENSE, *MOE)
 THOROUGH = ("qwen3", "deepseek_v3")
-"""The families that run all pairs in `make test`; the others run FEW_LAYOUTS there, and all pairs in `make test-slow`."""
-LAYERS, HEADS = 4, {"qwen2": 2}
+"""The families that run all pairs in `make test`; the others run FEW_LAYOUTS there."""
+THOROUGH_SLOWLY = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3_moe", "deepseek_v3")
+"""The families that run all pairs in `make test-slow`."""
+LAYERS, HEADS = 4, {"qwen2": 2, "qwen2-tied": 2}
 """Layers of every tiny model, and the heads that context-parallel ranks exchange: KV heads, 4 where not said."""
 TOKENS_PER_ROW = 24
 """Token budget of a micro-batch over all cp ranks: the longest sample with any layout's padding, no more."""
@@ -126,19 +130,20 @@ class Case:
         )
 
 
-_DENSE_MODULES = ["core_attn", "mlp", "layernorm"]
+_LATENT = ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
 _MODULES: dict[str, list[Any]] = {
-    **dict.fromkeys(DENSE, _DENSE_MODULES),
+    **{family: ["core_attn", "mlp", "layernorm"] for family in DENSE},
     "qwen3_moe": ["core_attn", "moe_act", "layernorm"],
-    "deepseek_v3": ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm", "mla_up_proj"],
+    "deepseek_v3": _LATENT,
+    "deepseek_v3-tied": _LATENT,
 }
 """What selective recompute computes again: all that the family has and that go together."""
 
 
-def table(moe: bool, heads: int, ranks: int, gpu: bool = False, **fixed: Any) -> Table:
-    """Axes and constraints of a model's layouts of at most so many ranks. Values are those of `Case`'s fields.
+def table(moe: bool, heads: int, ranks: int, **fixed: Any) -> Table:
+    """Axes and constraints of a model's layouts of at most so many ranks. fixed: axes with one value.
 
-    fixed: axes with one value.
+    Values are those of `Case`'s fields; cp and cp_comm, which counts only beside it, are one axis of pairs.
     """
     powers = (1, 2, 4)
     small = tuple(n for n in powers if n <= max(ranks // 2, min(ranks, 2)))  # leaves room beside it
@@ -149,8 +154,7 @@ def table(moe: bool, heads: int, ranks: int, gpu: bool = False, **fixed: Any) ->
         "vpp": (1, 2),
         "tp": two,
         "sp": (False, True),
-        "cp": small,
-        "cp_comm": ("all_gather", "all_to_all"),
+        "cp": ((1, "all_gather"), *product(small[1:], ("all_gather", "all_to_all"))),
         "dp": small,
         **({"ep": small, "etp": two} if moe else {}),
         "recompute": ("none", "selective", "full"),
@@ -163,13 +167,11 @@ def table(moe: bool, heads: int, ranks: int, gpu: bool = False, **fixed: Any) ->
         "offload_optimizer": (False, True),
     }
     constraints = [
-        Constraint(("tp", "cp", "dp", "pp"), lambda tp, cp, dp, pp: tp * cp * dp * pp <= ranks),
+        Constraint(("tp", "cp", "dp", "pp"), lambda tp, cp, dp, pp: tp * cp[0] * dp * pp <= ranks),
         *_constraints(heads),
     ]
     if moe:
         constraints.append(Constraint(("tp", "sp"), lambda tp, sp: sp or tp == 1))
-    if gpu:
-        axes["cpu_optimizer"] = (False, True)
     return Table({**axes, **{name: (value,) for name, value in fixed.items()}}, constraints)
 
 
@@ -177,13 +179,10 @@ def _constraints(heads: int) -> list[Constraint]:
     return [
         Constraint(("tp", "sp"), lambda tp, sp: not sp or tp > 1),
         Constraint(("pp", "vpp"), lambda pp, vpp: (vpp == 1 or pp > 1) and LAYERS % (pp * vpp) == 0),
-        Constraint(("cp", "cp_comm"), lambda cp, comm: cp > 1 or comm == "all_gather"),
-        Constraint(
-            ("cp", "tp", "cp_comm"), lambda cp, tp, comm: comm == "all_gather" or heads % (cp * tp) == 0
-        ),
+        Constraint(("cp", "tp"), lambda cp, tp: cp[1] == "all_gather" or heads % (cp[0] * tp) == 0),
         Constraint(("ep", "etp", "tp"), lambda ep, etp, tp: ep > 1 or etp == tp),
         Constraint(
-            ("ep", "etp", "tp", "cp", "dp"), lambda ep, etp, tp, cp, dp: tp * cp * dp % (ep * etp) == 0
+            ("ep", "etp", "tp", "cp", "dp"), lambda ep, etp, tp, cp, dp: tp * cp[0] * dp % (ep * etp) == 0
         ),
         Constraint(
             ("optimizer", "distributed_optimizer"), lambda name, sharded: name != "sgd" or not sharded
@@ -197,7 +196,18 @@ def _constraints(heads: int) -> list[Constraint]:
 def covering(family: str, ranks: int, strength: int = 2, **fixed: Any) -> list[Case]:
     """Cases of a family on at most `ranks` ranks in which every allowed pair of values stands."""
     rows = _rows(family in MOE, HEADS.get(family, 4), ranks, strength, tuple(fixed.items()))
-    return [Case(family, **row) for row in rows]
+    return [case_of(family, row) for row in rows]
+
+
+def case_of(family: str, row: Row) -> Case:
+    """The case of a table's row."""
+    cp, comm = row["cp"]
+    return Case(family, **{**row, "cp": cp, "cp_comm": comm})
+
+
+def row_of(case: Case, whole: Table) -> Row:
+    """The row of a case in a table."""
+    return {name: getattr(case, name) for name in whole.axes} | {"cp": (case.cp, case.cp_comm)}
 
 
 @cache
@@ -228,7 +238,7 @@ def few(family: str) -> list[Case]:
 def fast_cases() -> list[Case]:
     """What `make test` runs: up to 4 ranks."""
     found: list[Case] = []
-    for family in (*DENSE, *MOE):
+    for family in FAMILIES:
         found += covering(family, 4) if family in THOROUGH else few(family)
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
     return ordered(found)
@@ -236,25 +246,25 @@ def fast_cases() -> list[Case]:
 
 def slow_cases() -> list[Case]:
     """What `make test-slow` runs besides: all pairs of every family up to 8 ranks."""
-    found = [case for family in (*DENSE, *MOE) for case in (*covering(family, 8), *bf16(family, 8))]
+    found = [case for family in THOROUGH_SLOWLY for case in (*covering(family, 8), *bf16(family, 8))]
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)
 
 
-def bf16(family: str, ranks: int) -> list[Case]:
+def bf16(family: str, ranks: int, **fixed: Any) -> list[Case]:
     """Every value of every axis once in bf16."""
-    return covering(family, ranks, strength=1, dtype="bf16")
+    return covering(family, ranks, strength=1, dtype="bf16", **fixed)
 
 
 def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
-    """What `python -m tests.oracle` runs: all pairs of each back end that fit so many GPUs."""
+    """What `python -m tests.oracle` runs on so many GPUs: with each back end of layers all pairs of some families, every
+    value of every axis of the others and of bf16, and of bf16 beside optimizer state on the CPU."""
     found: list[Case] = []
-    for family in (*DENSE, *MOE):
-        for backend in backends:
-            fixed = {"gpu": True, "dtype": "bf16"} if backend != "portable" else {}
-            found += covering(family, gpus, backend=backend, **fixed)
-            if backend == "portable":
-                found += covering(family, gpus, strength=1, dtype="bf16", gpu=True)
+    for family, backend in product(FAMILIES, backends):
+        found += covering(family, gpus, 2 if family in THOROUGH else 1, backend=backend)
+        found += bf16(family, gpus, backend=backend)
+        hybrid = {"optimizer": "adamw", "distributed_optimizer": True, "cpu_optimizer": True}
+        found += bf16(family, gpus, backend=backend, **hybrid)
     return ordered(found)
 
 

@@ -58,7 +58,8 @@ BOUNDS = {
         parameters=1e-4,
         copies=0.0,
     ),
-    # Rounding to 8 bits of mantissa in 4 layers of large weights.
+    # Rounding to 8 bits of mantissa in 4 layers of large weights. Measured on CPU, the worst of all layouts: outputs 0.02,
+    # loss 0.005, gradients 0.12 (all of them 0.03), norm 0.004, parameters 0.26.
     "bf16": Bounds(
         outputs=0.05,
         loss=0.01,
@@ -67,7 +68,7 @@ BOUNDS = {
         all=0.05,
         norm=0.01,
         norms=0.01,
-        parameters=0.3,
+        parameters=0.4,
         copies=0.0,
     ),
 }

@@ -1,41 +1,27 @@
 """The oracle: transformers, one process, fp32. What it says about a batch is what every layout must say.
 
-Tiny models, on disk as users have them, with weights of a size at which every parameter matters. The reference trains
-one for a few optimizer steps, each on a batch of its own, and keeps what a layout is compared with.
+It trains one of the tiny `models` for a few optimizer steps, each on a batch of its own, and keeps what a layout is
+compared with.
 
-**Routes.** A model with experts is a discontinuous function: where two scores are nearly equal, rounding decides which
-expert a token gets. No routes are replayed here. The weights of the MoE families (`_SEED`) are drawn so that no token in
-any layer at any step comes near a tie: the smallest gap between a chosen and a rejected score (of experts, and of
-groups of experts) is at least MARGIN times the scores' numeric error, which is what the same training in float64
-differs by. `reference` raises when that does not hold. On the batch BF16_BATCH the gap is large enough for bf16 as well.
-`python -m tests.oracle.reference` looks for such seeds.
-
-Transformers keeps a layer's experts fused (gate and up in one [E, 2I, H] tensor); names and tensors here are those
-of the hub, one an expert and matrix, as on disk.
+Routes: a model with experts is a discontinuous function. Where two scores are nearly equal, rounding decides which
+expert a token gets. No routes are replayed here. The weights of the MoE families (`models.SEEDS`) are drawn so that no
+token in any layer at any step comes near a tie: the smallest gap between a chosen and a rejected score (of experts, and
+of groups of experts) is at least MARGIN times the scores' numeric error, which is what the same training in float64
+differs by. `reference` raises when that does not hold. On the batch BF16_BATCH the gap is large enough for bf16 as
+well. `python -m tests.oracle.reference` looks for such seeds.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    DeepseekV3Config,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 from tests.oracle.cases import LR_MULTIPLIERS, OPTIMIZERS, Case
 from tests.oracle.data import (  # noqa: F401  (LENGTHS and PROMPT: for those who import this module alone)
@@ -51,69 +37,19 @@ from tests.oracle.data import (  # noqa: F401  (LENGTHS and PROMPT: for those wh
     token_ids,
     trained_tokens,
 )
+from tests.oracle.models import (  # noqa: F401  (the same)
+    CONFIGS,
+    MOE_CONFIGS,
+    drawn,
+    hub_names,
+    model,
+    save,
+    value_head,
+)
 
 NORM_FLOOR = 1e-6
 """Errors are relative to the reference's norm plus this. No gradient's norm is below 1000 of it."""
 MARGIN = 100.0
-
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "attn_implementation": "sdpa",
-}
-_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}  # q is wider than the model
-_EXPERTS: dict[str, Any] = {
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "norm_topk_prob": True,
-    "experts_implementation": "eager",
-}
-CONFIGS = {
-    "qwen3": Qwen3Config(tie_word_embeddings=False, **_HEADS, **_SIZES),
-    "qwen3-tied": Qwen3Config(tie_word_embeddings=True, **_HEADS, **_SIZES),
-    "qwen2": Qwen2Config(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, **_SIZES),
-    "llama": LlamaConfig(
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-        **_SIZES,
-    ),
-}
-MOE_CONFIGS = {
-    "qwen3_moe": Qwen3MoeConfig(num_experts=8, tie_word_embeddings=False, **_HEADS, **_EXPERTS, **_SIZES),
-    "deepseek_v3": DeepseekV3Config(
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=24,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        routed_scaling_factor=2.5,
-        num_nextn_predict_layers=0,
-        tie_word_embeddings=False,
-        **_EXPERTS,
-        **_SIZES,
-    ),
-}
-_SEED = {"qwen3_moe": 675, "deepseek_v3": 1478}  # of the weights; other families have 0
 
 
 @dataclass(frozen=True)
@@ -135,41 +71,6 @@ class Reference:
     buffers: dict[str, Tensor]
     outputs: tuple[Tensor, ...]
     steps: list[Step]
-
-
-def model(name: str) -> Any:
-    """The transformers model of a name, the same weights at each call."""
-    return _drawn(name, _SEED.get(name, 0))
-
-
-def _drawn(name: str, seed: int) -> Any:
-    """Matrices keep the size of what they multiply; norms and biases are off their neutral values."""
-    torch.manual_seed(seed)
-    made = AutoModelForCausalLM.from_config((CONFIGS | MOE_CONFIGS)[name], dtype=torch.float32)
-    with torch.no_grad():
-        for key, p in made.named_parameters():
-            if p.dim() == 1:
-                p.add_(0.1 * torch.randn_like(p))
-            else:
-                p.normal_(0, 1.0 if key.endswith("embed_tokens.weight") else p.shape[-1] ** -0.5)
-        for key, buffer in made.named_buffers():
-            if key.endswith("e_score_correction_bias"):
-                buffer.normal_(0, 0.1)
-    return made
-
-
-def save(name: str, path: Path, head: str = "lm") -> Path:
-    """Write a model as a Hugging Face directory, once. A value model is transformers' classifier with one label."""
-    if not (path / "config.json").exists():
-        made = model(name)
-        if head == "value":
-            trunk, config = made.model, copy.deepcopy(made.config)
-            config.num_labels = 1
-            made = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-            made.model = trunk
-            made.score.weight = torch.nn.Parameter(value_head())
-        made.save_pretrained(path)
-    return path
 
 
 def reference(case: Case) -> Reference:
@@ -196,11 +97,6 @@ def _reference(
     return found
 
 
-def value_head() -> Tensor:
-    """Weight of the linear score that takes the LM head's place in a value model: [1, hidden]."""
-    return torch.randn(1, 64, generator=torch.Generator().manual_seed(5)) / 8
-
-
 class _Run:
     """A model in training, in one float type."""
 
@@ -214,7 +110,7 @@ class _Run:
         dtype: torch.dtype = torch.float32,
         seed: int | None = None,
     ) -> None:
-        made = model(name) if seed is None else _drawn(name, seed)
+        made = model(name) if seed is None else drawn(name, seed)
         self.model = made.to(dtype)
         self.score = torch.nn.Parameter(value_head().to(dtype)) if head == "value" else None
         self.routers = [
@@ -284,22 +180,6 @@ class _Run:
 def _shifted(x: Tensor) -> Tensor:
     """What is read at the position before each token; 0 for the first."""
     return torch.cat((x.new_zeros(1), x[:-1]))
-
-
-def hub_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Parameters, or gradients, under the names that files on the hub have."""
-    out = {}
-    for name, tensor in named:
-        if name.endswith(".experts.gate_up_proj"):
-            for e, (gate, up) in enumerate(t.chunk(2) for t in tensor):
-                out[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
-                out[name.replace("gate_up_proj", f"{e}.up_proj.weight")] = up
-        elif name.endswith(".experts.down_proj"):
-            for e, down in enumerate(tensor):
-                out[name.replace("down_proj", f"{e}.down_proj.weight")] = down
-        else:
-            out[name] = tensor
-    return out
 
 
 @dataclass

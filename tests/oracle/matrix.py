@@ -1,0 +1,141 @@
+"""Feature × feature: which pairs a case of the suite runs, and which the recipe refuses. A pair is one or the other.
+
+    python -m tests.oracle.matrix            # writes docs/pairs.md
+
+Features and refusals are those of `quintet.recipe.features`; what no recipe switches on (a value head, biases) is added
+here. A case runs a pair when its recipe and model have both on.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+from quintet.errors import UserError
+from quintet.models import family_of, read_shape
+from quintet.models.family import read_config
+from quintet.recipe.features import FEATURES, features_on, refused_pair
+from tests.oracle.cases import FAMILIES, Case, fast_cases, gpu_cases, slow_cases
+
+PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
+GPUS = 4
+BACKENDS = ("portable", "transformer_engine")
+
+FROM_MODEL = {"value_head": "a value head", "qkv_bias": "biases of q, k and v"}
+TITLES = {one.id: one.name for one in FEATURES.values() if one.engine} | FROM_MODEL
+"""Every feature of the training engine, in the order of the page."""
+
+
+class Cell(NamedTuple):
+    """What becomes of a pair. where: "test", "slow", "gpus", "refused" or, for a gap, "". text: a case, or the refusal."""
+
+    where: str
+    text: str
+
+
+def matrix() -> dict[frozenset[str], Cell]:
+    """The cell of every pair of features, gaps included."""
+    with tempfile.TemporaryDirectory() as root:
+        paths = directories(Path(root))
+        runs = [
+            ("test", "cpu", fast_cases()),
+            ("slow", "cpu", slow_cases()),
+            ("gpus", "cuda", gpu_cases(GPUS, BACKENDS)),
+        ]
+        ran: dict[frozenset[str], Cell] = {}
+        for where, device, cases in runs:
+            for case in cases:
+                for pair in combinations(sorted(on(case, paths[case.family], device)), 2):
+                    ran.setdefault(frozenset(pair), Cell(where, case.name))
+        found = {}
+        for first, second in combinations(TITLES, 2):
+            pair = frozenset((first, second))
+            refused = refusal(first, second, paths)
+            if refused and pair in ran:
+                raise AssertionError(
+                    f"{first} and {second} are refused, yet {ran[pair].text} runs them: {refused}"
+                )
+            found[pair] = Cell("refused", refused) if refused else ran.get(pair, Cell("", ""))
+        return found
+
+
+def directories(root: Path) -> dict[str, Path]:
+    """A Hugging Face directory of each family."""
+    from tests.oracle.models import save
+
+    return {family: save(family, root / family) for family in FAMILIES}
+
+
+def on(case: Case, path: Path, device: str) -> set[str]:
+    """Features that a case has on."""
+    shape = _shape(path)
+    found = features_on(case.recipe(path, device), shape)
+    found |= {
+        name for name, there in (("value_head", case.head == "value"), ("qkv_bias", shape.qkv_bias)) if there
+    }
+    return found & set(TITLES)
+
+
+_shape = cache(read_shape)
+
+
+def refusal(first: str, second: str, paths: Mapping[str, Path]) -> str | None:
+    """The sentence with which a pair is refused; None where it can be combined."""
+    if {first, second} <= set(FEATURES):
+        return refused_pair(first, second)
+    # A model with biases of q, k and v is one without experts and without latent attention: what config.json says.
+    family = {
+        "experts": "qwen3_moe",
+        "mla": "deepseek_v3",
+        "ep": "qwen3_moe",
+        "etp": "qwen3_moe",
+        "etp_apart": "qwen3_moe",
+    }
+    other = next(iter({first, second} - {"qkv_bias"}))
+    if "qkv_bias" in (first, second) and other in family:
+        try:
+            family_of(config := read_config(paths[family[other]])).shape(config | {"attention_bias": True})
+        except UserError as error:
+            return str(error)
+    return None
+
+
+def page(cells: Mapping[frozenset[str], Cell]) -> str:
+    """The matrix as Markdown."""
+    lines = [
+        "# Which features go together",
+        "",
+        "Every pair of the training engine's features is either run by a case of [the oracle](../tests/oracle), which compares",
+        "all numbers with one transformers process, or refused when a recipe is loaded. This page is made by",
+        "`python -m tests.oracle.matrix` from the cases and the refusals; a test holds it to them.",
+        "",
+        "● run by `make test` · ○ run by `make test-slow` · G run on GPUs by `python -m tests.oracle --gpus 4` · × refused",
+        "",
+        "| | | " + " | ".join(str(i) for i in range(1, len(TITLES) + 1)) + " |",
+        "|" + "---|" * (len(TITLES) + 2),
+    ]
+    for i, (one, title) in enumerate(TITLES.items(), start=1):
+        marks = [_MARKS[cells[frozenset((one, other))].where] if one != other else "" for other in TITLES]
+        lines.append(f"| {i} | {title} | " + " | ".join(marks) + " |")
+    lines += ["", "## What is refused", "", "| | |", "|---|---|"]
+    for first, second in combinations(TITLES, 2):
+        cell = cells[frozenset((first, second))]
+        if cell.where == "refused":
+            lines.append(f"| {TITLES[first]} × {TITLES[second]} | {cell.text.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
+_MARKS = {"test": "●", "slow": "○", "gpus": "G", "refused": "×", "": "**?**"}
+
+
+def gaps(cells: Mapping[frozenset[str], Cell]) -> Iterable[str]:
+    """Pairs that are neither run nor refused."""
+    return [" × ".join(sorted(pair)) for pair, cell in cells.items() if not cell.where]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(matrix()), encoding="utf-8")

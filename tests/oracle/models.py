@@ -1,0 +1,156 @@
+"""The tiny models: configurations, weights of a size at which every parameter matters, and how they look on disk.
+
+Transformers keeps a layer's experts fused (gate and up in one [E, 2I, H] tensor); `hub_names` gives parameters and
+gradients the names and shapes that files on the hub have, one an expert and matrix.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DeepseekV3Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tests.oracle.data import VOCAB
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "attn_implementation": "sdpa",
+}
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}  # q is wider than the model
+_EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "experts_implementation": "eager",
+}
+
+
+def _qwen2(tied: bool) -> Qwen2Config:
+    return Qwen2Config(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, **_SIZES)
+
+
+def _deepseek_v3(tied: bool) -> DeepseekV3Config:
+    return DeepseekV3Config(
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=24,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        num_nextn_predict_layers=0,
+        tie_word_embeddings=tied,
+        **_EXPERTS,
+        **_SIZES,
+    )
+
+
+CONFIGS = {
+    "qwen3": Qwen3Config(tie_word_embeddings=False, **_HEADS, **_SIZES),
+    "qwen3-tied": Qwen3Config(tie_word_embeddings=True, **_HEADS, **_SIZES),
+    "qwen2": _qwen2(tied=False),
+    "qwen2-tied": _qwen2(tied=True),
+    "llama": LlamaConfig(
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        **_SIZES,
+    ),
+}
+MOE_CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(num_experts=8, tie_word_embeddings=False, **_HEADS, **_EXPERTS, **_SIZES),
+    "deepseek_v3": _deepseek_v3(tied=False),
+    "deepseek_v3-tied": _deepseek_v3(tied=True),
+}
+SEEDS = {"qwen3_moe": 675, "deepseek_v3": 1478, "deepseek_v3-tied": 1478}
+"""Of the weights, where `reference` asks for certain ones; other models have 0."""
+
+
+def model(name: str) -> Any:
+    """The transformers model of a name, the same weights at each call."""
+    return drawn(name, SEEDS.get(name, 0))
+
+
+def drawn(name: str, seed: int) -> Any:
+    """Matrices keep the size of what they multiply; norms and biases are off their neutral values. An embedding that is
+    the head as well is smaller, for logits of the size of other models'."""
+    torch.manual_seed(seed)
+    made = AutoModelForCausalLM.from_config((CONFIGS | MOE_CONFIGS)[name], dtype=torch.float32)
+    with torch.no_grad():
+        for key, p in made.named_parameters():
+            if p.dim() == 1:
+                p.add_(0.1 * torch.randn_like(p))
+            else:
+                embedding = 0.25 if made.config.tie_word_embeddings else 1.0
+                p.normal_(0, embedding if key.endswith("embed_tokens.weight") else p.shape[-1] ** -0.5)
+        for key, buffer in made.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
+    return made
+
+
+def save(name: str, path: Path, head: str = "lm") -> Path:
+    """Write a model as a Hugging Face directory, once. A value model is transformers' classifier with one label."""
+    if not (path / "config.json").exists():
+        made = model(name)
+        if head == "value":
+            trunk, config = made.model, copy.deepcopy(made.config)
+            config.num_labels = 1
+            made = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            made.model = trunk
+            made.score.weight = torch.nn.Parameter(value_head())
+        made.save_pretrained(path)
+    return path
+
+
+def value_head() -> Tensor:
+    """Weight of the linear score that takes the LM head's place in a value model: [1, hidden]."""
+    return torch.randn(1, 64, generator=torch.Generator().manual_seed(5)) / 8
+
+
+def hub_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Parameters, or gradients, under the names that files on the hub have."""
+    out = {}
+    for name, tensor in named:
+        if name.endswith(".experts.gate_up_proj"):
+            for e, (gate, up) in enumerate(t.chunk(2) for t in tensor):
+                out[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
+                out[name.replace("gate_up_proj", f"{e}.up_proj.weight")] = up
+        elif name.endswith(".experts.down_proj"):
+            for e, down in enumerate(tensor):
+                out[name.replace("down_proj", f"{e}.down_proj.weight")] = down
+        else:
+            out[name] = tensor
+    return out

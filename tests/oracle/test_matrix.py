@@ -1,0 +1,27 @@
+"""Every pair of the engine's features is run or refused, and the page that says so is what the suite says."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.oracle.matrix import PAGE, TITLES, Cell, gaps, matrix, page
+
+
+@pytest.fixture(scope="module")
+def cells() -> dict[frozenset[str], Cell]:
+    return matrix()
+
+
+def test_every_pair_is_run_or_refused(cells: dict[frozenset[str], Cell]) -> None:
+    assert not gaps(cells), (
+        "add a case to tests/oracle/cases.py, or refuse the pair in quintet/recipe/features.py"
+    )
+    assert len(cells) == len(TITLES) * (len(TITLES) - 1) // 2
+
+
+def test_a_gap_is_seen(cells: dict[frozenset[str], Cell]) -> None:
+    assert gaps(cells | {frozenset(("tp", "pp")): Cell("", "")}) == ["pp × tp"]
+
+
+def test_page_is_up_to_date(cells: dict[frozenset[str], Cell]) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(cells), "run: python -m tests.oracle.matrix"
