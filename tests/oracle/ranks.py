@@ -5,6 +5,7 @@ quintet's engine is imported when a function runs, so that this module can be na
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,37 @@ def share(engine: Any, batch: int) -> tuple[Any, list[list[int]], list[int]]:
     return select(whole, plan.samples_of(dp)), plan.local(dp), plan.samples_of(dp)
 
 
+class Training:
+    """A case in training on this rank, a step at a time."""
+
+    def __init__(self, case: Case, path: Path) -> None:
+        self.case = case
+        self.engine = engine_of(case, path)
+        self.report = evaluate(self.engine, case)
+
+    def step(self, batch: int) -> None:
+        """One optimizer step, and what the trainer does around generation: offload and reload."""
+        engine, report = self.engine, self.report
+        mine, local, _ = share(engine, batch)
+        objective = Objective(self.case.head, trained_tokens(batch))
+        result = engine.forward_backward(mine, local, objective, temperature=TEMPERATURE)
+        report.losses.append(result.loss if result is not None and engine.mesh.owns_output else 0.0)
+        if not report.gradients:
+            if self.case.distributed_optimizer:
+                gather_gradients(engine)
+            report.gradients = pieces(engine, "main_grad")
+        report.norms.append(engine.optimizer_step()["grad_norm"])
+        recipe = engine.recipe
+        engine.offload(
+            params=recipe.offload_params, grads=recipe.offload_grads, optimizer=recipe.offload_optimizer
+        )
+        engine.reload()
+
+    def finish(self) -> Report:
+        self.report.parameters = pieces(self.engine, "param")
+        return self.report
+
+
 def train(case: Case, path: Path, mistake: str | None = None) -> Report:
     """A forward pass over the first batch, then one optimizer step on each batch.
 
@@ -100,21 +132,38 @@ def train(case: Case, path: Path, mistake: str | None = None) -> Report:
     from tests.oracle.mistakes import made
 
     with made(mistake):
-        engine = engine_of(case, path)
-        report = evaluate(engine, case)
+        training = Training(case, path)
         for batch in case.batches:
-            mine, local, _ = share(engine, batch)
-            objective = Objective(case.head, trained_tokens(batch))
-            result = engine.forward_backward(mine, local, objective, temperature=TEMPERATURE)
-            report.losses.append(result.loss if result is not None and engine.mesh.owns_output else 0.0)
-            if not report.gradients:
-                if case.distributed_optimizer:
-                    gather_gradients(engine)
-                report.gradients = pieces(engine, "main_grad")
-            report.norms.append(engine.optimizer_step()["grad_norm"])
-            offload_and_reload(engine)
-        report.parameters = pieces(engine, "param")
-        return report
+            training.step(batch)
+        return training.finish()
+
+
+def train_together(cases: Sequence[Case], paths: Sequence[Path], frozen: Case, path: Path) -> list[Report]:
+    """Several models in layouts of their own in one process, trained in turns, beside one that is only evaluated.
+
+    Returns the reports of those in training, then that of the frozen one before the first and after the last step.
+    """
+    reference = engine_of(frozen, path, trained=False)
+    before = evaluate(reference, frozen)
+    trainings = [Training(case, where) for case, where in zip(cases, paths, strict=True)]
+    for batch in frozen.batches:
+        for training in trainings:
+            training.step(batch)
+    return [*(training.finish() for training in trainings), before, evaluate(reference, frozen)]
+
+
+def evaluate_alone(case: Case, path: Path) -> tuple[Report, list[str]]:
+    """A forward pass of an engine without an optimizer, and what it holds that only training needs."""
+    engine = engine_of(case, path, trained=False)
+    report = evaluate(engine, case)
+    held = [
+        n
+        for c in engine.chunks
+        for n, p in c.named_parameters()
+        if p.grad is not None or hasattr(p, "main_grad")
+    ]
+    wrapped = [type(chunk).__name__ for chunk in engine._wrapped if chunk not in engine.chunks]
+    return report, held + wrapped
 
 
 def evaluate(engine: Any, case: Case) -> Report:
@@ -140,16 +189,3 @@ def gather_gradients(engine: Any) -> None:
             for bucket in buffer.buckets:
                 mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
-
-
-def offload_and_reload(engine: Any) -> None:
-    """What the trainer does around generation."""
-    recipe = engine.recipe
-    fractions = {
-        "params": recipe.offload_params,
-        "grads": recipe.offload_grads,
-        "optimizer": recipe.offload_optimizer,
-    }
-    if any(fractions.values()):
-        engine.offload(**fractions)
-        engine.reload()

@@ -1,0 +1,63 @@
+"""Engines as a run has them: reference models without training memory, and models of different layouts side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.oracle.cases import Case
+from tests.oracle.compare import bounds, broken, errors, output_error
+from tests.oracle.models import save
+from tests.oracle.pool import Pool
+from tests.oracle.ranks import evaluate_alone, train_together
+from tests.oracle.reference import reference
+
+FORWARD_ONLY = [
+    Case("qwen3", dp=2),
+    Case("qwen3", tp=2, sp=True, pp=2, vpp=2),
+    Case("qwen3", cp=2, cp_comm="all_to_all", pp=2),
+    Case("qwen2", head="value", tp=2, sp=True, cp=2),
+    Case("deepseek_v3", tp=2, sp=True, dp=2, ep=2, etp=2),
+    Case("deepseek_v3", pp=2, vpp=2, dp=2, ep=2),
+]
+
+
+def written(models: Path, case: Case) -> Path:
+    return save(case.family, models / f"{case.family}-{case.head}", case.head)
+
+
+@pytest.mark.parametrize("case", FORWARD_ONLY, ids=lambda case: case.name)
+def test_reference_models_hold_no_training_memory(pool: Pool, models: Path, case: Case) -> None:
+    results = pool.run(evaluate_alone, case.ranks, case, written(models, case))
+    assert [held for _, held in results] == [[]] * case.ranks
+    error = output_error(case, [report for report, _ in results], reference(case))
+    assert error.size <= bounds(case).outputs
+
+
+@pytest.mark.parametrize(
+    ("trained", "frozen"),
+    [
+        (
+            [Case("qwen3", tp=2, sp=True, distributed_optimizer=True), Case("qwen3", head="value", pp=2)],
+            Case("qwen3", dp=2),
+        ),
+        (
+            [
+                Case("deepseek_v3", tp=2, sp=True, cp=2, ep=2, etp=2, distributed_optimizer=True),
+                Case("deepseek_v3", head="value", pp=2, vpp=2, dp=2, ep=2, recompute="full"),
+            ],
+            Case("deepseek_v3", dp=2, cp=2, cp_comm="all_to_all", ep=4),
+        ),
+    ],
+    ids=["dense", "experts"],
+)
+def test_layouts_live_side_by_side(pool: Pool, models: Path, trained: list[Case], frozen: Case) -> None:
+    """Actor, critic and reference in one process, each in its own layout: each says what transformers says."""
+    paths = [written(models, case) for case in trained]
+    ranks = pool.run(train_together, frozen.ranks, trained, paths, frozen, written(models, frozen))
+    for i, case in enumerate(trained):
+        assert not broken(case, errors(case, [reports[i] for reports in ranks], reference(case)))
+    for i in (-2, -1):  # before and after the others were trained
+        error = output_error(frozen, [reports[i] for reports in ranks], reference(frozen))
+        assert error.size <= bounds(frozen).outputs
