@@ -2,7 +2,7 @@
 
     engine = Engine(shape, layout, ...)
     engine.load_hf(path)
-    engine.forward_backward(batch, microbatches, loss)      # gradients add up over calls
+    engine.forward_backward(batch, microbatches, loss)      # a whole mini-batch: its gradients replace the last's
     engine.optimizer_step()
 
 Every method that communicates is called by all ranks of the layout, in the same order. Losses are normalised by
@@ -185,7 +185,8 @@ class Engine:
         loss: Loss,
         temperature: float = 1.0,
     ) -> MiniBatchResult | None:
-        """Add the gradients of a mini-batch. Ranks of the last stage return their dp rank's part, others None.
+        """The gradients of a mini-batch, in place of what was there. Ranks of the last stage return their dp rank's part,
+        others None.
 
         microbatches: positions of the samples in `batch`, as planned; every rank has as many.
         """

@@ -2,7 +2,7 @@
 
 Nowhere else in quintet is megatron-core or torch adapted. Each adaptation says which gap it closes and which
 test fails without it. `install()` runs before the first use of megatron-core and is idempotent. On a machine
-with a GPU it only provides the scratch buffer.
+with a GPU it adapts what there is without process-global state and without TransformerEngine, nothing of devices.
 
 The adaptations touch named functions of megatron-core, not torch's factories: code outside megatron-core
 that asks for a CUDA device on a CPU machine still gets torch's own error.

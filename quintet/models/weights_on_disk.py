@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.errors import UserError
-from quintet.models.family import family_named
+from quintet.models.family import family_named, read_shape
 from quintet.models.hf_config import read_json
 from quintet.models.shape import ModelShape
 
@@ -96,13 +96,15 @@ def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
     Layers for multi-token prediction, which DeepSeek-V3 numbers on from the last one, are passed over: they are no
     part of the policy that is trained, and what predicts from a stale copy of it is left out of saved models.
 
-    A value model may start from a language model: it then leaves the LM head and has no head of its own yet.
+    A value model may start from a language model: it then leaves the LM head and has no head of its own yet. A directory
+    that says it holds a value model has one.
 
-    Raises UserError listing what is missing and what has no place.
+    where: the directory. Raises UserError listing what is missing and what has no place.
     """
     wanted = {name for weight in family_named(shape.family).weights(shape) for name in weight.hf}
     spare = {"lm_head.weight"} if shape.tied_embeddings or shape.head == "value" else set()
-    missing = sorted(wanted - names - {VALUE_HEAD})
+    starts = shape.head == "value" and read_shape(where).head == "lm"
+    missing = sorted(wanted - names - ({VALUE_HEAD} if starts else set()))
     ahead = tuple(f"model.layers.{shape.layers + i}." for i in range(shape.mtp_layers))
     extra = sorted(
         n for n in names - wanted - spare if not n.endswith(IGNORED_SUFFIXES) and not n.startswith(ahead)

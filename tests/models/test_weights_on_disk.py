@@ -56,6 +56,16 @@ def test_names_shapes_and_types(path: Path) -> None:
     assert "more" in refused(path)
 
 
+def test_a_value_model_starts_without_a_head_and_keeps_it(path: Path) -> None:
+    file = path / "model.safetensors"
+    check_weights(path, read_shape(path).as_value_model())  # of a language model
+    value = QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "value"}}
+    (path / "config.json").write_text(json.dumps(value))
+    assert "missing: score.weight" in refused(path)
+    write_weights(file, SHAPES | {"score.weight": (1, 64)})
+    check_weights(path, read_shape(path))
+
+
 def test_damaged_files(path: Path) -> None:
     file = path / "model.safetensors"
     whole = file.read_bytes()

@@ -261,6 +261,18 @@ def test_a_model_directory_is_looked_at_before_anything_starts(load, refuse, mod
     assert "config.json does not exist" in refuse(*named)
 
 
+@pytest.mark.parametrize("command", ["train", "sft", "generate", "eval"])
+def test_a_value_model_is_no_policy(refuse, tmp_path: Path, command: str) -> None:
+    path = write_model(
+        tmp_path / "value",
+        QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"]} | {"id2label": {"0": "value"}},
+    )
+    (path / "tokenizer.json").touch()
+    said = refuse("model.build=null", f"model.path={path}", "sft={}", command=command)
+    assert "holds a value model" in said
+    assert "ends with ForCausalLM" in said
+
+
 def test_a_missing_tracker_names_the_extra(refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'quintet[wandb]'" in refuse("run.trackers=[wandb]")
@@ -279,6 +291,7 @@ def test_every_rule_has_a_sentence_and_a_test() -> None:
     tested_below = {
         "weights_are_there",
         "stop_tokens_exist",
+        "policies_predict_tokens",
         "trackers_are_installed",
         "sft_has_its_section",
         "layers_are_installed",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quintet.errors import UserError
+from quintet.models.family import VALUE_MODEL
 from quintet.models.weights_on_disk import check_weights
 from quintet.recipe.rules.facts import Facts, Problem, rule
 
@@ -50,6 +51,17 @@ def weights_are_there(facts: Facts) -> Iterator[Problem]:
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@rule
+def policies_predict_tokens(facts: Facts) -> Iterator[Problem]:
+    """The model of every command has an LM head: a value model is made beside a policy, not named in a recipe."""
+    if facts.read is not None and facts.read.head == "value":
+        yield Problem(
+            ("model.path",),
+            f"model.path: {facts.recipe.model.path} holds a value model (its architecture ends with {VALUE_MODEL}), which "
+            "gives one number a token and predicts none; name a model whose architecture ends with ForCausalLM",
+        )
 
 
 @rule
