@@ -64,7 +64,7 @@ BOUNDS = {
         outputs=0.05,
         loss=0.02,
         losses=0.02,
-        gradients=0.15,
+        gradients=0.2,  # of single experts, which few tokens meet: 0.17 measured on GPUs
         all=0.05,
         norm=0.02,
         norms=0.02,
@@ -84,6 +84,7 @@ def errors(case: Case, reports: Sequence[Report], expected: Reference) -> dict[s
     gradients, gradient_copies = assemble(r.gradients for r in reports)
     parameters, parameter_copies = assemble(r.parameters for r in reports)
     assert_same_names(gradients, first.gradients)
+    assert all(g.dtype == torch.float32 for g in gradients.values()), "gradients are not summed in fp32"
     assert_same_names(parameters, expected.steps[-1].parameters | expected.buffers)
     losses = [abs(sum(r.losses[k] for r in reports) / step.loss - 1) for k, step in enumerate(expected.steps)]
     norms = [

@@ -77,6 +77,11 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["model.dtype (fp32) does not go with optimizer.cpu_fraction", "model.dtype=bf16"],
     ),
     (
+        "tied_copies_are_updated_alike",
+        ["cluster.device=cuda", "layout.pp=2", "model.dtype=bf16", "optimizer.cpu_fraction=0.5"],
+        ["optimizer.cpu_fraction=0.5 with layout.pp=2", "rounding would part them", "use 0 or 1"],
+    ),
+    (
         "devices_suffice",
         ["cluster.device=cpu", "engine.backend=transformer_engine"],
         ["needs GPUs: TransformerEngine runs on CUDA alone", "engine.backend=portable"],

@@ -52,4 +52,19 @@ def lr_multipliers_match(facts: Facts) -> Iterator[Problem]:
             yield Problem((f"{section}.lr_multipliers",), str(error).replace("optimizer.", f"{section}.", 1))
 
 
+@rule
+def tied_copies_are_updated_alike(facts: Facts) -> Iterator[Problem]:
+    """Tied embeddings lie on the first and on the last pipeline stage: both copies are updated in one place's arithmetic."""
+    shape, pp = facts.shape, facts.recipe.layout.pp
+    if shape is None or not shape.tied_embeddings or pp == 1:
+        return
+    for section, optimizer in optimizers(facts.recipe).items():
+        if 0 < optimizer.cpu_fraction < 1:
+            yield Problem(
+                (f"{section}.cpu_fraction", "layout.pp"),
+                f"{section}.cpu_fraction={optimizer.cpu_fraction:g} with layout.pp={pp}: the model ties its embeddings, one copy "
+                "may be updated on the CPU and the other on a GPU, and rounding would part them; use 0 or 1, or layout.pp=1",
+            )
+
+
 _EXPERT = re.compile(r"\.experts\.\d+\.")
