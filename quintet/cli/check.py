@@ -152,20 +152,27 @@ def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:
     asked = [
         one for section, one in optimizers(recipe).items() if command == "train" or section != "optimizer"
     ]
-    most = max(
+    has_reference = command == "train" and recipe.algorithm.kl_coef > 0
+
+    def of_reference(place: Place) -> int:
+        return rank_memory(replace(setup, optimizer=None), place).parameters if has_reference else 0
+
+    most, beside = max(
         (
-            rank_memory(replace(setup, optimizer=one), Place(pp=stage))
+            (rank_memory(replace(setup, optimizer=one), place), of_reference(place))
             for one in asked
-            for stage in range(recipe.layout.pp)
+            for place in (Place(pp=stage) for stage in range(recipe.layout.pp))
         ),
-        key=lambda memory: memory.peak,
+        key=lambda found: found[0].peak + found[1],
     )
     parts = {name: getattr(most, name) for name in ("parameters", "gradients", "optimizer", "activations")}
     parts["other"] = most.peak - sum(parts.values())
+    if has_reference:
+        parts["reference policy"] = beside
     said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
     besides = "" if command == "sft" else ", the rollout"
     return (
-        f"Memory: about {most.peak / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
+        f"Memory: about {(most.peak + beside) / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
         f"needs{besides} and fragmentation come on top."
     )
 

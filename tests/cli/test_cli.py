@@ -220,6 +220,22 @@ def test_check_tells_the_memory_of_the_most_demanding_optimizer(
         )
 
 
+def test_check_counts_the_reference_policy(
+    recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintet.cli.check._GIB", 1024)
+    asked = ["check", recipe, "model.build=null", model, "cluster.device=cpu", "sft={}"]
+    totals = []
+    for more in ([], ["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "--command", "sft"]):
+        assert main([*asked, *more]) == 0
+        said = capsys.readouterr().err
+        totals.append(float(said.split("Memory: about ")[1].split(" GiB")[0]))
+        assert (f"reference policy {4 * 212096 / 1024:.1f}" in said) == (len(more) == 1)
+    alone, with_reference, sft = totals
+    assert with_reference - alone == pytest.approx(4 * 212096 / 1024, abs=0.11)
+    assert sft == alone
+
+
 @pytest.mark.parametrize(
     ("overrides", "installed", "layers"),
     [
