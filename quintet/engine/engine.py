@@ -201,6 +201,8 @@ class Engine:
             tally.add(quantities, at["loss_mask"])
             return share, {}
 
+        if self._optimizer_recipe is None:
+            raise RuntimeError("this engine was made without an optimizer: it can only be evaluated")
         self._offloader.require("params", "grads")
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
