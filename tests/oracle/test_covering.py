@@ -30,7 +30,7 @@ def all_rows(table: Table) -> list[dict[str, int]]:
     return [row for row in rows if table.allows(row)]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(tables(), st.integers(1, 2))
 def test_every_allowed_pair_stands_in_a_row(table: Table, strength: int) -> None:
     rows, possible = table.covering(strength), all_rows(table)
