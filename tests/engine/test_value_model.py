@@ -99,4 +99,5 @@ def test_value_model_equals_transformers(pool, tmp_path, name, layout):
             assert not result["first"].any()  # a fresh value model says 0
             want = torch.cat([values[i] for i in result["samples"]])
             torch.testing.assert_close(result["values"].values, want, rtol=1e-5, atol=1e-5)
-    assert seen == set(gradients) and "score.weight" in seen
+    assert seen == set(gradients)
+    assert "score.weight" in seen
