@@ -157,24 +157,36 @@ class _Run:
         return Reference(before, buffers, outputs, steps)
 
     def _loss(self, batch: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """All samples at once, padded on the right: under a causal mask no token sees what follows it."""
+        samples = [torch.tensor(ids) for ids in token_ids(batch)]
+        padded = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1)
+        for router in self.routers:
+            router.real = padded.flatten() >= 0
+        states = self._states(padded.clamp(min=0))
         columns: list[tuple[Tensor, ...]] = []
         loss = torch.zeros(())
-        for ids in token_ids(batch):
-            x, mask = torch.tensor(ids), torch.tensor(loss_mask(len(ids)))
+        for x, state in zip(samples, states, strict=True):
+            mask, state = torch.tensor(loss_mask(len(x))), state[: len(x)]
             if self.score is None:
-                made = self._log_probs_and_entropy(x)
+                made = _log_probs_and_entropy(x, state)
                 loss = loss - (mask * (made[0] + ENTROPY_WEIGHT * made[1])).sum()
             else:
-                hidden = self.model.model(input_ids=x[None]).last_hidden_state[0]
-                made = (_shifted((hidden @ self.score.t())[:, 0]),)
-                loss = loss + (mask * (made[0] - torch.tensor(returns(len(ids)))) ** 2).sum()
+                made = (_shifted(state),)
+                loss = loss + (mask * (made[0] - torch.tensor(returns(len(x)))) ** 2).sum()
             columns.append(tuple((mask * column).detach() for column in made))
         return loss / trained_tokens(batch), tuple(torch.cat(c) for c in zip(*columns, strict=True))
 
-    def _log_probs_and_entropy(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = (self.model(input_ids=x[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-        of_next = log_p[:-1].gather(1, x[1:, None])[:, 0]
-        return torch.cat((of_next.new_zeros(1), of_next)), _shifted(-(log_p.exp() * log_p).sum(-1))
+    def _states(self, ids: Tensor) -> Tensor:
+        """ids: [samples, tokens]. Logits [..., vocabulary], or values."""
+        if self.score is None:
+            return self.model(input_ids=ids).logits
+        return (self.model.model(input_ids=ids).last_hidden_state @ self.score.t())[..., 0]
+
+
+def _log_probs_and_entropy(x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = (logits / TEMPERATURE).log_softmax(-1)
+    of_next = log_p[:-1].gather(1, x[1:, None])[:, 0]
+    return torch.cat((of_next.new_zeros(1), of_next)), _shifted(-(log_p.exp() * log_p).sum(-1))
 
 
 def _shifted(x: Tensor) -> Tensor:
@@ -184,15 +196,19 @@ def _shifted(x: Tensor) -> Tensor:
 
 @dataclass
 class _Router:
-    """Records, at every call of a router, the scores that are compared and how far apart chosen and rejected are."""
+    """Records, at every call of a router, the scores that are compared and how far apart chosen and rejected are.
+
+    real: which of the call's tokens are no padding.
+    """
 
     module: Any
     config: Any
     scores: list[Tensor] = field(default_factory=list)
     gaps: list[Tensor] = field(default_factory=list)
+    real: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.module.register_forward_hook(lambda module, args, out: self._record(out[0].detach()))
+        self.module.register_forward_hook(lambda module, args, out: self._record(out[0].detach()[self.real]))
 
     def _record(self, logits: Tensor) -> None:
         if not hasattr(self.module, "e_score_correction_bias"):
