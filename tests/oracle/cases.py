@@ -262,6 +262,8 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
     found: list[Case] = []
     for family, backend in product(FAMILIES, backends):
         found += covering(family, gpus, 2 if family in THOROUGH else 1, backend=backend)
+        if family not in THOROUGH_SLOWLY and family in MOE:
+            continue  # its routes are near ties in bf16, where GPU kernels round otherwise than CPU's
         found += bf16(family, gpus, backend=backend)
         hybrid = {"optimizer": "adamw", "distributed_optimizer": True, "cpu_optimizer": True}
         # Of tied embeddings one copy would be updated on the CPU and the other on a GPU: refused.
