@@ -72,8 +72,8 @@ def test_calls_can_overlap(quartet: WorkerGroup, pair: WorkerGroup) -> None:
 
 
 def test_a_call_costs_milliseconds(pair: WorkerGroup) -> None:
-    fastest = 1.0
-    for _ in range(50):
+    fastest, patience = 1.0, time.monotonic() + 20  # a busy machine may take a while to show it
+    while fastest >= 0.003 and time.monotonic() < patience:
         began = time.perf_counter()
         pair.call("ping")
         fastest = min(fastest, time.perf_counter() - began)
