@@ -53,7 +53,7 @@ class Model:
 
     @property
     def shape(self) -> ModelShape:
-        return family_of(self.config).shape(self.config)
+        return family_of(self.config).shape_of(self.config)
 
 
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu"}

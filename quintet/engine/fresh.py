@@ -43,7 +43,7 @@ def write_fresh_model(
     family = family_of(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for weight in family.weights(family.shape(config)):
+    for weight in family.weights(family.shape_of(config)):
         for name, shape in zip(weight.hf, weight.shapes, strict=True):
             ones = len(shape) == 1
             tensors[name] = (

@@ -1,8 +1,9 @@
 """Model families, torch-free: shapes, Hugging Face config <-> megatron-core config, and the weight naming tables."""
 
-from quintet.models.family import Family, Weight, family_named, family_of, read_shape
+from quintet.models.family import Family, family_named, family_of, read_shape, register
 from quintet.models.hf_config import read_end_ids
 from quintet.models.shape import MlaShape, ModelShape, MoeShape
+from quintet.models.weight import Weight
 from quintet.models.weights_on_disk import check_weights
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "family_of",
     "read_end_ids",
     "read_shape",
+    "register",
 ]

@@ -1,5 +1,4 @@
-"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and models of its architecture: latent attention, shared experts, and
-routed ones chosen by sigmoid scores plus a bias, among the best groups of experts."""
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and models of its architecture."""
 
 from dataclasses import replace
 
@@ -7,26 +6,32 @@ from quintet.models.dense import dense_shape, refuse_biases
 from quintet.models.family import Family, register
 from quintet.models.hf_config import HfConfig
 from quintet.models.shape import MlaShape, ModelShape, MoeShape
-from quintet.models.table import decoder_weights
 
 
-def _shape(config: HfConfig) -> ModelShape:
-    refuse_biases(config, "attention_bias")
-    mla = _latent(config)
-    shape = dense_shape(
-        config,
-        "deepseek_v3",
-        qk_norm=False,
-        qkv_bias=False,
-        tied_by_default=False,
-        head_dim=mla.qk_head_dim,
-    )
-    if shape.kv_heads != shape.heads:
-        raise config.wrong(
-            "num_key_value_heads", f"num_attention_heads={shape.heads}, as its heads share no keys"
+@register
+class DeepseekV3(Family):
+    """Latent attention, shared experts, and routed ones chosen by sigmoid scores plus a bias, among the best groups."""
+
+    name = "deepseek_v3"
+    architectures = ("DeepseekV3ForCausalLM",)
+
+    def shape(self, config: HfConfig) -> ModelShape:
+        refuse_biases(config, "attention_bias")
+        mla = _latent(config)
+        shape = dense_shape(
+            config,
+            self.name,
+            qk_norm=False,
+            qkv_bias=False,
+            tied_by_default=False,
+            head_dim=mla.qk_head_dim,
         )
-    moe = _experts(config, shape.layers)
-    return replace(shape, mla=mla, moe=moe, mtp_layers=config.count("num_nextn_predict_layers", 0))
+        if shape.kv_heads != shape.heads:
+            raise config.wrong(
+                "num_key_value_heads", f"num_attention_heads={shape.heads}, as its heads share no keys"
+            )
+        moe = _experts(config, shape.layers)
+        return replace(shape, mla=mla, moe=moe, mtp_layers=config.count("num_nextn_predict_layers", 0))
 
 
 def _latent(config: HfConfig) -> MlaShape:
@@ -78,6 +83,3 @@ def _experts(config: HfConfig, layers: int) -> MoeShape | None:
         group_top_k=group_top_k,
         bias=True,
     )
-
-
-FAMILY = register(Family("deepseek_v3", ("DeepseekV3ForCausalLM",), _shape, decoder_weights))

@@ -3,77 +3,62 @@
 A family is data. It says how `config.json` becomes a `ModelShape`, and which Hugging Face tensors make up
 each megatron-core parameter. Loading, exporting, weight sync and fingerprints all follow from that table
 (see `quintet.engine.shards`), so a name is written down once.
+
+    @register
+    class Mine(Family):
+        name = "mine"
+        architectures = ("MineForCausalLM",)
+
+        def shape(self, config: HfConfig) -> ModelShape:
+            return dense_shape(config, self.name, qk_norm=False, qkv_bias=False, tied_by_default=False)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, TypeVar
 
 from quintet.errors import UserError
 from quintet.models.hf_config import HfConfig, read_json
-from quintet.models.shape import ModelShape as ModelShape
-
-Split = Literal[
-    "replicated", "rows", "columns", "vocab", "qkv", "gate_up", "expert_gate_up", "expert_columns"
-]
-"""How tensor parallelism cuts a megatron-core parameter.
-
-replicated: every rank holds all of it.
-rows: dim 0 is cut (a column-parallel linear's weight, in megatron's words).
-columns: dim 1 is cut (a row-parallel linear's weight).
-vocab: dim 0 is cut after padding it to a multiple of tp.
-qkv: q, k and v interleaved by KV group along dim 0, cut between groups.
-gate_up: gate and up stacked along dim 0, each cut by rows.
-expert_gate_up, expert_columns: the same of one expert, cut over etp; only the ep rank of that expert holds it.
-"""
-
+from quintet.models.shape import ModelShape
+from quintet.models.table import Names, decoder_weights
+from quintet.models.weight import Weight
 
 VALUE_MODEL = "ForSequenceClassification"
 """The end of a value model's architecture, where a language model's is ForCausalLM: transformers' class with one label
 has the scalar head."""
 
 
-@dataclass(frozen=True)
-class Weight:
-    """One megatron-core parameter and the Hugging Face tensors it is made of.
+class Family(ABC):
+    """A model family: subclass it and `register` the subclass."""
 
-    `name` holds the global layer number: `decoder.layers.7.…`, and an expert's number among all:
-    `…mlp.experts.42.linear_fc1.weight`. `hf` lists the tensors in their order inside the parameter (q, k, v;
-    gate, up); `shapes` are their full shapes. What is not `trained` is a buffer in fp32, whatever the others are.
-    """
+    name: ClassVar[str]
+    """What `ModelShape.family` holds."""
+    architectures: ClassVar[tuple[str, ...]]
+    """The names in config.json that it answers to."""
+    names: ClassVar[Names] = Names()
+    """What its checkpoints call the parts of a decoder."""
 
-    name: str
-    hf: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    split: Split
-    trained: bool = True
-
-
-class Family:
-    """A model family. `architectures` are the names in config.json it answers to."""
-
-    def __init__(
-        self,
-        name: str,
-        architectures: tuple[str, ...],
-        shape: Callable[[HfConfig], ModelShape],
-        weights: Callable[[ModelShape], Iterator[Weight]],
-    ) -> None:
-        self.name = name
-        self.architectures = architectures
-        self._shape = shape
-        self.weights = weights
-
-    def shape(self, config: dict[str, Any], where: str = "config.json") -> ModelShape:
-        """Shape of a model of this family from its config.
+    @abstractmethod
+    def shape(self, config: HfConfig) -> ModelShape:
+        """Shape of a language model of this family.
 
         Raises UserError for a key that is missing, of a wrong type, or that asks for what is not supported.
         """
+
+    def weights(self, shape: ModelShape) -> Iterator[Weight]:
+        """Every weight of a model, in layer order."""
+        return decoder_weights(shape, self.names)
+
+    def shape_of(self, config: dict[str, Any], where: str = "config.json") -> ModelShape:
+        """Shape of a model of this family, a language model or a value model, from its config.
+
+        Raises UserError as `shape` does.
+        """
         read = HfConfig(config, where)
-        shape = self._shape(read)
+        shape = self.shape(read)
         if not any(name.endswith(VALUE_MODEL) for name in read.texts("architectures")):
             return shape
         labels = config.get("id2label")
@@ -83,13 +68,38 @@ class Family:
 
 
 _FAMILIES: dict[str, Family] = {}
+_OF_ARCHITECTURE: dict[str, Family] = {}
+_Class = TypeVar("_Class", bound=type[Family])
 
 
-def register(family: Family) -> Family:
-    """Make a family known under each of its architectures."""
-    for architecture in family.architectures:
-        _FAMILIES[architecture] = family
-    return family
+def register(cls: _Class) -> _Class:
+    """Make a family known by its name and under each of its architectures. A class decorator.
+
+    A class of the same module and name replaces the one registered before: its file was loaded again.
+
+    Raises UserError when another family has the name or one of the architectures.
+    """
+    family = cls()
+    for known in _others(cls):
+        if known.name == cls.name:
+            raise UserError(f"{_title(cls)}: its name {cls.name!r} is that of {_title(type(known))}")
+        for architecture in set(known.architectures) & set(cls.architectures):
+            raise UserError(
+                f"{_title(cls)}: {architecture} is an architecture of {_title(type(known))} already; "
+                "a checkpoint's config.json must say which family it is of"
+            )
+    _FAMILIES[cls.name] = family
+    _OF_ARCHITECTURE.update(dict.fromkeys(cls.architectures, family))
+    return cls
+
+
+def _others(cls: type[Family]) -> list[Family]:
+    """Registered families but for an earlier load of this very class."""
+    return [one for one in _FAMILIES.values() if _title(type(one)) != _title(cls)]
+
+
+def _title(cls: type[Family]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _load_builtin() -> None:
@@ -118,22 +128,22 @@ def family_of(config: dict[str, Any], where: str = "config.json") -> Family:
     names = HfConfig(config, where).texts("architectures")
     for name in names:
         causal = name.replace(VALUE_MODEL, "ForCausalLM")
-        if causal in _FAMILIES:
-            return _FAMILIES[causal]
+        if causal in _OF_ARCHITECTURE:
+            return _OF_ARCHITECTURE[causal]
     raise UserError(
         f"{where}: architecture {', '.join(names) or '(none given)'} is not supported; "
-        f"supported are {', '.join(sorted(_FAMILIES))}"
+        f"supported are {', '.join(sorted(_OF_ARCHITECTURE))}, and what model.family names"
     )
 
 
 def family_named(name: str) -> Family:
     """A family by its own name, as `ModelShape.family` holds it."""
     _load_builtin()
-    return next(f for f in _FAMILIES.values() if f.name == name)
+    return _FAMILIES[name]
 
 
 def read_shape(path: Path) -> ModelShape:
     """Shape of the model in a Hugging Face directory."""
     config = read_config(path)
     where = str(Path(path) / "config.json")
-    return family_of(config, where).shape(config, where)
+    return family_of(config, where).shape_of(config, where)

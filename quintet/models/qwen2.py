@@ -1,14 +1,17 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v."""
+"""Qwen2 and Qwen2.5."""
 
 from quintet.models.dense import dense_shape
 from quintet.models.family import Family, register
 from quintet.models.hf_config import HfConfig
 from quintet.models.shape import ModelShape
-from quintet.models.table import decoder_weights
 
 
-def _shape(config: HfConfig) -> ModelShape:
-    return dense_shape(config, "qwen2", qk_norm=False, qkv_bias=True, tied_by_default=False)
+@register
+class Qwen2(Family):
+    """Biases on q, k and v."""
 
+    name = "qwen2"
+    architectures = ("Qwen2ForCausalLM",)
 
-FAMILY = register(Family("qwen2", ("Qwen2ForCausalLM",), _shape, decoder_weights))
+    def shape(self, config: HfConfig) -> ModelShape:
+        return dense_shape(config, self.name, qk_norm=False, qkv_bias=True, tied_by_default=False)

@@ -1,15 +1,18 @@
-"""Qwen3, dense: RMS norm on each head of q and k, no biases."""
+"""Qwen3, dense."""
 
 from quintet.models.dense import dense_shape, refuse_biases
 from quintet.models.family import Family, register
 from quintet.models.hf_config import HfConfig
 from quintet.models.shape import ModelShape
-from quintet.models.table import decoder_weights
 
 
-def _shape(config: HfConfig) -> ModelShape:
-    refuse_biases(config, "attention_bias")
-    return dense_shape(config, "qwen3", qk_norm=True, qkv_bias=False, tied_by_default=False)
+@register
+class Qwen3(Family):
+    """RMS norm on each head of q and k, no biases."""
 
+    name = "qwen3"
+    architectures = ("Qwen3ForCausalLM",)
 
-FAMILY = register(Family("qwen3", ("Qwen3ForCausalLM",), _shape, decoder_weights))
+    def shape(self, config: HfConfig) -> ModelShape:
+        refuse_biases(config, "attention_bias")
+        return dense_shape(config, self.name, qk_norm=True, qkv_bias=False, tied_by_default=False)

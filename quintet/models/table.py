@@ -1,92 +1,148 @@
 """The table of a decoder's weights: every megatron-core parameter and the Hugging Face tensors it is made of.
 
-One table serves all families so far: their checkpoints name the same parts the same way, and `ModelShape` says
-which parts there are.
+`ModelShape` says which parts there are, `Names` what a family's checkpoints call them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from quintet.models.family import Split, Weight
 from quintet.models.shape import MlaShape, ModelShape, MoeShape
+from quintet.models.weight import Split, Weight
 
 
-def decoder_weights(shape: ModelShape) -> Iterator[Weight]:
+@dataclass(frozen=True)
+class Names:
+    """What checkpoints call the parts of a decoder; the defaults are what most families call them. "{}" is a number."""
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+
+    # of a layer
+    input_norm: str = "input_layernorm"
+    attention: str = "self_attn"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    moe: str = "mlp"
+    """What stands in a layer with experts where others have the MLP."""
+
+    # of attention
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    out: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+
+    # of an MLP
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    # of a layer's experts
+    router: str = "gate"
+    router_bias: str = "gate.e_score_correction_bias"
+    expert: str = "experts.{}"
+    expert_gate: str = "gate_proj"
+    expert_up: str = "up_proj"
+    expert_down: str = "down_proj"
+    shared_experts: str = "shared_experts"
+
+
+def decoder_weights(shape: ModelShape, names: Names) -> Iterator[Weight]:
     """Every weight of a decoder, in layer order."""
-    h = shape.hidden_size
-    vocabulary = ((shape.vocab_size, h),)
-    yield Weight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary, "vocab")
-    for i in range(shape.layers):
-        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
-        yield _one(ours + "input_layernorm", theirs + "input_layernorm", (h,))
+    return _Table(shape, names).weights()
+
+
+class _Table:
+    def __init__(self, shape: ModelShape, names: Names) -> None:
+        self.shape, self.names = shape, names
+
+    def weights(self) -> Iterator[Weight]:
+        shape, names, h = self.shape, self.names, self.shape.hidden_size
+        vocabulary = (shape.vocab_size, h)
+        yield _one("embedding.word_embeddings", names.embedding, vocabulary, "vocab")
+        for i in range(shape.layers):
+            yield from self._layer(i, f"decoder.layers.{i}.", names.layer.format(i) + ".")
+        yield _one("decoder.final_layernorm", names.final_norm, (h,))
+        if shape.head == "value":
+            yield _one(
+                "value_head", "score", (1, h)
+            )  # as transformers' ...ForSequenceClassification names it
+        elif not shape.tied_embeddings:
+            yield _one("output_layer", names.head, vocabulary, "vocab")
+
+    def _layer(self, number: int, ours: str, theirs: str) -> Iterator[Weight]:
+        shape, names, h = self.shape, self.names, self.shape.hidden_size
+        yield _one(ours + "input_layernorm", theirs + names.input_norm, (h,))
+        attention = (ours + "self_attention.", f"{theirs}{names.attention}.")
         if shape.mla:
-            yield from _latent_attention(shape, shape.mla, ours + "self_attention.", theirs + "self_attn.")
+            yield from self._latent_attention(shape.mla, *attention)
         else:
-            yield from _attention(shape, ours + "self_attention.", theirs + "self_attn.")
-        yield _one(ours + "pre_mlp_layernorm", theirs + "post_attention_layernorm", (h,))
-        if shape.moe and shape.moe.is_moe(i):
-            yield from _experts(h, shape.moe, ours + "mlp.", theirs + "mlp.")
+            yield from self._attention(*attention)
+        yield _one(ours + "pre_mlp_layernorm", theirs + names.mlp_norm, (h,))
+        if shape.moe and shape.moe.is_moe(number):
+            yield from self._experts(shape.moe, ours + "mlp.", f"{theirs}{names.moe}.")
         else:
-            yield from _feed_forward(h, shape.ffn_hidden_size, ours + "mlp.", theirs + "mlp.")
-    yield _one("decoder.final_layernorm", "model.norm", (h,))
-    if shape.head == "value":
-        yield _one("value_head", "score", (1, h))  # as transformers' ...ForSequenceClassification names it
-    elif not shape.tied_embeddings:
-        yield Weight("output_layer.weight", ("lm_head.weight",), vocabulary, "vocab")
+            yield from self._mlp(shape.ffn_hidden_size, ours + "mlp.", f"{theirs}{names.mlp}.")
+
+    def _attention(self, ours: str, theirs: str) -> Iterator[Weight]:
+        shape, names, h, d = self.shape, self.names, self.shape.hidden_size, self.shape.head_dim
+        q, kv = shape.heads * d, shape.kv_heads * d
+        parts = tuple(theirs + name for name in (names.q, names.k, names.v))
+        yield Weight(
+            ours + "linear_qkv.weight", tuple(n + ".weight" for n in parts), ((q, h), (kv, h), (kv, h)), "qkv"
+        )
+        if shape.qkv_bias:
+            yield Weight(
+                ours + "linear_qkv.bias", tuple(n + ".bias" for n in parts), ((q,), (kv,), (kv,)), "qkv"
+            )
+        if shape.qk_norm:
+            yield _one(ours + "q_layernorm", theirs + names.q_norm, (d,))
+            yield _one(ours + "k_layernorm", theirs + names.k_norm, (d,))
+        yield _one(ours + "linear_proj", theirs + names.out, (h, q), "columns")
+
+    def _latent_attention(self, mla: MlaShape, ours: str, theirs: str) -> Iterator[Weight]:
+        shape, h, rank, kv_rank = self.shape, self.shape.hidden_size, mla.q_lora_rank, mla.kv_lora_rank
+        q = shape.heads * mla.qk_head_dim
+        if rank is None:
+            yield _one(ours + "linear_q_proj", theirs + "q_proj", (q, h), "rows")
+        else:
+            yield _one(ours + "linear_q_down_proj", theirs + "q_a_proj", (rank, h))
+            yield _one(ours + "q_layernorm", theirs + "q_a_layernorm", (rank,))
+            yield _one(ours + "linear_q_up_proj", theirs + "q_b_proj", (q, rank), "rows")
+        down, up = kv_rank + mla.qk_rope_head_dim, shape.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        yield _one(ours + "linear_kv_down_proj", theirs + "kv_a_proj_with_mqa", (down, h))
+        yield _one(ours + "kv_layernorm", theirs + "kv_a_layernorm", (kv_rank,))
+        yield _one(ours + "linear_kv_up_proj", theirs + "kv_b_proj", (up, kv_rank), "rows")
+        yield _one(
+            ours + "linear_proj", theirs + self.names.out, (h, shape.heads * mla.v_head_dim), "columns"
+        )
+
+    def _mlp(self, f: int, ours: str, theirs: str) -> Iterator[Weight]:
+        names, h = self.names, self.shape.hidden_size
+        gate_up = (f"{theirs}{names.gate}.weight", f"{theirs}{names.up}.weight")
+        yield Weight(ours + "linear_fc1.weight", gate_up, ((f, h), (f, h)), "gate_up")
+        yield _one(ours + "linear_fc2", theirs + names.down, (h, f), "columns")
+
+    def _experts(self, moe: MoeShape, ours: str, theirs: str) -> Iterator[Weight]:
+        names, h, f = self.names, self.shape.hidden_size, moe.ffn_hidden_size
+        yield _one(ours + "router", theirs + names.router, (moe.experts, h))
+        if moe.bias:
+            bias = (theirs + names.router_bias,)
+            yield Weight(ours + "router.expert_bias", bias, ((moe.experts,),), "replicated", trained=False)
+        for e in range(moe.experts):
+            mine, its = f"{ours}experts.{e}.", f"{theirs}{names.expert.format(e)}."
+            gate_up = (f"{its}{names.expert_gate}.weight", f"{its}{names.expert_up}.weight")
+            yield Weight(mine + "linear_fc1.weight", gate_up, ((f, h), (f, h)), "expert_gate_up")
+            yield _one(mine + "linear_fc2", its + names.expert_down, (h, f), "expert_columns")
+        if moe.shared_ffn_hidden_size:
+            shared = (ours + "shared_experts.", f"{theirs}{names.shared_experts}.")
+            yield from self._mlp(moe.shared_ffn_hidden_size, *shared)
 
 
 def _one(ours: str, theirs: str, full: tuple[int, ...], split: Split = "replicated") -> Weight:
     return Weight(ours + ".weight", (theirs + ".weight",), (full,), split)
-
-
-def _attention(shape: ModelShape, ours: str, theirs: str) -> Iterator[Weight]:
-    h, d = shape.hidden_size, shape.head_dim
-    q, kv = shape.heads * d, shape.kv_heads * d
-    names = tuple(theirs + f"{x}_proj" for x in "qkv")
-    shapes = ((q, h), (kv, h), (kv, h))
-    yield Weight(ours + "linear_qkv.weight", tuple(n + ".weight" for n in names), shapes, "qkv")
-    if shape.qkv_bias:
-        biases = ((q,), (kv,), (kv,))
-        yield Weight(ours + "linear_qkv.bias", tuple(n + ".bias" for n in names), biases, "qkv")
-    if shape.qk_norm:
-        for x in "qk":
-            yield _one(ours + f"{x}_layernorm", theirs + f"{x}_norm", (d,))
-    yield _one(ours + "linear_proj", theirs + "o_proj", (h, q), "columns")
-
-
-def _latent_attention(shape: ModelShape, mla: MlaShape, ours: str, theirs: str) -> Iterator[Weight]:
-    h, rank, kv_rank = shape.hidden_size, mla.q_lora_rank, mla.kv_lora_rank
-    q = shape.heads * mla.qk_head_dim
-    if rank is None:
-        yield _one(ours + "linear_q_proj", theirs + "q_proj", (q, h), "rows")
-    else:
-        yield _one(ours + "linear_q_down_proj", theirs + "q_a_proj", (rank, h))
-        yield _one(ours + "q_layernorm", theirs + "q_a_layernorm", (rank,))
-        yield _one(ours + "linear_q_up_proj", theirs + "q_b_proj", (q, rank), "rows")
-    down, up = kv_rank + mla.qk_rope_head_dim, shape.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    yield _one(ours + "linear_kv_down_proj", theirs + "kv_a_proj_with_mqa", (down, h))
-    yield _one(ours + "kv_layernorm", theirs + "kv_a_layernorm", (kv_rank,))
-    yield _one(ours + "linear_kv_up_proj", theirs + "kv_b_proj", (up, kv_rank), "rows")
-    yield _one(ours + "linear_proj", theirs + "o_proj", (h, shape.heads * mla.v_head_dim), "columns")
-
-
-def _feed_forward(h: int, f: int, ours: str, theirs: str, *, expert: bool = False) -> Iterator[Weight]:
-    gate_up = (theirs + "gate_proj.weight", theirs + "up_proj.weight")
-    first: Split = "expert_gate_up" if expert else "gate_up"
-    yield Weight(ours + "linear_fc1.weight", gate_up, ((f, h), (f, h)), first)
-    yield _one(ours + "linear_fc2", theirs + "down_proj", (h, f), "expert_columns" if expert else "columns")
-
-
-def _experts(h: int, moe: MoeShape, ours: str, theirs: str) -> Iterator[Weight]:
-    yield _one(ours + "router", theirs + "gate", (moe.experts, h))
-    if moe.bias:
-        bias = (theirs + "gate.e_score_correction_bias",)
-        yield Weight(ours + "router.expert_bias", bias, ((moe.experts,),), "replicated", trained=False)
-    for e in range(moe.experts):
-        yield from _feed_forward(
-            h, moe.ffn_hidden_size, ours + f"experts.{e}.", theirs + f"experts.{e}.", expert=True
-        )
-    if moe.shared_ffn_hidden_size:
-        shared = (ours + "shared_experts.", theirs + "shared_experts.")
-        yield from _feed_forward(h, moe.shared_ffn_hidden_size, *shared)

@@ -64,7 +64,7 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     family = family_of(config)
     return {
         name: shape
-        for weight in family.weights(family.shape(config))
+        for weight in family.weights(family.shape_of(config))
         for name, shape in zip(weight.hf, weight.shapes, strict=True)
     }
 

@@ -20,7 +20,7 @@ def made(name: str):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     data = {**config.to_dict(), "architectures": [type(model).__name__]}
-    return model, family_of(data).shape(data)
+    return model, family_of(data).shape_of(data)
 
 
 ALL = [*CONFIGS, *moe_models.FAMILIES]

@@ -98,7 +98,7 @@ def refusal(first: str, second: str, paths: Mapping[str, Path]) -> str | None:
     other = next(iter({first, second} - {"qkv_bias"}))
     if "qkv_bias" in (first, second) and other in family:
         try:
-            family_of(config := read_config(paths[family[other]])).shape(config | {"attention_bias": True})
+            family_of(config := read_config(paths[family[other]])).shape_of(config | {"attention_bias": True})
         except UserError as error:
             return str(error)
     return None

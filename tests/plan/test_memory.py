@@ -69,7 +69,7 @@ def setup(family: str, ranks: int = 1, **how: Any) -> Setup:
     def pick(section: Any) -> dict[str, Any]:
         return {key: how[key] for key in section.model_fields if key in how}
 
-    shape = family_of(CONFIGS[family]).shape(CONFIGS[family])
+    shape = family_of(CONFIGS[family]).shape_of(CONFIGS[family])
     engine = schema.Engine(tokens_per_microbatch_per_rank=TOKENS, backend="portable", **pick(schema.Engine))
     trained = schema.Optimizer(**pick(schema.Optimizer)) if how.get("trained", True) else None
     return Setup(

@@ -1,0 +1,36 @@
+"""One entry of a family's table: a megatron-core parameter and the Hugging Face tensors it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal[
+    "replicated", "rows", "columns", "vocab", "qkv", "gate_up", "expert_gate_up", "expert_columns"
+]
+"""How tensor parallelism cuts a megatron-core parameter.
+
+replicated: every rank holds all of it.
+rows: dim 0 is cut (a column-parallel linear's weight, in megatron's words).
+columns: dim 1 is cut (a row-parallel linear's weight).
+vocab: dim 0 is cut after padding it to a multiple of tp.
+qkv: q, k and v interleaved by KV group along dim 0, cut between groups.
+gate_up: gate and up stacked along dim 0, each cut by rows.
+expert_gate_up, expert_columns: the same of one expert, cut over etp; only the ep rank of that expert holds it.
+"""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One megatron-core parameter and the Hugging Face tensors it is made of.
+
+    `name` holds the global layer number: `decoder.layers.7.…`, and an expert's number among all:
+    `…mlp.experts.42.linear_fc1.weight`. `hf` lists the tensors in their order inside the parameter (q, k, v;
+    gate, up); `shapes` are their full shapes. What is not `trained` is a buffer in fp32, whatever the others are.
+    """
+
+    name: str
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    split: Split
+    trained: bool = True
