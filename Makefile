@@ -25,12 +25,13 @@ $(STAMP): constraints.txt pyproject.toml tools/bootstrap.py
 demo: $(STAMP)  ## a small model learns arithmetic by reinforcement (about 6 minutes on two cores)
 	@$(BIN)/quintet train recipes/laptop_demo.yaml $(ARGS)
 
+# Two test processes: many tests wait more than they compute. ARGS="-n 0" runs them in one.
 test: $(STAMP)  ## the tests (under 10 minutes on two cores); ARGS="-k name" is handed to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 # 5 is pytest's exit code for "nothing selected", which is no failure here.
 test-slow: $(STAMP)  ## the tests that take minutes each
-	@$(BIN)/python -m pytest -m slow -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n 2 -m slow -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
 
 test-nightly: $(STAMP)  ## the tests that take many minutes or large downloads
 	@$(BIN)/python -m pytest -m nightly -o timeout=7200 $(ARGS) || [ $$? -eq 5 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
 
 import hypothesis
 import pytest
@@ -13,6 +15,24 @@ from tests.oracle.pool import Pool
 # An example's time is the machine's as much as the code's: a busy one must not fail a property.
 hypothesis.settings.register_profile("quintet", deadline=None)
 hypothesis.settings.load_profile("quintet")
+
+
+ROOMS_TOGETHER = {"cluster": "system", "end_to_end": "system", "oracle": "oracle"}
+"""Rooms whose tests one worker runs, one after another: those of "system" look for processes left behind, those of
+"oracle" share reference runs."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under `pytest -n 2`: a file's tests stay together, for the processes they share, and so do some rooms'."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return ROOMS_TOGETHER.get(PurePosixPath(file).parent.name, file)
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
