@@ -46,6 +46,7 @@ from quintet.engine.optimizer import build_optimizer, set_learning_rate  # noqa:
 from quintet.engine.row import MicroBatch, Row, pack  # noqa: E402
 from quintet.engine.schedule import learning_rate  # noqa: E402
 from quintet.engine.shards import Shard, shard_map  # noqa: E402
+from quintet.errors import UserError  # noqa: E402
 from quintet.models import ModelShape  # noqa: E402
 from quintet.packing import alignment  # noqa: E402
 from quintet.recipe import schema  # noqa: E402
@@ -107,6 +108,7 @@ class Engine:
         if optimizer is not None:
             self._wrapped = build.wrap_for_training(self.chunks, self.mesh, engine)
         self._offloader = Offloader(self._wrapped)
+        self._incomplete: str | None = None  # why the weights are none, after a load that failed midway
         self._p2p = P2PCommunicator(self.mesh.groups.pp, self.config) if self.mesh.sizes.pp > 1 else None
         self.config.finalize_model_grads_func = _finalize
 
@@ -123,8 +125,16 @@ class Engine:
     # weights
 
     def load_hf(self, path: Path) -> None:
-        """Read weights from a Hugging Face directory and (re)start the optimizer from them."""
-        hf.load_hf(self.shard_map(), self.shape, path)
+        """Read weights from a Hugging Face directory and (re)start the optimizer from them. Collective.
+
+        Raises UserError on every rank when one finds fault with a file. Where only reading the data could show it, the
+        engine has no weights any more: it refuses to compute and to save until others are loaded.
+        """
+        weights = hf.check_hf(self.shape, path)
+        self._offloader.require("params")
+        self._incomplete = f"{path} could not be read to its end"
+        hf.fill_hf(shard_map(self.chunks, self.shape, self.mesh), weights)
+        self._incomplete = None
         self.start_optimizer(self._optimizer_recipe, self.total_steps)
 
     def start_optimizer(self, optimizer: schema.Optimizer | None, total_steps: int) -> None:
@@ -143,8 +153,14 @@ class Engine:
 
     def shard_map(self, of: str = "param") -> list[Shard]:
         """What this rank holds: see `quintet.engine.shards`."""
-        self._offloader.require("params" if of == "param" else "grads")
+        self._require("params" if of == "param" else "grads")
         return shard_map(self.chunks, self.shape, self.mesh, of)
+
+    def _require(self, *kinds: str) -> None:
+        """Refuse weights that were read in part, and what is offloaded."""
+        if self._incomplete is not None:
+            raise UserError(f"the weights are incomplete, {self._incomplete}: load others first")
+        self._offloader.require(*kinds)
 
     # memory
 
@@ -172,7 +188,7 @@ class Engine:
                 out[at] = getattr(outputs, name)
             return torch.zeros((), device=build.device()), {}
 
-        self._offloader.require("params")
+        self._require("params")
         with torch.no_grad():
             self._set_training(False)
             self._run(batch, microbatches, collect, temperature, forward_only=True)
@@ -203,7 +219,7 @@ class Engine:
 
         if self._optimizer_recipe is None:
             raise RuntimeError("this engine was made without an optimizer: it can only be evaluated")
-        self._offloader.require("params", "grads")
+        self._require("params", "grads")
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         if self._optimizer is not None:
@@ -218,7 +234,7 @@ class Engine:
     def optimizer_step(self) -> dict[str, float]:
         """Clip, step, and return the gradient norm before clipping and the learning rate used."""
         assert self._optimizer_recipe is not None
-        self._offloader.require(*KINDS)
+        self._require(*KINDS)
         self.steps += 1
         rate = learning_rate(self.steps, self.total_steps, self._optimizer_recipe)
         set_learning_rate(self._optimizer, rate)

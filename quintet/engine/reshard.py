@@ -84,10 +84,32 @@ def _volume(box: Box) -> int:
     return n
 
 
+@dataclass(frozen=True)
+class Holdings:
+    """What one rank brings to a plan and takes from it. buffers: names among them that are no parameters."""
+
+    sources: list[Holding]
+    targets: list[Holding]
+    buffers: set[str]
+
+
+def gather_holdings(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[Holdings]:
+    """Every rank's, in rank order. Collective."""
+    mine = Holdings(
+        [(one.name, one.box) for one in sources],
+        [(one.name, one.box) for one in targets],
+        {one.name for one in [*sources, *targets] if not one.trained},
+    )
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, mine)
+    return held
+
+
 class Resharder:
     """A standing plan between two sets of shards over the same ranks. Weights travel as `dtype`, buffers in fp32.
 
-    Collective to build and to run: every rank of the default group takes part, also one without shards.
+    Collective to build and to run: every rank of the default group takes part, also one without shards. holdings: what
+    every rank holds, where that is known already; building is then no collective.
     """
 
     def __init__(
@@ -98,14 +120,13 @@ class Resharder:
         dtype: torch.dtype,
         device: torch.device,
         bucket_mib: int = 256,
+        holdings: Sequence[Holdings] | None = None,
     ) -> None:
         self.sources, self.targets = sources, targets
         self._device = device
-        held: list[Any] = [None] * dist.get_world_size()
-        mine = [[(s.name, s.box) for s in sources], [(t.name, t.box) for t in targets]]
-        dist.all_gather_object(held, (*mine, {s.name for s in [*sources, *targets] if not s.trained}))
-        buffers = set[str]().union(*(names for _, _, names in held))
-        transfers = plan_transfers([one for one, _, _ in held], [other for _, other, _ in held])
+        held = gather_holdings(sources, targets) if holdings is None else holdings
+        buffers = set[str]().union(*(one.buffers for one in held))
+        transfers = plan_transfers([one.sources for one in held], [one.targets for one in held])
         transfers.sort(key=lambda t: t.name in buffers)  # not back and forth between types
         self.buckets: list[tuple[torch.dtype, list[Transfer]]] = []
         room = 0

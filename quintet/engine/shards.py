@@ -41,15 +41,18 @@ class Shard:
     def box_shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.box)
 
+    @property
+    def unit(self) -> int:
+        """Rows of the full tensor in one step of the view's dim 0: a part has whole units of them."""
+        rows = self.box[0][1] - self.box[0][0]
+        return rows // self.view.shape[0] if rows else 1
+
     def part(self, box: Box) -> Tensor:
         """View of a box (in the full tensor's coordinates) that lies within this shard's.
 
         Raises ValueError when the box cuts through an interleaved group.
         """
-        rows = self.box[0][1] - self.box[0][0]
-        unit = (
-            rows // self.view.shape[0] if rows else 1
-        )  # rows of the full tensor in one step of the view's dim 0
+        unit = self.unit
         (start, stop), offset = box[0], self.box[0][0]
         if (start - offset) % unit or (stop - offset) % unit:
             raise ValueError(f"{self.name}: rows {start}:{stop} cut through a group of {unit}")

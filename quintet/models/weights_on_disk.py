@@ -1,93 +1,95 @@
-"""What safetensors files in a Hugging Face directory hold, from their headers alone: no weight is read, no torch.
-
-Format: 8 bytes with the header's length (little endian), the header (JSON: name → dtype, shape, offsets), the data.
-https://github.com/huggingface/safetensors#format
-"""
+"""What the safetensors files of a Hugging Face directory hold, from their headers alone: no weight is read, no torch."""
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quintet.errors import UserError
 from quintet.models.family import family_named, read_shape
 from quintet.models.hf_config import read_json
+from quintet.models.safetensors_header import DTYPES, Entry, Header, read_header
 from quintet.models.shape import ModelShape
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 """Buffers that old checkpoints carry and that follow from the config."""
 
-DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Types of a weight that can be read, and their bytes. Quantized weights would come out as nonsense."""
-
 VALUE_HEAD = "score.weight"
 """The head of a value model, which starts at zero where a checkpoint has none."""
 
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+
+@dataclass(frozen=True)
+class Located:
+    """One tensor and the file it is in."""
+
+    file: Path
+    entry: Entry
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor of a safetensors file."""
+class WeightsOnDisk:
+    """What the safetensors files of a Hugging Face directory hold, by tensor and by file."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    path: Path
+    tensors: dict[str, Located]
+    headers: dict[Path, Header]
 
 
-def weight_files(path: Path) -> dict[str, Path]:
-    """Which file holds each tensor of a Hugging Face directory.
+def find_weights(path: Path) -> WeightsOnDisk:
+    """The tensors of a Hugging Face directory. Files that its index does not name are not looked at.
 
-    Raises UserError when there are no weights, or the index is malformed or names a file that is not there.
+    Raises UserError when there are no weights, when a file is not whole, and when the index and the files disagree.
     """
     path = Path(path)
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if not index.is_file():
-        if single.is_file():
-            return dict.fromkeys(read_header(single), single)
-        raise UserError(f"{path}: neither model.safetensors nor model.safetensors.index.json is there")
+        if not single.is_file():
+            raise UserError(f"{path}: neither model.safetensors nor model.safetensors.index.json is there")
+        header = read_header(single)
+        return WeightsOnDisk(
+            path, {n: Located(single, e) for n, e in header.tensors.items()}, {single: header}
+        )
+    file_of = _read_index(index)
+    if single.is_file() and single not in file_of.values():
+        raise UserError(
+            f"{path}: both {single.name} and {index.name} are there and the index does not name the former; which of them "
+            "holds the model cannot be told: move the other away"
+        )
+    headers = {}
+    for file in sorted(set(file_of.values())):
+        if not file.is_file():
+            raise UserError(f"{file} is missing: {index} names it; download it again")
+        headers[file] = read_header(file)
+        _check_index(index, file_of, file, headers[file])
+    return WeightsOnDisk(path, {n: Located(f, headers[f].tensors[n]) for n, f in file_of.items()}, headers)
+
+
+def _read_index(index: Path) -> dict[str, Path]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) and file for file in names.values()):
         raise UserError(f'{index}: expected a "weight_map" object that maps tensor names to file names')
-    for file in sorted(set(names.values())):
-        if not (path / file).is_file():
-            raise UserError(f"{path / file} is missing: {index} names it; download it again")
-    return {name: path / file for name, file in names.items()}
+    for name, file in names.items():
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise UserError(f"{index}: {name} is said to be in {file}, which is outside of the directory")
+    return {name: index.parent / file for name, file in names.items()}
 
 
-def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file.
-
-    Raises UserError naming the file when it is not one, or shorter than its header says.
-    """
-    try:
-        with file.open("rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            size = file.stat().st_size
-            if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
-                raise UserError(f"{file}: not a readable safetensors file ({size} bytes, no whole header)")
-            header = json.loads(f.read(length))
-        found = {name: _entry(one) for name, one in header.items() if name != "__metadata__"}
-        ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
-        end = 8 + length + max(ends, default=0)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        raise UserError(f"{file}: not a readable safetensors file (its header is damaged)") from None
-    if size < end:
-        raise UserError(f"{file}: cut short, {size} of {end} bytes are there; download it again")
-    return found
-
-
-def _entry(one: dict[str, Any]) -> Entry:
-    shape = tuple(one["shape"])
-    begin, end = one["data_offsets"]
-    held = math.prod(shape) * DTYPES.get(one["dtype"], 0)
-    if one["dtype"] in DTYPES and held != end - begin:
-        raise ValueError("shape and offsets disagree")
-    return Entry(str(one["dtype"]), shape)
+def _check_index(index: Path, file_of: dict[str, Path], file: Path, header: Header) -> None:
+    """One file against the index: each has to name the tensors that the other does."""
+    for name in header.tensors:
+        if name not in file_of:
+            raise UserError(
+                f"{file}: {name} is in it, but {index} does not name that tensor; the two are not of one download"
+            )
+        if file_of[name] != file:
+            raise UserError(
+                f"{file}: {name} is in it, but {index} says it is in {file_of[name].name}; the two are not of one download"
+            )
+    for name, said in file_of.items():
+        if said == file and name not in header.tensors:
+            raise UserError(
+                f"{file}: {name} is not in it, though {index} says so; the two are not of one download"
+            )
 
 
 def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
@@ -122,23 +124,18 @@ def _listed(names: list[str], most: int = 12) -> str:
     return ", ".join(names[:most]) + more
 
 
-def check_weights(path: Path, shape: ModelShape) -> None:
+def check_weights(path: Path, shape: ModelShape) -> WeightsOnDisk:
     """Names, shapes and types of all weights in a directory against what config.json implies; reads headers only.
 
     Raises UserError naming the file, and the tensor where one is wrong.
     """
-    path = Path(path)
-    file_of = weight_files(path)
-    check_names(set(file_of), shape, path)
-    headers = {file: read_header(file) for file in sorted(set(file_of.values()))}
+    found = find_weights(path)
+    check_names(set(found.tensors), shape, found.path)
     for weight in family_named(shape.family).weights(shape):
         for name, wanted in zip(weight.hf, weight.shapes, strict=True):
-            if name == VALUE_HEAD and name not in file_of:
+            if name == VALUE_HEAD and name not in found.tensors:
                 continue
-            file = file_of[name]
-            entry = headers[file].get(name)
-            if entry is None:
-                raise UserError(f"{file}: {name} is not in it, though the index says so")
+            file, entry = found.tensors[name].file, found.tensors[name].entry
             if entry.shape != wanted:
                 raise UserError(f"{file}: {name} has shape {entry.shape}, config.json implies {wanted}")
             if entry.dtype not in DTYPES:
@@ -146,3 +143,4 @@ def check_weights(path: Path, shape: ModelShape) -> None:
                     f"{file}: {name} is of type {entry.dtype}; expected {', '.join(DTYPES)}: "
                     "quantized weights cannot be trained"
                 )
+    return found

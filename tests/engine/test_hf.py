@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quintet.engine.hf import GATHERED_BYTES, SHARD_BYTES, HfWeights, check_names
+from quintet.engine.hf import GATHERED_BYTES, check_hf
+from quintet.engine.hf_write import SHARD_BYTES
 from quintet.errors import UserError
 from quintet.models import read_shape
 from tests.engine import moe_models
@@ -30,34 +31,34 @@ def rewrite(path: Path, change) -> None:
 def test_missing_and_left_over_tensors_are_listed(path):
     rewrite(path, lambda t: t.update(stray=torch.ones(1)) or t.pop("model.norm.weight"))
     with pytest.raises(UserError, match=r"missing: model.norm.weight; left over: stray"):
-        check_names(HfWeights(path).names(), read_shape(path), path)
+        check_hf(read_shape(path), path)
 
 
 def test_a_truncated_file_is_named(path):
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(UserError, match=r"model\.safetensors"):
-        HfWeights(path)
+        check_hf(read_shape(path), path)
 
 
 def test_no_weights_at_all(path):
     (path / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
-        HfWeights(path)
+        check_hf(read_shape(path), path)
 
 
 def round_trip(path: Path, out: Path, layout: dict, shard_bytes: int, dtype: str = "fp32") -> None:
-    from quintet.engine import hf
+    from quintet.engine import hf, hf_write
     from quintet.engine.engine import Engine
     from quintet.recipe import schema
 
-    hf.SHARD_BYTES = hf.GATHERED_BYTES = shard_bytes
+    hf_write.SHARD_BYTES = hf.GATHERED_BYTES = shard_bytes
     engine = Engine(
         read_shape(path), schema.Layout(**layout), engine=schema.Engine(), optimizer=None, dtype=dtype
     )
     engine.load_hf(path)
     engine.save_hf(out, path)
-    hf.SHARD_BYTES, hf.GATHERED_BYTES = SHARD_BYTES, GATHERED_BYTES
+    hf_write.SHARD_BYTES, hf.GATHERED_BYTES = SHARD_BYTES, GATHERED_BYTES
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama"])
@@ -118,10 +119,10 @@ def test_layers_for_multi_token_prediction_are_passed_over(tmp_path):
     config = json.loads((path / "config.json").read_text())
     rewrite(path, lambda t: t.update({"model.layers.4.enorm.weight": torch.ones(64)}))
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    check_names(HfWeights(path).names(), read_shape(path), path)
+    check_hf(read_shape(path), path)
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     with pytest.raises(UserError, match=r"left over: model\.layers\.4\.enorm\.weight"):
-        check_names(HfWeights(path).names(), read_shape(path), path)
+        check_hf(read_shape(path), path)
 
 
 def test_sharded_files_and_transformers(pool, tmp_path):

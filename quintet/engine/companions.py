@@ -1,0 +1,47 @@
+"""What stands beside the weights of a Hugging Face directory: config.json, the tokenizer, generation defaults."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quintet.models import ModelShape
+from quintet.models.family import VALUE_MODEL
+
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files that a saved model takes along."""
+
+
+def saved_config(config: dict[str, Any], shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of a model saved as `dtype`, from that of the model it was made of."""
+    saved = {key: value for key, value in config.items() if key != "torch_dtype"}
+    saved["dtype"] = str(dtype).removeprefix("torch.")
+    if shape.mtp_layers:  # of another policy than this one by now
+        saved["num_nextn_predict_layers"] = 0
+    if shape.head == "value":
+        names = [name.replace("ForCausalLM", VALUE_MODEL) for name in config["architectures"]]
+        saved |= {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return saved
+
+
+def write_companions(directory: Path, companions: Path, config: dict[str, Any]) -> None:
+    """config.json as given, and copies of what else stands beside the weights in `companions`."""
+    for name in COMPANIONS:
+        if (companions / name).is_file():
+            shutil.copyfile(companions / name, directory / name)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
