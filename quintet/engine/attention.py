@@ -8,14 +8,16 @@ that share a row exchange what they need (`quintet.engine.context`) and calls a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from quintet.engine.device import runs_fused
-from quintet.engine.kernels import choose_kernel
+from quintet.engine.kernels import Weighing, choose_kernel
 from quintet.engine.row import Row
 
 
@@ -35,7 +37,7 @@ class PackedSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the projected output like `hidden_states`, and the projection's bias (None)."""
+        """Returns the projected output like `hidden_states`, and the projection's bias or None, yet to be added."""
         row: Row = kwargs["packed_seq_params"]
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         assert row.cos is not None
@@ -53,14 +55,42 @@ class PackedSelfAttention(SelfAttention):
 
 
 class CoreAttention(torch.nn.Module):
-    """softmax(q kᵀ · scale) v within each sequence. [T, heads, d], [T, kv heads, d], [T, kv heads, dv] → [T, heads, dv]."""
+    """softmax(q kᵀ · scale) v within each sequence. [T, heads, d], [T, kv heads, d], [T, kv heads, dv] → [T, heads, dv].
+
+    window: how many keys a query sees, itself among them; None is all. sinks: whether each head has a logit besides
+    (`softmax_offset` [heads / tp], megatron-core's name).
+    """
 
     backend = "portable"
 
-    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        *,
+        window: int | None = None,
+        sinks: bool = False,
+        **_: Any,
+    ) -> None:
         super().__init__()
         self.layer_number = layer_number
-        self.scale = softmax_scale
+        self.scale, self.window = softmax_scale, window
+        if sinks:
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            self.softmax_offset = torch.nn.Parameter(
+                torch.zeros(heads, dtype=config.params_dtype, device=device)
+            )
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        else:
+            self.register_parameter("softmax_offset", None)
+
+    @property
+    def weighing(self) -> Weighing:
+        """With the sinks of all heads of this rank."""
+        return Weighing(self.scale, self.window, self.softmax_offset)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, row: Row) -> Tensor:
         if row.cache is not None:
@@ -71,11 +101,14 @@ class CoreAttention(torch.nn.Module):
     def within(self, query: Tensor, key: Tensor, value: Tensor, row: Row) -> Tensor:
         """Attention among the tokens of the row."""
         assert row.spans is not None
-        kernel = choose_kernel(query.device, query.dtype, self.backend)
+        how = self.weighing
+        kernel = choose_kernel(query.device, query.dtype, self.backend, sinks=how.sinks is not None)
         if row.exchange is None:
-            return kernel(query, key, value, row.spans, self.scale)
+            return kernel(query, key, value, row.spans, how)
+        if how.sinks is not None:
+            how = replace(how, sinks=row.exchange.of_heads(how.sinks))
         query, key, value = row.exchange.before(query, key, value)
-        return row.exchange.after(kernel(query, key, value, row.spans, self.scale))
+        return row.exchange.after(kernel(query, key, value, row.spans, how))
 
 
 class TransformerEngineAttention(CoreAttention):

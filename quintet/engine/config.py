@@ -31,7 +31,10 @@ def transformer_config(
         fields |= _experts(shape, shape.moe)
     if shape.mla:
         fields |= _latent(shape.mla)
-    return kind(**{**fields, **recipe.megatron})
+    config = kind(**{**fields, **recipe.megatron})
+    # Not in the constructor, which refuses biases of experts under etp: core's would be added once a rank, ours are not.
+    config.add_bias_linear = shape.proj_bias
+    return config
 
 
 def _model(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:

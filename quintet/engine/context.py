@@ -28,6 +28,9 @@ class Exchange(Protocol):
 
     def after(self, context: Tensor) -> Tensor: ...
 
+    def of_heads(self, values: Tensor) -> Tensor:
+        """Of a value a head [heads], those of the heads that this rank attends with."""
+
 
 @dataclass
 class AllGather:
@@ -46,6 +49,9 @@ class AllGather:
 
     def after(self, context: Tensor) -> Tensor:
         return context
+
+    def of_heads(self, values: Tensor) -> Tensor:
+        return values
 
 
 class _GatherKeys(torch.autograd.Function):
@@ -102,6 +108,9 @@ class AllToAll:
         rows = _Permute.apply(context.flatten(1), self.back, self.order)
         mine = _Swap.apply(rows.view(ranks, len(rows) // ranks, -1), self.group)
         return mine.transpose(0, 1).reshape(len(rows) // ranks, -1, d)
+
+    def of_heads(self, values: Tensor) -> Tensor:
+        return values.chunk(self.group.size())[self.group.rank()]
 
 
 class _Swap(torch.autograd.Function):

@@ -120,7 +120,8 @@ class Engine:
     def describe(self) -> str:
         """Which layers and which attention kernel this machine and recipe came to."""
         backend = choose_backend(self.recipe.backend)
-        return f"layers: {backend} · attention: {kernel_title(build.device(), self.dtype, backend)}"
+        kernel = kernel_title(build.device(), self.dtype, backend, sinks=self.shape.sinks)
+        return f"layers: {backend} · attention: {kernel}"
 
     # weights
 

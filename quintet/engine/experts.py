@@ -5,6 +5,8 @@ in one kernel: on CUDA in bf16, on a CPU in any type, with rows that are multipl
 is a product of its own. Which of the two serves is decided once, when the module meets its device.
 
     y_t = p_t · W2_e (silu(G_e x_t) ⊙ U_e x_t),  W1_e = [G_e; U_e]
+
+Where a model has biases they are added within: b1_e to W1_e x_t, and p_t · b2_e to y_t.
 """
 
 from __future__ import annotations
@@ -21,26 +23,46 @@ from megatron.core.utils import divide
 from torch import Tensor
 
 from quintet.engine.device import upload
-from quintet.engine.mlp import swiglu
+from quintet.engine.mlp import gated
+from quintet.models.shape import SWIGLU, Glu
 
 
 class GroupedExperts(MegatronModule):
     """The experts one rank holds, with megatron-core's constructor.
 
     weight1: [experts here, 2 · width / etp, hidden], gate over up. weight2: [experts here, hidden, width / etp].
+    bias1: [experts here, 2 · width / etp], and bias2: [experts here, hidden], whole on every etp rank; None without.
     """
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any) -> None:
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: Any,
+        *,
+        glu: Glu = SWIGLU,
+        biases: bool = False,
+    ) -> None:
         super().__init__(config=config)
-        etp = pg_collection.expt_tp.size()
-        width, hidden = divide(config.moe_ffn_hidden_size, etp), config.hidden_size
+        etp = pg_collection.expt_tp
+        width, hidden = divide(config.moe_ffn_hidden_size, etp.size()), config.hidden_size
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        kind = {"dtype": config.params_dtype, "device": device}
-        # Weights are always loaded: drawing them would only take time.
-        self.weight1 = torch.nn.Parameter(torch.zeros(num_local_experts, 2 * width, hidden, **kind))
-        self.weight2 = torch.nn.Parameter(torch.zeros(num_local_experts, hidden, width, **kind))
+
+        def parameter(*sizes: int) -> torch.nn.Parameter:
+            # Weights are always loaded: drawing them would only take time.
+            zeros = torch.zeros(num_local_experts, *sizes, dtype=config.params_dtype, device=device)
+            return torch.nn.Parameter(zeros)
+
+        self.weight1, self.weight2 = parameter(2 * width, hidden), parameter(hidden, width)
         mark_expert(self.weight1, pg_collection, dim=1)
         mark_expert(self.weight2, pg_collection, dim=2)
+        self.bias1 = parameter(2 * width) if biases else None
+        self.bias2 = parameter(hidden) if biases else None
+        if self.bias1 is not None and self.bias2 is not None:
+            mark_expert(self.bias1, pg_collection, dim=1, vectors=True)
+            mark_expert(self.bias2, pg_collection, dim=0, vectors=True)
+            self.bias2.shared = etp.rank() > 0  # type: ignore[attr-defined]
+        self._glu, self._etp = glu, etp.size()
         self._recompute = (
             config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         )
@@ -55,30 +77,40 @@ class GroupedExperts(MegatronModule):
             self._grouped = can_group(self.weight1) and can_group(self.weight2)
         groups = _Groups.of(tokens_per_expert, tokens.device if self._grouped else None)
         hidden = grouped_linear(tokens, self.weight1, groups)
+        if self.bias1 is not None:
+            hidden = add_bias(hidden, self.bias1, groups)
         weights = probs.unsqueeze(-1)
-        if not self._recompute:
-            return grouped_linear(self._activate(hidden, weights), self.weight2, groups), None
-        checkpoint = CheckpointWithoutOutput(fp8=None)
-        out = grouped_linear(checkpoint.checkpoint(self._activate, hidden, weights), self.weight2, groups)
-        checkpoint.discard_output_and_register_recompute(out)
+        checkpoint = CheckpointWithoutOutput(fp8=None) if self._recompute else None
+        active = (
+            checkpoint.checkpoint(self._activate, hidden, weights)
+            if checkpoint
+            else self._activate(hidden, weights)
+        )
+        out = grouped_linear(active, self.weight2, groups)
+        if checkpoint:
+            checkpoint.discard_output_and_register_recompute(out)
+        if self.bias2 is not None:
+            out = add_bias(out, self.bias2, groups, weights, self._etp)
         return out, None
 
     def _activate(self, hidden: Tensor, weights: Tensor) -> Tensor:
-        """silu(gate) · up · weight: [T, 2w], [T, 1] → [T, w] in the type of `hidden`."""
-        return swiglu(hidden, weights)
+        """The gated product times a weight: [T, 2w], [T, 1] → [T, w] in the type of `hidden`."""
+        return gated(hidden, weights, self._glu)
 
 
-def mark_expert(weight: torch.nn.Parameter, groups: Any, *, dim: int) -> None:
-    """Tell megatron-core how a weight of experts is spread.
+def mark_expert(weight: torch.nn.Parameter, groups: Any, *, dim: int, vectors: bool = False) -> None:
+    """Tell megatron-core how a weight of experts is spread. vectors: it holds one vector an expert (biases), which, as
+    other vectors, has no weight decay.
 
     `allreduce`: whether its gradient is summed over dp and cp, like other weights', or over the ranks that hold the
     same experts. Core asks only whether ep > 1, which is wrong at ep = 1 with etp other than tp.
     `tensor_model_parallel`: that no other rank of a tp group holds the same elements, so that every rank's count in
-    the gradient norm.
+    the gradient norm; of what all ranks of an etp group hold, `shared` tells it those that do not count.
     """
     weight.allreduce = groups.ep.size() == 1 and groups.expt_tp.size() == groups.tp.size()  # type: ignore[attr-defined]
     weight.tensor_model_parallel = True  # type: ignore[attr-defined]
     weight.partition_dim, weight.partition_stride = dim, 1  # type: ignore[attr-defined]
+    weight.holds_vectors = vectors  # type: ignore[attr-defined]
 
 
 def can_group(weight: Tensor) -> bool:
@@ -100,6 +132,11 @@ class _Groups:
     def of(counts: Tensor, device: torch.device | None) -> _Groups:
         ends = None if device is None else upload(counts.cumsum(0, dtype=torch.int32), device)
         return _Groups(counts.tolist(), ends)
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """[T] which group each row is of."""
+        rows = torch.tensor(self.counts)
+        return upload(torch.arange(len(rows)).repeat_interleave(rows), device)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: _Groups) -> Tensor:
@@ -123,6 +160,48 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = _product(grad, weight, ctx.groups) if ctx.needs_input_grad[0] else None
         grad_weight = _outer(grad, x, ctx.groups) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None
+
+
+def add_bias(
+    x: Tensor, bias: Tensor, groups: _Groups, weights: Tensor | None = None, ranks: int = 1
+) -> Tensor:
+    """Rows x [T, n] of group e plus bias[e], times a weight a row [T, 1] where given. bias: [E, n].
+
+    ranks: how many ranks add it to their shares of one sum: each adds as large a part, and learns its whole gradient.
+    """
+    return _AddBias.apply(x, bias, weights, groups, ranks)
+
+
+class _AddBias(torch.autograd.Function):
+    """With its own backward: sums over a group's rows in one order, so that copies of a bias stay equal."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor, weights: Tensor | None, groups: _Groups, ranks: int
+    ) -> Tensor:
+        numbers = groups.numbers(x.device)
+        ctx.save_for_backward(bias, weights, numbers)
+        ctx.groups, ctx.ranks = groups, ranks
+        added = bias.index_select(0, numbers)
+        if weights is not None:
+            added = added * (weights / ranks)
+        return (x + added).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        bias, weights, numbers = ctx.saved_tensors
+        grad_weights = None
+        if weights is not None:
+            shares = (grad * bias.index_select(0, numbers)).sum(-1, keepdim=True, dtype=weights.dtype)
+            grad_weights = shares / ctx.ranks
+        return grad, _sums(grad.contiguous(), weights, ctx.groups), grad_weights, None, None
+
+
+def _sums(grad: Tensor, weights: Tensor | None, groups: _Groups) -> Tensor:
+    """The sum over each group's rows [T, n], times weights [T, 1] where given: [E, n]."""
+    wide = 16 // grad.element_size()  # columns of the narrowest product that grouped_mm takes
+    columns = grad.new_ones(len(grad), wide) if weights is None else weights.to(grad.dtype).expand(-1, wide)
+    return _outer(grad, columns.contiguous(), groups)[..., 0].contiguous()
 
 
 def _product(x: Tensor, weight: Tensor, groups: _Groups) -> Tensor:

@@ -2,11 +2,11 @@
 
 Span i of the queries sees span i of the keys, aligned at their ends: the last query sees every key of its span.
 In a whole row both are the sequences; under context parallelism a span of queries is a chunk, and its keys are the
-sequence up to the chunk's end.
+sequence up to the chunk's end. `Weighing` says how a query weighs the keys it sees, and how far back it sees.
 
 GPU kernels read the row as it lies: TransformerEngine's, torch's `varlen_attn`, or the flash-attn package's, the
 first that is there. They compute in half precision. Elsewhere spans of similar length form rectangles for torch's
-SDPA: no mask where queries and keys are the same, and never one larger than a span.
+SDPA: no mask where causality is all there is, and never one larger than a span.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quintet.engine.device import upload
+from quintet.engine.sinks import sink_as_key, with_sinks
 from quintet.packing import length_buckets
 
 try:
@@ -39,14 +40,51 @@ _NEEDS_GQA_FLAG = varlen_attn is not None and "enable_gqa" in inspect.signature(
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, eq=False)
+class Weighing:
+    """How a query weighs keys: softmax(scale · q kᵀ) over those it sees.
+
+    scale: None is 1/√d. window: a query sees the last so many keys of what causality leaves, its own among them; None
+    is all. sinks: [heads] logits in the softmax beside the keys' (`quintet.engine.sinks`).
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+
+    def scale_of(self, query: Tensor) -> float:
+        """The scale as a number. query: [..., d]."""
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """How many keys before and after its own place a query sees, in the flash kernels' words."""
+        return (-1 if self.window is None else self.window - 1), 0
+
+
 @dataclass
 class Rectangle:
     """Spans of similar length for SDPA: rows of queries q [B, Lq] and keys k [B, Lk], as positions (tails repeat the
-    last token). mask [B, 1, Lq, Lk] is None where q and k are the same and causality is all there is."""
+    last token). last: [B or 1, Lq] which of the keys is the last that a query sees. same: q and k are the same."""
 
     q: Tensor
     k: Tensor
-    mask: Tensor | None
+    last: Tensor
+    same: bool
+    _masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
+
+    def mask(self, how: Weighing) -> Tensor | None:
+        """[B or 1, 1, Lq, Lk], with sinks [B or 1, 1, Lq, 1 + Lk]; None where causality is all there is. Made once."""
+        key = (how.window, how.sinks is not None)
+        if self.same and key == (None, False):
+            return None
+        if key not in self._masks:
+            columns, last = torch.arange(self.k.shape[1], device=self.last.device), self.last[..., None]
+            mask = columns <= last
+            if how.window is not None:
+                mask &= columns > last - how.window
+            self._masks[key] = F.pad(mask, (int(key[1]), 0), value=True)[:, None]
+        return self._masks[key]
 
 
 @dataclass
@@ -66,8 +104,8 @@ class Spans:
     order: Tensor | None = None
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Spans, float | None], Tensor]
-"""(query [Tq, heads, d], key [Tk, kv heads, d], value [Tk, kv heads, dv], spans, softmax scale) → [Tq, heads, dv]."""
+Kernel = Callable[[Tensor, Tensor, Tensor, Spans, Weighing], Tensor]
+"""(query [Tq, heads, d], key [Tk, kv heads, d], value [Tk, kv heads, dv], spans, weighing) → [Tq, heads, dv]."""
 
 
 def spans(q: Sequence[int], k: Sequence[int], device: torch.device, *, rectangles: bool) -> Spans:
@@ -93,7 +131,7 @@ def _make_rectangles(
     total = int(starts_q[-1])
     if k is q and len(set(q)) == 1:
         whole = torch.arange(total, device=device).view(len(q), -1)
-        return [Rectangle(whole, whole, None)], None
+        return [Rectangle(whole, whole, torch.arange(q[0], device=device)[None], True)], None
     sizes_q, sizes_k = torch.tensor(q), torch.tensor(k)
     out, order, start = [], torch.empty(total, dtype=torch.int64), 0
     for group in length_buckets(k):
@@ -107,34 +145,36 @@ def _make_rectangles(
         start += gather_q.numel()
         if k is q:
             whole = gather_q.to(device)
-            out.append(Rectangle(whole, whole, None))
+            out.append(Rectangle(whole, whole, rows[None].to(device), True))
             continue
         gather_k = starts_k[ids][:, None] + torch.minimum(columns[None], m - 1)
-        mask = columns[None, None] <= rows[None, :, None] + (m - n)[:, :, None]
-        out.append(Rectangle(gather_q.to(device), gather_k.to(device), mask[:, None].to(device)))
+        last = torch.minimum(rows[None], n - 1) + (m - n)
+        out.append(Rectangle(gather_q.to(device), gather_k.to(device), last.to(device), False))
     return out, order.to(device)
 
 
-def choose_kernel(device: torch.device, dtype: torch.dtype, backend: str) -> Kernel:
+def choose_kernel(device: torch.device, dtype: torch.dtype, backend: str, *, sinks: bool = False) -> Kernel:
     """The kernel for a device, a type and a back end of layers. Which one is logged once."""
-    name = _best(device, dtype, backend)
+    name = _best(device, dtype, backend, sinks)
     _tell(name, device.type, str(dtype))
     return _KERNELS[name]
 
 
-def kernel_title(device: torch.device, dtype: torch.dtype, backend: str) -> str:
+def kernel_title(device: torch.device, dtype: torch.dtype, backend: str, *, sinks: bool = False) -> str:
     """What `choose_kernel` would take, in words."""
-    return _TITLES[_best(device, dtype, backend)]
+    return _TITLES[_best(device, dtype, backend, sinks)]
 
 
-def reads_offsets(device: torch.device, dtype: torch.dtype) -> bool:
+def reads_offsets(device: torch.device, dtype: torch.dtype, *, sinks: bool = False) -> bool:
     """Whether the kernel reads offsets (`cu_q`, `cu_k`) and needs no rectangles."""
-    return _best(device, dtype, "portable") != "sdpa"
+    return _best(device, dtype, "portable", sinks) != "sdpa"
 
 
-def _best(device: torch.device, dtype: torch.dtype, backend: str) -> str:
+def _best(device: torch.device, dtype: torch.dtype, backend: str, sinks: bool) -> str:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
+    if sinks:  # what takes part in the backward pass is torch's own operator
+        return "sdpa" if varlen_attn is None else "varlen_attn"
     if backend == "transformer_engine":
         return "transformer_engine"
     if varlen_attn is not None:
@@ -147,12 +187,14 @@ def _tell(name: str, device: str, dtype: str) -> None:
     log.info("attention on %s in %s: %s", device, dtype.removeprefix("torch."), _TITLES[name])
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None) -> Tensor:
-    arguments: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
-    if _NEEDS_GQA_FLAG and query.shape[1] != key.shape[1]:
-        arguments["enable_gqa"] = True
+def _varlen(query: Tensor, key: Tensor, value: Tensor, spans: Spans, how: Weighing) -> Tensor:
     wide, narrow = query.shape[-1], value.shape[-1]
     value = F.pad(value, (0, wide - narrow)) if narrow < wide else value.contiguous()
+    if how.sinks is not None:
+        return with_sinks(query, key, value, how.sinks, _TorchFlash(spans, how))[..., :narrow]
+    arguments: dict[str, Any] = {"scale": how.scale, "window_size": how.reach}
+    if _NEEDS_GQA_FLAG and query.shape[1] != key.shape[1]:
+        arguments["enable_gqa"] = True
     out: Tensor = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -166,7 +208,31 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: floa
     return out[..., :narrow]
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None) -> Tensor:
+class _TorchFlash:
+    """The operators under `varlen_attn`, forwards and backwards (`quintet.engine.sinks.Flash`)."""
+
+    def __init__(self, spans: Spans, how: Weighing) -> None:
+        self._where = (spans.cu_q, spans.cu_k, spans.longest_q, spans.longest_k, 0.0, how.window is None)
+        left, right = how.reach
+        self._how = {"scale": how.scale, "window_size_left": left, "window_size_right": right}
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        found = torch.ops.aten._flash_attention_forward(query, key, value, *self._where, False, **self._how)
+        return found[0], found[1]
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # The random state of a dropout that there is none of.
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        unused = torch.empty(0, device=query.device)
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            grad, query, key, value, out, lse, *self._where, seed, unused, **self._how
+        )
+        return gradients
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, spans: Spans, how: Weighing) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     wide, narrow = query.shape[-1], value.shape[-1]
@@ -178,8 +244,9 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float
         spans.cu_k,
         spans.longest_q,
         spans.longest_k,
-        softmax_scale=scale,
+        softmax_scale=how.scale,
         causal=True,
+        window_size=how.reach,
     )
     return out[..., :narrow]
 
@@ -199,12 +266,10 @@ def _te_attention(heads: int, kv_heads: int, d: int, dv: int, scale: float | Non
     )
 
 
-def _transformer_engine(
-    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None
-) -> Tensor:
-    if not spans.same and varlen_attn is not None:
-        return _varlen(query, key, value, spans, scale)
-    kernel = _te_attention(query.shape[1], key.shape[1], query.shape[2], value.shape[2], scale)
+def _transformer_engine(query: Tensor, key: Tensor, value: Tensor, spans: Spans, how: Weighing) -> Tensor:
+    if varlen_attn is not None and (how.window is not None or not spans.same):
+        return _varlen(query, key, value, spans, how)
+    kernel = _te_attention(query.shape[1], key.shape[1], query.shape[2], value.shape[2], how.scale)
     out: Tensor = kernel(
         query,
         key,
@@ -213,12 +278,13 @@ def _transformer_engine(
         cu_seqlens_kv=spans.cu_k,
         max_seqlen_q=spans.longest_q,
         max_seqlen_kv=spans.longest_k,
+        window_size=how.reach,
         attn_mask_type="padding_causal" if spans.same else "padding_causal_bottom_right",
     )
     return out.view(len(query), query.shape[1], value.shape[2])
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, spans: Spans, how: Weighing) -> Tensor:
     repeat, narrow = query.shape[1] // key.shape[1], value.shape[-1]
     if repeat > 1:  # CPU's flash kernel has no grouped heads
         key, value = (
@@ -234,10 +300,11 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float 
             .transpose(1, 2)
             for t, at in ((query, one.q), (key, one.k), (value, one.k))
         )
-        o = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=one.mask, is_causal=one.mask is None, scale=scale
-        )
-        out.append(o.transpose(1, 2).reshape(one.q.numel(), *query.shape[1:]))
+        scale, mask = how.scale_of(q), one.mask(how)
+        if how.sinks is not None:
+            q, k, v = sink_as_key(q, k, v, how.sinks[:, None], scale)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        out.append(o[..., : query.shape[2]].transpose(1, 2).reshape(one.q.numel(), *query.shape[1:]))
     rows = out[0] if spans.order is None else torch.cat(out).index_select(0, spans.order)
     return rows[..., :narrow]
 

@@ -40,6 +40,7 @@ from quintet.engine.router import Router
 from quintet.errors import UserError
 from quintet.models import ModelShape
 from quintet.models.rope import softmax_scale
+from quintet.models.shape import SWIGLU
 
 log = logging.getLogger(__name__)
 
@@ -117,17 +118,22 @@ def block_spec(
     provider, stage = provider_of(backend), mesh.at("pp")
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=stage)
-    kinds = {shape.is_moe(i) for i in range(shape.layers)}
-    specs = {moe: layer_spec(shape, provider, mesh.groups.tp, moe=moe) for moe in kinds}
-    layers = [specs[shape.is_moe(i)] for i in range(first, first + count)]
+    kinds = [(shape.is_moe(i), shape.window_of(i)) for i in range(first, first + count)]
+    specs = {
+        (moe, window): layer_spec(shape, provider, mesh.groups.tp, moe=moe, window=window)
+        for moe, window in kinds
+    }
+    layers = [specs[kind] for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm(rms_norm=True))
 
 
-def layer_spec(shape: ModelShape, provider: Any, tp: dist.ProcessGroup, *, moe: bool) -> ModuleSpec:
+def layer_spec(
+    shape: ModelShape, provider: Any, tp: dist.ProcessGroup, *, moe: bool, window: int | None
+) -> ModuleSpec:
     """One layer. Where a provider fuses a norm into the linear layer after it, the norm's own place is empty."""
     norm = provider.layer_norm(rms_norm=True)
     fuses = provider.fuse_layernorm_and_linear()
-    attention = _latent_attention(shape, provider) if shape.mla else _attention(shape, provider)
+    attention = _latent_attention(shape, provider) if shape.mla else _attention(shape, provider, window)
     parts = TransformerLayerSubmodules(
         input_layernorm=IdentityOp if fuses and not shape.mla else norm,
         self_attention=attention,
@@ -152,20 +158,25 @@ def _mlp(provider: Any, fuses: bool) -> MLPSubmodules:
 def _experts(shape: ModelShape, provider: Any) -> ModuleSpec:
     assert shape.moe is not None
     experts, submodules = provider.grouped_mlp_modules(True, False)
+    params: dict[str, Any] = {}
+    if shape.moe.biases or shape.moe.glu != SWIGLU:
+        # Core's experts on TransformerEngine add the second bias once an etp rank.
+        experts, submodules = GroupedExperts, None
+        params = {"glu": shape.moe.glu, "biases": shape.moe.biases}
     parts = MoESubmodules(
-        experts=ModuleSpec(module=experts, submodules=submodules),
+        experts=ModuleSpec(module=experts, submodules=submodules, params=params),
         shared_experts=ModuleSpec(module=GatedSharedExperts, submodules=_mlp(provider, False)),
         router=partial(Router, bias=shape.moe.bias),
     )
     return ModuleSpec(module=MoELayer, submodules=parts)
 
 
-def _attention(shape: ModelShape, provider: Any) -> ModuleSpec:
+def _attention(shape: ModelShape, provider: Any, window: int | None) -> ModuleSpec:
     fused = provider.column_parallel_layer_norm_linear() if provider.fuse_layernorm_and_linear() else None
     norm = provider.layer_norm(rms_norm=True, for_qk=True) if shape.qk_norm else IdentityOp
     parts = SelfAttentionSubmodules(
         linear_qkv=fused or provider.column_parallel_linear(),
-        core_attention=provider.core_attention(),
+        core_attention=partial(provider.core_attention(), window=window, sinks=shape.sinks),
         linear_proj=provider.row_parallel_linear(),
         q_layernorm=norm,
         k_layernorm=norm,

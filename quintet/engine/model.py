@@ -62,7 +62,7 @@ class PolicyModel(GPTModel):
 
     def row(self, micro: MicroBatch, comm: str = "all_gather") -> Row:
         """Describe a micro-batch to the layers. comm: how context-parallel ranks share attention."""
-        offsets = reads_offsets(self.device, self.config.params_dtype)
+        offsets = reads_offsets(self.device, self.config.params_dtype, sinks=self.shape.sinks)
         row = describe(micro, self.device, rectangles=not offsets, group=self.mesh.groups.cp, comm=comm)
         row.cos, row.sin = self.rotary(upload(micro.positions, self.device))
         return row

@@ -36,8 +36,8 @@ def build_optimizer(
     """The optimizer of all chunks of a rank, on their present weights. Collective.
 
     adamw decouples weight decay from the gradient (https://arxiv.org/abs/1711.05101), adam adds it to the gradient,
-    sgd too, with momentum. Parameters of one dim (norms, biases) have no weight decay. bf16 parameters have fp32
-    master weights. With `cpu_fraction`, that share of masters and moments lives on the CPU and is updated there.
+    sgd too, with momentum. Vectors (norms, biases) have no weight decay. bf16 parameters have fp32 master weights. With
+    `cpu_fraction`, that share of masters and moments lives on the CPU and is updated there.
 
     Raises UserError for what megatron-core refuses or would not do, and for lr_multipliers that fit no weight.
     """
@@ -59,7 +59,7 @@ def build_optimizer(
     if recipe.cpu_fraction:
         _keep_on_cpu(config, recipe.cpu_fraction)
     overrides: dict[ParamKey, Any] = {
-        ParamKey(predicate=ParamPredicate("one dim", lambda p: p.dim() == 1)): {
+        ParamKey(predicate=ParamPredicate("vectors", _holds_vectors)): {
             "wd_mult": 0.0,
             "weight_decay": 0.0,
         }
@@ -76,6 +76,11 @@ def build_optimizer(
     elif torch.cuda.is_available():
         _one_kernel(optimizer)
     return optimizer
+
+
+def _holds_vectors(parameter: torch.nn.Parameter) -> bool:
+    """Whether it is one vector, or one an expert."""
+    return parameter.dim() == 1 or getattr(parameter, "holds_vectors", False)
 
 
 def _one_kernel(optimizer: MegatronOptimizer) -> None:

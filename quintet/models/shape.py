@@ -15,6 +15,19 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Glu:
+    """A gated activation: (up + offset) · gate · sigmoid(alpha · gate), with a limit of min(gate, limit) and of up cut to
+    ±limit. The defaults are SwiGLU."""
+
+    alpha: float = 1.0
+    offset: float = 0.0
+    limit: float | None = None
+
+
+SWIGLU = Glu()
+
+
+@dataclass(frozen=True)
 class MoeShape:
     """Routed experts in place of the feed-forward part of every layer that is not in `dense_layers`.
 
@@ -22,7 +35,8 @@ class MoeShape:
     before `scaling_factor`. groups, group_top_k: only the best group_top_k of `groups` equal groups of experts are
     open to a token; a group counts by the sum of its best two. bias: a value an expert, stored and not trained,
     that is added to the scores where experts are chosen and nowhere else (DeepSeek-V3,
-    https://arxiv.org/abs/2412.19437).
+    https://arxiv.org/abs/2412.19437). biases: the router and both matrices of every expert have trained ones. glu: the
+    activation between an expert's matrices.
     """
 
     experts: int
@@ -38,6 +52,8 @@ class MoeShape:
     groups: int = 1
     group_top_k: int = 1
     bias: bool = False
+    biases: bool = False
+    glu: Glu = SWIGLU
 
     def is_moe(self, layer: int) -> bool:
         """Whether layer number `layer` (from 0) has experts."""
@@ -46,7 +62,8 @@ class MoeShape:
     def parameters(self, hidden_size: int, experts: int) -> int:
         """Weights of one layer's router, shared experts and `experts` routed ones."""
         ffn = self.shared_ffn_hidden_size + experts * self.ffn_hidden_size
-        return hidden_size * self.experts + 3 * hidden_size * ffn
+        vectors = self.experts + experts * (2 * self.ffn_hidden_size + hidden_size) if self.biases else 0
+        return hidden_size * self.experts + 3 * hidden_size * ffn + vectors
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,9 @@ class ModelShape:
 
     With `mla`, head_dim is that of queries and keys and kv_heads is heads. mtp_layers: layers for multi-token
     prediction that a checkpoint holds after the others; they are not part of the model here. head: what stands on
-    top, a language model's rows of the vocabulary or a value model's one number a token.
+    top, a language model's rows of the vocabulary or a value model's one number a token. proj_bias: the projection out
+    of attention has a bias. sinks: each head has a logit of its own in the softmax over keys. window: in `window_layers`
+    a token sees that many tokens, itself among them, in the other layers all before it.
     """
 
     family: str
@@ -106,6 +125,10 @@ class ModelShape:
     mla: MlaShape | None = None
     mtp_layers: int = 0
     head: Literal["lm", "value"] = "lm"
+    proj_bias: bool = False
+    sinks: bool = False
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
 
     def as_value_model(self) -> ModelShape:
         """The same trunk with a scalar head in place of the LM head. Tied embeddings have nothing left to be tied to."""
@@ -114,6 +137,10 @@ class ModelShape:
     def is_moe(self, layer: int) -> bool:
         """Whether layer number `layer` (from 0) has experts."""
         return self.moe is not None and self.moe.is_moe(layer)
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a token sees in layer number `layer` (from 0), itself among them; None is all."""
+        return self.window if layer in self.window_layers else None
 
     @property
     def rotary_dim(self) -> int:
@@ -160,6 +187,10 @@ class ModelShape:
         count = h * d * (2 * self.heads + 2 * self.kv_heads)
         if self.qkv_bias:
             count += d * (self.heads + 2 * self.kv_heads)
+        if self.proj_bias:
+            count += h
+        if self.sinks:
+            count += self.heads
         if self.qk_norm:
             count += 2 * d
         return count

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-SIZES = {"grouped heads": (8, 4, 16, 16), "narrow values": (4, 4, 24, 16)}
+SIZES = {
+    "grouped heads": (8, 4, 16, 16, False),
+    "narrow values": (4, 4, 24, 16, False),
+    "windows and sinks": (8, 4, 16, 16, True),
+}
 ROWS = ([5, 1, 30, 8], [1], [17, 17, 17], [])
 """Lengths of samples; the last row is padding alone."""
 
 
-def shared_attention(comm: str, heads: int, kv_heads: int, d: int, dv: int) -> list[tuple[int, float]]:
-    """On each of 4 ranks: rows shared by 1, 2 and 4 ranks one after another. Returns (cp, worst error) of each."""
+def shared_attention(
+    comm: str, heads: int, kv_heads: int, d: int, dv: int, far: bool
+) -> list[tuple[int, float]]:
+    """On each of 4 ranks: rows shared by 1, 2 and 4 ranks one after another. Returns (cp, worst error) of each.
+
+    far: with a sliding window, and sinks, whose gradient is the sum over the ranks of a row.
+    """
     from quintet.engine import megatron_compat
 
     megatron_compat.install()
@@ -26,7 +36,13 @@ def shared_attention(comm: str, heads: int, kv_heads: int, d: int, dv: int) -> l
     rank, found = dist.get_rank(), []
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = {1: None, 2: pairs[rank // 2], 4: dist.group.WORLD}
-    attention = CoreAttention(None, 1, d**-0.5)
+    alone = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+    how: dict[str, Any] = {"window": 5, "sinks": True, "pg_collection": alone}
+    config = SimpleNamespace(num_attention_heads=heads, params_dtype=None, use_cpu_initialization=True)
+    attention = CoreAttention(config, 1, d**-0.5, **(how if far else {}))
+    sinks = attention.softmax_offset
+    if sinks is not None:
+        torch.nn.init.normal_(sinks, generator=torch.Generator().manual_seed(9))
     for number, lengths in enumerate(ROWS):
         for cp, group in groups.items():
             ends = torch.tensor([0, *lengths]).cumsum(0)
@@ -45,6 +61,7 @@ def shared_attention(comm: str, heads: int, kv_heads: int, d: int, dv: int) -> l
             full = [x.clone().requires_grad_() for x in inputs]
             want = attention(*full, describe(whole, torch.device("cpu"), rectangles=True))
             want.backward(grad)
+            of_sinks = take_gradient(sinks)
 
             parts = [x[held].requires_grad_() for x in inputs]
             row = describe(mine, torch.device("cpu"), rectangles=True, group=group, comm=comm)
@@ -52,8 +69,20 @@ def shared_attention(comm: str, heads: int, kv_heads: int, d: int, dv: int) -> l
             got.backward(grad[held])
             errors = [(got - want[held]).abs().max()]
             errors += [(a.grad - b.grad[held]).abs().max() for a, b in zip(parts, full, strict=True)]
+            if sinks is not None:
+                mine_alone = take_gradient(sinks)
+                if group is not None:
+                    dist.all_reduce(mine_alone, group=group)
+                errors.append((mine_alone - of_sinks).abs().max())
             found.append((cp, max(e.item() for e in errors)))
     return found
+
+
+def take_gradient(parameter: Any) -> Any:
+    if parameter is None:
+        return None
+    gradient, parameter.grad = parameter.grad, None
+    return gradient
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

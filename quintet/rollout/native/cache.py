@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quintet.engine.kernels import reads_offsets
+from quintet.engine.kernels import Weighing, reads_offsets
+from quintet.engine.sinks import add_sinks, sink_as_key
 
 
 class SlotCache:
@@ -41,7 +42,8 @@ class SlotCache:
         self._source: Tensor | None = None
         self._decoding = 0
         self._length = 0
-        self._mask: Tensor | None = None
+        self._masks: dict[tuple[int | None, bool], Tensor] = {}
+        self._positions = self._write
         self._queries: Tensor | None = None
         self._starts: Tensor | None = None
         self._used: Tensor | None = None
@@ -64,8 +66,7 @@ class SlotCache:
             bounds = torch.arange(len(positions) + 1, device=positions.device, dtype=torch.int32)
             self._queries, self._starts = bounds, bounds * self.capacity
             self._used = (positions + 1).to(torch.int32)
-        steps = torch.arange(longest, device=positions.device)
-        self._mask = (steps[None] <= positions[:, None])[:, None, None]
+        self._positions, self._masks = positions, {}
 
     def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, row: Any) -> Tensor:
         """Keep keys and values, and attend: within the row when prefilling, to the cache when decoding."""
@@ -83,33 +84,49 @@ class SlotCache:
         n = self._decoding
         flat_keys.index_copy_(0, self._write, key[:n])
         flat_values.index_copy_(0, self._write, value[:n])
-        if reads_offsets(query.device, query.dtype):
-            out = self._flash(query[:n], flat_keys, flat_values, attention.scale)
+        how: Weighing = attention.weighing
+        if reads_offsets(query.device, query.dtype, sinks=how.sinks is not None):
+            out = self._flash(query[:n], flat_keys, flat_values, how)
         else:
-            out = self._masked(
-                query[:n], keys[:n, : self._length], values[:n, : self._length], attention.scale
-            )
+            out = self._masked(query[:n], keys[:n, : self._length], values[:n, : self._length], how)
         if len(query) > n:  # rows that only pad for sequence parallelism
             out = torch.cat((out, out.new_zeros(len(query) - n, *out.shape[1:])))
         return out
 
-    def _masked(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    def _masked(self, query: Tensor, keys: Tensor, values: Tensor, how: Weighing) -> Tensor:
         """One query a slot over the longest active length. Query heads of one KV group become query rows of that
         head: grouped attention without repeating keys."""
         n, heads, kv_heads = len(query), query.shape[1], keys.shape[2]
         q = query.view(n, kv_heads, heads // kv_heads, -1)
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=scale)
-        return out.reshape(n, heads, -1)
+        scale = how.scale_of(q)
+        if how.sinks is not None:
+            q, k, v = sink_as_key(q, k, v, how.sinks.view(kv_heads, -1), scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(how), scale=scale)
+        return out[..., : query.shape[2]].reshape(n, heads, -1)
 
-    def _flash(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    def _mask(self, how: Weighing) -> Tensor:
+        """[active, 1, 1, longest], with sinks one more column before them. The same in all layers that look alike."""
+        key = (how.window, how.sinks is not None)
+        if key not in self._masks:
+            steps = torch.arange(self._length, device=self._positions.device)
+            mask = steps <= self._positions[:, None]
+            if how.window is not None:
+                mask &= steps > self._positions[:, None] - how.window
+            self._masks[key] = F.pad(mask, (int(key[1]), 0), value=True)[:, None, None]
+        return self._masks[key]
+
+    def _flash(self, query: Tensor, keys: Tensor, values: Tensor, how: Weighing) -> Tensor:
         """The flash kernel on slots as they lie: sequence i starts at row i * capacity and has `seqused_k[i]` keys, so
         no key past a sequence's end is read. (benchmarks/kv_cache.py compares.)"""
-        out = torch.ops.aten._flash_attention_forward(
+        # Without a window the kernel may lay query heads of a group out as queries, and their lse with them.
+        plain = how.window is None and how.sinks is None
+        left, right = (-1, -1) if plain else how.reach
+        out, lse = torch.ops.aten._flash_attention_forward(
             query.contiguous(), keys, values, self._queries, self._starts, 1, self._length, 0.0, False, False,
-            scale=scale, seqused_k=self._used,
-        )  # fmt: skip
-        return out[0]
+            scale=how.scale, seqused_k=self._used, window_size_left=left, window_size_right=right,
+        )[:2]  # fmt: skip
+        return out if how.sinks is None else add_sinks(out, lse, how.sinks)[0]
 
     def move(self, source: list[int], target: list[int], tokens: int) -> None:
         """Copy the first `tokens` of whole slots; no slot is both a source and a target."""
