@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quintet.engine.shards import Box, Shard
+from quintet.engine.shards import Shard
+from quintet.models.mcore import Box, meet, volume
 
 Holding = tuple[str, Box]
 """Name and box of a shard, without its data."""
@@ -58,30 +59,18 @@ def plan_transfers(
     transfers = []
     for target, holdings in enumerate(targets):
         for target_index, (name, box) in enumerate(holdings):
-            missing = _volume(box)
+            missing = volume(box)
             for source_box, holders in owners[name].items():
-                part = _meet(box, source_box)
+                part = meet(box, source_box)
                 if part is None:
                     continue
                 local = [h for h in holders if h[0] == target]
                 source, source_index = local[0] if local else holders[target % len(holders)]
                 transfers.append(Transfer(name, part, source, source_index, target, target_index))
-                missing -= _volume(part)
+                missing -= volume(part)
             if missing:
                 raise ValueError(f"{name}: {missing} elements of {box} on rank {target} have no source")
     return sorted(transfers, key=lambda t: (t.target_index, t.target, t.source, t.box))
-
-
-def _meet(a: Box, b: Box) -> Box | None:
-    both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
-
-
-def _volume(box: Box) -> int:
-    n = 1
-    for start, stop in box:
-        n *= stop - start
-    return n
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from quintet.engine.mesh import Mesh
 from quintet.models import ModelShape, Weight, family_named
-
-Box = tuple[tuple[int, int], ...]
-"""(start, stop) along each dim of the full Hugging Face tensor."""
+from quintet.models.mcore import Box
 
 
 @dataclass

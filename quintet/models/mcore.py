@@ -1,0 +1,171 @@
+"""What megatron-core calls the tensors of a checkpoint, and which part of each one rank's parameter is.
+
+The names are those of its `sharded_state_dict` with `singleton_local_shards`: a tensor a layer and an expert, a norm
+named after the linear layer that TransformerEngine fuses it with, gate (`_w`) and up (`_v`) of a feed-forward part
+apart, vocabulary without padding. They follow from the family's table and a rank's coordinates alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from quintet.models.family import Weight
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) along each dim of a full tensor."""
+
+_FUSED_NORMS = {
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
+"""Of latent attention. Other attention's q_layernorm stays by itself, and has no kv_layernorm."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A stretch of one rank's parameter that is a box of one tensor of the checkpoint.
+
+    key, shape: the tensor's name and full shape. box: the part of it. start: where the box begins in the flattened
+    parameter; its elements follow one another there, in the box's order.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Where the box ends in the flattened parameter."""
+        return self.start + volume(self.box)
+
+
+class CheckpointMap:
+    """From a family's table to the tensors of a checkpoint. weights: the table of one model."""
+
+    def __init__(self, weights: Iterable[Weight]) -> None:
+        self.weights = {w.name: w for w in weights}
+
+    def key(self, name: str) -> str:
+        """The checkpoint's name of a weight; of gate and up together, without their endings.
+
+        Raises KeyError for a name that is not in the table.
+        """
+        self.weights[name]
+        found = re.fullmatch(r"(.*\blayers\.\d+\.(?:transformer_layer\.)?)(.*)", name)
+        if not found:
+            return name
+        prefix, inner = found.groups()
+        if inner == "input_layernorm.weight" and prefix + "self_attention.linear_qkv.weight" in self.weights:
+            inner = "self_attention.linear_qkv.layer_norm_weight"
+        elif inner == "pre_mlp_layernorm.weight" and prefix + "mlp.linear_fc1.weight" in self.weights:
+            inner = "mlp.linear_fc1.layer_norm_weight"
+        elif prefix + "self_attention.linear_kv_up_proj.weight" in self.weights:
+            inner = _FUSED_NORMS.get(inner, inner)
+        return prefix + re.sub(r"^mlp\.experts\.(\d+)\.", r"mlp.experts.experts.\1.", inner)
+
+    def blocks(
+        self, name: str, *, tp: tuple[int, int] = (0, 1), etp: tuple[int, int] = (0, 1)
+    ) -> list[Block]:
+        """The blocks of a weight on a rank that holds it, in the order of its parameter. tp, etp: (rank, size).
+
+        A rank with nothing but the vocabulary's padding has no blocks.
+        """
+        weight, key = self.weights[name], self.key(name)
+        rank, parts = etp if weight.split.startswith("expert_") else tp
+        split = weight.split.removeprefix("expert_")
+        first = weight.shapes[0]
+        if split == "vocab":
+            rows = -(-first[0] // parts)
+            own = (min(rank * rows, first[0]), min((rank + 1) * rows, first[0]))
+            return [Block(key, first, (own, *_whole(first[1:])), 0)] if own[0] < own[1] else []
+        if split == "gate_up":
+            box = _cut(first, 0, rank, parts)
+            return [Block(key + "_w", first, box, 0), Block(key + "_v", first, box, volume(box))]
+        full = (sum(s[0] for s in weight.shapes), *first[1:])
+        dim = {"replicated": None, "rows": 0, "qkv": 0, "columns": 1}[split]
+        return [Block(key, full, _cut(full, dim, rank, parts), 0)]
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], Weight]]:
+        """Every tensor of a checkpoint: key, full shape, and the weight it is or is a part of."""
+        for name, weight in self.weights.items():
+            for block in self.blocks(name):
+                yield block.key, block.shape, weight
+
+
+def stacked(block: Block, *, experts: int, layers: int | None) -> Block:
+    """The same block where megatron-core stacks, as it does by default: gate over up in one tensor, all experts of a
+    layer in one, and with `layers` given (the decoder's number of them) all layers in one as well.
+
+    core stacks layers when all are of one kind and moe_layer_freq is a number; multi-token prediction never is. `box`
+    and `shape` gain leading dims: [layers, experts, ...]. Vocabularies may have padding in `shape`.
+    """
+    half = re.fullmatch(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])", block.key)
+    if half:
+        rows = block.shape[0]
+        first, last = (n + rows * (half[2] == "v") for n in block.box[0])
+        block = replace(
+            block, key=half[1], shape=(2 * rows, *block.shape[1:]), box=((first, last), *block.box[1:])
+        )
+    for pattern, count in (
+        (r"(.*\.experts\.experts\.)(\d+)\.(.*)", experts),
+        (r"(decoder\.layers\.)(\d+)\.(.*)", layers),
+    ):
+        found = re.fullmatch(pattern, block.key)
+        if found and count is not None:
+            at = int(found[2])
+            block = replace(
+                block, key=found[1] + found[3], shape=(count, *block.shape), box=((at, at + 1), *block.box)
+            )
+    return block
+
+
+def flat_boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """Elements start:stop of a flattened box, as boxes in its order: of a matrix at most three."""
+    if start >= stop:
+        return
+    (first, _), inner = box[0], box[1:]
+    row = volume(inner)
+    if not inner:
+        yield ((first + start, first + stop),)
+        return
+    head, tail = -(-start // row), stop // row
+    if head > tail:  # within one row
+        yield from _in_row(first + tail, inner, start - tail * row, stop - tail * row)
+        return
+    yield from _in_row(first + head - 1, inner, start - (head - 1) * row, row)
+    if head < tail:
+        yield ((first + head, first + tail), *inner)
+    yield from _in_row(first + tail, inner, 0, stop - tail * row)
+
+
+def _in_row(at: int, inner: Box, start: int, stop: int) -> Iterator[Box]:
+    for box in flat_boxes(inner, start, stop):
+        yield ((at, at + 1), *box)
+
+
+def meet(a: Box, b: Box) -> Box | None:
+    """What two boxes of one tensor share; None for nothing."""
+    both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def volume(box: Box) -> int:
+    """Number of elements."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def _cut(full: tuple[int, ...], dim: int | None, rank: int, parts: int) -> Box:
+    """The whole tensor, or the rank-th of equal parts along one dim."""
+    box = list(_whole(full))
+    if dim is not None:
+        step = full[dim] // parts
+        box[dim] = (rank * step, (rank + 1) * step)
+    return tuple(box)
