@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from quintet.models.family import Weight
+from quintet.models.weight import Weight
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) along each dim of a full tensor."""
