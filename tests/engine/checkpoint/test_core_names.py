@@ -67,11 +67,6 @@ def our_boxes(model: Any, mesh: Any, shape: Any, stack: bool) -> Found:
                 alike = shape.moe is None
                 block = stacked(block, experts=experts * sizes.ep, layers=shape.layers if alike else None)
             found.setdefault(block.key, (block.shape, []))[1].append(block.box)
-    if (
-        shape.tied_embeddings and sizes.pp > 1 and mesh.last_stage
-    ):  # core's copy of the embedding goes by its name
-        for block in table.blocks("embedding.word_embeddings.weight", tp=(at["tp"], sizes.tp)):
-            found[block.key] = (block.shape, [block.box])
     return {key: (full, sorted(boxes)) for key, (full, boxes) in found.items()}
 
 
@@ -94,7 +89,7 @@ def test_one_rank(pool, tmp_path, stack):
 
 def test_four_ranks(pool, tmp_path):
     layouts = [
-        ("qwen3-tied", {"tp": 2, "pp": 2}),
+        ("qwen3", {"tp": 2, "pp": 2}),
         ("qwen3_moe", {"tp": 2, "ep": 2, "etp": 2}),
         ("deepseek_v3", {"pp": 2, "ep": 2}),
     ]
