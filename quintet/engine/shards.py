@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quintet.engine.mesh import Mesh
 from quintet.models import ModelShape, Weight, family_named
-from quintet.models.mcore import Box
+from quintet.models.mcore import Box as Box
 
 
 @dataclass
