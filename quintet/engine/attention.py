@@ -22,13 +22,15 @@ from quintet.engine.row import Row
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, halves convention. x: [T, 1, heads, d]; cos, sin: [T, 1, 1, d / 2]."""
+    """Rotary embedding, halves convention, of a head's first dims. x: [T, 1, heads, d]; cos, sin: [T, 1, 1, r / 2] of the
+    r <= d dims that are turned."""
     if runs_fused(x):
         from quintet.engine import rotary_kernels
 
         return rotary_kernels.rotate(x, cos, sin)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 class PackedSelfAttention(SelfAttention):

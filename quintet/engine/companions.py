@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quintet.models import ModelShape
+from quintet.models.dense import MTP_KEYS
 from quintet.models.family import VALUE_MODEL
 
 COMPANIONS = (
@@ -27,12 +28,15 @@ COMPANIONS = (
 """Files that a saved model takes along."""
 
 
-def saved_config(config: dict[str, Any], shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of a model saved as `dtype`, from that of the model it was made of."""
+def saved_config(
+    config: dict[str, Any], shape: ModelShape, dtype: torch.dtype, mtp_layers: int
+) -> dict[str, Any]:
+    """config.json of a model saved as `dtype`, from that of the model it was made of. mtp_layers: layers for multi-token
+    prediction that are saved with it."""
     saved = {key: value for key, value in config.items() if key != "torch_dtype"}
     saved["dtype"] = str(dtype).removeprefix("torch.")
-    if shape.mtp_layers:  # of another policy than this one by now
-        saved["num_nextn_predict_layers"] = 0
+    if not mtp_layers:
+        saved |= {key: 0 for key in MTP_KEYS if saved.get(key)}
     if shape.head == "value":
         names = [name.replace("ForCausalLM", VALUE_MODEL) for name in config["architectures"]]
         saved |= {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}

@@ -95,6 +95,11 @@ class Engine:
         dtype: str,
         total_steps: int = 1,
     ) -> None:
+        if shape.mtp_layers and optimizer is not None:
+            raise UserError(
+                f"this version does not train layers for multi-token prediction, of which the {shape.family} model has "
+                f"{shape.mtp_layers}: build it without them (ModelShape.without_mtp); a saved model takes them along"
+            )
         self.shape, self.layout, self.recipe = shape, layout, engine
         self.dtype = DTYPES[dtype]
         self.mesh = build.mesh_of(layout, dist.get_world_size())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quintet.engine.agree import agreed
+from quintet.engine.carried import Carried, carried_from, refuse_other_copies
 from quintet.engine.companions import saved_config, write_companions
 from quintet.engine.hf_read import fill, same_bytes
 from quintet.engine.hf_write import HfWriter, Planned
@@ -62,6 +63,8 @@ def _checked(shape: ModelShape, path: Path) -> WeightsOnDisk:
             f"{head.file}: lm_head.weight differs from model.embed_tokens.weight, but config.json has "
             "tie_word_embeddings true: set it to false, or remove the tensor"
         )
+    if first:
+        refuse_other_copies(weights, shape)
     return weights
 
 
@@ -140,42 +143,52 @@ def save_hf(
 ) -> None:
     """Write a Hugging Face directory that transformers loads. Collective; rank 0 writes, under a temporary name.
 
-    companions: the directory the model came from. Its tokenizer files are copied, and its config.json with the type
-    of the weights as they are written.
+    companions: the directory the model came from. Its tokenizer files are copied, its layers for multi-token prediction
+    where the model has none, and its config.json with the type of the weights as they are written.
 
     Raises UserError on every rank when `path` is there already or the disk does not take it; nothing is left of it then.
     """
     planned = planned_tensors(shape, dtype)
-    writer = agreed(lambda: _begin(path, planned, companions, shape, dtype))
+    begun = agreed(lambda: _begin(path, planned, companions, shape, dtype))
     failure: Exception | None = None
     for name, tensor in full_tensors(shards, planned, dtype, device):
-        assert writer is not None  # tensors come to rank 0 alone
+        assert begun is not None  # tensors come to rank 0 alone
+        writer, carried = begun
         try:
             if failure is None:
-                writer.add(name, tensor)
+                for one in (name, *carried.copies.get(name, ())):
+                    writer.add(one, tensor)
         except Exception as error:  # the other ranks wait for this one until the last tensor
             failure = error
-    agreed(lambda: _end(writer, failure))
+    agreed(lambda: _end(begun, failure))
 
 
 def _begin(
     path: Path, planned: list[Planned], companions: Path, shape: ModelShape, dtype: torch.dtype
-) -> HfWriter | None:
+) -> tuple[HfWriter, Carried] | None:
     if dist.get_rank() != 0:
         return None
-    config = saved_config(read_json(companions / "config.json"), shape, dtype)
-    writer = HfWriter(path, planned)
+    carried = carried_from(companions, shape)
+    config = saved_config(read_json(companions / "config.json"), shape, dtype, carried.mtp_layers)
+    writer = HfWriter(path, [*planned, *carried.planned(planned)])
     writer.open()
     try:
         write_companions(writer.directory, companions, config)
     except BaseException:
         writer.close(publish=False)
         raise
-    return writer
+    return writer, carried
 
 
-def _end(writer: HfWriter | None, failure: Exception | None) -> None:
-    if writer is not None:
+def _end(begun: tuple[HfWriter, Carried] | None, failure: Exception | None) -> None:
+    if begun is not None:
+        writer, carried = begun
+        try:
+            if failure is None:
+                for name, tensor in carried.read():
+                    writer.add(name, tensor)
+        except Exception as error:
+            failure = error
         writer.close(publish=failure is None)
     if failure is not None:
         raise failure

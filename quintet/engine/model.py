@@ -6,6 +6,7 @@ The LM head is applied outside (`quintet.engine.head`), where only the positions
 from __future__ import annotations
 
 import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -18,6 +19,7 @@ from quintet.engine.device import upload
 from quintet.engine.kernels import reads_offsets
 from quintet.engine.layers import block_spec
 from quintet.engine.mesh import Mesh
+from quintet.engine.mtp import MtpBlock
 from quintet.engine.row import MicroBatch, Row, describe
 from quintet.models import ModelShape
 from quintet.models.rope import inverse_frequencies, rotary_scale
@@ -48,13 +50,30 @@ class PolicyModel(GPTModel):
             pg_collection=mesh.groups,
             vp_stage=vp_stage,
         )
+        self.shape = shape
+        self.mesh = mesh
         if self.post_process and shape.head == "value":
             del self.output_layer
             self.value_head = ValueHead(shape.hidden_size, config.params_dtype)
-        self.shape = shape
-        self.mesh = mesh
+        if self.post_process and shape.mtp_layers:
+            self.mtp = MtpBlock(shape, config, mesh, backend, vp_stage)
+            if not self.pre_process:
+                self.embedding = self._embedding_of_last_stage()
         self._inverse_frequencies = torch.tensor(inverse_frequencies(shape.rope, shape.rotary_dim))
         self._rotary_scale = rotary_scale(shape.rope)
+
+    def _embedding_of_last_stage(self) -> LanguageModelEmbedding:
+        """What layers for multi-token prediction read: a copy of the first stage's embedding, or the tied head."""
+        embedding = LanguageModelEmbedding(
+            config=self.config,
+            vocab_size=self.vocab_size,
+            max_sequence_length=self.max_sequence_length,
+            position_embedding_type="none",
+            tp_group=self.mesh.groups.tp,
+        )
+        if self.share_embeddings_and_output_weights:
+            embedding.word_embeddings.weight = self.output_layer.weight
+        return embedding
 
     @property
     def device(self) -> torch.device:
@@ -78,8 +97,13 @@ class PolicyModel(GPTModel):
 
     def forward(self, input_ids: Tensor, row: Row) -> Tensor:
         """input_ids: [1, T], read on the first stage only. Other stages take their input by `set_input_tensor`."""
-        hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        hidden = self.embed(input_ids) if self.pre_process else None
         return self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=row)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[1, T] → [T (/tp under SP), 1, H]. On the first stage, and where layers for multi-token prediction are."""
+        embedded: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
+        return embedded
 
     def head_weight(self) -> Tensor:
         """This rank's rows of the LM head: [padded vocab / tp, H]. Last stage only."""

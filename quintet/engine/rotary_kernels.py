@@ -17,9 +17,22 @@ from torch import Tensor
 
 @triton.jit
 def _rotate_kernel(
-    x, token_stride, head_stride, cos, sin, sign, out, heads, half, HEADS: tl.constexpr, HALF: tl.constexpr
+    x,
+    token_stride,
+    head_stride,
+    cos,
+    sin,
+    sign,
+    out,
+    heads,
+    half,
+    width,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
 ):
-    """One program a token. out: contiguous [tokens, heads, 2 * half]."""
+    """One program a token. out: contiguous [tokens, heads, width]. What lies beyond the first 2 * half dims is copied, REST
+    lanes wide."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     lane = tl.arange(0, HALF)[None, :]
@@ -29,9 +42,14 @@ def _rotate_kernel(
     source = x + token * token_stride + head * head_stride + lane
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    target = out + (token * heads + head) * (2 * half) + lane
+    target = out + (token * heads + head) * width + lane
     tl.store(target, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
     tl.store(target + half, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
+    if REST:
+        beyond = 2 * half + tl.arange(0, REST)[None, :]
+        kept = (head < heads) & (beyond < width)
+        rest = tl.load(x + token * token_stride + head * head_stride + beyond, mask=kept)
+        tl.store(out + (token * heads + head) * width + beyond, rest, mask=kept)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -59,7 +77,13 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        blocks = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(width // 2)}
+        half = cos.shape[-1]
+        rest = width - 2 * half
+        blocks = {
+            "HEADS": triton.next_power_of_2(heads),
+            "HALF": triton.next_power_of_2(half),
+            "REST": triton.next_power_of_2(rest) if rest else 0,
+        }
         _rotate_kernel[(tokens,)](
             x,
             x.stride(0),
@@ -69,7 +93,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
             sign,
             out,
             heads,
-            width // 2,
+            half,
+            width,
             **blocks,
         )
     return out

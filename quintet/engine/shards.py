@@ -106,14 +106,18 @@ def global_tensors(model: torch.nn.Module, mesh: Mesh, of: str = "param") -> Ite
     config: Any = model.config
     experts = (config.num_moe_experts or 0) // mesh.sizes.ep
     for name, tensor in _local_tensors(model, of):
-        found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+        found = _LAYER.match(name)
         if not found:
             yield name, tensor
             continue
-        prefix = f"decoder.layers.{layers[int(found[1])].layer_number - 1}."
-        for inner, view in _experts_apart(found[2], tensor, mesh.at("ep") * experts):
+        prefix, number, rest = found.groups()
+        if number is not None:
+            prefix = f"decoder.layers.{layers[int(number)].layer_number - 1}."
+        for inner, view in _experts_apart(rest, tensor, mesh.at("ep") * experts):
             yield prefix + _FUSED_NORMS.get(inner, inner), view
 
+
+_LAYER = re.compile(r"(decoder\.layers\.(\d+)\.|mtp\.layers\.\d+\.transformer_layer\.)(.*)")
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -167,6 +171,12 @@ def _cut(weight: Weight, tensor: Tensor, shape: ModelShape, mesh: Mesh) -> list[
         rows = len(tensor)
         start, stop = min(rank * rows, full[0]), min((rank + 1) * rows, full[0])
         return [Shard(weight.hf[0], full, ((start, stop), *_box(full)[1:]), tensor[: stop - start])]
+    if split == "rows_halves_swapped":
+        held, half = _box(full, 0, rank, parts)[0], full[1] // 2
+        return [
+            Shard(weight.hf[0], full, (held, (0, half)), tensor[:, half:]),
+            Shard(weight.hf[0], full, (held, (half, full[1])), tensor[:, :half]),
+        ]
     dim = {"replicated": None, "rows": 0, "columns": 1}[split]
     return [Shard(weight.hf[0], full, _box(full, dim, rank, parts), tensor, weight.trained)]
 

@@ -4,7 +4,7 @@ from quintet.models.family import Family, family_named, family_of, read_shape, r
 from quintet.models.hf_config import read_end_ids
 from quintet.models.shape import MlaShape, ModelShape, MoeShape
 from quintet.models.weight import Weight
-from quintet.models.weights_on_disk import check_weights
+from quintet.models.weights_on_disk import check_weights, held_shape
 
 __all__ = [
     "Family",
@@ -15,6 +15,7 @@ __all__ = [
     "check_weights",
     "family_named",
     "family_of",
+    "held_shape",
     "read_end_ids",
     "read_shape",
     "register",

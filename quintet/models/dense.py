@@ -17,30 +17,43 @@ _YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attentio
 """Further numbers of YaRN. Null and 0 count as absent, as in transformers."""
 
 
-def read_rope(config: HfConfig) -> Rope:
-    """Rotary parameters in either spelling: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
+def read_rope(config: HfConfig, share: float | None = None) -> Rope:
+    """Rotary parameters in either spelling: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`.
+
+    share: of a head's dims that are turned where the config does not say; None for a family whose heads are turned whole.
+    """
     parameters, legacy = config.section("rope_parameters"), config.section("rope_scaling")
     theta = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
-    for one in (config, parameters, legacy):
-        if one.number("partial_rotary_factor", 1.0) != 1.0:
-            raise one.wrong("partial_rotary_factor", "1: partial rotary embedding is not supported")
+    share = _share(config, (parameters, config, legacy), share)
     merged = {**legacy.data, **parameters.data}
-    merged.pop("rope_theta", None)
-    where = parameters if set(parameters.data) - {"rope_theta"} else legacy
+    for key in ("rope_theta", "partial_rotary_factor"):
+        merged.pop(key, None)
+    where = parameters if set(parameters.data) - {"rope_theta", "partial_rotary_factor"} else legacy
     scaling = HfConfig(merged, config.where, where.prefix)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in _ROPE_FACTORS:
         key = "rope_type" if scaling.has("rope_type") else "type"
         raise scaling.wrong(key, f"one of {', '.join(_ROPE_FACTORS)}: other kinds are not supported")
     if kind == "default":
-        return Rope(theta=theta)
+        return Rope(theta=theta, share=share)
     numbers = {key: scaling.number(key) for key in _ROPE_FACTORS[kind]}
     if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
         raise scaling.wrong("high_freq_factor", "more than low_freq_factor")
     if kind == "yarn":
         numbers |= {key: scaling.number(key) for key in _YARN_OPTIONS if merged.get(key)}
         scaling.flag("truncate", True)
-    return Rope(theta=theta, scaling={**merged, **numbers, "rope_type": kind})
+    return Rope(theta=theta, scaling={**merged, **numbers, "rope_type": kind}, share=share)
+
+
+def _share(config: HfConfig, places: tuple[HfConfig, ...], default: float | None) -> float:
+    """partial_rotary_factor, in the first of its places that has it."""
+    found = next((one for one in places if one.has("partial_rotary_factor")), config)
+    share = found.number("partial_rotary_factor", default or 1.0)
+    if default is None and share != 1.0:
+        raise found.wrong("partial_rotary_factor", "1: partial rotary embedding is not part of this family")
+    if share > 1.0:
+        raise found.wrong("partial_rotary_factor", "a number up to 1")
+    return share
 
 
 def dense_shape(
@@ -51,8 +64,12 @@ def dense_shape(
     qkv_bias: bool,
     tied_by_default: bool,
     head_dim: int | None = None,
+    rotary_share: float | None = None,
 ) -> ModelShape:
-    """Shape of a Llama-like decoder from its Hugging Face config. head_dim: given where the config's own is not it.
+    """Shape of a Llama-like decoder from its Hugging Face config.
+
+    head_dim: given where the config's own is not it. rotary_share: of a head's dims that rotary embedding turns where the
+    config does not say, for a family in which it may turn a part.
 
     Raises UserError for keys missing or of wrong type, and for everything that changes what the model computes
     and is not supported here.
@@ -68,7 +85,7 @@ def dense_shape(
         head_dim = config.whole("head_dim", max(hidden // heads, 1))
         if head_dim % 2:
             raise config.wrong("head_dim", f"an even number, not {head_dim}: rotary embedding turns pairs")
-    return ModelShape(
+    shape = ModelShape(
         family=family,
         layers=config.whole("num_hidden_layers"),
         hidden_size=hidden,
@@ -82,8 +99,20 @@ def dense_shape(
         norm_eps=config.number("rms_norm_eps"),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
-        rope=read_rope(config),
+        rope=read_rope(config, rotary_share),
     )
+    if rotary_share is not None and (shape.rotary_dim % 2 or not shape.rotary_dim):
+        raise config.wrong("partial_rotary_factor", f"an even share of head_dim={head_dim}: pairs are turned")
+    return shape
+
+
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""The number of layers for multi-token prediction in a config.json: the first is DeepSeek's spelling."""
+
+
+def read_mtp_layers(config: HfConfig) -> int:
+    """Layers for multi-token prediction; 0 where the config does not speak of them."""
+    return next((config.count(key) for key in MTP_KEYS if config.has(key)), 0)
 
 
 def refuse_biases(config: HfConfig, *keys: str) -> None:

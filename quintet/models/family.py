@@ -103,7 +103,16 @@ def _title(cls: type[Family]) -> str:
 
 
 def _load_builtin() -> None:
-    from quintet.models import deepseek_v3, llama, qwen2, qwen3, qwen3_moe  # noqa: F401  (they register)
+    from quintet.models import (  # noqa: F401  (they register)
+        deepseek_v3,
+        glm4_moe,
+        llama,
+        mimo,
+        mixtral,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+    )
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class CheckpointMap:
             box = _cut(first, 0, rank, parts)
             return [Block(key + "_w", first, box, 0), Block(key + "_v", first, box, volume(box))]
         full = (sum(s[0] for s in weight.shapes), *first[1:])
-        dim = {"replicated": None, "rows": 0, "qkv": 0, "columns": 1}[split]
+        dim = {"replicated": None, "rows": 0, "rows_halves_swapped": 0, "qkv": 0, "columns": 1}[split]
         return [Block(key, full, _cut(full, dim, rank, parts), 0)]
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], Weight]]:

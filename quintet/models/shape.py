@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: base, and the scaling dictionary of the Hugging Face config if any."""
+    """Rotary position embedding: base, the scaling dictionary of the Hugging Face config if any, and the share of a
+    head's dims that are turned, the first ones."""
 
     theta: float = 10000.0
     scaling: dict[str, Any] | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,11 @@ class ModelShape:
     """The sizes of a decoder-only language model, as its family reads them from config.json.
 
     With `mla`, head_dim is that of queries and keys and kv_heads is heads. mtp_layers: layers for multi-token
-    prediction that a checkpoint holds after the others; they are not part of the model here. head: what stands on
-    top, a language model's rows of the vocabulary or a value model's one number a token. proj_bias: the projection out
-    of attention has a bias. sinks: each head has a logit of its own in the softmax over keys. window: in `window_layers`
-    a token sees that many tokens, itself among them, in the other layers all before it.
+    prediction after the others, each with a projection and norms of its own; a model that is trained has none
+    (`without_mtp`). head: what stands on top, a language model's rows of the vocabulary or a value model's one number a
+    token. proj_bias: the projection out of attention has a bias. sinks: each head has a logit of its own in the softmax
+    over keys. window: in `window_layers` a token sees that many tokens, itself among them, in the other layers all before
+    it.
     """
 
     family: str
@@ -132,10 +135,14 @@ class ModelShape:
 
     def as_value_model(self) -> ModelShape:
         """The same trunk with a scalar head in place of the LM head. Tied embeddings have nothing left to be tied to."""
-        return replace(self, head="value", tied_embeddings=False)
+        return replace(self, head="value", tied_embeddings=False, mtp_layers=0)
+
+    def without_mtp(self) -> ModelShape:
+        """The same model without its layers for multi-token prediction."""
+        return replace(self, mtp_layers=0)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether layer number `layer` (from 0) has experts."""
+        """Whether layer number `layer` (from 0; layers for multi-token prediction number on) has experts."""
         return self.moe is not None and self.moe.is_moe(layer)
 
     def window_of(self, layer: int) -> int | None:
@@ -145,7 +152,7 @@ class ModelShape:
     @property
     def rotary_dim(self) -> int:
         """Dims of a head that rotary embedding turns."""
-        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+        return self.mla.qk_rope_head_dim if self.mla else int(self.head_dim * self.rope.share)
 
     @property
     def v_head_dim(self) -> int:
@@ -164,12 +171,13 @@ class ModelShape:
     def _count(self, experts: int) -> int:
         h = self.hidden_size
         layers = 0
-        for layer in range(self.layers):
+        for layer in range(self.layers + self.mtp_layers):
             layers += self._attention_parameters + 2 * h
             if self.moe and self.moe.is_moe(layer):
                 layers += self.moe.parameters(h, experts)
             else:
                 layers += 3 * h * self.ffn_hidden_size
+        layers += self.mtp_layers * (2 * h * h + 3 * h)  # a projection and three norms each
         return layers + self.vocab_size * h + h + self._head_parameters
 
     @property

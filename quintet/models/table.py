@@ -13,6 +13,25 @@ from quintet.models.weight import Split, Weight
 
 
 @dataclass(frozen=True)
+class MtpNames:
+    """What checkpoints call the parts of a layer for multi-token prediction; the defaults are DeepSeek-V3's."""
+
+    layer: str = "model.layers.{}"
+    numbered_on: bool = True
+    """Whether its number follows that of the last decoder layer; else it begins at 0."""
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    hidden_first: bool = False
+    """Whether the projection takes the hidden state before the next token's embedding, and not after it as
+    megatron-core's does."""
+    final_norm: str = "shared_head.norm"
+    embedding_copy: str | None = "embed_tokens"
+    """Where it may hold the embedding again, which it shares with the model."""
+    head_copy: str | None = "shared_head.head"
+
+
+@dataclass(frozen=True)
 class Names:
     """What checkpoints call the parts of a decoder; the defaults are what most families call them. "{}" is a number."""
 
@@ -51,6 +70,8 @@ class Names:
     expert_down: str = "down_proj"
     shared_experts: str = "shared_experts"
 
+    mtp: MtpNames = MtpNames()
+
 
 def decoder_weights(shape: ModelShape, names: Names) -> Iterator[Weight]:
     """Every weight of a decoder, in layer order."""
@@ -64,7 +85,9 @@ class _Table:
     def weights(self) -> Iterator[Weight]:
         shape, names, h = self.shape, self.names, self.shape.hidden_size
         vocabulary = (shape.vocab_size, h)
-        yield _one("embedding.word_embeddings", names.embedding, vocabulary, "vocab")
+        tied = shape.tied_embeddings
+        copies = self._copies(names.mtp.embedding_copy, names.mtp.head_copy if tied else None)
+        yield _one("embedding.word_embeddings", names.embedding, vocabulary, "vocab", copies)
         for i in range(shape.layers):
             yield from self._layer(i, f"decoder.layers.{i}.", names.layer.format(i) + ".")
         yield _one("decoder.final_layernorm", names.final_norm, (h,))
@@ -72,8 +95,29 @@ class _Table:
             yield _one(
                 "value_head", "score", (1, h)
             )  # as transformers' ...ForSequenceClassification names it
-        elif not shape.tied_embeddings:
-            yield _one("output_layer", names.head, vocabulary, "vocab")
+        elif not tied:
+            yield _one("output_layer", names.head, vocabulary, "vocab", self._copies(names.mtp.head_copy))
+        for i in range(shape.mtp_layers):
+            yield from self._mtp_layer(i, f"mtp.layers.{i}.", self._mtp_prefix(i))
+
+    def _mtp_layer(self, number: int, ours: str, theirs: str) -> Iterator[Weight]:
+        """A projection of embedding and hidden state, each after a norm, into a decoder layer, and a norm on top."""
+        mtp, h = self.names.mtp, self.shape.hidden_size
+        yield _one(ours + "enorm", theirs + mtp.embedding_norm, (h,))
+        yield _one(ours + "hnorm", theirs + mtp.hidden_norm, (h,))
+        split: Split = "rows_halves_swapped" if mtp.hidden_first else "rows"
+        yield _one(ours + "eh_proj", theirs + mtp.projection, (h, 2 * h), split)
+        yield from self._layer(self.shape.layers + number, ours + "transformer_layer.", theirs)
+        yield _one(ours + "final_layernorm", theirs + mtp.final_norm, (h,))
+
+    def _mtp_prefix(self, number: int) -> str:
+        mtp = self.names.mtp
+        return mtp.layer.format(number + (self.shape.layers if mtp.numbered_on else 0)) + "."
+
+    def _copies(self, *names: str | None) -> tuple[str, ...]:
+        """Names under which layers for multi-token prediction may hold what they share with the model."""
+        layers = range(self.shape.mtp_layers)
+        return tuple(f"{self._mtp_prefix(i)}{name}.weight" for i in layers for name in names if name)
 
     def _layer(self, number: int, ours: str, theirs: str) -> Iterator[Weight]:
         shape, names, h = self.shape, self.names, self.shape.hidden_size
@@ -144,5 +188,7 @@ class _Table:
             yield from self._mlp(moe.shared_ffn_hidden_size, *shared)
 
 
-def _one(ours: str, theirs: str, full: tuple[int, ...], split: Split = "replicated") -> Weight:
-    return Weight(ours + ".weight", (theirs + ".weight",), (full,), split)
+def _one(
+    ours: str, theirs: str, full: tuple[int, ...], split: Split = "replicated", copies: tuple[str, ...] = ()
+) -> Weight:
+    return Weight(ours + ".weight", (theirs + ".weight",), (full,), split, copies=copies)

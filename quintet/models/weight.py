@@ -6,12 +6,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 Split = Literal[
-    "replicated", "rows", "columns", "vocab", "qkv", "gate_up", "expert_gate_up", "expert_columns"
+    "replicated",
+    "rows",
+    "rows_halves_swapped",
+    "columns",
+    "vocab",
+    "qkv",
+    "gate_up",
+    "expert_gate_up",
+    "expert_columns",
 ]
 """How tensor parallelism cuts a megatron-core parameter.
 
 replicated: every rank holds all of it.
 rows: dim 0 is cut (a column-parallel linear's weight, in megatron's words).
+rows_halves_swapped: the same, and the two halves of dim 1 lie in the other order than in the Hugging Face tensor.
 columns: dim 1 is cut (a row-parallel linear's weight).
 vocab: dim 0 is cut after padding it to a multiple of tp.
 qkv: q, k and v interleaved by KV group along dim 0, cut between groups.
@@ -27,6 +36,7 @@ class Weight:
     `name` holds the global layer number: `decoder.layers.7.…`, and an expert's number among all:
     `…mlp.experts.42.linear_fc1.weight`. `hf` lists the tensors in their order inside the parameter (q, k, v;
     gate, up); `shapes` are their full shapes. What is not `trained` is a buffer in fp32, whatever the others are.
+    `copies`: names under which a checkpoint may hold the same tensor again; they are written where they were read.
     """
 
     name: str
@@ -34,3 +44,4 @@ class Weight:
     shapes: tuple[tuple[int, ...], ...]
     split: Split
     trained: bool = True
+    copies: tuple[str, ...] = ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quintet.errors import UserError
@@ -10,6 +11,7 @@ from quintet.models.family import family_named, read_shape
 from quintet.models.hf_config import read_json
 from quintet.models.safetensors_header import DTYPES, Entry, Header, read_header
 from quintet.models.shape import ModelShape
+from quintet.models.weight import Weight
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 """Buffers that old checkpoints carry and that follow from the config."""
@@ -92,25 +94,55 @@ def _check_index(index: Path, file_of: dict[str, Path], file: Path, header: Head
             )
 
 
+def mtp_weights(shape: ModelShape) -> list[Weight]:
+    """The entries of layers for multi-token prediction in a family's table, in a model that has them."""
+    table = family_named(shape.family).weights(shape)
+    return [weight for weight in table if weight.name.startswith("mtp.")]
+
+
+def held_shape(path: Path, names: set[str] | None = None) -> ModelShape:
+    """Shape of the model that a Hugging Face directory holds: `read_shape`, and without layers for multi-token prediction
+    where config.json speaks of them and not one of their tensors is there, which is how transformers saves a model.
+
+    names: of the directory's tensors, where they are known already.
+    """
+    shape = read_shape(path)
+    if not shape.mtp_layers:
+        return shape
+    names = set(find_weights(path).tensors) if names is None else names
+    held = any(name in names for weight in mtp_weights(shape) for name in weight.hf)
+    return shape if held else shape.without_mtp()
+
+
+def _stored(shape: ModelShape, names: set[str], where: Path) -> tuple[list[Weight], set[str]]:
+    """What the directory of a model of this shape must hold, and the tensors it may hold besides.
+
+    Layers for multi-token prediction must be whole whether or not the shape has them: a saved model takes them along.
+    """
+    whole = replace(shape, mtp_layers=shape.mtp_layers or held_shape(where, names).mtp_layers)
+    family = family_named(shape.family)
+    table = list(family.weights(whole))
+    spare = {copy for weight in table for copy in weight.copies}
+    if shape.tied_embeddings or shape.head == "value":
+        others = family.weights(replace(whole, tied_embeddings=False, head="lm"))
+        head = next(weight for weight in others if weight.name == "output_layer.weight")
+        spare |= {*head.hf, *head.copies}
+    return table, spare
+
+
 def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
     """Every tensor accounted for: none missing, none left over.
-
-    Layers for multi-token prediction, which DeepSeek-V3 numbers on from the last one, are passed over: they are no
-    part of the policy that is trained, and what predicts from a stale copy of it is left out of saved models.
 
     A value model may start from a language model: it then leaves the LM head and has no head of its own yet. A directory
     that says it holds a value model has one.
 
     where: the directory. Raises UserError listing what is missing and what has no place.
     """
-    wanted = {name for weight in family_named(shape.family).weights(shape) for name in weight.hf}
-    spare = {"lm_head.weight"} if shape.tied_embeddings or shape.head == "value" else set()
+    table, spare = _stored(shape, names, where)
+    wanted = {name for weight in table for name in weight.hf}
     starts = shape.head == "value" and read_shape(where).head == "lm"
     missing = sorted(wanted - names - ({VALUE_HEAD} if starts else set()))
-    ahead = tuple(f"model.layers.{shape.layers + i}." for i in range(shape.mtp_layers))
-    extra = sorted(
-        n for n in names - wanted - spare if not n.endswith(IGNORED_SUFFIXES) and not n.startswith(ahead)
-    )
+    extra = sorted(n for n in names - wanted - spare if not n.endswith(IGNORED_SUFFIXES))
     if missing or extra:
         said = [f"missing: {_listed(missing)}"] if missing else []
         said += [f"left over: {_listed(extra)}"] if extra else []
@@ -124,6 +156,12 @@ def _listed(names: list[str], most: int = 12) -> str:
     return ", ".join(names[:most]) + more
 
 
+def _tensors(weight: Weight) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from zip(weight.hf, weight.shapes, strict=True)
+    for copy in weight.copies:
+        yield copy, weight.shapes[0]
+
+
 def check_weights(path: Path, shape: ModelShape) -> WeightsOnDisk:
     """Names, shapes and types of all weights in a directory against what config.json implies; reads headers only.
 
@@ -131,9 +169,10 @@ def check_weights(path: Path, shape: ModelShape) -> WeightsOnDisk:
     """
     found = find_weights(path)
     check_names(set(found.tensors), shape, found.path)
-    for weight in family_named(shape.family).weights(shape):
-        for name, wanted in zip(weight.hf, weight.shapes, strict=True):
-            if name == VALUE_HEAD and name not in found.tensors:
+    table, _ = _stored(shape, set(found.tensors), found.path)
+    for weight in table:
+        for name, wanted in _tensors(weight):
+            if name not in found.tensors and (name == VALUE_HEAD or name in weight.copies):
                 continue
             file, entry = found.tensors[name].file, found.tensors[name].entry
             if entry.shape != wanted:

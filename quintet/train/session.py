@@ -65,7 +65,7 @@ def prepare(recipe: schema.Recipe, command: Command, scratch: Path) -> Inputs:
     if model_dir is None:
         raise UserError("model.path is not set: name a Hugging Face directory, or give model.build")
     tokenizer = load_tokenizer(model_dir, recipe.model.chat_template)
-    shape = read_shape(model_dir)
+    shape = read_shape(model_dir).without_mtp()
     check_weights(model_dir, shape)
     end_ids = sorted({tokenizer.eos_token_id, *read_end_ids(model_dir)})
     inputs = Inputs(model_dir, shape, tokenizer, None, None, None, end_ids)

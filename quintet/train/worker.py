@@ -47,7 +47,7 @@ class PolicyWorker(Worker):
         super().setup()
         recipe = self.recipe
         self.tokenizer = load_tokenizer(self.model_dir, recipe.model.chat_template)
-        self.shape = read_shape(self.model_dir)
+        self.shape = read_shape(self.model_dir).without_mtp()
         # Gradients, optimizer state and a reference policy cost memory: only commands that need them have them.
         self.engine = self._engine(recipe.optimizer if self.command in ("train", "sft") else None)
         needs_reference = self.command == "train" and recipe.algorithm.kl_coef > 0

@@ -1,7 +1,9 @@
-"""Tiny models with experts: variants of two architectures, as transformers makes them and as files hold them."""
+"""Tiny models with experts, and MiMo's trunk: variants of a few architectures, as transformers makes them and as files
+hold them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,20 @@ _LATENT: dict[str, Any] = {
 }
 
 
+_GLM: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
+
+
 def config(name: str) -> Any:
-    from transformers import DeepseekV3Config, Qwen3MoeConfig
+    from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
     qwen = {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "rms_norm_eps": 1e-6}
     if name == "qwen3_moe":
@@ -62,6 +76,17 @@ def config(name: str) -> Any:
     if name == "deepseek_v3-yarn":  # YaRN, no groups, no query latent, another norm_eps than the latents'
         other = {"n_group": 1, "q_lora_rank": None, "rms_norm_eps": 1e-3, "rope_parameters": _YARN}
         return DeepseekV3Config(**(_LATENT | other), **_SIZES)
+    if name == "glm4_moe":
+        return Glm4MoeConfig(**_GLM, **_SIZES)
+    if name == "glm4_moe-yarn":  # YaRN on half of each head, neither norms nor biases, tied
+        rope = {key: _YARN[key] for key in ("rope_type", "rope_theta", "factor")}
+        rope |= {"original_max_position_embeddings": 32, "partial_rotary_factor": 0.5}
+        other = {"use_qk_norm": False, "attention_bias": False, "rope_parameters": rope}
+        return Glm4MoeConfig(**(_GLM | other), **(_SIZES | {"tie_word_embeddings": True}))
+    if name == "mixtral":
+        return MixtralConfig(num_key_value_heads=2, num_local_experts=8, **_SIZES)
+    if name == "mimo":
+        return Qwen2Config(num_key_value_heads=2, **_SIZES)
     if name == "deepseek_v3-halves":
         return DeepseekV3Config(rope_interleave=False, **_LATENT, **_SIZES)
     if name == "deepseek_v3-dense":
@@ -69,7 +94,18 @@ def config(name: str) -> Any:
     raise KeyError(name)
 
 
-FAMILIES = ["qwen3_moe", "qwen3_moe-sparse", "deepseek_v3", "deepseek_v3-yarn", "deepseek_v3-halves"]
+FAMILIES = [
+    "qwen3_moe",
+    "qwen3_moe-sparse",
+    "mixtral",
+    "deepseek_v3",
+    "deepseek_v3-yarn",
+    "deepseek_v3-halves",
+    "glm4_moe",
+    "glm4_moe-yarn",
+]
+ARCHITECTURES = {"mimo": "MiMoForCausalLM"}
+"""What config.json says where it is not transformers' class."""
 
 
 def model(name: str) -> Any:
@@ -77,25 +113,44 @@ def model(name: str) -> Any:
 
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32)
-    with torch.no_grad():
-        for key, p in made.named_parameters():
-            if p.dim() == 1:
-                p.add_(0.1 * torch.randn_like(p))
-            else:
-                p.normal_(0, 1.0 if "embed" in key else p.shape[-1] ** -0.5)
+    draw(made)
+    if name == "deepseek_v3-idle":  # every token chooses the first two experts
         for key, buffer in made.named_buffers():
             if key.endswith("e_score_correction_bias"):
-                buffer.normal_(0, 0.1)
-                if name == "deepseek_v3-idle":  # every token chooses the first two experts
-                    buffer[:2] += 10
+                buffer[:2] += 10
     return made
+
+
+@torch.no_grad()
+def draw(made: torch.nn.Module) -> None:
+    """Weights at which every parameter matters: matrices keep the size of what they multiply, norms and biases are off
+    their neutral values."""
+    for key, p in made.named_parameters():
+        if p.dim() == 1:
+            p.add_(0.1 * torch.randn_like(p))
+        else:
+            p.normal_(0, 1.0 if "embed" in key else p.shape[-1] ** -0.5)
+    for key, buffer in made.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.1)
 
 
 def save(name: str, path: Path) -> Path:
     """Write a model as a Hugging Face directory, once."""
     if not (path / "config.json").exists():
         model(name).save_pretrained(path)
+        if name in ARCHITECTURES:
+            data = json.loads((path / "config.json").read_text())
+            data["architectures"] = [ARCHITECTURES[name]]
+            (path / "config.json").write_text(json.dumps(data))
     return path
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    """All tensors of a directory, by name."""
+    from safetensors.torch import load_file
+
+    return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 def hub_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

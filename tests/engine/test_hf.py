@@ -114,17 +114,6 @@ def test_the_expert_bias_keeps_its_bits_in_a_bf16_model(pool, tmp_path):
         assert torch.equal(after[name], before[name].to(after[name].dtype))
 
 
-def test_layers_for_multi_token_prediction_are_passed_over(tmp_path):
-    path = moe_models.save("deepseek_v3", tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
-    rewrite(path, lambda t: t.update({"model.layers.4.enorm.weight": torch.ones(64)}))
-    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    check_hf(read_shape(path), path)
-    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    with pytest.raises(UserError, match=r"left over: model\.layers\.4\.enorm\.weight"):
-        check_hf(read_shape(path), path)
-
-
 def test_sharded_files_and_transformers(pool, tmp_path):
     from transformers import AutoModelForCausalLM
 

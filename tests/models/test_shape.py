@@ -20,7 +20,7 @@ def made(name: str):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     data = {**config.to_dict(), "architectures": [type(model).__name__]}
-    return model, family_of(data).shape_of(data)
+    return model, family_of(data).shape_of(data).without_mtp()
 
 
 ALL = [*CONFIGS, *moe_models.FAMILIES]
@@ -48,7 +48,7 @@ def test_flops_count_what_one_token_multiplies(name):
     counts = counter.get_flop_counts()["Global"]
     counted = sum(n for op, n in counts.items() if "attention" not in str(op)) / tokens
     norms = shape.flops_per_token(0.0) / 3 - counted
-    assert 0 <= norms < 0.01 * counted
+    assert 0 <= norms < 0.015 * counted
     per_key = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / 3
     assert per_key == 2 * shape.layers * shape.heads * (shape.head_dim + shape.v_head_dim)
 

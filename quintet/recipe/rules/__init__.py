@@ -28,13 +28,14 @@ __all__ = ["RULES", "Command", "Facts", "Problem", "broken_rules", "shape_of"]
 
 
 def shape_of(recipe: Recipe) -> ModelShape | None:
-    """Shape of the recipe's model; None when it names none, or two. A built model's vocabulary is left open (1).
+    """Shape of the model that the recipe trains; None when it names none, or two. A built model's vocabulary is left open
+    (1).
 
     Raises UserError for a directory that cannot be read or a model that is not supported.
     """
     path, build = recipe.model.path, recipe.model.build
     if path is not None and build is None:
-        return read_shape(path)
+        return read_shape(path).without_mtp()
     return shape_of_built(build) if path is None and build is not None else None
 
 
