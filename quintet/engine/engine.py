@@ -35,6 +35,8 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func 
 from quintet.algorithms.aggregation import Tally  # noqa: E402
 from quintet.data.batch import Batch, offsets  # noqa: E402
 from quintet.engine import build, hf  # noqa: E402
+from quintet.engine.agree import agreed  # noqa: E402
+from quintet.engine.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from quintet.engine.context import gather_places  # noqa: E402
 from quintet.engine.device import upload  # noqa: E402
 from quintet.engine.head import VocabSlice, log_probs_and_entropy  # noqa: E402
@@ -113,6 +115,7 @@ class Engine:
         if optimizer is not None:
             self._wrapped = build.wrap_for_training(self.chunks, self.mesh, engine)
         self._offloader = Offloader(self._wrapped)
+        self._checkpoints = Checkpoints(self)
         self._incomplete: str | None = None  # why the weights are none, after a load that failed midway
         self._p2p = P2PCommunicator(self.mesh.groups.pp, self.config) if self.mesh.sizes.pp > 1 else None
         self.config.finalize_model_grads_func = _finalize
@@ -167,6 +170,45 @@ class Engine:
         if self._incomplete is not None:
             raise UserError(f"the weights are incomplete, {self._incomplete}: load others first")
         self._offloader.require(*kinds)
+
+    # checkpoints
+
+    def save(self, path: Path, *, wait: bool = True) -> None:
+        """Write model, optimizer, step and random states to a new directory, for any layout to load. Collective.
+
+        wait=False returns once the state is copied to host memory; writing goes on in the background, and
+        `save_finished` tells how it went. The first save allocates the host memory, which later ones use again.
+
+        Raises UserError, with wait on every rank alike, when it cannot be written: what was written is removed.
+        RuntimeError when something is offloaded, or the last save was not waited for.
+        """
+        self._require("params", "optimizer")
+        self._checkpoints.start(path)
+        if wait:
+            agreed(lambda: self.save_finished(wait=True))
+
+    def save_finished(self, wait: bool) -> bool:
+        """Whether this rank's part of the last save is on the disk; on rank 0, whether the whole is. No collective.
+
+        wait: until it is. Raises UserError naming path and reason when it could not be written.
+        """
+        return self._checkpoints.finished(wait)
+
+    def load(self, path: Path) -> None:
+        """Take model, optimizer and step from what `save` wrote, in this or any other layout. Collective.
+
+        Everything is read and checked before anything changes, at the cost of host memory for what the rank holds. An
+        engine without an optimizer takes the weights alone. Learning rate, betas and weight decay are this engine's
+        own; so is total_steps. fp32 and bf16 engines load each other's checkpoints through the fp32 weights. Random
+        states are restored in the layout they were saved in, and stay as they are in any other.
+
+        Raises UserError on every rank for a file that is missing or damaged, and for another model or optimizer.
+        """
+        self.reload()
+        if self._optimizer_recipe is not None and self._optimizer is None:
+            self.start_optimizer(self._optimizer_recipe, self.total_steps)
+        self.steps = self._checkpoints.load(path)
+        self._incomplete = None
 
     # memory
 

@@ -83,7 +83,7 @@ def shard_map(
 
     Raises RuntimeError listing parameters that the family's table does not name.
     """
-    weights = {w.name: w for w in family_named(shape.family).weights(shape)}
+    weights = table(chunks, shape)
     if shape.tied_embeddings and mesh.sizes.pp > 1:
         embedding = weights["embedding.word_embeddings.weight"]
         weights["output_layer.weight"] = Weight(
@@ -97,24 +97,40 @@ def shard_map(
     return [s for name, w in weights.items() if name in held for s in _cut(w, held[name], shape, mesh)]
 
 
+def table(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[str, Weight]:
+    """The entries of all weights of a model, by megatron-core's name, on whichever rank they are."""
+    return {w.name: w for w in family_named(shape.family).weights(shape)}
+
+
 def global_tensors(model: torch.nn.Module, mesh: Mesh, of: str = "param") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model under their names in the family's table, whatever the back end of layers calls them.
 
     A layer's number is that in the whole model, an expert's that among all experts. of: see `shard_map`.
     """
-    layers: Any = model.decoder.layers  # type: ignore[union-attr]
-    config: Any = model.config
-    experts = (config.num_moe_experts or 0) // mesh.sizes.ep
     for name, tensor in _local_tensors(model, of):
-        found = _LAYER.match(name)
-        if not found:
-            yield name, tensor
-            continue
-        prefix, number, rest = found.groups()
-        if number is not None:
-            prefix = f"decoder.layers.{layers[int(number)].layer_number - 1}."
-        for inner, view in _experts_apart(rest, tensor, mesh.at("ep") * experts):
-            yield prefix + _FUSED_NORMS.get(inner, inner), view
+        yield from _renamed(model, mesh, name, tensor)
+
+
+def held_tensors(model: torch.nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor, int]]:
+    """Parameters and the buffers stored with them under their names in the table: name, the module's own tensor, and
+    where in it, flattened, the named one begins (an expert's among all that a rank holds)."""
+    for name, tensor in [*model.named_parameters(), *_stored_buffers(model)]:
+        for entry, view in _renamed(model, mesh, name, tensor.detach()):
+            yield entry, tensor, int(view.storage_offset() - tensor.storage_offset())
+
+
+def _renamed(model: Any, mesh: Mesh, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a module's tensor is in the table: one entry, or one an expert."""
+    found = _LAYER.match(name)
+    if not found:
+        yield name, tensor
+        return
+    prefix, number, rest = found.groups()
+    if number is not None:
+        prefix = f"decoder.layers.{model.decoder.layers[int(number)].layer_number - 1}."
+    experts = (model.config.num_moe_experts or 0) // mesh.sizes.ep
+    for inner, view in _experts_apart(rest, tensor, mesh.at("ep") * experts):
+        yield prefix + _FUSED_NORMS.get(inner, inner), view
 
 
 _LAYER = re.compile(r"(decoder\.layers\.(\d+)\.|mtp\.layers\.\d+\.transformer_layer\.)(.*)")
@@ -134,9 +150,13 @@ def _local_tensors(model: torch.nn.Module, of: str) -> Iterator[tuple[str, Tenso
         tensor = parameter.data if of == "param" else getattr(parameter, of)
         yield name, tensor.view(parameter.shape)
     if of == "param":
-        for name, buffer in model.named_buffers():
-            if name.endswith(".expert_bias"):
-                yield name, buffer
+        yield from _stored_buffers(model)
+
+
+def _stored_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in model.named_buffers():
+        if name.endswith(".expert_bias"):
+            yield name, buffer
 
 
 def _experts_apart(name: str, tensor: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,135 @@
+"""An engine's checkpoints: what is saved of it and when what was saved fits it. `Engine.save` and `Engine.load`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import megatron.core
+import torch
+
+from quintet.engine.agree import agreed
+from quintet.engine.checkpoint.loader import Load
+from quintet.engine.checkpoint.parts import Holding
+from quintet.engine.checkpoint.reader import Reader
+from quintet.engine.checkpoint.rng import random_states, set_random_states
+from quintet.engine.checkpoint.saver import Saver
+from quintet.engine.checkpoint.slots import Slot, moment_names, slots
+from quintet.errors import UserError
+
+if TYPE_CHECKING:
+    from quintet.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+FORMAT = 1
+
+
+class Checkpoints:
+    """Saves and loads one engine's model, optimizer, step and random states. One save at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._saver = Saver()
+
+    def start(self, path: Path) -> None:
+        """Copy the state to the host and begin to write it. Collective."""
+        engine = self._engine
+        moments = self._moments() if engine.steps else ()
+        holding = self._holding()
+        parts = list(holding.weights())
+        for one in self._states(holding):
+            parts += [one.part(kind, tensor) for kind, tensor in one.slot.tensors(moments).items()]
+        self._saver.start(path, parts, random_states(), self._description(moments))
+
+    def finished(self, wait: bool) -> bool:
+        """Whether this rank has written its part. No collective. Raises what went wrong."""
+        return self._saver.finished(wait)
+
+    def load(self, path: Path) -> int:
+        """Fill the engine from a checkpoint; returns the optimizer steps it was saved after. Collective."""
+        engine = self._engine
+        reader, state = agreed(lambda: self._open(path))
+        steps, moments = int(state["steps"]), tuple(state["moments"])
+        holding = self._holding()
+        load, random = agreed(lambda: self._read(reader, state, holding))
+        for slot in self._slots():
+            slot.begin(moments, steps)
+        load.commit()
+        if random is not None:
+            set_random_states(random)
+        elif engine.mesh.rank == 0:
+            log.info("%s was saved in another layout: random states stay as they are", path)
+        return steps
+
+    def _open(self, path: Path) -> tuple[Reader, dict[str, Any]]:
+        reader = Reader(path)
+        state = reader.state()
+        if state.get("format") != FORMAT:
+            raise UserError(
+                f"{path} is not a checkpoint of this version of quintet: format {state.get('format')}, not {FORMAT}"
+            )
+        if self._engine._optimizer is not None:
+            self._check_optimizer(path, state)
+        return reader, state
+
+    def _check_optimizer(self, path: Path, state: dict[str, Any]) -> None:
+        """Raise UserError when the optimizer has other state than what was saved."""
+        saved, recipe = state["optimizer"], self._engine._optimizer_recipe
+        assert recipe is not None
+        if saved is None:
+            raise UserError(
+                f"{path} holds weights alone, without an optimizer's state: training cannot go on from it. Load it into "
+                "an engine without an optimizer, or convert it and start from the Hugging Face directory"
+            )
+        if state["moments"] and tuple(state["moments"]) != moment_names(recipe):
+            raise UserError(
+                f"{path} was saved with optimizer.name={saved}, whose state is {', '.join(state['moments'])}; "
+                f"optimizer.name={recipe.name} needs {', '.join(moment_names(recipe)) or 'none'}. Set optimizer.name back"
+            )
+
+    def _read(self, reader: Reader, state: dict[str, Any], holding: Holding) -> tuple[Load, Any]:
+        """Everything this rank takes, checked, and its random states where the layout is the same."""
+        engine = self._engine
+        load = Load(reader, holding)
+        load.want_weights(holding, from_masters=engine._optimizer is not None)
+        load.want_states(self._states(holding), state["moments"])
+        load.read()
+        same = state["layout"] == self._layout()
+        return load, reader.json(f"rng-{engine.mesh.rank:05d}.json") if same else None
+
+    def _holding(self) -> Holding:
+        return Holding(self._engine.chunks, self._engine.shape, self._engine.mesh)
+
+    def _slots(self) -> list[Slot]:
+        engine = self._engine
+        if engine._optimizer is None:
+            return []
+        return list(slots(engine._optimizer, [p for chunk in engine.chunks for p in chunk.parameters()]))
+
+    def _states(self, holding: Holding) -> list[Any]:
+        return list(holding.states(self._slots(), distributed=self._engine.recipe.distributed_optimizer))
+
+    def _moments(self) -> tuple[str, ...]:
+        recipe = self._engine._optimizer_recipe
+        return moment_names(recipe) if recipe is not None and self._engine._optimizer is not None else ()
+
+    def _layout(self) -> dict[str, int]:
+        return dataclasses.asdict(self._engine.mesh.sizes) | {"vpp": self._engine.layout.vpp}
+
+    def _description(self, moments: Sequence[str]) -> dict[str, Any]:
+        """Content of state.json."""
+        engine = self._engine
+        recipe = engine._optimizer_recipe if engine._optimizer is not None else None
+        return {
+            "format": FORMAT,
+            "steps": engine.steps,
+            "optimizer": recipe.name if recipe is not None else None,
+            "moments": list(moments),
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "layout": self._layout(),
+            "family": engine.shape.family,
+            "versions": {"torch": torch.__version__, "megatron-core": megatron.core.__version__},
+        }

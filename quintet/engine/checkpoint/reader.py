@@ -1,0 +1,202 @@
+"""Reading a checkpoint in torch_dist format, quintet's or Megatron-LM's, from a place that is not trusted."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from quintet.engine.checkpoint.format import CHECKSUMS, INDEX, STATE
+from quintet.engine.checkpoint.unpickle import unpickle
+from quintet.errors import UserError
+from quintet.models.mcore import Box, meet, volume
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and the bytes of a file that it is in."""
+
+    key: str
+    box: Box
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint: full shape, type, and the chunks it was written in."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+class Reader:
+    """A checkpoint's tensors by key. Reading needs memory for one chunk beside what is asked for.
+
+    Raises UserError naming the file for what is missing, damaged or not a checkpoint, and for files that are not as
+    `checksums.json` says. A checkpoint that megatron-core wrote has none: there the places of tensors are checked.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        if not (self.path / INDEX).is_file():
+            raise UserError(f"{self.path} is not a checkpoint: it has no {INDEX}")
+        self._sums = self._read_checksums()
+        self.tensors = self._read_index()
+        self._check_places()
+
+    def state(self) -> dict[str, Any]:
+        """Content of state.json; empty where megatron-core wrote the checkpoint."""
+        return self.json(STATE) if (self.path / STATE).exists() else {}
+
+    def json(self, name: str) -> dict[str, Any]:
+        """One of the JSON files."""
+        return _json(self.path / name, self._bytes(name))
+
+    def meeting(self, key: str, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        """Chunks that share elements with a box of a tensor, and what they share.
+
+        Raises UserError when they do not make up the whole box.
+        """
+        missing = volume(box)
+        for chunk in self.tensors[key].chunks:
+            part = meet(box, chunk.box)
+            if part is not None:
+                missing -= volume(part)
+                yield chunk, part
+        if missing:
+            raise UserError(f"{self.path / INDEX}: {missing} elements of {key} in {box} are in no file")
+
+    def read(self, chunk: Chunk) -> Tensor:
+        """All of a chunk, in its box's shape.
+
+        Raises UserError naming file and tensor when the bytes are not those that were written.
+        """
+        file = self.path / chunk.file
+        try:
+            with file.open("rb") as stream:
+                stream.seek(chunk.offset)
+                data = stream.read(chunk.length)
+        except OSError as error:
+            raise UserError(f"{file}: cannot read {chunk.key}: {error.strerror}") from None
+        wanted = self._sums.get("tensors", {}).get(chunk.file, {}).get(str(chunk.offset))
+        if len(data) != chunk.length or (self._sums and zlib.crc32(data) != wanted):
+            raise UserError(
+                f"{file}: {chunk.key} is damaged: its checksum is not the one it was written with"
+            )
+        try:
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+            raise UserError(f"{file}: {chunk.key} is not a tensor: {_first_line(error)}") from None
+        sizes = tuple(stop - start for start, stop in chunk.box)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != sizes:
+            raise UserError(f"{file}: {chunk.key} is not a tensor of shape {sizes}")
+        return tensor
+
+    def read_box(self, key: str, box: Box) -> Tensor:
+        """A box of a tensor, in the type it was written in."""
+        out = torch.empty([stop - start for start, stop in box], dtype=self.tensors[key].dtype)
+        for chunk, part in self.meeting(key, box):
+            within(out, box, part).copy_(within(self.read(chunk), chunk.box, part))
+        return out
+
+    def _read_checksums(self) -> dict[str, Any]:
+        file = self.path / CHECKSUMS
+        if not file.exists():
+            return {}
+        sums = _json(file, file.read_bytes())
+        try:
+            sizes = {name: int(known["bytes"]) for name, known in sums["files"].items()}
+            sums["tensors"].items()
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise UserError(f"{file} is damaged: it lacks sizes or checksums") from None
+        for name, size in sizes.items():
+            one = self.path / name
+            if not one.is_file():
+                raise UserError(f"{one} is missing")
+            if one.stat().st_size != size:
+                raise UserError(f"{one} has {one.stat().st_size} bytes, and was written with {size}")
+        return sums
+
+    def _bytes(self, name: str) -> bytes:
+        """Content of a file beside the tensors, checked."""
+        data = (self.path / name).read_bytes()
+        if self._sums and zlib.crc32(data) != self._sums["files"].get(name, {}).get("crc32"):
+            raise UserError(f"{self.path / name} is damaged: its checksum is not the one it was written with")
+        return data
+
+    def _read_index(self) -> dict[str, Stored]:
+        file = self.path / INDEX
+        try:
+            index = unpickle(self._bytes(INDEX))
+            return _stored(index)
+        except pickle.UnpicklingError as error:
+            raise UserError(f"{file} is refused: {error}") from None
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError, EOFError, ImportError) as error:
+            raise UserError(f"{file} is damaged: {_first_line(error)}") from None
+
+    def _check_places(self) -> None:
+        """Every chunk lies within a file of the checkpoint's own directory."""
+        sizes: dict[str, int] = {}
+        for key, stored in self.tensors.items():
+            for chunk in stored.chunks:
+                file = self.path / chunk.file
+                if Path(chunk.file).name != chunk.file:
+                    raise UserError(
+                        f"{self.path / INDEX}: {key} is said to be in {chunk.file}, outside the checkpoint"
+                    )
+                if chunk.file not in sizes:
+                    if not file.is_file():
+                        raise UserError(f"{file} is missing: {key} is in it")
+                    sizes[chunk.file] = file.stat().st_size
+                if chunk.offset < 0 or chunk.offset + chunk.length > sizes[chunk.file]:
+                    raise UserError(f"{file} is cut short: {key} lies beyond its end")
+
+
+def within(tensor: Tensor, box: Box, part: Box) -> Tensor:
+    """View of the part of a box, given the box's tensor."""
+    for dim, ((start, stop), (first, _)) in enumerate(zip(part, box, strict=True)):
+        tensor = tensor.narrow(dim, start - first, stop - start)
+    return tensor
+
+
+def _stored(index: Any) -> dict[str, Stored]:
+    if not isinstance(index, Metadata):
+        raise ValueError("it holds no checkpoint metadata")
+    places = {(at.fqn, tuple(at.offset or ())): place for at, place in index.storage_data.items()}
+    found = {}
+    for key, tensor in index.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            continue  # an object of core's, such as TransformerEngine's FP8 state
+        chunks = []
+        for one in tensor.chunks:
+            place = places[key, tuple(one.offsets)]
+            box = tuple((start, start + n) for start, n in zip(one.offsets, one.sizes, strict=True))
+            chunks.append(Chunk(key, box, place.relative_path, place.offset, place.length))
+        found[key] = Stored(tuple(tensor.size), tensor.properties.dtype, tuple(chunks))
+    return found
+
+
+def _json(file: Path, data: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is damaged: it is no JSON object")
+    return content
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

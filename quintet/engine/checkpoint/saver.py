@@ -1,0 +1,179 @@
+"""Saving in the background: the state is copied to the host, and a thread writes it while training goes on.
+
+A thread and not a process: a process would have to be forked, which a process that uses CUDA must not be, or started
+anew and sent all bytes through shared memory (megatron-core's way: seconds before the first byte). Writing and
+checksums release Python's lock.
+
+Ranks tell rank 0 of what they wrote through the store that the process group was started with, so that no collective
+runs beside those of training. Rank 0 then writes what makes the directory a checkpoint, or removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from quintet.engine.agree import agreed
+from quintet.engine.checkpoint.format import Entry, TensorFile, publish, write_json
+from quintet.engine.checkpoint.parts import Part
+from quintet.engine.checkpoint.staging import Staging
+from quintet.errors import UserError
+
+POLL_S = 0.05
+
+
+@dataclass
+class _Job:
+    """One save of one rank. rng: random states of this rank. state: content of state.json."""
+
+    path: Path
+    token: str
+    rank: int
+    ranks: int
+    parts: list[Part]
+    copies: list[Tensor]
+    rng: dict[str, Any]
+    state: dict[str, Any]
+    done: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+
+class Saver:
+    """Saves of one engine, one at a time."""
+
+    def __init__(self) -> None:
+        self._staging = Staging()
+        self._job: _Job | None = None
+
+    def start(self, path: Path, parts: Sequence[Part], rng: dict[str, Any], state: dict[str, Any]) -> None:
+        """Copy this rank's part of a checkpoint to the host, and begin to write it. Collective.
+
+        Raises UserError when `path` exists and is not an empty directory, or cannot be made; RuntimeError when the
+        last save was not waited for.
+        """
+        if self._job is not None:
+            raise RuntimeError("the last save is not finished: call save_finished(wait=True) first")
+        token = _begin(path)
+        pieces = [piece for part in parts if part.saved for piece in part.pieces()]
+        copies = self._staging.copy([piece.flat for piece in pieces])
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._job = _Job(path, token, rank, ranks, pieces, copies, rng, state)
+        store = dist.distributed_c10d._get_default_store()
+        threading.Thread(target=_write, args=(self._job, store), name="checkpoint", daemon=True).start()
+
+    def finished(self, wait: bool) -> bool:
+        """Whether this rank's part is on the disk; on rank 0, whether the whole checkpoint is. No collective.
+
+        Raises UserError naming path and reason when it could not be written; the next save may then begin.
+        """
+        job = self._job
+        if job is None:
+            return True
+        if not job.done.wait(None if wait else 0):
+            return False
+        self._job = None
+        if job.error is not None:
+            raise job.error
+        return True
+
+
+def _begin(path: Path) -> str:
+    """Make the directory on rank 0, and a name for this save. Collective."""
+    token = [uuid.uuid4().hex]
+    agreed(lambda: _make(path) if dist.get_rank() == 0 else None)
+    dist.broadcast_object_list(token, src=0)
+    return token[0]
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise UserError(f"{path} is not empty: a checkpoint is saved to a new directory")
+    except OSError as cause:
+        raise _in_words(path, cause) from None
+
+
+def _write(job: _Job, store: Any) -> None:
+    """What the thread does. Errors are kept for `finished`."""
+    try:
+        entries, error = _write_part(job), None
+    except Exception as cause:
+        entries, error = [], _in_words(job.path, cause)
+    try:
+        if job.rank:
+            store.set(_key(job, job.rank), pickle.dumps((entries, error and str(error))))
+        else:
+            error = _conclude(job, store, entries, error)
+    except Exception as cause:
+        error = error or _in_words(job.path, cause)
+    job.error = error
+    job.parts.clear()
+    job.copies.clear()
+    job.done.set()
+
+
+def _write_part(job: _Job) -> list[Entry]:
+    """This rank's files. What was written is removed again when that fails."""
+    rng = job.path / f"rng-{job.rank:05d}.json"
+    file = TensorFile(job.path / f"__{job.rank}_0.distcp")
+    try:
+        for part, copy in zip(job.parts, job.copies, strict=True):
+            file.add(part.key, part.shape, part.box, copy)
+        entries = file.close()
+        write_json(rng, job.rng)
+        return entries
+    except BaseException:
+        file.abandon()
+        rng.unlink(missing_ok=True)
+        raise
+
+
+def _conclude(job: _Job, store: Any, entries: list[Entry], error: Exception | None) -> Exception | None:
+    """Rank 0, when all ranks have written theirs: publish it, or remove the directory. Returns the error there was."""
+    for rank in range(1, job.ranks):
+        key = _key(job, rank)
+        while not store.check([key]):
+            time.sleep(POLL_S)
+        theirs, problem = pickle.loads(store.get(key))
+        store.delete_key(key)
+        entries = entries + theirs
+        if problem and error is None:
+            error = UserError(problem)
+    if error is None:
+        try:
+            publish(job.path, entries, job.state)
+        except Exception as cause:
+            error = _in_words(job.path, cause)
+    if error is not None:
+        shutil.rmtree(job.path, ignore_errors=True)
+    return error
+
+
+def _key(job: _Job, rank: int) -> str:
+    return f"quintet checkpoint {job.token} {rank}"
+
+
+def _in_words(path: Path, cause: Exception) -> Exception:
+    """The error of a write as the user can mend it; anything else as it is."""
+    if not isinstance(cause, OSError):
+        return cause
+    where = cause.filename or path
+    advice = {
+        errno.ENOSPC: "free space there, or save to another disk",
+        errno.EDQUOT: "raise the quota, or save to another disk",
+        errno.EACCES: "give this user the right to write there",
+        errno.EROFS: "save to a disk that can be written to",
+    }.get(cause.errno or 0, "make the directory writable, or save to another one")
+    return UserError(f"checkpoint {path} was not saved: {where}: {cause.strerror or cause}; {advice}")
