@@ -20,7 +20,7 @@ from quintet.engine.shards import Box, Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape, check_weights, family_named
 from quintet.models.hf_config import read_json
-from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk
+from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk, head_and_embedding
 
 GATHERED_BYTES = 256 << 20
 
@@ -56,11 +56,11 @@ def fill_hf(shards: list[Shard], weights: WeightsOnDisk) -> None:
 def _checked(shape: ModelShape, path: Path) -> WeightsOnDisk:
     """A directory whose headers fit the shape. Rank 0 also reads a head that tied embeddings make superfluous."""
     weights = check_weights(path, shape)
-    head, embedding = (weights.tensors.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    head, embedding = (weights.tensors.get(name) for name in head_and_embedding(shape))
     first = not dist.is_initialized() or dist.get_rank() == 0
     if first and shape.tied_embeddings and head and embedding and not same_bytes(head, embedding):
         raise UserError(
-            f"{head.file}: lm_head.weight differs from model.embed_tokens.weight, but config.json has "
+            f"{head.file}: {' differs from '.join(head_and_embedding(shape))}, but config.json has "
             "tie_word_embeddings true: set it to false, or remove the tensor"
         )
     if first:

@@ -77,8 +77,10 @@ def register(cls: _Class) -> _Class:
 
     A class of the same module and name replaces the one registered before: its file was loaded again.
 
-    Raises UserError when another family has the name or one of the architectures.
+    Raises UserError when it leaves something out, or another family has the name or one of the architectures.
     """
+    _load_builtin()
+    _check(cls)
     family = cls()
     for known in _others(cls):
         if known.name == cls.name:
@@ -91,6 +93,23 @@ def register(cls: _Class) -> _Class:
     _FAMILIES[cls.name] = family
     _OF_ARCHITECTURE.update(dict.fromkeys(cls.architectures, family))
     return cls
+
+
+def _check(cls: type[Family]) -> None:
+    name, architectures = getattr(cls, "name", None), getattr(cls, "architectures", None)
+    if not isinstance(name, str) or not name:
+        raise UserError(f'{_title(cls)}: a family has a name, such as name = "mine"')
+    if not isinstance(architectures, tuple) or not all(isinstance(one, str) for one in (*architectures, "")):
+        raise UserError(
+            f"{_title(cls)}: a family has the architectures it answers to in config.json, such as architectures = "
+            '("MineForCausalLM",)'
+        )
+    if not architectures:
+        raise UserError(
+            f"{_title(cls)}: architectures is empty; no config.json could say that it is of this family"
+        )
+    if cls.__abstractmethods__:
+        raise UserError(f"{_title(cls)}: {', '.join(sorted(cls.__abstractmethods__))}() is not defined")
 
 
 def _others(cls: type[Family]) -> list[Family]:

@@ -38,14 +38,31 @@ class HfConfig:
     Every reader raises UserError naming file, key and what was expected; without a default, a key is needed.
     """
 
-    def __init__(self, data: dict[str, Any], where: str = "config.json", prefix: str = "") -> None:
+    def __init__(
+        self,
+        data: dict[str, Any],
+        where: str = "config.json",
+        prefix: str = "",
+        spelling: dict[str, str] | None = None,
+    ) -> None:
         self.data, self.where, self.prefix = data, where, prefix
+        self._spelling = spelling or {}
+
+    def spelled(self, **keys: str) -> HfConfig:
+        """The same object for those who know its keys by other names: spelled(num_hidden_layers="n_layer") reads n_layer
+        where num_hidden_layers is asked for, and errors name n_layer."""
+        return HfConfig(self.data, self.where, self.prefix, self._spelling | keys)
 
     def has(self, key: str) -> bool:
-        return self.data.get(key) is not None
+        return self.data.get(self._own(key)) is not None
+
+    def _own(self, key: str) -> str:
+        """The file's name for a key."""
+        return self._spelling.get(key, key)
 
     def wrong(self, key: str, expected: str) -> UserError:
         """The error of a key that is not as expected, to be raised."""
+        key = self._own(key)
         shown = json.dumps(self.data.get(key), default=str)
         shown = shown if len(shown) <= 60 else shown[:57] + "…"
         return UserError(f"{self.where}: {self.prefix}{key} is {shown}; expected {expected}")
@@ -104,7 +121,7 @@ class HfConfig:
         value = self._get(key, {}, "an object")
         if not isinstance(value, dict):
             raise self.wrong(key, "an object, such as {…}, or null")
-        return HfConfig(value, self.where, f"{self.prefix}{key}.")
+        return HfConfig(value, self.where, f"{self.prefix}{self._own(key)}.")
 
     def token_ids(self, key: str) -> list[int]:
         """One token id or a list of them; empty when absent."""
@@ -115,6 +132,7 @@ class HfConfig:
         return ids
 
     def _get(self, key: str, default: Any, expected: str) -> Any:
+        key = self._own(key)
         value = self.data.get(key)
         if value is not None:
             return value

@@ -124,10 +124,21 @@ def _stored(shape: ModelShape, names: set[str], where: Path) -> tuple[list[Weigh
     table = list(family.weights(whole))
     spare = {copy for weight in table for copy in weight.copies}
     if shape.tied_embeddings or shape.head == "value":
-        others = family.weights(replace(whole, tied_embeddings=False, head="lm"))
-        head = next(weight for weight in others if weight.name == "output_layer.weight")
+        head, _ = _ends(whole)
         spare |= {*head.hf, *head.copies}
     return table, spare
+
+
+def _ends(shape: ModelShape) -> tuple[Weight, Weight]:
+    """The entries of an LM head of its own and of the embedding, whether or not the shape has such a head."""
+    untied = replace(shape, tied_embeddings=False, head="lm")
+    table = {weight.name: weight for weight in family_named(shape.family).weights(untied)}
+    return table["output_layer.weight"], table["embedding.word_embeddings.weight"]
+
+
+def head_and_embedding(shape: ModelShape) -> list[str]:
+    """What checkpoints of the family call an LM head of its own, and the embedding."""
+    return [weight.hf[0] for weight in _ends(shape)]
 
 
 def check_names(names: set[str], shape: ModelShape, where: Path) -> None:

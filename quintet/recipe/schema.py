@@ -24,6 +24,15 @@ UserPathText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path where "~" is the home directory: no shell expands it inside a YAML file or after `key=`."""
 
 
+def _absolute(spec: str) -> str:
+    place, colon, name = spec.rpartition(":")
+    return f"{Path(place).expanduser().absolute()}:{name}" if colon and place.endswith(".py") else spec
+
+
+UserCode = Annotated[str, AfterValidator(_absolute)]
+"""module:name or file.py:name; a file by its absolute path, so that every process of a run finds it."""
+
+
 class Section(BaseModel):
     """A recipe section: unknown keys are errors, and so are infinite numbers."""
 
@@ -71,6 +80,8 @@ class BuildModel(Section):
 class Model(Section):
     path: UserPath | None = None
     """Hugging Face directory: config.json, *.safetensors, tokenizer files."""
+    family: UserCode | None = None
+    """A model family of your own, module:Class or file.py:Class, that config.json's architecture names (docs/models.md)."""
     build: BuildModel | None = None
     """Make a model and a character tokenizer from nothing instead of reading `path`."""
     dtype: Literal["fp32", "bf16"] | None = None

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 import math
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from quintet.data.tasks import TASKS
 from quintet.errors import UserError
+from quintet.recipe.user_code import load_named
 from quintet.rewards import verifiers
 
 BUILT_IN: dict[str, Callable[[str, str, str], Any]] = {
@@ -102,21 +97,7 @@ def load_reward(spec: str) -> RewardFunction:
                 "named module:function or file.py:function"
             )
         return RewardFunction(spec, BUILT_IN[spec])
-    place, _, name = spec.rpartition(":")
-    if place.endswith(".py"):
-        path = Path(place).expanduser().resolve()
-        module = _load_file(path)
-        spec = f"{path}:{name}"
-    else:
-        module = _load_module(place)
-    if not hasattr(module, name):
-        defined = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise UserError(
-            f"reward.function: {place} has no function {name!r}; it has {', '.join(defined) or 'no functions'}"
-        )
-    function = getattr(module, name)
-    if not callable(function):
-        raise UserError(f"reward.function: {name!r} in {place} is {type(function).__name__}, not a function")
+    function, spec = load_named("reward.function", spec, "function", callable)
     return RewardFunction(spec, function)
 
 
@@ -132,53 +113,6 @@ def score(
         UserError: as `RewardFunction` does.
     """
     return [reward(*sample) for sample in zip(prompts, responses, answers, strict=True)]
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"reward.function: there is no file {path}")
-    return _execute(path, path.stat().st_mtime_ns)
-
-
-@functools.cache
-def _execute(path: Path, changed_ns: int) -> ModuleType:
-    """Once a process: a reward travels to the ranks at every step, and what its file sets up must last."""
-    name = f"quintet_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"reward.function: {path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickling look a module up by its name while it is still being imported.
-    sys.modules[name] = module
-    # The file may import its neighbours, as it could when run as a script.
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise _import_error(str(path), error) from error
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise UserError(
-                f"reward.function: there is no module {name!r}; for a file write path/file.py:function"
-            ) from None
-        raise _import_error(name, error) from error
-    except Exception as error:
-        raise _import_error(name, error) from error
-
-
-def _import_error(name: str, error: Exception) -> UserError:
-    return UserError(
-        f"reward.function: importing {name} failed with {type(error).__name__}: {error}\n{traceback.format_exc()}"
-    )
 
 
 def _sample(prompt: str, response: str, answer: str) -> str:

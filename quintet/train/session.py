@@ -21,6 +21,7 @@ from quintet.observe import Observer
 from quintet.recipe import schema
 from quintet.recipe.capacity import overflow
 from quintet.recipe.features import FEATURES, NEEDS_GPU
+from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, load_reward
 from quintet.rollout import Sampling
 
@@ -48,6 +49,7 @@ class Inputs:
 def prepare(recipe: schema.Recipe, command: Command, scratch: Path) -> Inputs:
     """Read and check everything the command will need. A model to be built is written to `scratch`."""
     _check_device(recipe)
+    use_family(recipe.model.family)
     model_dir = recipe.model.path
     if recipe.model.build is not None:
         model_dir = scratch / "model"

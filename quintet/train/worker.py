@@ -24,6 +24,7 @@ from quintet.engine.shards import shard_map
 from quintet.models import read_shape
 from quintet.observe.memory import memory_peaks
 from quintet.recipe import schema
+from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, RewardResult, score
 from quintet.rollout import Request, Sampling
 from quintet.rollout.native import NativeRollout
@@ -46,6 +47,7 @@ class PolicyWorker(Worker):
         """Join the process group, read the weights, make the rollout."""
         super().setup()
         recipe = self.recipe
+        use_family(recipe.model.family)
         self.tokenizer = load_tokenizer(self.model_dir, recipe.model.chat_template)
         self.shape = read_shape(self.model_dir).without_mtp()
         # Gradients, optimizer state and a reference policy cost memory: only commands that need them have them.

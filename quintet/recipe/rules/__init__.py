@@ -23,6 +23,7 @@ from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in th
 )
 from quintet.recipe.rules.facts import RULES, Command, Facts, Problem, shape_of_built
 from quintet.recipe.schema import Recipe
+from quintet.recipe.user_family import use_family
 
 __all__ = ["RULES", "Command", "Facts", "Problem", "broken_rules", "shape_of"]
 
@@ -31,9 +32,10 @@ def shape_of(recipe: Recipe) -> ModelShape | None:
     """Shape of the model that the recipe trains; None when it names none, or two. A built model's vocabulary is left open
     (1).
 
-    Raises UserError for a directory that cannot be read or a model that is not supported.
+    Raises UserError for a directory that cannot be read, a model that is not supported or a family that is none.
     """
     path, build = recipe.model.path, recipe.model.build
+    use_family(recipe.model.family)
     if path is not None and build is None:
         return read_shape(path).without_mtp()
     return shape_of_built(build) if path is None and build is not None else None
@@ -46,6 +48,7 @@ def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
     try:
         shape = shape_of(recipe)
     except UserError as error:
-        problems.append(Problem(("model.path",), f"model.path: {str(error).removeprefix('model.path: ')}"))
+        key = "model.family" if str(error).startswith("model.family: ") else "model.path"
+        problems.append(Problem((key,), f"{key}: {str(error).removeprefix(f'{key}: ')}"))
     facts = Facts(recipe, command, shape)
     return problems + [problem for one in RULES for problem in one(facts)]

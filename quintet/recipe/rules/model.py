@@ -9,6 +9,7 @@ from quintet.errors import UserError
 from quintet.models.family import VALUE_MODEL
 from quintet.models.weights_on_disk import check_weights
 from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.user_family import use_family
 
 
 @rule
@@ -24,6 +25,27 @@ def one_model(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             ("model.path", "model.build"),
             "both model.path and model.build are set; set one of them to null",
+        )
+
+
+@rule
+def own_family_is_used(facts: Facts) -> Iterator[Problem]:
+    """A family that the recipe names is the one that the model is of."""
+    model = facts.recipe.model
+    if model.family is None or facts.shape is None:
+        return
+    if model.path is None:
+        yield Problem(
+            ("model.family", "model.build"),
+            f"model.family={model.family}: model.build makes a Qwen3; set model.family=null, or name a model.path",
+        )
+        return
+    named = use_family(model.family)
+    if named is not None and facts.shape.family != named.name:
+        yield Problem(
+            ("model.family", "model.path"),
+            f"model.family={model.family} answers to {', '.join(named.architectures)}, but {model.path / 'config.json'} names "
+            f"an architecture of the family {facts.shape.family}; set model.family=null, or mend config.json",
         )
 
 

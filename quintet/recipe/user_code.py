@@ -1,0 +1,102 @@
+"""What a recipe names of the user's own: `module:name`, or `path/file.py:name`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from quintet.errors import UserError
+
+
+def load_named(key: str, spec: str, kind: str, fits: Callable[[Any], bool]) -> tuple[Any, str]:
+    """What `spec` names, and the spec by which other processes find it too: a file by its absolute path.
+
+    Args:
+        key: the recipe's key, for messages.
+        kind: what it is to be, for messages: "function", "class".
+        fits: whether something is of that kind.
+
+    Raises:
+        UserError: there is no such module, file or name, it is of another kind, or importing it failed.
+    """
+    place, _, name = spec.rpartition(":")
+    if place.endswith(".py"):
+        path = Path(place).expanduser().resolve()
+        module = _load_file(key, path)
+        spec = f"{path}:{name}"
+    else:
+        module = _load_module(key, place, kind)
+    if not hasattr(module, name):
+        defined = [n for n, v in vars(module).items() if fits(v) and not n.startswith("_")]
+        raise UserError(
+            f"{key}: {place} has no {kind} {name!r}; it has {', '.join(defined) or f'no {_plural(kind)}'}"
+        )
+    found = getattr(module, name)
+    if not fits(found):
+        raise UserError(f"{key}: {name!r} in {place} is {type(found).__name__}, not a {kind}")
+    return found, spec
+
+
+def _plural(kind: str) -> str:
+    return f"{kind}es" if kind.endswith("s") else f"{kind}s"
+
+
+def _load_file(key: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"{key}: there is no file {path}")
+    try:
+        return _execute(path, path.stat().st_mtime_ns)
+    except UserError as error:
+        raise UserError(f"{key}: {path}: {error}") from None
+    except Exception as error:
+        raise _import_error(key, str(path), error) from error
+
+
+@functools.cache
+def _execute(path: Path, changed_ns: int) -> ModuleType:
+    """Once a process: a reward travels to the ranks at every step, and what its file sets up must last."""
+    name = f"quintet_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError("it cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickling look a module up by its name while it is still being imported.
+    sys.modules[name] = module
+    # The file may import its neighbours, as it could when run as a script.
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _load_module(key: str, name: str, kind: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise UserError(
+                f"{key}: there is no module {name!r}; for a file write path/file.py:{kind}"
+            ) from None
+        raise _import_error(key, name, error) from error
+    except UserError as error:
+        raise UserError(f"{key}: {name}: {error}") from None
+    except Exception as error:
+        raise _import_error(key, name, error) from error
+
+
+def _import_error(key: str, name: str, error: Exception) -> UserError:
+    return UserError(
+        f"{key}: importing {name} failed with {type(error).__name__}: {error}\n{traceback.format_exc()}"
+    )

@@ -1,0 +1,125 @@
+"""model.family: what is wrong with a family of the user's own is told before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from quintet.errors import UserError
+from quintet.models import family_of, register
+from quintet.models.llama import Llama
+from quintet.recipe.loader import load_recipe
+from quintet.recipe.user_family import use_family
+from tests.models.directory import QWEN3, write_model
+
+GOOD = """
+from quintet.models import Family, dense_shape, register
+
+class {name}(Family):
+    name = {family!r}
+    architectures = {architectures}
+
+    def shape(self, config):
+        return dense_shape(config, self.name, qk_norm=True, qkv_bias=False, tied_by_default=False)
+"""
+
+
+def family_file(tmp_path: Path, body: str, name: str = "mine.py") -> Path:
+    file = tmp_path / name
+    file.write_text(body)
+    return file
+
+
+def good(name: str = "Mine", family: str = "mine", architectures: str = '("MineForCausalLM",)') -> str:
+    return GOOD.format(name=name, family=family, architectures=architectures)
+
+
+def refused(spec: str) -> str:
+    with pytest.raises(UserError) as caught:
+        use_family(spec)
+    assert str(caught.value).startswith("model.family: ")
+    return str(caught.value)
+
+
+def test_a_class_of_a_file_becomes_a_family(tmp_path: Path) -> None:
+    spec = f"{family_file(tmp_path, good())}:Mine"
+    use_family(spec)
+    use_family(spec)  # once more, as every process that reads a model does
+    config = QWEN3 | {"architectures": ["MineForCausalLM"]}
+    assert family_of(config).shape_of(config).family == "mine"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("class Other: pass", "has no class 'Mine'; it has Other"),
+        ("", "has no class 'Mine'; it has no classes"),
+        ("Mine = 3", "'Mine' in .* is int, not a class"),
+        ("class Mine: pass", "is not a subclass of quintet.models.Family"),
+        ("from quintet.models import Family as Mine", "is not a subclass of quintet.models.Family"),
+        ("1 / 0", r"importing .*mine\.py failed with ZeroDivisionError"),
+        ("from quintet.models import Family\nclass Mine(Family): pass", "a family has a name"),
+        (good(architectures='"MineForCausalLM"'), "a family has the architectures it answers to"),
+        (good(architectures="()"), "architectures is empty"),
+        (good().partition("    def")[0], r"shape\(\) is not defined"),
+        (
+            good(architectures='("LlamaForCausalLM",)'),
+            r"LlamaForCausalLM is an architecture of .*llama\.Llama",
+        ),
+        (good(family="qwen3"), r"its name 'qwen3' is that of .*qwen3\.Qwen3"),
+        (
+            good(family="qwen3").replace("class Mine", "@register\nclass Mine"),
+            r"mine\.py: .*its name 'qwen3'",
+        ),
+    ],
+)
+def test_what_is_no_family_is_refused(tmp_path: Path, body: str, message: str) -> None:
+    said = refused(f"{family_file(tmp_path, body)}:Mine")
+    assert re.search(message, said), said
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    assert "there is no file" in refused(f"{tmp_path / 'none.py'}:Mine")
+    assert "there is no module 'no_such_thing'" in refused("no_such_thing:Mine")
+    assert "is not module:Class or file.py:Class" in refused("llama")
+
+
+def test_two_families_of_one_architecture(tmp_path: Path) -> None:
+    body = good("Two", "two", '("TwoForCausalLM",)')
+    use_family(f"{family_file(tmp_path, body, 'two.py')}:Two")
+    other = family_file(tmp_path, good("Second", "second", '("TwoForCausalLM",)'), "second.py")
+    assert "TwoForCausalLM is an architecture of quintet_user_two.Two already" in refused(f"{other}:Second")
+
+
+def test_built_in_families_stay_what_they_are() -> None:
+    assert register(Llama) is Llama
+    assert family_of({"architectures": ["LlamaForCausalLM"]}).name == "llama"
+
+
+def recipe(tmp_path: Path, config: dict, *overrides: str) -> str:
+    """What is wrong with a recipe that names the family, or its dump."""
+    path = write_model(tmp_path / "model") if not (tmp_path / "model").exists() else tmp_path / "model"
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").touch()
+    file = tmp_path / "my.yaml"
+    file.write_text("data: {task: addition, max_prompt_tokens: 8}\nreward: {function: addition}\n")
+    try:
+        return str(load_recipe(file, [f"model.path={path}", *overrides]).model.family)
+    except UserError as error:
+        return str(error)
+
+
+def test_the_recipe_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    family_file(tmp_path, good("Named", "named", '("NamedForCausalLM",)'), "named.py")
+    own, spec = QWEN3 | {"architectures": ["NamedForCausalLM"]}, "model.family=named.py:Named"
+    assert "NamedForCausalLM is not supported" in recipe(tmp_path, own)
+    assert recipe(tmp_path, own, spec) == f"{tmp_path / 'named.py'}:Named"  # which other processes find
+    said = recipe(tmp_path, QWEN3, spec)
+    assert "answers to NamedForCausalLM, but" in said
+    assert "names an architecture of the family qwen3" in said
+    assert "model.build makes a Qwen3" in recipe(tmp_path, own, spec, "model.path=null", "model.build={}")
+    assert "model.family: there is no file" in recipe(tmp_path, own, "model.family=other.py:Named")
