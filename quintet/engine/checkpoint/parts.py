@@ -14,6 +14,7 @@ from quintet.engine.shards import held_tensors, table
 from quintet.models import ModelShape
 from quintet.models.mcore import Block, Box, CheckpointMap, flat_boxes, volume
 
+EMBEDDING = "embedding.word_embeddings.weight"
 STATE_PREFIX = "optimizer.state."
 PIECE_BYTES = 64 << 20
 """No written tensor is larger, but for a single row: what reading needs memory for at a time."""
@@ -76,9 +77,9 @@ class Holding:
         self._blocks: list[_Placed] = []
         for chunk in chunks:
             for name, parameter, start in held_tensors(chunk, mesh):
-                # The last stage's copy of an embedding that is the head as well is the first stage's to save.
-                copy = name not in self.map.weights
-                name = "embedding.word_embeddings.weight" if copy else name
+                if name not in self.map.weights:  # an embedding that is the head as well, on the last stage
+                    name = EMBEDDING
+                copy = name == EMBEDDING and not mesh.first_stage  # is the first stage's to save
                 split = self.map.weights[name].split
                 for block in self.map.blocks(name, tp=(at["tp"], sizes.tp), etp=(at["etp"], sizes.etp)):
                     shifted = replace(block, start=block.start + start)
