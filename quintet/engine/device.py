@@ -1,7 +1,8 @@
-"""What GPUs need to be kept busy: copies that do not wait, and whether fused kernels can run."""
+"""What GPUs need to be kept busy (copies that do not wait, and whether fused kernels can run), and bytes of memory."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 
 import torch
@@ -24,3 +25,13 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def memory(x: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable, for as long as the tensor lives.
+
+    `x.numpy()` would end what offloading does to a parameter: torch never resizes a storage that numpy has seen.
+    """
+    assert x.device.type == "cpu"
+    assert x.is_contiguous()
+    return memoryview((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())).cast("B")

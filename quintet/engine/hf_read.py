@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintet.engine.device import memory
 from quintet.engine.shards import Box, Shard
 from quintet.errors import UserError
 from quintet.models.checksums import BLOCK_BYTES, damaged, recorded_sums
@@ -174,7 +175,7 @@ class _Reader:
         view, dtype = piece.shard.part(piece.box), TORCH_DTYPES[piece.entry.dtype]
         straight = view.device.type == "cpu" and view.dtype == dtype and view.is_contiguous()
         if straight and not piece.cuts_columns:
-            self._read_bytes(piece, view.reshape(-1).view(torch.uint8).numpy().data)
+            self._read_bytes(piece, memory(view))
         else:
             self._through_buffer(piece, view, dtype)
         self._look(piece, view)
@@ -189,7 +190,7 @@ class _Reader:
         if mine.copied is not None:
             mine.copied.synchronize()  # the GPU may still be reading what the buffer held before
         held = mine.buffer[: piece.stop - piece.start]
-        self._read_bytes(piece, held.numpy().data)
+        self._read_bytes(piece, memory(held))
         rows = held.view(dtype).view(-1, *piece.shard.shape[piece.dim + 1 :])
         if self._device.type == "cuda":
             rows = rows.to(self._device, non_blocking=True)
