@@ -19,6 +19,12 @@ class UserError(QuintetError):
     exit_code = 2
 
 
+class Stopped(QuintetError):
+    """SIGTERM ended the run, after a step whose state is saved if the recipe saves any."""
+
+    exit_code = 143
+
+
 class WorkerFailure(QuintetError):
     """A rank died or hung, which ends the run.
 

@@ -1,7 +1,7 @@
 """The command line: `quintet COMMAND RECIPE.yaml [key=value ...]`, one thin file a command.
 
 Nothing heavy is imported before a command has read its recipe: `--help` and `check` stay instant.
-Exit codes: 0 done, 1 a bug, 2 something for the user to put right, 3 a worker failed, 130 Ctrl-C.
+Exit codes: 0 done, 1 a bug, 2 something for the user to put right, 3 a worker failed, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -11,13 +11,20 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quintet.cli import check, eval, generate, sft, train
+from quintet.cli import check, eval, generate, sft, train, verify_resume
 from quintet.cli.command import Command
 from quintet.errors import QuintetError
 
 COMMANDS: dict[str, Command] = {
     command.name: command
-    for command in (train.COMMAND, sft.COMMAND, generate.COMMAND, eval.COMMAND, check.COMMAND)
+    for command in (
+        train.COMMAND,
+        sft.COMMAND,
+        generate.COMMAND,
+        eval.COMMAND,
+        check.COMMAND,
+        verify_resume.COMMAND,
+    )
 }
 
 # tensordict asks torch whether it is being traced, and torch 2.13 then warns, once a process, of something that
@@ -44,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(
-            _HEAD + "".join(f"  {name:<10}{one.summary}\n" for name, one in COMMANDS.items()) + _TAIL, end=""
+            _HEAD + "".join(f"  {name:<15}{one.summary}\n" for name, one in COMMANDS.items()) + _TAIL, end=""
         )
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
@@ -76,7 +83,7 @@ def _run(command: Command, arguments: list[str]) -> int:
 
 
 def _complain(message: str, code: int) -> int:
-    word = "quintet:" if code == 130 else "error:"
+    word = "quintet:" if code in (130, 143) else "error:"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         word = f"\033[1;31m{word}\033[0m"
     print(f"{word} {message}", file=sys.stderr)

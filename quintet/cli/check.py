@@ -23,6 +23,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command=arguments.command)
     notes = [*_resolved(recipe, arguments.command), *_check_data(recipe, arguments.command)]
+    if arguments.command in ("train", "sft"):
+        from quintet.cli.saves import describe_saves
+
+        notes += describe_saves(recipe, arguments.command)
     print(dump_resolved(recipe), end="")
     sys.stdout.flush()
     print(
@@ -218,7 +222,8 @@ COMMAND = Command(
 Validate a recipe without starting any process: keys, types, the layout against the model's sizes, files, and every
 row of local data files (short of tokenizing). Prints the resolved recipe, every key written out, to standard
 output, and notes to standard error: the model's size, the layout with its data-parallel sizes, the layers, the
-alignment of micro-batches, the memory of a rank, the data. The resolved recipe can be used as a recipe.""",
+alignment of micro-batches, the memory of a rank, the data, where checkpoints go and how large one will be, and what
+`resume` comes to. The resolved recipe can be used as a recipe.""",
     examples="""\
   quintet check my.yaml
   quintet check my.yaml layout.tp=4 cluster.ranks=8 > resolved.yaml

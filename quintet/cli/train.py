@@ -11,6 +11,13 @@ def run(arguments: argparse.Namespace) -> int:
     from quintet.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command="train")
+    from quintet.train.resume import nothing_left
+
+    if (run := nothing_left(recipe, "train")) is not None:
+        print(
+            f"nothing left to do: {run} has finished. More steps go on with it; resume=null begins a new run"
+        )
+        return 0
     from quintet.train.ppo import train
 
     train(recipe)

@@ -8,7 +8,7 @@ from quintet.observe.observer import Observer
 from quintet.observe.phases import PhaseTimer
 from quintet.observe.progress import Progress
 from quintet.observe.report import write_report
-from quintet.observe.run_directory import RunDirectory
+from quintet.observe.run_directory import RunDirectory, package_versions
 
 __all__ = [
     "Observer",
@@ -17,5 +17,6 @@ __all__ = [
     "RunDirectory",
     "combine_peaks",
     "memory_peaks",
+    "package_versions",
     "write_report",
 ]

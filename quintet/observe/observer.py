@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from quintet.errors import Stopped
 from quintet.observe.ledger import Ledger, read_metrics
 from quintet.observe.memory import HostMemory, device_peak
 from quintet.observe.phases import PhaseTimer
@@ -34,26 +35,58 @@ class Observer:
 
     With `keep` false, for commands whose output is their result, nothing is left behind and nothing goes to
     standard output: the directory is a temporary one, there are no trackers, and progress goes to standard error.
+
+    resume: the directory of a run that goes on. It is left as it is until `go_on` says after which step.
     """
 
-    def __init__(self, recipe: Recipe, console: Console | None = None, *, keep: bool = True) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        console: Console | None = None,
+        *,
+        keep: bool = True,
+        resume: Path | None = None,
+    ) -> None:
         self.recipe, self.keep = recipe, keep
         self.console = console or Console(highlight=False, stderr=not keep)
         self._scratch = ExitStack()
-        self.directory = RunDirectory.create(recipe) if keep else self._temporary()
+        self.directory = self._directory(resume)
         self.progress = Progress(self.console)
         self.phases = PhaseTimer()
         self.extra: dict[str, Any] = {}
         self._ledger = Ledger(self.directory.metrics)
         self._printer = StepPrinter(self.console)
         self._host = HostMemory()
+        self._untouched = resume is not None
         self._trackers = make_trackers(recipe, self.directory.path) if keep else []
         if keep:
             self.console.print(f"run directory {self.directory.path}", soft_wrap=True)
+        if self.directory.lock is not None and self.directory.lock.left_behind is not None:
+            self.note(f"it was left behind by {self.directory.lock.left_behind}, which is gone")
 
-    def _temporary(self) -> RunDirectory:
+    def _directory(self, resume: Path | None) -> RunDirectory:
+        if resume is not None:
+            return RunDirectory.reopen(resume)
+        if self.keep:
+            return RunDirectory.create(self.recipe)
         made = tempfile.TemporaryDirectory(prefix="quintet-", ignore_cleanup_errors=True)
         return RunDirectory(Path(self._scratch.enter_context(made)))
+
+    def go_on(self, stage: str, step: int, seconds: float, seconds_by_phase: Mapping[str, float]) -> Path:
+        """Go on with a run after `step` of `stage`, which took so many seconds to get there.
+
+        What was recorded of later steps is set aside; returns the directory where it is.
+        """
+        self._ledger.close()
+        aside = self.directory.cut_back(self.recipe, stage, step)
+        self._ledger = Ledger(self.directory.metrics)
+        self.phases.add(seconds, seconds_by_phase)
+        lines = read_metrics(self.directory.metrics)
+        for tracker in self._trackers:
+            tracker.go_on(lines)
+        self._untouched = False
+        self.phases.lap()
+        return aside
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """`with observer.phase("generate"): …` counts the seconds inside to that phase."""
@@ -121,10 +154,12 @@ class Observer:
     ) -> None:
         self.progress.close()
         self._ledger.close()
-        if not self.keep:
-            self._scratch.close()
+        if not self.keep or self._untouched:
+            for tracker in self._trackers:
+                tracker.close()
+            self._release()
             return
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt | Stopped)
         status = "finished" if kind is None else "interrupted" if interrupted else "failed"
         summary: dict[str, Any] = {"status": status, "run": self.directory.path.name}
         if kind is not None:
@@ -137,10 +172,19 @@ class Observer:
                 raise
             # What ended the run matters more.
             self.note(f"could not write the summary or the report: {late}")
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._scratch.close()
+        if self.directory.lock is not None:
+            self.directory.lock.release()
 
     def _close(self, summary: dict[str, Any]) -> None:
         lines = read_metrics(self.directory.metrics)
         summary |= summarize(lines, self.phases.elapsed(), self.phases.totals) | self.extra
+        if len(starts := self.directory.starts()) > 1:
+            summary["starts"] = starts
         self.directory.write_summary(summary)
         write_report(self.directory.path)
         for tracker in self._trackers:

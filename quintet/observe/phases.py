@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -20,6 +20,7 @@ class PhaseTimer:
         self._lap: dict[str, float] = {}
         self.totals: dict[str, float] = {}
         """Seconds of each phase since the start."""
+        self._earlier = 0.0
         self.failed_in: str | None = None
         """The innermost phase that an exception left."""
 
@@ -49,8 +50,13 @@ class PhaseTimer:
         return seconds, elapsed
 
     def elapsed(self) -> float:
-        """Seconds since the timer was made."""
-        return self._clock() - self.started
+        """Seconds since the timer was made, and those of earlier starts of the run."""
+        return self._earlier + self._clock() - self.started
+
+    def add(self, seconds: float, by_phase: Mapping[str, float]) -> None:
+        """Count what earlier starts of the run took."""
+        self._earlier += seconds
+        self.totals = {**by_phase, **{p: s + by_phase.get(p, 0.0) for p, s in self.totals.items()}}
 
     def _settle(self) -> None:
         """Give the time since the last mark to the innermost open phase."""

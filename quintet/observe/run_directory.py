@@ -7,14 +7,16 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from quintet.errors import UserError
+from quintet.observe.lock import RunLock
 from quintet.recipe import Recipe, dump_resolved
 
+LOCK = "run.lock"
 PACKAGES = (
     "quintet",
     "torch",
@@ -31,11 +33,12 @@ PACKAGES = (
 class RunDirectory:
     """Paths and writers of one run's directory.
 
-    `checkpoint` is where the trained model goes, as a Hugging Face directory.
+    `checkpoint` is where the trained model goes, as a Hugging Face directory, `hf` where it goes during the run, and
+    `checkpoints` where the state of training goes. `lock` is None where nothing else can get at the directory.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, lock: RunLock | None = None) -> None:
+        self.path, self.lock = path, lock
         self.recipe = path / "recipe.yaml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
@@ -43,6 +46,8 @@ class RunDirectory:
         self.environment = path / "environment.json"
         self.report = path / "report.html"
         self.checkpoint = path / "checkpoint"
+        self.checkpoints = path / "checkpoints"
+        self.hf = path / "hf"
 
     @classmethod
     def create(cls, recipe: Recipe) -> RunDirectory:
@@ -62,10 +67,46 @@ class RunDirectory:
             break
         else:
             raise UserError(f"run.dir: {recipe.run.dir} already holds a thousand runs named {name}")
-        directory = cls(path)
-        directory.recipe.write_text(dump_resolved(recipe), encoding="utf-8")
-        directory.environment.write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+        directory = cls(path, RunLock(path / LOCK))
+        directory._describe(recipe)
         return directory
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunDirectory:
+        """The directory of a run that is to go on. Raises UserError when another process uses it."""
+        return cls(path, RunLock(path / LOCK))
+
+    def cut_back(self, recipe: Recipe, stage: str, step: int) -> Path:
+        """Go on after `step`: what was recorded later is cut off and set aside, and `recipe` is what holds from now.
+
+        Returns where all that is set aside goes, `set_aside/<n>` of the n-th time. The recipe, the environment and the
+        summary of the start before are there too.
+        """
+        number = 1 + max((int(p.name) for p in self._set_aside()), default=0)
+        aside = self.path / "set_aside" / str(number)
+        aside.mkdir(parents=True)
+        place = (stage != "sft", step)
+        _cut(self.metrics, aside, lambda line: (line["stage"] != "sft", line["step"]) <= place)
+        _cut(self.samples, aside, lambda line: (True, line["step"]) <= place)
+        for file in (self.recipe, self.environment, self.summary, self.report):
+            if file.exists():
+                file.rename(aside / file.name)
+        self._describe(recipe)
+        return aside
+
+    def _describe(self, recipe: Recipe) -> None:
+        """Write the resolved recipe and the versions of what runs."""
+        self.recipe.write_text(dump_resolved(recipe), encoding="utf-8")
+        self.environment.write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+
+    def starts(self) -> list[str]:
+        """When the run was started, and each time that it went on."""
+        files = [p / self.environment.name for p in self._set_aside()] + [self.environment]
+        return [json.loads(one.read_text(encoding="utf-8"))["started"] for one in files if one.exists()]
+
+    def _set_aside(self) -> list[Path]:
+        found = (p for p in (self.path / "set_aside").glob("*") if p.name.isdigit())
+        return sorted(found, key=lambda p: int(p.name))
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append samples of a step: mappings such as prompt, response, answer, reward."""
@@ -80,19 +121,44 @@ class RunDirectory:
         draft.replace(self.summary)
 
 
+def _cut(file: Path, aside: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Move lines that are not to be kept, and those that are not whole, to a file of the same name in `aside`."""
+    if not file.exists():
+        return
+    kept: list[bytes] = []
+    cut: list[bytes] = []
+    for line in file.read_bytes().splitlines(keepends=True):
+        try:
+            mine = line.endswith(b"\n") and keep(json.loads(line))
+        except (ValueError, TypeError, KeyError):
+            mine = False
+        (kept if mine else cut).append(line)
+    if cut:
+        # First what is set aside, then what stays: cut off in between, lines are there twice and none is lost.
+        (aside / file.name).write_bytes(b"".join(cut))
+        draft = file.with_name(f"{file.name}.part")
+        draft.write_bytes(b"".join(kept))
+        draft.replace(file)
+
+
 def environment() -> dict[str, Any]:
     """What the run ran on: versions, machine, command line."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "versions": versions,
+        "versions": package_versions(),
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that decide what a run computes, of those that are installed."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

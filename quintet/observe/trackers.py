@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import netrc
 import os
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ class Tracker(Protocol):
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Metrics that are None are left out."""
+
+    def go_on(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """The run is resumed: of what was logged, these lines hold."""
 
     def close(self) -> None:
         """Everything logged is written out when this returns."""
@@ -50,7 +54,8 @@ class TensorBoard:
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(directory / "tensorboard"))
+        self._directory = directory / "tensorboard"
+        self._writer = EventFileWriter(str(self._directory))
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         import time
@@ -60,6 +65,18 @@ class TensorBoard:
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _named(stage, metrics).items()]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def go_on(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Written anew: TensorBoard's own way to drop later steps would drop those of the other stage too."""
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer.close()
+        for file in self._directory.iterdir():
+            file.unlink()
+        self._writer = EventFileWriter(str(self._directory))
+        for line in lines:
+            values = {key: value for key, value in line.items() if key not in ("stage", "step")}
+            self.log(line["stage"], line["step"], values)
 
     def close(self) -> None:
         self._writer.close()
@@ -74,10 +91,18 @@ class WeightsAndBiases:
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         import wandb
 
+        # The same run at W&B for every start of ours.
+        name = directory / "wandb_run_id"
+        if resumed := name.exists():
+            run_id = name.read_text(encoding="ascii").strip()
+        else:
+            name.write_text((run_id := secrets.token_hex(6)) + "\n", encoding="ascii")
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         options: dict[str, Any] = {
             "project": os.environ.get("WANDB_PROJECT", "quintet"),
             "name": directory.name,
+            "id": run_id,
+            "resume": "allow" if resumed else None,
             "dir": str(directory),
             "config": recipe.model_dump(mode="json"),
             "settings": wandb.Settings(init_timeout=30, console="off", silent=True),
@@ -95,6 +120,9 @@ class WeightsAndBiases:
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         step_key = "sft/step" if stage == "sft" else "step"
         self._run.log({**_named(stage, metrics), step_key: step})
+
+    def go_on(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """What W&B has it keeps: steps that are taken again appear twice there."""
 
     def close(self) -> None:
         self._run.finish()

@@ -275,6 +275,22 @@ class Sft(Section):
     optimizer: SftOptimizer = SftOptimizer()
 
 
+class Checkpoint(Section):
+    """Saves of the whole state of training, from which a run goes on: see docs/checkpoints.md."""
+
+    every_steps: NonNegativeInt = 0
+    """Save after so many steps of SFT and of RL, and after the last; 0 saves nothing to resume from."""
+    keep_last: PositiveInt = 2
+    """Checkpoints kept; an older one is removed once a newer one is whole."""
+    async_save: bool = True
+    """Write while the next steps go on, from a copy in host memory; false waits for the disk."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a failed save (a full disk) does to the run."""
+    hf_every_steps: NonNegativeInt = 0
+    """Write the model as a Hugging Face directory after so many steps, under hf/ of the run directory; all are kept. The
+    trained model is written at the end in any case."""
+
+
 class Recipe(Section):
     run: Run = Run()
     cluster: Cluster = Cluster()
@@ -289,3 +305,7 @@ class Recipe(Section):
     train: Train = Train()
     sft: Sft | None = None
     """Under `quintet train`: a warm-up by SFT before RL when present."""
+    checkpoint: Checkpoint = Checkpoint()
+    resume: UserPathText | None = None
+    """Go on with an earlier run: `auto` (the newest of run.name in run.dir that has a checkpoint, or a new one), a run
+    directory, or one of its checkpoints."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from torch import Tensor
@@ -303,6 +303,28 @@ class Fleet:
     def save(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory."""
         self.workers.call("save", path.absolute(), phase="save")
+
+    # checkpoints
+
+    def dtype(self) -> Literal["fp32", "bf16"]:
+        """What `model.dtype` comes to on the ranks."""
+        found: Literal["fp32", "bf16"] = self.workers.call("parameter_type", dispatch=rank_zero)
+        return found
+
+    def save_checkpoint(self, path: Path, *, reference: bool = False) -> list[str]:
+        """Begin to write the state of training (or the reference policy) to a new directory; returns when training may
+        go on, with what went wrong on the ranks."""
+        errors = self.workers.call("save_checkpoint", path.absolute(), reference, phase="checkpoint")
+        return [error for error in errors if error is not None]
+
+    def checkpoint_finished(self, *, wait: bool) -> tuple[bool, list[str]]:
+        """Whether all ranks are done with the writing that was begun, and what went wrong on those that are."""
+        answers = self.workers.call("checkpoint_finished", wait, phase="checkpoint")
+        return all(done for done, _ in answers), [error for _, error in answers if error is not None]
+
+    def load_checkpoint(self, path: Path, reference: Path | None) -> None:
+        """Take up a saved state of training, and the reference policy where one was stored."""
+        self.workers.call("load_checkpoint", path, reference, phase="checkpoint")
 
     def memory(self) -> dict[str, float | None]:
         """Memory peaks over the ranks, as metrics."""

@@ -20,15 +20,16 @@ from quintet.train.session import Session, session
 from quintet.train.sft import imitate
 
 
-def train(recipe: Recipe) -> Path:
-    """Train by reinforcement learning, after a warm-up by SFT if the recipe has one; returns the run directory."""
-    with session(recipe, "train") as s:
-        if recipe.sft is not None:
+def train(recipe: Recipe, stop_after: int | None = None) -> Path:
+    """Train by reinforcement learning, after a warm-up by SFT if the recipe has one; returns the run directory.
+
+    stop_after: save after this step and raise Stopped, as SIGTERM would have it.
+    """
+    with session(recipe, "train", stop_after) as s:
+        if recipe.sft is not None and not s.saver.skips("sft"):
             imitate(s, recipe.sft, recipe.sft.optimizer)
         reinforce(s)
-        with s.observer.phase("save"), s.observer.progress.task("saving the model"):
-            s.fleet.save(s.observer.directory.checkpoint)
-        return s.observer.directory.path
+        return s.finish()
 
 
 def reinforce(s: Session) -> None:
@@ -39,9 +40,11 @@ def reinforce(s: Session) -> None:
     stream = PromptStream(s.inputs.train, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
     objective = policy_objective(recipe.algorithm)
     fleet.start_optimizer(recipe.optimizer, recipe.train.steps * recipe.train.mini_batches_per_step)
-    evaluate(s, 0)
+    done, _ = s.saver.begin("rl", stream)
+    if done == 0:
+        evaluate(s, 0)
 
-    for step in range(1, recipe.train.steps + 1):
+    for step in range(done + 1, recipe.train.steps + 1):
         with phase("generate"):
             prompts = stream.take(recipe.train.prompts_per_step)
             seed = f"{recipe.run.seed}/train/{step}"
@@ -59,9 +62,10 @@ def reinforce(s: Session) -> None:
         with phase("sync"):
             fleet.sync()
         record(s, step, samples, result)
-        every = recipe.train.eval_every_steps
-        if step == recipe.train.steps or (every and step % every == 0):
+        every, last = recipe.train.eval_every_steps, step == recipe.train.steps
+        if last or (every and step % every == 0):
             evaluate(s, step)
+        s.saver.after_step(step, last=last)
 
 
 def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:

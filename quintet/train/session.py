@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quintet.data.prompts import PromptSet, alphabet_of, load_prompts
+from quintet.data.stream import PromptStream
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.errors import UserError
 from quintet.models import ModelShape, check_weights, read_end_ids, read_shape
@@ -24,11 +25,16 @@ from quintet.recipe.features import FEATURES, NEEDS_GPU
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, load_reward
 from quintet.rollout import Sampling
+from quintet.train.resume import Resume, find_resume
+from quintet.train.saver import Saver
+from quintet.train.stop import StopRequest
 
 if TYPE_CHECKING:  # Ray starts long after the checks.
     from quintet.train.fleet import Fleet
 
 Command = Literal["train", "sft", "generate", "eval"]
+MODEL = "model"
+"""Where a built model is, below the run directory."""
 
 
 @dataclass
@@ -46,13 +52,16 @@ class Inputs:
     """Token ids that end a response: the tokenizer's, and those the model's generation_config.json lists."""
 
 
-def prepare(recipe: schema.Recipe, command: Command, scratch: Path) -> Inputs:
-    """Read and check everything the command will need. A model to be built is written to `scratch`."""
+def prepare(recipe: schema.Recipe, command: Command, scratch: Path, resume: Resume | None = None) -> Inputs:
+    """Read and check everything the command will need. A model to be built is written to `scratch`, unless the run goes on
+    and has it."""
     _check_device(recipe)
     use_family(recipe.model.family)
     model_dir = recipe.model.path
-    if recipe.model.build is not None:
-        model_dir = scratch / "model"
+    if recipe.model.build is not None and resume is not None and resume.run is not None:
+        model_dir = resume.run / MODEL
+    elif recipe.model.build is not None:
+        model_dir = scratch / MODEL
         tokenizer = build_char_tokenizer(alphabet_of(recipe.data), model_dir)
         from quintet.engine.fresh import write_fresh_model
 
@@ -80,6 +89,9 @@ def prepare(recipe: schema.Recipe, command: Command, scratch: Path) -> Inputs:
     if command in ("train", "eval") and recipe.train.eval_prompts:
         held_out = load_prompts(recipe.data, "eval", tokenizer, seed=recipe.run.seed)
         inputs.eval = held_out.subset(recipe.train.eval_prompts, recipe.run.seed)
+    if resume is not None and resume.checkpoint is not None and inputs.train is not None:
+        stream = PromptStream(inputs.train, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+        stream.load_state_dict(resume.checkpoint.manifest.data)  # it checks that the data are the same
     return inputs
 
 
@@ -109,10 +121,23 @@ def _check_lengths(prompts: PromptSet, recipe: schema.Recipe) -> None:
 
 
 class Session:
-    """A run under way: its inputs, its observer, its ranks."""
+    """A run under way: its inputs, its observer, its ranks, and what saves it (of commands that train)."""
 
-    def __init__(self, recipe: schema.Recipe, inputs: Inputs, observer: Observer, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        recipe: schema.Recipe,
+        inputs: Inputs,
+        observer: Observer,
+        fleet: Fleet,
+        saver: Saver | None = None,
+    ) -> None:
         self.recipe, self.inputs, self.observer, self.fleet = recipe, inputs, observer, fleet
+        self._saver = saver
+
+    @property
+    def saver(self) -> Saver:
+        assert self._saver is not None, "this command saves nothing"
+        return self._saver
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """The recipe's sampling."""
@@ -123,22 +148,42 @@ class Session:
         """Of the policy that is trained: the sampling temperature, 1 when sampling is greedy."""
         return self.recipe.rollout.temperature or 1.0
 
+    def finish(self) -> Path:
+        """Wait for the last checkpoint, write the trained model, and return the run directory."""
+        self.saver.finish()
+        with self.observer.phase("save"), self.observer.progress.task("saving the model"):
+            self.fleet.save(self.observer.directory.checkpoint)
+        return self.observer.directory.path
+
 
 @contextmanager
-def session(recipe: schema.Recipe, command: Command) -> Iterator[Session]:
-    """Prepare, make the run directory, start the ranks; and end all of it well, however the body ends.
+def session(recipe: schema.Recipe, command: Command, stop_after: int | None = None) -> Iterator[Session]:
+    """Prepare, make or reopen the run directory, start the ranks; and end all of it well, however the body ends.
 
-    `generate` and `eval` leave no run directory behind and write progress to standard error.
+    `generate` and `eval` leave no run directory behind and write progress to standard error. stop_after: see `train`.
     """
+    trains = command in ("train", "sft")
+    resume = find_resume(recipe, command) if trains else Resume()
     with tempfile.TemporaryDirectory(prefix="quintet-") as scratch:
-        inputs = prepare(recipe, command, Path(scratch))
-        with Observer(recipe, keep=command in ("train", "sft")) as observer:
-            if recipe.model.build is not None:
+        inputs = prepare(recipe, command, Path(scratch), resume)
+        with Observer(recipe, keep=trains, resume=resume.run) as observer:
+            for note in resume.notes:
+                observer.note(note)
+            if recipe.model.build is not None and resume.run is None:
                 inputs.model_dir = Path(
-                    shutil.move(str(inputs.model_dir), str(observer.directory.path / "model"))
+                    shutil.move(str(inputs.model_dir), str(observer.directory.path / MODEL))
                 )
             with _ranks(recipe, command, inputs, observer) as fleet:
-                yield Session(recipe, inputs, observer, fleet)
+                if not trains:
+                    yield Session(recipe, inputs, observer, fleet)
+                    return
+                assert command in ("train", "sft")
+                stop = StopRequest(
+                    None if stop_after is None else ("rl" if command == "train" else "sft", stop_after)
+                )
+                with stop.on_sigterm(saves=recipe.checkpoint.every_steps > 0):
+                    saver = Saver(recipe, command, observer, fleet, inputs.shape, resume.checkpoint, stop)
+                    yield Session(recipe, inputs, observer, fleet, saver)
 
 
 @contextmanager

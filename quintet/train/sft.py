@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from quintet.data.stream import PromptStream
@@ -13,14 +14,15 @@ MEMORY_EVERY_STEPS = 10
 """Peaks grow slowly and steps are short: the ranks are asked this often, and lines between repeat the answer."""
 
 
-def sft(recipe: Recipe) -> Path:
-    """Fine-tune on responses, save the model, return the run directory."""
+def sft(recipe: Recipe, stop_after: int | None = None) -> Path:
+    """Fine-tune on responses, save the model, return the run directory.
+
+    stop_after: save after this step and raise Stopped, as SIGTERM would have it.
+    """
     assert recipe.sft is not None
-    with session(recipe, "sft") as s:
+    with session(recipe, "sft", stop_after) as s:
         imitate(s, recipe.sft, recipe.sft.optimizer)
-        with s.observer.phase("save"), s.observer.progress.task("saving the model"):
-            s.fleet.save(s.observer.directory.checkpoint)
-        return s.observer.directory.path
+        return s.finish()
 
 
 def imitate(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
@@ -28,15 +30,19 @@ def imitate(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
     assert s.inputs.train is not None
     s.fleet.start_optimizer(optimizer, recipe.steps)
     stream = PromptStream(s.inputs.train, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle)
-    objective, smooth = sft_objective(), None
+    done, loop = s.saver.begin("sft", stream)
+    objective, smooth = sft_objective(), loop.get("smooth", math.inf)
     memory: dict[str, float | None] = {}
     with s.observer.progress.task("warm-up (SFT)", recipe.steps, "steps") as task:
-        for step in range(1, recipe.steps + 1):
+        task.advance(done)
+        for step in range(done + 1, recipe.steps + 1):
+            if smooth < (recipe.stop_at_loss or 0.0):
+                break
             prompts = stream.take(recipe.samples_per_step)
             with s.observer.phase("sft"):
                 s.fleet.imitate(prompts)
                 result = s.fleet.update(objective)
-            if step % MEMORY_EVERY_STEPS == 1 or step == recipe.steps:
+            if step % MEMORY_EVERY_STEPS == 1 or step == recipe.steps or not memory:
                 memory = s.fleet.memory()
             trained = sum(len(p.response_ids) for p in prompts)
             metrics = {
@@ -48,9 +54,9 @@ def imitate(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
                 **memory,
             }
             s.observer.step(step, metrics, stage="sft", total=recipe.steps, show=False)
-            smooth = result.loss if smooth is None else 0.9 * smooth + 0.1 * result.loss
+            smooth = 0.9 * smooth + 0.1 * result.loss if step > 1 else result.loss
             task.advance()
             task.note(f"loss {smooth:.3f}")
-            if recipe.stop_at_loss is not None and smooth < recipe.stop_at_loss:
-                break
+            last = step == recipe.steps or smooth < (recipe.stop_at_loss or 0.0)
+            s.saver.after_step(step, last=last, smooth=smooth)
     s.fleet.sync()

@@ -21,6 +21,7 @@ from quintet.engine import build
 from quintet.engine.engine import DTYPES, Engine, Loss
 from quintet.engine.reshard import Resharder
 from quintet.engine.shards import shard_map
+from quintet.errors import UserError
 from quintet.models import read_shape
 from quintet.observe.memory import memory_peaks
 from quintet.recipe import schema
@@ -55,6 +56,7 @@ class PolicyWorker(Worker):
         needs_reference = self.command == "train" and recipe.algorithm.kl_coef > 0
         self.reference = self._engine(None) if needs_reference else None
         self.rollout = self._rollout()
+        self._saving = self.engine
 
     def _engine(self, optimizer: schema.Optimizer | None) -> Engine:
         recipe = self.recipe
@@ -240,6 +242,38 @@ class PolicyWorker(Worker):
         """Write the policy as a Hugging Face directory."""
         self._bring_back()
         self.engine.save_hf(path, self.model_dir)
+
+    # checkpoints
+
+    def parameter_type(self) -> str:
+        """fp32 or bf16."""
+        return self.dtype
+
+    def save_checkpoint(self, path: Path, reference: bool) -> str | None:
+        """Copy this rank's state and begin to write it; what went wrong, or None."""
+        self._bring_back()
+        engine = self.reference if reference else self.engine
+        assert engine is not None
+        self._saving = engine
+        try:
+            engine.save(path, wait=False)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def checkpoint_finished(self, wait: bool) -> tuple[bool, str | None]:
+        """Whether this rank has written its part, and what went wrong."""
+        try:
+            return self._saving.save_finished(wait), None
+        except UserError as error:
+            return True, str(error)
+
+    def load_checkpoint(self, path: Path, reference: Path | None) -> None:
+        """Take up a saved state; the reference policy is what `start_optimizer` made it, unless one was stored."""
+        self._bring_back()
+        self.engine.load(path)
+        if self.reference is not None and reference is not None:
+            self.reference.load(reference)
 
     def memory(self) -> dict[str, float | None]:
         """Peak memory of this rank so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from quintet.recipe.rules.facts import Facts, Problem, rule
 
@@ -26,6 +27,45 @@ def evaluations_have_prompts(facts: Facts) -> Iterator[Problem]:
             ("train.eval_every_steps", "train.eval_prompts"),
             f"train.eval_every_steps={train.eval_every_steps} needs train.eval_prompts > 0",
         )
+
+
+@rule
+def resume_is_of_training(facts: Facts) -> Iterator[Problem]:
+    """Only a run that trains goes on; other commands take weights from a Hugging Face directory."""
+    if facts.recipe.resume is not None and facts.command in ("generate", "eval"):
+        yield Problem(
+            ("resume",),
+            f"resume is read by quintet train and sft alone; for quintet {facts.command} set resume=null and model.path to "
+            "a Hugging Face directory of the run: checkpoint/, or one below hf/",
+        )
+
+
+@rule
+def resume_names_something(facts: Facts) -> Iterator[Problem]:
+    """A path to go on from exists."""
+    resume = facts.recipe.resume
+    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
+        yield Problem(
+            ("resume",),
+            f"resume={resume}: there is no such directory (looked in {Path.cwd()}); name a run directory or one of its "
+            "checkpoints, or auto",
+        )
+
+
+@rule
+def checkpoint_keys_are_read(facts: Facts) -> Iterator[Problem]:
+    """How checkpoints are written is said only where some are."""
+    checkpoint = facts.recipe.checkpoint
+    if checkpoint.every_steps:
+        return
+    unread = ["keep_last", "async_save"] + ([] if checkpoint.hf_every_steps else ["on_error"])
+    for name in unread:
+        # The default may be written out, as the resolved recipe does.
+        if (given := getattr(checkpoint, name)) != type(checkpoint).model_fields[name].default:
+            yield Problem(
+                (f"checkpoint.{name}", "checkpoint.every_steps"),
+                f"checkpoint.{name}={str(given).lower()} is not read while checkpoint.every_steps=0; set every_steps, or remove it",
+            )
 
 
 @rule

@@ -1,0 +1,125 @@
+"""One process to a run directory: a lock file that says who holds it, and that dies with its holder.
+
+On one machine the kernel's lock on the file decides: it is gone with the process, however that ended. From another
+machine, where a file system may not carry such locks, a heartbeat decides: the holder touches the file every few
+seconds, and whoever finds the name of another machine in it watches for that before taking it over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from quintet.errors import UserError
+
+HEARTBEAT_S = 5.0
+WATCH_S = 20.0
+"""How long the lock of another machine is watched: four heartbeats."""
+
+
+class RunLock:
+    """Held from its making until `release`, or until the process ends.
+
+    Raises UserError naming the holder when another process has it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.left_behind: str | None = None
+        """Who held it last and ended without releasing it."""
+        # Not to be emptied before it is ours; and no child inherits it (PEP 446), or it would outlive us.
+        self._file = path.open("a+", encoding="utf-8")
+        try:
+            self._take()
+        except BaseException:
+            self._file.close()
+            raise
+        self._write(json.dumps(_me()) + "\n")
+        self._released = threading.Event()
+        threading.Thread(target=self._beat, daemon=True, name="run lock").start()
+
+    def release(self) -> None:
+        """Give it back; the file stays, empty."""
+        if not self._released.is_set():
+            self._released.set()
+            self._write("")
+            self._file.close()
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._refusal(self._holder()) from None
+        except OSError:  # A file system without such locks: the heartbeat alone decides, on this machine too.
+            if self._holder() is not None and self._beats():
+                raise self._refusal(self._holder()) from None
+        holder = self._holder()
+        if holder is not None and holder.get("boot") != _boot() and self._beats():
+            raise self._refusal(holder)
+        self.left_behind = None if holder is None else _title(holder)
+
+    def _holder(self) -> dict[str, Any] | None:
+        """Who is written in the file; None when it was released."""
+        self._file.seek(0)
+        text = self._file.read()
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return {} if text.strip() else None
+        return value if isinstance(value, dict) else {}
+
+    def _beats(self) -> bool:
+        first = self.path.stat().st_mtime_ns
+        deadline = time.monotonic() + WATCH_S
+        while time.monotonic() < deadline:
+            time.sleep(min(0.5, WATCH_S))
+            if self.path.stat().st_mtime_ns != first:
+                return True
+        return False
+
+    def _refusal(self, holder: dict[str, Any] | None) -> UserError:
+        return UserError(
+            f"{self.path.parent} is in use by {_title(holder or {})}: two processes cannot go on with one run. Wait for it, or "
+            "end it first"
+        )
+
+    def _write(self, text: str) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(text)
+        self._file.flush()
+
+    def _beat(self) -> None:
+        while not self._released.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+
+def _me() -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "boot": _boot(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+    }
+
+
+def _boot() -> str:
+    """What tells this machine, as it runs now, from others of the same name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _title(holder: dict[str, Any]) -> str:
+    if "pid" not in holder:
+        return "another process"
+    return f"process {holder['pid']} on {holder.get('host')} (since {holder.get('since')})"

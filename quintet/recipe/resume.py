@@ -1,0 +1,99 @@
+"""What a resumed run may change of its recipe.
+
+A run is its model, data, seed, algorithm, reward, optimizer and sampling: with other ones it is another run. How and where it
+is computed, how long it goes on, how often it is looked at and saved may change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quintet.recipe.keys import leaf_keys
+from quintet.recipe.schema import Recipe
+
+MAY_CHANGE = (
+    "resume",
+    "checkpoint",
+    "run.name",  # the run directory keeps its own
+    "run.dir",
+    "run.trackers",
+    "run.samples_logged_per_step",
+    "cluster",
+    "layout",
+    "engine",
+    "rollout.backend",
+    "rollout.layout",
+    "rollout.sequences_per_rank",
+    "rollout.vllm",
+    "rollout.sglang",
+    "optimizer.cpu_fraction",
+    "sft.optimizer.cpu_fraction",
+    "model.dtype",  # null comes to another type on another device: what it came to is compared instead
+    "train.steps",
+    "train.eval_every_steps",
+    "train.eval_prompts",
+    "train.eval_samples_per_prompt",
+)
+"""Keys, and sections with all their keys."""
+MAY_NOT = ("engine.megatron",)
+"""Exceptions within them: fields that may change what the model computes."""
+WARM_UP_LENGTH = ("sft.steps", "sft.stop_at_loss")
+"""May change while SFT goes on, not when it is over."""
+
+
+def changed_keys(then: Mapping[str, Any], now: Recipe, stage: str) -> list[tuple[str, Any, Any]]:
+    """Keys that may not change and did: (key, value in the checkpoint, value now).
+
+    then: the recipe that a checkpoint holds, as JSON; a key that it lacks, because its quintet did not have it yet, counts as
+    the default. stage: where the checkpoint is, "sft" or "rl".
+    """
+    return list(_compare(then, _json(now), _json(Recipe()), stage, ""))
+
+
+def _compare(
+    then: Mapping[str, Any], now: Mapping[str, Any], default: Mapping[str, Any], stage: str, above: str
+) -> Iterator[tuple[str, Any, Any]]:
+    for name in {**now, **then}:
+        key = f"{above}{name}"
+        old, new = then.get(name, default.get(name)), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and key not in leaf_keys():
+            below = default.get(name)
+            yield from _compare(old, new, below if isinstance(below, Mapping) else {}, stage, f"{key}.")
+        elif old != new and not may_change(key, stage):
+            yield key, old, new
+
+
+def digest(recipe: Recipe) -> str:
+    """Fingerprint of the keys that may never change."""
+    fixed = {key: value for key, value in _flat(_json(recipe)) if not may_change(key, "rl")}
+    text = json.dumps(fixed, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def may_change(key: str, stage: str) -> bool:
+    """Whether a dotted key may change when a run is resumed in `stage`."""
+    if any(_within(key, one) for one in MAY_NOT):
+        return False
+    free = (*MAY_CHANGE, *WARM_UP_LENGTH) if stage == "sft" else MAY_CHANGE
+    return any(_within(key, one) for one in free)
+
+
+def _flat(data: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; a section that is null is a key of its own."""
+    for name, value in data.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping) and key not in leaf_keys():
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _within(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
+
+
+def _json(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(mode="json")

@@ -1,0 +1,277 @@
+"""When the state of a run is saved, and how it is taken up again: what the loops call at the end of every step.
+
+The ranks copy their state to host memory and write it while the next steps go on. At each end of a step the controller
+asks whether they are done, and then publishes the checkpoint; it waits for them before the next save and at the end.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from quintet.data.stream import PromptStream
+from quintet.errors import Stopped, UserError
+from quintet.models import ModelShape
+from quintet.observe import Observer, package_versions
+from quintet.plan import checkpoint_bytes, model_bytes
+from quintet.recipe.features import optimizers
+from quintet.recipe.resume import digest
+from quintet.recipe.schema import Recipe
+from quintet.train.checkpoints import (
+    POLICY,
+    REFERENCE,
+    Checkpoint,
+    Checkpoints,
+    Clock,
+    Manifest,
+    Stage,
+    name_of,
+)
+from quintet.train.stop import StopRequest
+
+if TYPE_CHECKING:
+    from quintet.train.fleet import Fleet
+
+GIB = 1024.0**3
+
+
+@dataclass
+class _Running:
+    """A save that the ranks are writing."""
+
+    path: Path
+    manifest: Manifest
+
+
+class Saver:
+    """Checkpoints and exports of one run. resumed: the checkpoint that the run goes on from."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        command: Literal["train", "sft"],
+        observer: Observer,
+        fleet: Fleet,
+        shape: ModelShape,
+        resumed: Checkpoint | None,
+        stop: StopRequest,
+    ) -> None:
+        self.recipe, self.command, self.observer, self.fleet = recipe, command, observer, fleet
+        self.settings, self.stop = recipe.checkpoint, stop
+        self.checkpoints = Checkpoints(observer.directory.checkpoints)
+        self._resumed = resumed
+        self._running: _Running | None = None
+        self._reference = resumed.manifest.reference if resumed is not None else None
+        self._stage: Stage = "sft"
+        self._stream: PromptStream | None = None
+        self._failed = 0
+        self.dtype = fleet.dtype()
+        # What a save takes on the disk: by the formula, until there has been one.
+        self._model_bytes = model_bytes(shape, self.dtype)
+        self._checkpoint_bytes = checkpoint_bytes(shape, self.dtype, optimizers(recipe).values())
+        if resumed is not None and resumed.manifest.dtype != self.dtype:
+            raise UserError(
+                f"{resumed.path} holds {resumed.manifest.dtype} weights, and here model.dtype comes to {self.dtype}; set "
+                f"model.dtype={resumed.manifest.dtype}"
+            )
+
+    def skips(self, stage: Stage) -> bool:
+        """Whether the run goes on from a later stage than this one."""
+        return self._resumed is not None and self._resumed.manifest.stage == "rl" and stage == "sft"
+
+    def begin(self, stage: Stage, stream: PromptStream) -> tuple[int, dict[str, float]]:
+        """Enter a stage, once its optimizer is there. Returns its last step that is done already, and its loop's numbers.
+
+        A run that goes on from a checkpoint of this stage takes up everything from there; else that is (0, {}).
+        """
+        self._stage, self._stream = stage, stream
+        resumed = self._resumed
+        if resumed is not None and resumed.manifest.stage == stage:
+            self._restore(resumed, stream)
+            return resumed.manifest.step, dict(resumed.manifest.loop)
+        if stage == "rl" and self.settings.every_steps and self._needs_stored_reference:
+            self._store_reference()
+        return 0, {}
+
+    def after_step(self, step: int, *, last: bool, **loop: float) -> None:
+        """What is due after a step: publish, save, export; and stop, if that is asked.
+
+        last: whether the stage ends with it. loop: numbers that its loop carries to the next step.
+
+        Raises UserError for a failed save, unless the recipe says to continue; Stopped when asked to stop.
+        """
+        every, exports = self.settings.every_steps, self.settings.hf_every_steps
+        stopping = self.stop.after(self._stage, step)
+        due = every > 0 and (stopping or last or step % every == 0)
+        export = exports > 0 and step % exports == 0
+        if self._running is None and not due and not export and not stopping:
+            return
+        with self.observer.phase("checkpoint"):
+            self._poll(wait=due)
+            if due:
+                self._save(step, loop)
+            if export:
+                self._export(step)
+            if stopping:
+                self._poll(wait=True)
+                raise Stopped(self._farewell(step))
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, if there is one."""
+        if self._running is not None:
+            with (
+                self.observer.phase("checkpoint"),
+                self.observer.progress.task("writing the last checkpoint"),
+            ):
+                self._poll(wait=True)
+
+    # going on
+
+    def _restore(self, found: Checkpoint, stream: PromptStream) -> None:
+        manifest, observer = found.manifest, self.observer
+        with observer.phase("checkpoint"), observer.progress.task(f"loading {found.path.name}"):
+            self.fleet.load_checkpoint(found.policy, found.reference)
+            self.fleet.sync()
+        stream.load_state_dict(manifest.data)
+        newer = self.checkpoints.newer_than(found)
+        aside = observer.go_on(manifest.stage, manifest.step, manifest.clock.seconds, manifest.clock.by_phase)
+        for path in newer:
+            path.rename(aside / path.name)
+        what = f"; newer checkpoints are in {aside}: {', '.join(p.name for p in newer)}" if newer else ""
+        observer.note(f"going on after {manifest.stage} step {manifest.step}, from {found.path}{what}")
+
+    @property
+    def _needs_stored_reference(self) -> bool:
+        """Without a warm-up RL starts from the recipe's model, which is there to be read again."""
+        return self.recipe.algorithm.kl_coef > 0 and self.recipe.sft is not None
+
+    def _store_reference(self) -> None:
+        observer = self.observer
+        with observer.phase("checkpoint"), observer.progress.task("saving the reference policy"):
+            self._poll(wait=True)
+            self._write(self.checkpoints.directory / REFERENCE, self._manifest(0, {}), reference=True)
+            self._poll(wait=True)
+        if (self.checkpoints.directory / REFERENCE).exists():
+            self._reference = f"../{REFERENCE}"
+
+    # saving
+
+    def _save(self, step: int, loop: dict[str, float]) -> None:
+        path = self.checkpoints.directory / name_of(self._stage, step)
+        self._write(path, self._manifest(step, loop))
+        if not self.settings.async_save:
+            self._poll(wait=True)
+
+    def _write(self, path: Path, manifest: Manifest, *, reference: bool = False) -> None:
+        """Have the ranks begin to write; `_poll` says when they are done."""
+        needed = self._model_bytes if reference else self._checkpoint_bytes
+        free = _free(self.observer.directory.path)
+        if free < needed:
+            self._fail(path, "there is not enough room", needed)
+            return
+        try:
+            self.checkpoints.begin(path.name)
+        except OSError as error:
+            self._fail(path, f"cannot make it: {error.strerror}", needed)
+            return
+        self._running = _Running(path, manifest)
+        errors = self.fleet.save_checkpoint(path / POLICY, reference=reference)
+        if errors:
+            self._running = None
+            self._fail(path, errors[0], needed)
+
+    def _poll(self, *, wait: bool) -> None:
+        """Publish the save under way if the ranks are done with it."""
+        running = self._running
+        if running is None:
+            return
+        done, errors = self.fleet.checkpoint_finished(wait=wait)
+        if errors and not done:  # others write still, below what is to be removed
+            _, errors = self.fleet.checkpoint_finished(wait=True)
+        elif not done:
+            return
+        self._running = None
+        if errors:
+            self._fail(running.path, errors[0], self._checkpoint_bytes)
+            return
+        try:
+            published = self.checkpoints.publish(running.path, running.manifest)
+            if running.path.name == REFERENCE:
+                return
+            self._checkpoint_bytes = published.manifest.bytes
+            self.checkpoints.prune(self.settings.keep_last)
+        except OSError as error:
+            self._fail(running.path, f"{error.filename}: {error.strerror}", self._checkpoint_bytes)
+
+    def _fail(self, path: Path, reason: str, needed: int) -> None:
+        """A save came to nothing: say so, and go on or end as the recipe wants."""
+        self.checkpoints.discard(path)
+        free = _free(self.observer.directory.path)
+        text = f"{path} was not saved: {reason} (needed: about {_size(needed)}, free there: {_size(free)})"
+        whole, _ = self.checkpoints.latest()
+        kept = f"the last whole checkpoint is {whole.path}" if whole else "there is no earlier checkpoint"
+        if self.settings.on_error == "stop":
+            raise UserError(
+                f"{text}; {kept}. Make room, or lower checkpoint.keep_last, and go on with "
+                f"resume={self.observer.directory.path}; checkpoint.on_error=continue would train on"
+            )
+        self._failed += 1
+        self.observer.extra["failed_saves"] = self._failed
+        self.observer.note(f"warning: {text}; {kept}. Training goes on (checkpoint.on_error=continue)")
+
+    def _export(self, step: int) -> None:
+        """A Hugging Face directory of the present weights, under its name only when it is whole."""
+        target = self.observer.directory.hf / name_of(self._stage, step)
+        draft = target.with_name(f"{target.name}.part")
+        if _free(self.observer.directory.path) < self._model_bytes:
+            self._fail(target, "there is not enough room", self._model_bytes)
+            return
+        try:
+            for stale in (draft, target):
+                if stale.exists():
+                    shutil.rmtree(stale)
+            self.fleet.save(draft)
+            draft.rename(target)
+        except (UserError, OSError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            self._fail(target, str(error), self._model_bytes)
+
+    def _manifest(self, step: int, loop: dict[str, float]) -> Manifest:
+        assert self._stream is not None
+        recipe = self.recipe
+        return Manifest(
+            command=self.command,
+            stage=self._stage,
+            step=step,
+            layout={"ranks": recipe.cluster.ranks, **recipe.layout.model_dump(mode="json")},
+            dtype=self.dtype,
+            data=self._stream.state_dict(),
+            loop=loop,
+            reference=self._reference,
+            clock=Clock(seconds=self.observer.phases.elapsed(), by_phase=dict(self.observer.phases.totals)),
+            recipe=recipe.model_dump(mode="json"),
+            recipe_digest=digest(recipe),
+            versions=package_versions(),
+            saved=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        )
+
+    def _farewell(self, step: int) -> str:
+        text = f"stopped after {self._stage} step {step}, as {self.stop.reason} asked"
+        found, _ = self.checkpoints.latest()
+        if found is None:
+            return text
+        return f"{text}; go on with resume={self.observer.directory.path} or resume=auto"
+
+
+def _free(path: Path) -> int:
+    return shutil.disk_usage(path).free
+
+
+def _size(number: float) -> str:
+    for unit, name in ((GIB, "GiB"), (1024.0**2, "MiB")):
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number / 1024:.1f} KiB"
