@@ -113,6 +113,12 @@ def place_of(stage: str, step: int) -> tuple[int, int]:
     return (0 if stage == "sft" else 1), step
 
 
+def later_than(checkpoint: Checkpoint, directory: Path) -> list[Path]:
+    """Directories in `directory` that are named after later steps than a checkpoint's, the newest first."""
+    mine = place_of(checkpoint.manifest.stage, checkpoint.manifest.step)
+    return [path for place, path in _named(directory) if place > mine]
+
+
 class Checkpoints:
     """RUN/checkpoints. One process writes there: who holds the run directory's lock."""
 
@@ -178,8 +184,7 @@ class Checkpoints:
 
     def newer_than(self, checkpoint: Checkpoint) -> list[Path]:
         """Published directories of later steps, and a reference policy that is stored only later."""
-        mine = place_of(checkpoint.manifest.stage, checkpoint.manifest.step)
-        newer = [path for path in self.published() if (_place(path) or mine) > mine]
+        newer = [path for path in later_than(checkpoint, self.directory) if (path / MANIFEST).exists()]
         stored = self.directory / REFERENCE
         if checkpoint.manifest.stage == "sft" and (stored / MANIFEST).exists():
             newer.append(stored)
@@ -187,10 +192,7 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         """Directories that are or were to be checkpoints, the newest first."""
-        if not self.directory.is_dir():
-            return []
-        found = [(place, path) for path in self.directory.iterdir() if (place := _place(path)) is not None]
-        return [path for _, path in sorted(found, reverse=True)]
+        return [path for _, path in _named(self.directory)]
 
     def _unfinished(self) -> Iterator[Path]:
         for path in [*self._all(), self.directory / REFERENCE]:
@@ -198,9 +200,14 @@ class Checkpoints:
                 yield path
 
 
-def _place(path: Path) -> tuple[int, int] | None:
-    named = _NAME.fullmatch(path.name)
-    return place_of("sft" if named[1] == "sft" else "rl", int(named[2])) if named and path.is_dir() else None
+def _named(directory: Path) -> list[tuple[tuple[int, int], Path]]:
+    """Directories that are named after a step, with its place in the run, the newest first."""
+    found = [
+        (place_of("sft" if named[1] == "sft" else "rl", int(named[2])), path)
+        for path in (directory.iterdir() if directory.is_dir() else ())
+        if (named := _NAME.fullmatch(path.name)) and path.is_dir()
+    ]
+    return sorted(found, reverse=True)
 
 
 def _read_manifest(path: Path) -> Manifest:

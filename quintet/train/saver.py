@@ -28,6 +28,7 @@ from quintet.train.checkpoints import (
     Clock,
     Manifest,
     Stage,
+    later_than,
     name_of,
 )
 from quintet.train.stop import StopRequest
@@ -138,8 +139,11 @@ class Saver:
         stream.load_state_dict(manifest.data)
         newer = self.checkpoints.newer_than(found)
         aside = observer.go_on(manifest.stage, manifest.step, manifest.clock.seconds, manifest.clock.by_phase)
-        for path in newer:
-            path.rename(aside / path.name)
+        for path in (*newer, *later_than(found, observer.directory.hf), observer.directory.checkpoint):
+            if path.exists():
+                target = aside / path.relative_to(observer.directory.path)
+                target.parent.mkdir(exist_ok=True)
+                path.rename(target)
         what = f"; newer checkpoints are in {aside}: {', '.join(p.name for p in newer)}" if newer else ""
         observer.note(f"going on after {manifest.stage} step {manifest.step}, from {found.path}{what}")
 
@@ -190,7 +194,7 @@ class Saver:
             return
         done, errors = self.fleet.checkpoint_finished(wait=wait)
         if errors and not done:  # others write still, below what is to be removed
-            _, errors = self.fleet.checkpoint_finished(wait=True)
+            errors += self.fleet.checkpoint_finished(wait=True)[1]
         elif not done:
             return
         self._running = None
@@ -209,6 +213,7 @@ class Saver:
     def _fail(self, path: Path, reason: str, needed: int) -> None:
         """A save came to nothing: say so, and go on or end as the recipe wants."""
         self.checkpoints.discard(path)
+        reason = reason.partition(" was not saved: ")[2] or reason
         free = _free(self.observer.directory.path)
         text = f"{path} was not saved: {reason} (needed: about {_size(needed)}, free there: {_size(free)})"
         whole, _ = self.checkpoints.latest()
@@ -223,20 +228,11 @@ class Saver:
         self.observer.note(f"warning: {text}; {kept}. Training goes on (checkpoint.on_error=continue)")
 
     def _export(self, step: int) -> None:
-        """A Hugging Face directory of the present weights, under its name only when it is whole."""
+        """A Hugging Face directory of the present weights."""
         target = self.observer.directory.hf / name_of(self._stage, step)
-        draft = target.with_name(f"{target.name}.part")
-        if _free(self.observer.directory.path) < self._model_bytes:
-            self._fail(target, "there is not enough room", self._model_bytes)
-            return
         try:
-            for stale in (draft, target):
-                if stale.exists():
-                    shutil.rmtree(stale)
-            self.fleet.save(draft)
-            draft.rename(target)
-        except (UserError, OSError) as error:
-            shutil.rmtree(draft, ignore_errors=True)
+            self.fleet.save(target)
+        except UserError as error:  # nothing of it is left
             self._fail(target, str(error), self._model_bytes)
 
     def _manifest(self, step: int, loop: dict[str, float]) -> Manifest:

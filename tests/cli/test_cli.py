@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quintet.cli import COMMANDS, main
-from quintet.errors import UserError, WorkerFailure
+from quintet.errors import Stopped, UserError, WorkerFailure
 from quintet.recipe import Recipe, load_recipe
 from tests.models.directory import QWEN3_MOE, write_model
 
@@ -234,6 +234,38 @@ def test_check_counts_the_reference_policy(
     alone, with_reference, sft = totals
     assert with_reference - alone == pytest.approx(4 * 212096 / 1024, abs=0.11)
     assert sft == alone
+
+
+def test_check_tells_where_checkpoints_go_and_how_large_one_is(
+    recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintet.cli.saves._GIB", 1024)
+    monkeypatch.setattr("quintet.cli.saves._free", lambda path: 16 << 20)
+    asked = ["check", recipe, "model.build=null", model, "run.dir=out"]
+    assert main(asked) == 0
+    assert "Checkpoints: none to resume from (checkpoint.every_steps=0)" in capsys.readouterr().err
+    asked += ["checkpoint.every_steps=20"]
+    for more, bytes_each in ((["cluster.device=cpu"], 12), (["model.dtype=bf16"], 14)):
+        assert main([*asked, *more]) == 0
+        said = capsys.readouterr().err
+        one = bytes_each * 212096 / 1024
+        assert "Checkpoints: every 20 steps to out/run-<time>/checkpoints, the newest 2 kept" in said
+        assert (
+            f"; one takes about {one:.1f} GiB, all up to {3 * one:.1f} GiB of the 16384 GiB that are" in said
+        )
+    assert main([*asked, "checkpoint.keep_last=9", "checkpoint.hf_every_steps=40"]) == 0
+    said = capsys.readouterr().err
+    assert ": warning, 16384.0 GiB are free there." in said
+    assert "Hugging Face directories: every 40 steps to out/run-<time>/hf, all kept." in said
+
+
+def test_sigterm_is_no_error(recipe: str, stub, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(recipe: Recipe) -> None:
+        raise Stopped("stopped after rl step 3, as SIGTERM asked")
+
+    stub("quintet.train.ppo", train=train)
+    assert main(["train", recipe]) == 143
+    assert capsys.readouterr().err == "quintet: stopped after rl step 3, as SIGTERM asked\n"
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,13 @@ BROKEN = [
         ],
     ),
     ("samples_fit_a_microbatch", ["model.build.max_position_embeddings=128"], ["128 positions"]),
+    ("resume_names_something", ["resume=runs/gone"], ["resume=runs/gone: there is no such directory"]),
+    (
+        "checkpoint_keys_are_read",
+        ["checkpoint.async_save=false"],
+        ["checkpoint.async_save=false is not read while checkpoint.every_steps=0"],
+    ),
+    ("checkpoint_keys_are_read", ["checkpoint.on_error=continue"], ["checkpoint.on_error=continue is not"]),
     ("groups_have_a_contrast", ["rollout.samples_per_prompt=1"], ["at least 2"]),
     ("groups_have_a_contrast", ["rollout.temperature=0"], ["grpo learns nothing"]),
     (
@@ -191,6 +198,9 @@ def test_a_broken_rule_is_told_with_its_keys(
         ["optimizer.cpu_fraction=0.5"],
         ["optimizer.lr_multipliers={'*.self_attn.*_proj.*': 0.1, 'lm_head.*': 2.0, '*': 0.5}", "@moe"],
         ["reward.function=my_package.rewards:score"],
+        ["checkpoint.every_steps=10", "checkpoint.keep_last=3", "checkpoint.on_error=continue"],
+        ["checkpoint.hf_every_steps=10", "checkpoint.on_error=continue"],
+        ["resume=auto"],
         ["model.chat_template='{{ messages }}'"],
         ["data.task_options.digits=3"],
         ["data.task=gsm8k", "data.train_path=openai/gsm8k:main:train", "data.eval_path=openai/gsm8k"],
@@ -233,6 +243,8 @@ def test_a_command_is_asked_only_for_what_it_reads(load, refuse) -> None:
     load("sft={}", "rollout.samples_per_prompt=1", command="sft")
     load("data.task=jsonl", "rollout.temperature=0", command="generate")
     assert "data.eval_path is not set" in refuse("data.task=jsonl", command="eval")
+    for command in ("generate", "eval"):
+        assert "resume is read by quintet train and sft alone" in refuse("resume=auto", command=command)
 
 
 def test_a_model_directory_is_looked_at_before_anything_starts(load, refuse, model: Path) -> None:
@@ -294,6 +306,7 @@ def test_every_rule_has_a_sentence_and_a_test() -> None:
         "policies_predict_tokens",
         "trackers_are_installed",
         "sft_has_its_section",
+        "resume_is_of_training",
         "layers_are_installed",
     }
     assert {one.__name__ for one in RULES} == {row[0] for row in BROKEN} | tested_below

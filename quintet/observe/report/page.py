@@ -53,6 +53,8 @@ def page(run: Run) -> str:
 def _head(run: Run) -> str:
     status = str(run.summary.get("status", "unfinished"))
     parts = [str(run.environment[key]) for key in ("started", "command") if run.environment.get(key)]
+    if starts := run.summary.get("starts"):
+        parts.append(f"start {len(starts)} of a run that began {starts[0]}")
     error = run.summary.get("error")
     phase = f" (phase {run.summary['phase']})" if run.summary.get("phase") else ""
     return (

@@ -1,0 +1,241 @@
+"""Runs that are ended in every way and go on: to the same end as one that was let be."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quintet.observe.ledger import CLOCK_KEYS
+from quintet.train.checkpoints import MANIFEST, Checkpoints
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "recipes/laptop_demo.yaml",
+    "model.build.layers=2",
+    "model.build.hidden_size=64",
+    "reward.function=length",  # an untrained model's answers differ in length, so there is something to learn
+    "algorithm.kl_coef=0.01",
+    "train.prompts_per_step=8",
+    "train.eval_prompts=0",
+    "sft.steps=3",
+    "sft.optimizer.warmup_steps=1",
+    "optimizer.warmup_steps=1",
+    "checkpoint.every_steps=1",
+]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "quintet", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    process = start(*arguments)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == code, output
+    return output
+
+
+def only(directory: Path) -> Path:
+    (found,) = directory.iterdir()
+    return found
+
+
+def recorded(directory: Path) -> list[dict]:
+    """Everything a run recorded that does not depend on the clock."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(CLOCK_KEYS)} for line in lines]
+
+
+def weights(directory: Path) -> str:
+    return hashlib.sha256((directory / "checkpoint" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def same_end(one: Path, other: Path) -> None:
+    assert recorded(one) == recorded(other)
+    assert (one / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
+    assert weights(one) == weights(other)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """kill -9 of a run and of every process it started."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for one in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(family, timeout=10)
+    process.communicate()
+
+
+def wait_for_a_save(process: subprocess.Popen[str], runs: Path, count: int = 1, seconds: float = 200) -> Path:
+    """Wait until a save begins that this process has not made before; of several the count-th."""
+    seen = {p for p in runs.glob("*/checkpoints/*") if (p / MANIFEST).exists()}
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        for path in runs.glob("*/checkpoints/*-*"):
+            if path not in seen and not (path / MANIFEST).exists():
+                seen.add(path)
+                count -= 1
+                if count == 0:
+                    return path
+        time.sleep(0.001)
+    raise AssertionError("no save began")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of sixteen steps that nothing happened to."""
+    runs = tmp_path_factory.mktemp("straight")
+    run("train", *SMALL, "train.steps=16", f"run.dir={runs}")
+    return only(runs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_kill_9_during_a_save_at_ten_random_moments(straight, tmp_path):
+    """Whenever it is killed, what was published loads, and the run comes to the same end as if nothing had happened."""
+    rng, unfinished, last = random.Random(0), 0, (0, 0)
+    arguments = ["train", *SMALL, "train.steps=16", f"run.dir={tmp_path}", "resume=auto"]
+    for _ in range(10):
+        process = start(*arguments)
+        path = wait_for_a_save(process, tmp_path, rng.choice([1, 1, 2]))
+        time.sleep(rng.choice([0.0, 0.002, 0.01, 0.03, 0.1]))
+        kill_all(process)
+        unfinished += not (path / MANIFEST).exists()
+        newest, _ = Checkpoints(path.parent).latest()
+        place = ((0 if newest.manifest.stage == "sft" else 1), newest.manifest.step) if newest else (0, 0)
+        assert place >= last
+        last = place
+    assert unfinished >= 3
+    run(*arguments)
+    same_end(straight, max(tmp_path.iterdir()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kill_9_of_one_worker_during_a_save(straight, tmp_path):
+    process = start("train", *SMALL, "train.steps=16", f"run.dir={tmp_path}")
+    path = wait_for_a_save(process, tmp_path, 8)
+    worker = next(
+        p for p in psutil.Process(process.pid).children(recursive=True) if p.name().startswith("ray::Seat")
+    )
+    worker.kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+    assert re.search(r"error: Rank \d died in \w+: ended without a word: killed from outside", output)
+    newest, _ = Checkpoints(path.parent).latest()
+    assert newest is not None
+    again = run("train", *SMALL, "train.steps=16", f"run.dir={tmp_path}", "resume=auto")
+    assert f"going on after {newest.manifest.stage} step {newest.manifest.step}" in again
+    same_end(straight, only(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sigterm_saves_and_the_run_goes_on(straight, tmp_path):
+    recipe = [*SMALL, "train.steps=16", f"run.dir={tmp_path}", "checkpoint.every_steps=100"]
+    process = start("train", *recipe)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if re.match(r"\s+3/16 ", line):
+            break
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    said = re.search(
+        r"quintet: stopped after rl step (\d+), as SIGTERM asked; go on with resume=(\S+)", output
+    )
+    assert said, output
+    assert json.loads((Path(said[2]) / "summary.json").read_text())["status"] == "interrupted"
+    again = run("train", *recipe, f"resume={said[2]}")
+    assert f"going on after rl step {said[1]}, from {said[2]}/checkpoints/step-0000" in again
+    same_end(straight, only(tmp_path))
+    assert len(json.loads((only(tmp_path) / "summary.json").read_text())["starts"]) == 2
+    assert "nothing left to do" in run("train", *recipe, "resume=auto")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few MiB: one or two checkpoints fit, then write() fails with ENOSPC."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {made.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_disk_that_fills_during_a_save(straight, small_disk, tmp_path, on_error):
+    """Somebody else fills the disk while the ranks write; the check before the save saw room."""
+    recipe = [*SMALL, "train.steps=16", f"run.dir={small_disk}", f"checkpoint.on_error={on_error}"]
+    process = start("train", *recipe)
+    path = wait_for_a_save(process, small_disk, 9)
+    fill(small_disk)
+    output, _ = process.communicate(timeout=200)
+    failed = re.search(
+        r"(\S+/checkpoints/step-\d+) was not saved: (.+) \(needed: about ([\d.]+ \w+), free there: ([\d.]+ \w+)\); the last whole "
+        r"checkpoint is (\S+)",
+        " ".join(output.split()),
+    )
+    assert failed, output
+    newest, _ = Checkpoints(path.parent).latest()
+    assert newest is not None
+    assert not Path(failed[1]).exists() or Path(failed[1]) == newest.path
+    if on_error == "stop":
+        assert process.returncode == 2, output
+        assert "Make room" in output
+        (small_disk / "filler").unlink()
+        run("train", *recipe, "resume=auto")
+        same_end(straight, only(small_disk))
+    else:
+        assert "warning: " in output
+        assert "Training goes on (checkpoint.on_error=continue)" in output
+        steps = [line for line in recorded(only(small_disk)) if line["stage"] == "rl"]
+        assert steps == [line for line in recorded(straight) if line["stage"] == "rl"]
+
+
+def fill(disk: Path) -> None:
+    """Leave no more than the run's own small files need."""
+    free = shutil.disk_usage(disk).free
+    with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        file.write(b"x" * max(0, free - 300_000))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_verify_resume_proves_it_and_finds_what_is_wrong(tmp_path):
+    recipe = [*SMALL[:-1], f"run.dir={tmp_path}"]
+    output = run("verify-resume", *recipe, "--steps", "2")
+    assert "identical: every step and every weight, bit for bit" in output
+    assert re.search(r"resumed\s+rl 3 .*the same", output)
+    assert list(tmp_path.iterdir()) == []
+    output = run("verify-resume", *recipe, "--steps", "2", "--layout", "layout.tp=2")
+    assert "the same up to rounding: in the other layout the losses part by" in output
+    assert "may not change that key" in run("verify-resume", *recipe, "--layout", "optimizer.lr=1", code=2)
