@@ -1,0 +1,209 @@
+"""What goes wrong while saving or loading is told in words, on every rank, and leaves nothing half done."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quintet.errors import UserError
+from tests.engine.checkpoint.ranks import bare_engine, held, release, step
+from tests.oracle.cases import Case
+from tests.oracle.models import save
+
+CASE = Case("qwen2", dp=2, distributed_optimizer=True)
+
+
+def message(call: Any) -> str:
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(x[:2] == y[:2] and torch.equal(x[2], y[2]) for x, y in zip(a, b, strict=True))
+
+
+def trained(path: Path, case: Case = CASE, **how: Any) -> Any:
+    engine = bare_engine(case, path, **how)
+    engine.load_hf(path)
+    if how.get("trained", True):
+        step(engine, case)
+    return engine
+
+
+def damages(path: Path, where: Path) -> dict[str, str]:
+    """On each of two ranks: save, damage what rank 1 alone reads, and load; then load what is whole."""
+    import torch.distributed as dist
+
+    engine = trained(path)
+    engine.save(where)
+    saved = held(engine)
+    step(engine, CASE)
+    later, steps = held(engine), engine.steps
+    said = {"occupied": message(lambda: engine.save(where))}
+    file = where / "__1_0.distcp"
+    whole = file.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for name, data in {"flipped": bytes(flipped), "cut": whole[:-1], "gone": None}.items():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.unlink() if data is None else file.write_bytes(data)
+        dist.barrier()
+        said[name] = message(lambda: engine.load(where))
+        assert same(held(engine), later), name
+        assert engine.steps == steps
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(whole)
+    dist.barrier()
+    assert not same(saved, later)
+    engine.load(where)
+    assert same(held(engine), saved)
+    assert engine.steps == 1
+    release(engine)
+    return said
+
+
+def test_damage_that_one_rank_sees_stops_all_before_anything_changes(pool, models, tmp_path):
+    path = save("qwen2", models / "qwen2")
+    first, second = pool.run(damages, 2, path, tmp_path / "saved")
+    assert "is not empty" in first["occupied"]
+    for name, words in {
+        "flipped": "is damaged",
+        "cut": "bytes, and was written with",
+        "gone": "is missing",
+    }.items():
+        assert words in first[name], first
+        assert "__1_0.distcp" in first[name]
+    assert first == second
+
+
+def full_disk(path: Path, where: Path) -> list[str]:
+    """On each of two ranks: rank 1 may write no more than 100 KB to a file; then it may again."""
+    import torch.distributed as dist
+
+    engine = trained(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        said = [message(lambda: engine.save(where))]
+        engine.save(where / "second", wait=False)
+        step(engine, CASE)  # goes on
+        said.append(message(lambda: engine.save_finished(wait=True)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    dist.barrier()
+    said.append("removed" if not where.exists() or not any((where / "second").glob("*")) else "left")
+    dist.barrier()
+    engine.save(where / "third")
+    engine.load(where / "third")
+    release(engine)
+    return said
+
+
+def test_a_full_disk(pool, models, tmp_path):
+    path = save("qwen2", models / "qwen2")
+    first, second = pool.run(full_disk, 2, path, tmp_path / "saved")
+    assert first[0] == second[0]
+    assert "was not saved" in first[0]
+    assert "__1_0.distcp" in first[0] or "File too large" in first[0]
+    assert "was not saved" in first[1]
+    assert "was not saved" in second[1]
+    assert first[2] == second[2] == "removed"
+
+
+def refusals(path: Path, other: Path, where: Path) -> dict[str, str]:
+    """On one rank: what does not fit."""
+    case = Case("qwen2")
+    engine = trained(path, case)
+    engine.save(where / "adamw")
+    engine.offload(params=1.0)
+    with pytest.raises(RuntimeError, match="offloaded"):
+        engine.save(where / "offloaded")
+    engine.reload()
+    engine.save(where / "unwaited", wait=False)
+    with pytest.raises(RuntimeError, match="save_finished"):
+        engine.save(where / "too-early")
+    engine.save_finished(wait=True)
+    assert engine.save_finished(wait=False)
+    weights = trained(path, case, trained=False)
+    weights.save(where / "weights")
+    weights.load(where / "adamw")  # without what it has no use for
+    assert same(held(weights), [one for one in held(engine) if not one[0].startswith("optimizer.")])
+    sgd = bare_engine(Case("qwen2", optimizer="sgd"), path)
+    another = bare_engine(Case("qwen3"), other)
+    said = {
+        "sgd": message(lambda: sgd.load(where / "adamw")),
+        "weights": message(lambda: engine.load(where / "weights")),
+        "model": message(lambda: another.load(where / "adamw")),
+        "none": message(lambda: engine.load(where / "nothing")),
+        "file": message(lambda: engine.save(where / "adamw" / "state.json" / "x")),
+    }
+    state = json.loads((where / "weights" / "state.json").read_text())
+    (where / "weights" / "checksums.json").unlink()
+    (where / "weights" / "state.json").write_text(json.dumps(state | {"format": 99}))
+    said["format"] = message(lambda: weights.load(where / "weights"))
+    for one in (engine, weights, sgd, another):
+        release(one)
+    return said
+
+
+def test_what_does_not_fit_is_refused(pool, models, tmp_path):
+    paths = [save(name, models / name) for name in ("qwen2", "qwen3")]
+    (said,) = pool.run(refusals, 1, *paths, tmp_path)
+    assert "optimizer.name=adamw" in said["sgd"]
+    assert "momentum_buffer" in said["sgd"]
+    assert "weights alone" in said["weights"]
+    assert "lacks tensors of this model" in said["model"]
+    assert "q_layernorm" in said["model"]
+    assert "is not a checkpoint" in said["none"]
+    assert "was not saved" in said["file"]
+    assert "format 99" in said["format"]
+
+
+def draws(path: Path, where: Path) -> tuple[list[Any], list[Any], list[Any]]:
+    """On each rank: what is drawn after a save, after a load in the same layout, and after one in another."""
+
+    def draw() -> list[Any]:
+        return [torch.rand(3).tolist(), random.random()]
+
+    engine = trained(path)
+    torch.manual_seed(3 + engine.mesh.rank)
+    random.seed(3 + engine.mesh.rank)
+    engine.save(where)
+    after_save = draw()
+    draw()
+    engine.load(where)
+    again = draw()
+    other = bare_engine(Case("qwen2", tp=2), path)
+    torch.manual_seed(99)
+    random.seed(99)
+    expected = draw()
+    torch.manual_seed(99)
+    random.seed(99)
+    other.load(where)
+    elsewhere = draw()
+    release(engine)
+    release(other)
+    assert elsewhere == expected
+    return after_save, again, elsewhere
+
+
+def test_random_states(pool, models, tmp_path):
+    path = save("qwen2", models / "qwen2")
+    told = pool.run(draws, 2, path, tmp_path / "saved")
+    assert all(after_save == again for after_save, again, _ in told)
+    assert told[0][0] != told[1][0]
