@@ -1,0 +1,90 @@
+"""Host memory: loading takes what the rank holds and one chunk, saving what the rank writes, once and for all saves."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.checkpoint.ranks import held, release
+
+MIB = 1 << 20
+
+
+def trim() -> None:
+    """Have the allocator give back what is free."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def peak_of(call: Any) -> float:
+    """MiB of resident memory that a call takes beyond what there was before."""
+    trim()
+    status = Path("/proc/self/status")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
+    before = _line(status, "VmRSS")
+    call()
+    return (_line(status, "VmHWM") - before) / 1024
+
+
+def _line(status: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
+
+
+def measured(where: Path) -> dict[str, float]:
+    """On one rank, a model of 50 M weights: MiB at the peak of saves and a load, of the state, and seconds."""
+    from quintet.engine.engine import Engine
+    from quintet.models import ModelShape
+    from quintet.recipe import schema
+
+    shape = ModelShape(
+        family="qwen2",
+        layers=4,
+        hidden_size=512,
+        ffn_hidden_size=2048,
+        heads=8,
+        kv_heads=8,
+        head_dim=64,
+        vocab_size=64000,
+        max_positions=64,
+        tied_embeddings=True,
+        norm_eps=1e-6,
+        qkv_bias=True,
+    )
+    torch.manual_seed(0)
+    engine = Engine(
+        shape, schema.Layout(), engine=schema.Engine(), optimizer=schema.Optimizer(), dtype="fp32"
+    )
+    engine.start_optimizer(schema.Optimizer(), 10)
+    for chunk in engine.chunks:
+        for p in chunk.parameters():
+            p.main_grad.normal_()
+    engine.optimizer_step()
+    found = {"state": sum(t.nbytes for _, _, t in held(engine)) / MIB}
+    found["first save"] = peak_of(lambda: engine.save(where / "1"))
+    start = time.perf_counter()
+    engine.save(where / "2", wait=False)
+    found["blocked_s"] = time.perf_counter() - start
+    engine.save_finished(wait=True)
+    found["saved_s"] = time.perf_counter() - start
+    found["third save"] = peak_of(lambda: engine.save(where / "3"))
+    found["load"] = peak_of(lambda: engine.load(where / "3"))
+    release(engine)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.is_available(), reason="reads Linux's count of host memory"
+)
+def test_host_memory(pool, tmp_path):
+    (found,) = pool.run(measured, 1, tmp_path, timeout_s=600)
+    print(found)
+    chunk = 64  # MiB, of PIECE_BYTES: the bytes as they were read, and the tensor made of them
+    assert found["first save"] < found["state"] + 128 + 32  # its last buffer need not be full
+    assert found["third save"] < 32
+    assert found["load"] < found["state"] + 2 * chunk + 32
