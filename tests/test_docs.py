@@ -43,6 +43,7 @@ def test_every_recipe_loads(recipe, tmp_path):
         "benchmarks/README.md",
         "docs/recipe.md",
         "docs/layouts.md",
+        "docs/models.md",
         "docs/benchmarks.md",
     ],
 )

@@ -59,7 +59,18 @@ def _model(recipe: Recipe, shape: ModelShape) -> str:
     if recipe.model.path is None:  # 1 stands for the vocabulary in the shape of a built model
         return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters and the embeddings, built from nothing."
     active = f", {_count(shape.active_parameter_count)} of them for each token" if shape.moe else ""
-    return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters{active}."
+    return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters{active}.{_ahead(recipe.model.path)}"
+
+
+def _ahead(path: Path) -> str:
+    """What becomes of layers for multi-token prediction."""
+    from quintet.models import held_shape
+
+    layers = held_shape(path).mtp_layers
+    if not layers:
+        return ""
+    what = "Its layer" if layers == 1 else f"Its {layers} layers"
+    return f" {what} for multi-token prediction: not trained, saved as found."
 
 
 def _count(parameters: int) -> str:

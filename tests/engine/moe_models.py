@@ -4,12 +4,13 @@ hold them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.oracle.models import hub_names as hub_names
 
 VOCAB = 61  # odd: padding of the vocabulary is in play under tp
 
@@ -48,6 +49,7 @@ _LATENT: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
 }
 
 
@@ -60,6 +62,7 @@ _GLM: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "use_qk_norm": True,
     "attention_bias": True,
+    "num_nextn_predict_layers": 0,
 }
 
 
@@ -151,20 +154,3 @@ def stored(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
-def hub_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Parameters, or their gradients, under the names that files have: transformers keeps a layer's experts in two
-    tensors, on disk each expert has its own."""
-    out = {}
-    for name, tensor in named:
-        if name.endswith(".experts.gate_up_proj"):
-            for e, (gate, up) in enumerate(one.chunk(2) for one in tensor):
-                out[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
-                out[name.replace("gate_up_proj", f"{e}.up_proj.weight")] = up
-        elif name.endswith(".experts.down_proj"):
-            for e, down in enumerate(tensor):
-                out[name.replace("down_proj", f"{e}.down_proj.weight")] = down
-        else:
-            out[name] = tensor
-    return out

@@ -61,7 +61,7 @@ def round_trip(path: Path, out: Path, layout: dict, shard_bytes: int, dtype: str
     hf_write.SHARD_BYTES, hf.GATHERED_BYTES = SHARD_BYTES, GATHERED_BYTES
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama", "mimo"])
 @pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"tp": 2}), (4, {"pp": 2})])
 def test_saved_equals_loaded(pool, tmp_path, family, world, layout):
     path = save(family, tmp_path / "in")

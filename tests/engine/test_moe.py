@@ -45,7 +45,7 @@ def reference(name: str) -> tuple[float, dict[str, Tensor], Tensor]:
     logprobs = torch.cat(flat)
     loss = -logprobs.sum() / TOKENS
     loss.backward()
-    gradients = hub_names((n, p.grad) for n, p in made.named_parameters())
+    gradients = hub_names(((n, p.grad) for n, p in made.named_parameters()), name)
     return loss.item(), gradients, logprobs.detach()
 
 

@@ -17,14 +17,15 @@ from quintet.recipe import schema
 from tests.oracle.covering import Constraint, Row, Table
 from tests.oracle.data import BATCHES, BF16_BATCH
 
-DENSE = ("qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama")
+DENSE = ("qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "mimo")
 MOE = ("qwen3_moe", "deepseek_v3", "deepseek_v3-tied")
 FAMILIES = (*DENSE, *MOE)
 THOROUGH = ("qwen3", "deepseek_v3")
-"""The families that run all pairs in `make test`; the others run FEW_LAYOUTS there."""
+"""The families that run all pairs in `make test`; the others run FEW_LAYOUTS there, and of these some BRIEFLY one alone."""
+BRIEFLY = ("mimo",)
 THOROUGH_SLOWLY = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3_moe", "deepseek_v3")
 """The families that run all pairs in `make test-slow`."""
-LAYERS, HEADS = 4, {"qwen2": 2, "qwen2-tied": 2}
+LAYERS, HEADS = 4, {"qwen2": 2, "qwen2-tied": 2, "mimo": 2}
 """Layers of every tiny model, and the heads that context-parallel ranks exchange: KV heads, 4 where not said."""
 TOKENS_PER_ROW = 24
 """Token budget of a micro-batch over all cp ranks: the longest sample with any layout's padding, no more."""
@@ -136,6 +137,8 @@ _MODULES: dict[str, list[Any]] = {
     "qwen3_moe": ["core_attn", "moe_act", "layernorm"],
     "deepseek_v3": _LATENT,
     "deepseek_v3-tied": _LATENT,
+    "glm4_moe": ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm"],
+    "mixtral": ["core_attn", "moe_act", "layernorm"],
 }
 """What selective recompute computes again: all that the family has and that go together."""
 
@@ -239,14 +242,18 @@ def fast_cases() -> list[Case]:
     """What `make test` runs: up to 4 ranks."""
     found: list[Case] = []
     for family in FAMILIES:
+        if family in BRIEFLY:
+            found += few(family)[:1]
+            continue
         found += covering(family, 4) if family in THOROUGH else few(family)
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
     return ordered(found)
 
 
 def slow_cases() -> list[Case]:
-    """What `make test-slow` runs besides: all pairs of every family up to 8 ranks."""
+    """What `make test-slow` runs besides: all pairs of most families up to 8 ranks, and the rest of BRIEFLY."""
     found = [case for family in THOROUGH_SLOWLY for case in (*covering(family, 8), *bf16(family, 8))]
+    found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)
 

@@ -17,7 +17,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -69,11 +71,33 @@ def _deepseek_v3(tied: bool) -> DeepseekV3Config:
     )
 
 
+def _glm4_moe() -> Glm4MoeConfig:
+    return Glm4MoeConfig(
+        n_routed_experts=8,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        use_qk_norm=True,
+        attention_bias=True,
+        num_nextn_predict_layers=0,
+        tie_word_embeddings=False,
+        **_HEADS,
+        **_EXPERTS,
+        **_SIZES,
+    )
+
+
+def _mixtral() -> MixtralConfig:
+    experts = {key: _EXPERTS[key] for key in ("num_experts_per_tok", "experts_implementation")}
+    return MixtralConfig(num_local_experts=8, tie_word_embeddings=False, **_HEADS, **experts, **_SIZES)
+
+
 CONFIGS = {
     "qwen3": Qwen3Config(tie_word_embeddings=False, **_HEADS, **_SIZES),
     "qwen3-tied": Qwen3Config(tie_word_embeddings=True, **_HEADS, **_SIZES),
     "qwen2": _qwen2(tied=False),
     "qwen2-tied": _qwen2(tied=True),
+    "mimo": _qwen2(tied=False),  # its trunk
     "llama": LlamaConfig(
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -93,7 +117,11 @@ MOE_CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(num_experts=8, tie_word_embeddings=False, **_HEADS, **_EXPERTS, **_SIZES),
     "deepseek_v3": _deepseek_v3(tied=False),
     "deepseek_v3-tied": _deepseek_v3(tied=True),
+    "glm4_moe": _glm4_moe(),
+    "mixtral": _mixtral(),
 }
+ARCHITECTURES = {"mimo": ("Qwen2For", "MiMoFor")}
+"""What config.json says in place of transformers' class."""
 SEEDS = {"qwen3_moe": 675, "deepseek_v3": 1478, "deepseek_v3-tied": 1478}
 """Of the weights, where `reference` asks for certain ones; other models have 0."""
 
@@ -132,6 +160,9 @@ def save(name: str, path: Path, head: str = "lm") -> Path:
             made.model = trunk
             made.score.weight = torch.nn.Parameter(value_head())
         made.save_pretrained(path)
+        if name in ARCHITECTURES:
+            text = (path / "config.json").read_text()
+            (path / "config.json").write_text(text.replace(*ARCHITECTURES[name]))
     return path
 
 
@@ -140,8 +171,18 @@ def value_head() -> Tensor:
     return torch.randn(1, 64, generator=torch.Generator().manual_seed(5)) / 8
 
 
-def hub_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def hub_names(named: Iterable[tuple[str, Tensor]], family: str = "") -> dict[str, Tensor]:
     """Parameters, or gradients, under the names that files on the hub have."""
+    out = _one_an_expert(named)
+    if not family.startswith("mixtral"):
+        return out
+    theirs = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for ours, its in theirs.items():
+        out = {name.replace(ours, its): tensor for name, tensor in out.items()}
+    return out
+
+
+def _one_an_expert(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     out = {}
     for name, tensor in named:
         if name.endswith(".experts.gate_up_proj"):

@@ -8,11 +8,12 @@ expert a token gets. No routes are replayed here. The weights of the MoE familie
 token in any layer at any step comes near a tie: the smallest gap between a chosen and a rejected score (of experts, and
 of groups of experts) is at least MARGIN times the scores' numeric error, which is what the same training in float64
 differs by. `reference` raises when that does not hold. On the batch BF16_BATCH the gap is large enough for bf16 as
-well. `python -m tests.oracle.reference` looks for such seeds.
+well. `python -m tests.oracle.reference [family …]` looks for such seeds.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -110,6 +111,7 @@ class _Run:
         dtype: torch.dtype = torch.float32,
         seed: int | None = None,
     ) -> None:
+        self.name = name
         made = model(name) if seed is None else drawn(name, seed)
         self.model = made.to(dtype)
         self.score = torch.nn.Parameter(value_head().to(dtype)) if head == "value" else None
@@ -137,8 +139,11 @@ class _Run:
         trunk = [(n, p) for n, p in self.model.named_parameters() if n != "lm_head.weight"]
         return [*trunk, ("score.weight", self.score)]
 
+    def _on_hub(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return hub_names(named, self.name)
+
     def train(self, batches: Iterable[int]) -> Reference:
-        before = hub_names((n, p.detach().clone()) for n, p in self._named())
+        before = self._on_hub((n, p.detach().clone()) for n, p in self._named())
         buffers = {
             n: b.clone() for n, b in self.model.named_buffers() if n.endswith("e_score_correction_bias")
         }
@@ -149,10 +154,10 @@ class _Run:
             loss, outs = self._loss(batch)
             outputs = outputs or outs
             loss.backward()
-            gradients = hub_names((n, p.grad.clone()) for n, p in self._named() if p.grad is not None)
+            gradients = self._on_hub((n, p.grad.clone()) for n, p in self._named() if p.grad is not None)
             norm = torch.nn.utils.clip_grad_norm_([p for _, p in self._named()], self.recipe.clip_grad_norm)
             self.optimizer.step()
-            after = hub_names((n, p.detach().clone()) for n, p in self._named())
+            after = self._on_hub((n, p.detach().clone()) for n, p in self._named())
             steps.append(Step(loss.item(), norm.item(), gradients, after))
         return Reference(before, buffers, outputs, steps)
 
@@ -227,6 +232,8 @@ class _Router:
 
 
 def _gap(scores: Tensor, k: int) -> Tensor:
+    if k == scores.shape[1]:  # nothing is rejected
+        return torch.full((len(scores),), torch.inf, dtype=scores.dtype)
     best = scores.topk(k + 1).values
     return best[:, k - 1] - best[:, k]
 
@@ -279,5 +286,5 @@ def _search(name: str, tries: int = 1500) -> None:
 
 
 if __name__ == "__main__":
-    for family in MOE_CONFIGS:
+    for family in sys.argv[1:] or MOE_CONFIGS:
         _search(family)

@@ -84,9 +84,15 @@ def test_greedy_equals_transformers(pool, path, layout):
                 assert row[0].finish == "length"
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "tp2-sp", "pp2"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_experts_and_latent_attention_generate(pool, tmp_path, name, layout):
+OTHERS = [
+    *((name, layout) for name in ("qwen3_moe", "deepseek_v3") for layout in ("one", "tp2", "tp2-sp", "pp2")),
+    *((name, "tp2-sp") for name in ("qwen2", "llama", "mimo", "glm4_moe", "mixtral")),
+    ("glm4_moe", "pp2"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), OTHERS)
+def test_every_family_generates(pool, tmp_path, name, layout):
     world, sizes = LAYOUTS[layout]
     runs = [([Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=8), 3)]
     for (run,) in pool.run(generate, world, save(name, tmp_path), sizes, runs):
