@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quintet.cli import check, eval, generate, sft, train, verify_resume
+from quintet.cli import check, convert, eval, generate, sft, train, verify_resume
 from quintet.cli.command import Command
 from quintet.errors import QuintetError
 
@@ -24,6 +24,7 @@ COMMANDS: dict[str, Command] = {
         eval.COMMAND,
         check.COMMAND,
         verify_resume.COMMAND,
+        convert.COMMAND,
     )
 }
 

@@ -27,6 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
         from quintet.cli.saves import describe_saves
 
         notes += describe_saves(recipe, arguments.command)
+    if arguments.verify_weights:
+        notes += _verify_weights(recipe)
     print(dump_resolved(recipe), end="")
     sys.stdout.flush()
     print(
@@ -217,12 +219,32 @@ def _check_data(recipe: Recipe, command: str) -> list[str]:
     return notes
 
 
+def _verify_weights(recipe: Recipe) -> list[str]:
+    """Read every byte of the model's files against the checksums there are."""
+    from quintet.models.checksums import verify_files
+    from quintet.models.weights_on_disk import find_weights
+
+    path = recipe.model.path
+    if path is None:
+        raise UserError(
+            "--verify-weights: the recipe names no model.path; a model that is built has no files yet"
+        )
+    files = list(find_weights(path).headers)
+    notes = verify_files(path, files, lambda text: print(text, file=sys.stderr, flush=True))
+    return [*notes, f"Weights: {len(files) - len(notes)} of {len(files)} files verified by their checksums."]
+
+
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--command",
         choices=["train", "sft", "generate", "eval"],
         default="train",
         help="what the recipe is checked for (default: train)",
+    )
+    parser.add_argument(
+        "--verify-weights",
+        action="store_true",
+        help="also read all weights against their checksums: quintet's own, or those the hub's downloads keep",
     )
 
 

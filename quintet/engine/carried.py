@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quintet.engine.hf_read import TORCH_DTYPES, fill, same_bytes
+from quintet.engine.hf_read import TORCH_DTYPES, HfReader, same_bytes
 from quintet.engine.hf_write import Planned
 from quintet.engine.shards import Shard
 from quintet.errors import UserError
@@ -46,13 +46,14 @@ class Carried:
 
         Raises UserError naming file and tensor when one cannot be read.
         """
-        for name in self.tensors:
-            assert self.source is not None
-            entry = self.source.tensors[name].entry
-            tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-            box = tuple((0, n) for n in entry.shape)
-            fill([Shard(name, entry.shape, box, tensor)], self.source)
-            yield name, tensor
+        if self.source is None:
+            return
+        with HfReader(self.source) as reader:
+            for name in self.tensors:
+                entry = self.source.tensors[name].entry
+                tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+                reader.fill([Shard(name, entry.shape, tuple((0, n) for n in entry.shape), tensor)])
+                yield name, tensor
 
 
 def carried_from(source: Path, shape: ModelShape) -> Carried:
@@ -67,7 +68,7 @@ def carried_from(source: Path, shape: ModelShape) -> Carried:
     weights = find_weights(source)
     copies: dict[str, list[str]] = {}
     tensors = []
-    for name, copy in _copies(weights, there):
+    for name, copy in held_copies(weights, there):
         if same_bytes(weights.tensors[name], weights.tensors[copy]):
             copies.setdefault(name, []).append(copy)
         else:
@@ -83,7 +84,7 @@ def refuse_other_copies(weights: WeightsOnDisk, shape: ModelShape) -> None:
 
     Raises UserError naming the file and the tensor where it is not.
     """
-    for name, copy in _copies(weights, shape):
+    for name, copy in held_copies(weights, shape):
         if not same_bytes(weights.tensors[name], weights.tensors[copy]):
             raise UserError(
                 f"{weights.tensors[copy].file}: {copy} differs from {name}, which layers for multi-token prediction share "
@@ -91,7 +92,7 @@ def refuse_other_copies(weights: WeightsOnDisk, shape: ModelShape) -> None:
             )
 
 
-def _copies(weights: WeightsOnDisk, shape: ModelShape) -> Iterator[tuple[str, str]]:
+def held_copies(weights: WeightsOnDisk, shape: ModelShape) -> Iterator[tuple[str, str]]:
     """Each tensor that a directory holds a second time: its name, and that of the copy."""
     for weight in family_named(shape.family).weights(shape):
         yield from ((weight.hf[0], copy) for copy in weight.copies if copy in weights.tensors)

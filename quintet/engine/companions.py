@@ -43,6 +43,14 @@ def saved_config(
     return saved
 
 
+def copy_companions(source: Path, directory: Path) -> None:
+    """Copy what stands beside the weights in `source`, config.json as well, to `directory`."""
+    directory.mkdir()
+    for name in ("config.json", *COMPANIONS):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+
+
 def write_companions(directory: Path, companions: Path, config: dict[str, Any]) -> None:
     """config.json as given, and copies of what else stands beside the weights in `companions`."""
     for name in COMPANIONS:

@@ -13,7 +13,7 @@ from torch import Tensor
 from quintet.engine.agree import agreed
 from quintet.engine.carried import Carried, carried_from, refuse_other_copies
 from quintet.engine.companions import saved_config, write_companions
-from quintet.engine.hf_read import fill, same_bytes
+from quintet.engine.hf_read import HfReader, same_bytes
 from quintet.engine.hf_write import HfWriter, Planned
 from quintet.engine.reshard import Holdings, Resharder, gather_holdings
 from quintet.engine.shards import Box, Shard
@@ -48,7 +48,8 @@ def fill_hf(shards: list[Shard], weights: WeightsOnDisk) -> None:
         new = {VALUE_HEAD} - set(weights.tensors)  # starts at zero
         for shard in (one for one in shards if one.name in new):
             shard.write(torch.zeros(shard.box_shape))
-        fill([one for one in shards if one.name not in new], weights)
+        with HfReader(weights) as reader:
+            reader.fill(one for one in shards if one.name not in new)
 
     agreed(read)
 

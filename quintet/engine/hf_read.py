@@ -59,28 +59,6 @@ class Piece:
         return math.prod(b - a for a, b in self.box) * DTYPES[self.entry.dtype] != self.stop - self.start
 
 
-def fill(shards: Iterable[Shard], weights: WeightsOnDisk) -> None:
-    """Copy tensors from files into shards, converted to the shards' types. No collective.
-
-    Raises UserError naming file and tensor for what cannot be read, does not fit its checksum, or holds values that are
-    not finite; the shards' contents are then no model.
-    """
-    pieces = [piece for shard in shards for piece in _pieces(shard, weights)]
-    if not pieces:
-        return
-    pieces.sort(key=lambda piece: (piece.file, piece.entry.start + piece.start))
-    largest = max(one.entry.stop - one.entry.start for one in weights.tensors.values())
-    buffer_bytes = max(piece.stop - piece.start for piece in pieces) + 2 * BLOCK_BYTES
-    threads = max(1, min(THREADS, largest // buffer_bytes, len(pieces)))
-    with ExitStack() as stack:
-        reader = _Reader(weights, stack, buffer_bytes, pieces[0].shard.view.device)
-        pool = stack.enter_context(ThreadPoolExecutor(threads))
-        for failure in list(pool.map(reader.read, pieces)):
-            if failure is not None:
-                raise failure
-    reader.check_finite()
-
-
 def _pieces(shard: Shard, weights: WeightsOnDisk) -> Iterator[Piece]:
     """A shard's box in pieces of about CHUNK_BYTES, cut where its view can be cut."""
     located = weights.tensors[shard.name]
@@ -136,32 +114,48 @@ def _bytes_at(located: Located, start: int, stop: int) -> bytes:
         raise UserError(f"{located.file} cannot be read: {error.strerror}") from None
 
 
-class _Reader:
-    """Open files, a buffer a thread, and what was found on the way."""
+class HfReader:
+    """The tensors of a Hugging Face directory. A context: files stay open and buffers allocated until it is left."""
 
-    def __init__(
-        self, weights: WeightsOnDisk, stack: ExitStack, buffer_bytes: int, device: torch.device
-    ) -> None:
-        self._files = {}
-        self._sums = {}
-        for file, header in weights.headers.items():
-            try:
-                self._files[file] = stack.enter_context(file.open("rb", buffering=0)).fileno()
-            except OSError as error:
-                raise UserError(f"{file} cannot be read: {error.strerror}") from None
-            self._sums[file] = recorded_sums(header, file)
-        self._buffer_bytes, self._device = buffer_bytes, device
+    def __init__(self, weights: WeightsOnDisk) -> None:
+        self._weights = weights
+        largest = max((one.entry.stop - one.entry.start for one in weights.tensors.values()), default=0)
+        self._threads = max(1, min(THREADS, largest // (CHUNK_BYTES + 2 * BLOCK_BYTES)))
+        self._stack = ExitStack()
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(self._threads))
+        self._lock = threading.Lock()
+        self._open: dict[Path, tuple[int, dict[str, list[int]] | None]] = {}
         self._mine = threading.local()
         self._failed = False
         self._finite: list[tuple[Piece, Tensor]] = []
 
-    def read(self, piece: Piece) -> UserError | None:
+    def __enter__(self) -> HfReader:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """Copy tensors from files into shards, converted to the shards' types. No collective.
+
+        Raises UserError naming file and tensor for what cannot be read, does not fit its checksum, or holds values that
+        are not finite; the shards' contents are then no model.
+        """
+        pieces = [piece for shard in shards for piece in _pieces(shard, self._weights)]
+        pieces.sort(key=lambda piece: (piece.file, piece.entry.start + piece.start))
+        run = self._pool.map if len(pieces) > 1 else map
+        for failure in list(run(self._read_unless_failed, pieces)):
+            if failure is not None:
+                raise failure
+        self._check_finite()
+
+    def _read_unless_failed(self, piece: Piece) -> UserError | None:
         """Read one piece; after a failure, nothing more. Called by several threads."""
         if self._failed:
             return None
-        on_gpu = self._device.type == "cuda"
+        device = piece.shard.view.device
         try:
-            with torch.no_grad(), torch.cuda.device(self._device) if on_gpu else nullcontext():
+            with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 self._read(piece)
         except OSError as error:
             self._failed = True
@@ -170,6 +164,14 @@ class _Reader:
             self._failed = True
             return error
         return None
+
+    def _file(self, file: Path) -> tuple[int, dict[str, list[int]] | None]:
+        """Descriptor and checksums of a file."""
+        with self._lock:
+            if file not in self._open:
+                sums = recorded_sums(self._weights.headers[file], file)
+                self._open[file] = self._stack.enter_context(file.open("rb", buffering=0)).fileno(), sums
+            return self._open[file]
 
     def _read(self, piece: Piece) -> None:
         view, dtype = piece.shard.part(piece.box), TORCH_DTYPES[piece.entry.dtype]
@@ -181,19 +183,16 @@ class _Reader:
         self._look(piece, view)
 
     def _through_buffer(self, piece: Piece, view: Tensor, dtype: torch.dtype) -> None:
-        mine = self._mine
-        if not hasattr(mine, "buffer"):
-            mine.buffer = torch.empty(
-                self._buffer_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
-            )
-            mine.copied = None
-        if mine.copied is not None:
+        mine, on_gpu, size = self._mine, view.device.type == "cuda", piece.stop - piece.start
+        if getattr(mine, "copied", None) is not None:
             mine.copied.synchronize()  # the GPU may still be reading what the buffer held before
-        held = mine.buffer[: piece.stop - piece.start]
+        if not hasattr(mine, "buffer") or len(mine.buffer) < size:
+            mine.buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=on_gpu)
+        held = mine.buffer[:size]
         self._read_bytes(piece, memory(held))
         rows = held.view(dtype).view(-1, *piece.shard.shape[piece.dim + 1 :])
-        if self._device.type == "cuda":
-            rows = rows.to(self._device, non_blocking=True)
+        if on_gpu:
+            rows = rows.to(view.device, non_blocking=True)
             mine.copied = torch.cuda.Event()
             mine.copied.record()
         later = piece.box[piece.dim + 1 :]
@@ -203,7 +202,7 @@ class _Reader:
     def _read_bytes(self, piece: Piece, into: memoryview) -> None:
         """Read a piece's bytes, and check every block of them that has a checksum: with what is left and right of the
         piece in the same blocks."""
-        sums = self._sums[piece.file]
+        sums = self._file(piece.file)[1]
         size = piece.entry.stop - piece.entry.start
         start, stop = piece.start, piece.stop
         if sums is not None:
@@ -219,8 +218,9 @@ class _Reader:
     def _read_parts(self, piece: Piece, parts: list[memoryview], start: int) -> None:
         left = [part for part in parts if len(part)]
         at = piece.entry.start + start
+        descriptor, _ = self._file(piece.file)
         while left:
-            count = os.preadv(self._files[piece.file], left, at)
+            count = os.preadv(descriptor, left, at)
             if not count:
                 raise UserError(f"{piece.file}: {piece.shard.name} cannot be read: the file ends before it")
             at += count
@@ -237,11 +237,12 @@ class _Reader:
         elif not (torch.isfinite(view.sum()) or torch.isfinite(view).all()):
             raise _not_finite(piece)
 
-    def check_finite(self) -> None:
+    def _check_finite(self) -> None:
         """Wait for the GPU. Raises UserError for the first tensor with a value that is not finite."""
-        if self._finite:
-            flags: Any = torch.stack([flag for _, flag in self._finite]).tolist()
-            for (piece, _), good in zip(self._finite, flags, strict=True):
+        found, self._finite = self._finite, []
+        if found:
+            flags: list[bool] = torch.stack([flag for _, flag in found]).tolist()
+            for (piece, _), good in zip(found, flags, strict=True):
                 if not good:
                     raise _not_finite(piece)
 

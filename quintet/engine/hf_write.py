@@ -7,11 +7,9 @@ of a temporary name, which takes its own name once everything is on the disk.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintet.errors import UserError
+from quintet.engine.appear import appearing, refusal
 from quintet.models.checksums import BLOCK_BYTES, KEY, as_metadata, block_count, block_sums
 
 SHARD_BYTES = 4 << 30
@@ -70,12 +68,12 @@ class HfWriter:
 
     def __init__(self, path: Path, planned: Sequence[Planned], shard_bytes: int | None = None) -> None:
         self.path = path
-        self.directory = path.with_name(path.name + ".part")
         self._planned = list(planned)
         self._shard_bytes = SHARD_BYTES if shard_bytes is None else shard_bytes
         self.total_bytes = sum(one.nbytes for one in self._planned)
+        self._place = appearing(path, self.total_bytes)
         self._files: list[_File] = []
-        self._file_of: dict[str, _File] = {}
+        self._file_of: dict[str, tuple[_File, Planned]] = {}
         self._tasks: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(THREADS)
 
@@ -88,24 +86,38 @@ class HfWriter:
 
     def open(self) -> None:
         """Make the temporary directory and its files."""
+        self.directory = self._place.__enter__()
         try:
-            self._open()
-        except BaseException:
+            for number, tensors in enumerate(groups := list(self._groups()), start=1):
+                single = len(groups) == 1
+                name = (
+                    "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+                )
+                self._start(self.directory / name, tensors)
+        except OSError as error:
             self.close(publish=False)
-            raise
+            raise refusal(self.path, self.total_bytes, error) from None
 
     def close(self, publish: bool) -> None:
         """Give the directory its name, or remove it."""
+        abandoned: Exception | None = None if publish else _Abandoned()
         try:
             if publish:
-                self._publish()
+                self._finish()
+        except Exception as error:
+            abandoned = error
         finally:
-            self._discard()
+            self._pool.shutdown(cancel_futures=True)
+            for file in self._files:
+                os.close(file.descriptor)
+            self._files = []
+        self._place.__exit__(type(abandoned) if abandoned else None, abandoned, None)
+        if publish and abandoned is not None:
+            raise abandoned
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write a tensor of the planned shape and type, from the CPU. It must not change before the block is left."""
-        file = self._file_of.pop(name)
-        planned = next(one for one in file.tensors if one.name == name)
+        file, planned = self._file_of.pop(name)
         if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
             raise ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}, planned was {planned}")
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -129,28 +141,7 @@ class HfWriter:
             try:
                 self._tasks.pop(0).result()
             except OSError as error:
-                raise self._refusal(error) from None
-
-    def _open(self) -> None:
-        try:
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-                raise UserError(f"{self.path} is there already: name a path that is not, or remove it")
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.directory.exists():
-                shutil.rmtree(self.directory)  # of a process that was killed
-            self.directory.mkdir()
-            free = shutil.disk_usage(self.directory).free
-            if self.total_bytes > free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            groups = list(self._groups())
-            for number, tensors in enumerate(groups, start=1):
-                single = len(groups) == 1
-                name = (
-                    "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-                )
-                self._start(self.directory / name, tensors)
-        except OSError as error:
-            raise self._refusal(error) from None
+                raise refusal(self.path, self.total_bytes, error) from None
 
     def _groups(self) -> Iterator[list[Planned]]:
         """The tensors of each file, in the planned order."""
@@ -171,46 +162,28 @@ class HfWriter:
         at = len(_header(tensors, {one.name: "0" * 8 * block_count(one.nbytes) for one in tensors}))
         for one in tensors:
             file.starts[one.name] = at
-            self._file_of[one.name] = file
+            self._file_of[one.name] = (file, one)
             at += one.nbytes
         os.ftruncate(descriptor, at)
 
-    def _publish(self) -> None:
+    def _finish(self) -> None:
+        """The headers, which tell the checksums, and the index."""
         if self._file_of:
             raise ValueError(f"planned and not written: {', '.join(sorted(self._file_of))}")
         self._wait()
-        try:
-            for file in self._files:
-                header = _header(file.tensors, {name: "".join(parts) for name, parts in file.sums.items()})
-                os.pwrite(file.descriptor, header, 0)
-                os.fsync(file.descriptor)
-            if len(self._files) > 1:
-                weight_map = {one.name: file.path.name for file in self._files for one in file.tensors}
-                index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-                text = json.dumps(index, indent=2) + "\n"
-                (self.directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-            for path in [*self.directory.iterdir(), self.directory]:
-                _sync(path)
-            self.directory.replace(self.path)
-            _sync(self.path.parent)
-        except OSError as error:
-            raise self._refusal(error) from None
-
-    def _discard(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
         for file in self._files:
-            os.close(file.descriptor)
-        self._files = []
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _refusal(self, error: OSError) -> UserError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(self.path.parent).free
-            return UserError(
-                f"{self.path} cannot be written: the disk is full ({self.total_bytes / 1e9:.2f} GB of weights, "
-                f"{free / 1e9:.2f} GB free); make room or name another place. What was written of it is removed"
+            os.pwrite(
+                file.descriptor, _header(file.tensors, {n: "".join(s) for n, s in file.sums.items()}), 0
             )
-        return UserError(f"{self.path} cannot be written: {error.strerror}")
+        if len(self._files) > 1:
+            weight_map = {one.name: file.path.name for file in self._files for one in file.tensors}
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2) + "\n"
+            (self.directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+class _Abandoned(Exception):
+    """Ends the block of a directory that is not wanted any more."""
 
 
 def _header(tensors: list[Planned], sums: dict[str, str]) -> bytes:
@@ -229,11 +202,3 @@ def _header(tensors: list[Planned], sums: dict[str, str]) -> bytes:
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

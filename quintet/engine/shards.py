@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from quintet.engine.mesh import Mesh
+from quintet.engine.mesh import Mesh, Sizes
 from quintet.models import ModelShape, Weight, family_named
 from quintet.models.mcore import Box as Box
 
@@ -172,6 +173,11 @@ def _experts_apart(name: str, tensor: Tensor, first: int) -> Iterator[tuple[str,
         yield f"mlp.experts.{number}.linear_fc{apart[1]}.weight", tensor
     else:
         yield name, tensor
+
+
+def whole(weight: Weight, tensor: Tensor, shape: ModelShape) -> list[Shard]:
+    """The shards of one parameter that is held in full."""
+    return _cut(weight, tensor, shape, Mesh(Sizes(), 0, ProcessGroupCollection()))
 
 
 def _cut(weight: Weight, tensor: Tensor, shape: ModelShape, mesh: Mesh) -> list[Shard]:

@@ -155,14 +155,15 @@ def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
     missing = sorted(wanted - names - ({VALUE_HEAD} if starts else set()))
     extra = sorted(n for n in names - wanted - spare if not n.endswith(IGNORED_SUFFIXES))
     if missing or extra:
-        said = [f"missing: {_listed(missing)}"] if missing else []
-        said += [f"left over: {_listed(extra)}"] if extra else []
+        said = [f"missing: {listed(missing)}"] if missing else []
+        said += [f"left over: {listed(extra)}"] if extra else []
         raise UserError(
             f"{where}: tensors do not fit a {shape.family} model of this config; {'; '.join(said)}"
         )
 
 
-def _listed(names: list[str], most: int = 12) -> str:
+def listed(names: list[str], most: int = 12) -> str:
+    """Names in a row, the rest counted."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -45,7 +45,8 @@ def test_help_is_complete(name: str, capsys: pytest.CaptureFixture[str]) -> None
         main([name, "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for part in ("RECIPE.yaml", "key=value", "examples:", f"quintet {name} ", "exit codes"):
+    takes = ("SOURCE", "DESTINATION") if name == "convert" else ("RECIPE.yaml", "key=value")
+    for part in (*takes, "examples:", f"quintet {name} ", "exit codes"):
         assert part in text
 
 

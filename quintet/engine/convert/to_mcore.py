@@ -1,0 +1,110 @@
+"""A Hugging Face directory becomes a megatron-core checkpoint."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from quintet.engine.appear import appearing
+from quintet.engine.carried import held_copies
+from quintet.engine.checkpoint.format import TensorFile, publish
+from quintet.engine.checkpoint.reader import within
+from quintet.engine.companions import copy_companions
+from quintet.engine.convert.parts import Converted, Parameter, Progress, common_dtype, nbytes_of, wanted_dtype
+from quintet.engine.convert.places import Places
+from quintet.engine.hf import check_hf
+from quintet.engine.hf_read import TORCH_DTYPES, HfReader
+from quintet.errors import UserError
+from quintet.models import Weight, family_named
+from quintet.models.mcore import CheckpointMap
+from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk, held_shape
+from quintet.recipe.schema import Layout
+
+COMPANIONS_IN = "hf"
+"""Where a converted checkpoint keeps config.json and the tokenizer, for the way back."""
+
+
+def hf_to_mcore(
+    source: Path,
+    destination: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int = 1,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write the model of a Hugging Face directory as a torch_dist checkpoint, in files as the ranks of a layout would
+    write them; any layout can read them. dtype: "fp32", "bf16" or "fp16"; None keeps every tensor's own.
+
+    Raises UserError for a directory that is not whole, sizes that do not divide the model, and a destination that cannot
+    be written or is there already; the destination then does not exist.
+    """
+    source, destination, began = Path(source), Path(destination), time.perf_counter()
+    shape, cast = held_shape(source), wanted_dtype(dtype)
+    try:
+        layout = Layout(tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"--{first['loc'][0]}={first['input']}: {first['msg'].lower()}") from None
+    places = Places(shape, layout)
+    places.check()
+    weights = check_hf(shape, source)
+    table = CheckpointMap(family_named(shape.family).weights(shape))
+    dtypes = {name: _dtype(weight, weights, cast) for name, weight in table.weights.items()}
+    total = sum(nbytes_of(full, dtypes[weight.name]) for _, full, weight in table.tensors())
+    done, count = 0, 0
+    with appearing(destination, total) as directory, HfReader(weights) as reader, ExitStack() as stack:
+        files: dict[int, TensorFile] = {}
+        stack.callback(_abandon, files)
+        for name, weight in table.weights.items():
+            held = Parameter(table, weight, shape, dtypes[name])
+            _fill(held, reader, weights)
+            for rank, of_tp, of_etp in places.of(weight):
+                if rank not in files:
+                    files[rank] = TensorFile(directory / f"__{rank}_0.distcp")
+                for block in table.blocks(name, tp=of_tp, etp=of_etp):
+                    full, view = held.blocks[block.key]
+                    part = within(view, full.box, block.box)
+                    owned = (
+                        part.clone()
+                        if part.numel() * part.itemsize != part.untyped_storage().nbytes()
+                        else part
+                    )
+                    files[rank].add(block.key, block.shape, block.box, owned)
+            done, count = done + held.nbytes, count + len(held.blocks)
+            if progress is not None:
+                progress(done, total)
+        entries = [entry for file in files.values() for entry in file.close()]
+        files.clear()
+        copies = list(held_copies(weights, shape))
+        publish(directory, entries, {"steps": 0, "converted_from": source.resolve().name, "copies": copies})
+        copy_companions(source, directory / COMPANIONS_IN)
+    return Converted(total, count, time.perf_counter() - began)
+
+
+def _abandon(files: dict[int, TensorFile]) -> None:
+    for file in files.values():
+        file.abandon()
+
+
+def _dtype(weight: Weight, weights: WeightsOnDisk, cast: torch.dtype | None) -> torch.dtype:
+    """The type a parameter is written in: as asked for, or that of the tensors it is made of."""
+    if cast is not None:
+        return cast if weight.trained else torch.float32
+    found = [weights.tensors[name].entry.dtype for name in weight.hf if name in weights.tensors]
+    return common_dtype(TORCH_DTYPES[one] for one in found) if found else torch.float32
+
+
+def _fill(held: Parameter, reader: HfReader, weights: WeightsOnDisk) -> None:
+    """Read a parameter; a value head that is not there starts at zero."""
+    for shard in held.shards:
+        if shard.name == VALUE_HEAD and shard.name not in weights.tensors:
+            shard.view.zero_()
+    reader.fill(shard for shard in held.shards if shard.name in weights.tensors)
