@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from quintet.train.checkpoints import Checkpoints
+from tests.shown import commands, run_as_shown
+from tests.train.test_checkpoints import save
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,6 +47,7 @@ def test_every_recipe_loads(recipe, tmp_path):
         "docs/recipe.md",
         "docs/layouts.md",
         "docs/models.md",
+        "docs/checkpoints.md",
         "docs/benchmarks.md",
     ],
 )
@@ -123,11 +127,7 @@ MODELS = {
 """The sizes of published models, as their config.json has them."""
 
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
-SAID = [
-    part.partition("\n")
-    for block in re.findall(r"```console\n(.*?)```", LAYOUTS, re.DOTALL)
-    for part in block.split("$ quintet check my.yaml")[1:]
-]
+CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -146,23 +146,63 @@ def described(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize(("arguments", "_", "said"), SAID, ids=[row[0].strip() for row in SAID])
-def test_outputs_in_the_layout_guide_are_real(described, monkeypatch, capsys, arguments, _, said):
-    """Every command on the page is run; what it shows, between its ellipses, is what comes out, in order."""
-    from quintet.cli import main
-
+@pytest.mark.parametrize(("arguments", "said"), commands(LAYOUTS), ids=lambda text: text.strip()[:80])
+def test_outputs_in_the_layout_guide_are_real(described, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(described)
     monkeypatch.setattr("quintet.recipe.rules.model.check_weights", lambda path, shape: None)
-    code = main(["check", "my.yaml", *shlex.split(arguments)])
-    out = " ".join(capsys.readouterr().err.split())
-    pieces = [" ".join(piece.split()) for piece in said.split("…")]
-    assert code == (2 if "error:" in said else 0), out
-    assert out.startswith(pieces[0]), out
-    assert out.endswith(pieces[-1]), out
-    end = 0
-    for piece in pieces:
-        assert piece in out[end:], f"{piece!r} is not in {out[end:]!r}"
-        end = out.index(piece, end) + len(piece)
+    run_as_shown(capsys, arguments, said)
+
+
+@pytest.fixture
+def interrupted(described, tmp_path, monkeypatch):
+    """The directory that docs/checkpoints.md speaks of: its recipe, and a run of it that got as far as step 60."""
+    from quintet.recipe import load_recipe
+
+    monkeypatch.setattr("quintet.recipe.rules.model.check_weights", lambda path, shape: None)
+    monkeypatch.setattr("quintet.cli.saves._free", lambda path: 1 << 40)
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", CHECKPOINTS, re.DOTALL)
+    for file in ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "Qwen3-8B"):
+        (tmp_path / file).symlink_to(described / file)
+    (tmp_path / "my.yaml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "math-20261121-090000"
+    saved = load_recipe("my.yaml").model_dump(mode="json")
+    for step in (20, 40, 60):
+        save(Checkpoints(run / "checkpoints"), "rl", step, recipe=saved)
+    (run / "checkpoints" / "step-000060" / "manifest.json").unlink()
+    (run / "checkpoint").mkdir()
+    (run / "checkpoint" / "config.json").touch()
+
+
+@pytest.mark.parametrize(("arguments", "said"), commands(CHECKPOINTS), ids=lambda text: text.strip()[:80])
+def test_outputs_in_the_checkpoint_guide_are_real(interrupted, capsys, arguments, said):
+    run_as_shown(capsys, arguments, said)
+
+
+def test_runs_of_the_checkpoint_guide_are_sound(capsys):
+    from quintet.cli import main
+
+    lines = re.findall(r"^\$ quintet (?:train|verify-resume) recipes/(.*)$", CHECKPOINTS, re.MULTILINE)
+    assert len(lines) >= 3
+    for line in lines:
+        words = [w for w in line.partition(" --")[0].split() if w != "resume=auto"]
+        assert main(["check", str(ROOT / "recipes" / words[0]), *words[1:]]) == 0, capsys.readouterr().err
+
+
+def test_the_checkpoint_guide_names_every_key_that_may_change():
+    from quintet.recipe.keys import all_keys
+    from quintet.recipe.resume import MAY_CHANGE, WARM_UP_LENGTH
+
+    _, _, table = CHECKPOINTS.partition("## What may change")
+    named = set(re.findall(r"`([\w.*]+)`", table.partition("All else is")[0]))
+    for key in (*MAY_CHANGE, *WARM_UP_LENGTH):
+        near = {
+            key,
+            re.sub(r"\.eval_\w+", ".eval_*", key),
+            re.sub(r"rollout\.(vllm|sglang)", "rollout.backend", key),
+        }
+        assert near & named or key in ("model.dtype", "sft.optimizer.cpu_fraction"), key
+    assert {one for one in named if "*" not in one} <= set(all_keys())
 
 
 def test_layout_guide_names_what_is_free():

@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from quintet.errors import UserError
 
 Number = float | int | None
 CLOCK_KEYS = ("seconds/", "tokens_per_s", "memory/")
@@ -19,19 +22,36 @@ CLOCK_KEYS = ("seconds/", "tokens_per_s", "memory/")
 
 
 class Ledger:
-    """Appends lines of metrics to a file; each is on its way to the disk before `write` returns."""
+    """Appends lines of metrics to a file; each is on its way to the disk before `write` returns.
+
+    Raises UserError when the disk does not take a line.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file = open_to_append(path)
 
     def write(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line. Values are numbers or null; numpy and 0-dim tensors become plain numbers."""
         line = {"stage": stage, "step": step} | {key: _plain(key, value) for key, value in metrics.items()}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        append(self._file, json.dumps(line) + "\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+def open_to_append(path: Path) -> FileIO:
+    """Without a buffer: what a full disk refuses is told by the write and not once more when the file is closed."""
+    return path.open("ab", buffering=0)
+
+
+def append(file: FileIO, text: str) -> None:
+    """Write all of a text. Raises UserError when the disk does not take it."""
+    data = text.encode()
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError as error:
+        raise UserError(f"{file.name} cannot be written: {error.strerror}") from None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.errors import UserError
+from quintet.observe.ledger import append, open_to_append
 from quintet.observe.lock import RunLock
 from quintet.recipe import Recipe, dump_resolved
 
@@ -110,9 +111,9 @@ class RunDirectory:
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append samples of a step: mappings such as prompt, response, answer, reward."""
-        with self.samples.open("a", encoding="utf-8") as file:
-            for sample in samples:
-                file.write(json.dumps({"step": step, **sample}, ensure_ascii=False, default=str) + "\n")
+        lines = (json.dumps({"step": step, **one}, ensure_ascii=False, default=str) + "\n" for one in samples)
+        with open_to_append(self.samples) as file:
+            append(file, "".join(lines))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json in one move, so that a reader never sees half of it."""

@@ -324,7 +324,8 @@ class Fleet:
 
     def load_checkpoint(self, path: Path, reference: Path | None) -> None:
         """Take up a saved state of training, and the reference policy where one was stored."""
-        self.workers.call("load_checkpoint", path, reference, phase="checkpoint")
+        reference = None if reference is None else reference.absolute()
+        self.workers.call("load_checkpoint", path.absolute(), reference, phase="checkpoint")
 
     def memory(self) -> dict[str, float | None]:
         """Memory peaks over the ranks, as metrics."""

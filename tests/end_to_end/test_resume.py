@@ -175,6 +175,19 @@ def test_sigterm_saves_and_the_run_goes_on(straight, tmp_path):
     assert "nothing left to do" in run("train", *recipe, "resume=auto")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_guide(tmp_path):
+    """Each `quintet train` of docs/checkpoints.md, in order, made short; the second finds nothing left to do."""
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    commands = re.findall(r"^\$ quintet (train .*)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    short = [*SMALL[1:-1], "train.steps=2", f"run.dir={tmp_path}"]
+    outputs = [run(*one.split(), *short) for one in commands]
+    assert "Run finished after 2 steps" in outputs[0]
+    assert f"nothing left to do: {only(tmp_path)} has finished" in outputs[1]
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of a few MiB: one or two checkpoints fit, then write() fails with ENOSPC."""

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ DEMO = [
     "model.build.layers=2",
     "model.build.hidden_size=64",
 ]
+
+SAVES = ["checkpoint.every_steps=1", "checkpoint.keep_last=9"]
 
 
 def command(*arguments: str, stderr: int = subprocess.STDOUT, **extra) -> subprocess.Popen:
@@ -65,7 +68,7 @@ def metrics(directory: Path, stage: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def resharded(tmp_path_factory) -> tuple[Path, str]:
     """The demo at two steps, trained on tp 2 and generating on dp 2: the run directory and what was printed."""
-    output = run("train", *DEMO, "layout.tp=2", f"run.dir={tmp_path_factory.mktemp('runs')}")
+    output = run("train", *DEMO, *SAVES, "layout.tp=2", f"run.dir={tmp_path_factory.mktemp('runs')}")
     return run_directory(output), output
 
 
@@ -152,10 +155,16 @@ def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
 
 
 @pytest.mark.timeout(300)
-def test_the_same_seed_gives_the_same_losses_with_and_without_offload(resharded, tmp_path):
+def test_the_same_seed_gives_the_same_losses_resumed_and_with_offload(resharded, tmp_path):
+    """A copy of the run goes on in the middle of its warm-up, in new processes, to the same numbers and weights."""
     directory, _ = resharded
+    again = tmp_path / directory.name
+    shutil.copytree(directory, again)
     offload = [f"engine.offload_{part}" for part in ("params=1", "grads=1", "optimizer=0.5")]
-    again = run_directory(run("train", *DEMO, *offload, "layout.tp=2", f"run.dir={tmp_path}"))
+    resume = f"resume={again / 'checkpoints' / 'sft-000002'}"
+    output = run("train", *DEMO, *SAVES, *offload, resume, "layout.tp=2")
+    assert f"going on after sft step 2, from {again}/checkpoints/sft-000002" in output
+    assert "step-000002, step-000001, sft-000004, sft-000003" in output
     for stage in ("sft", "rl"):
         first, second = (
             [line["loss"] for line in metrics(d, stage) if "loss" in line] for d in (directory, again)
@@ -163,6 +172,10 @@ def test_the_same_seed_gives_the_same_losses_with_and_without_offload(resharded,
         assert first == second
         assert len(first) >= 2
         assert all(math.isfinite(x) for x in first)
+    weights = [(d / "checkpoint" / "model.safetensors").read_bytes() for d in (directory, again)]
+    assert weights[0] == weights[1]
+    assert (again / "set_aside" / "1" / "checkpoints" / "step-000002" / "manifest.json").exists()
+    assert len(json.loads((again / "summary.json").read_text())["starts"]) == 2
 
 
 @pytest.mark.timeout(300)

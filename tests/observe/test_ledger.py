@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quintet.errors import UserError
 from quintet.observe.ledger import Ledger, read_metrics
 
 
@@ -49,3 +50,11 @@ def test_tensors_become_numbers_and_text_is_refused(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "m.jsonl") == [{"stage": "rl", "step": 1, "loss": 0.5, "flag": 1}]
     with pytest.raises(TypeError, match="metric loss must be a number"):
         ledger.write("rl", 2, {"loss": "high"})
+
+
+def test_a_full_disk_is_told_once() -> None:
+    """/dev/full refuses every write with ENOSPC."""
+    ledger = Ledger(Path("/dev/full"))
+    with pytest.raises(UserError, match="/dev/full cannot be written: No space left on device"):
+        ledger.write("rl", 1, {"loss": 1.0})
+    ledger.close()
