@@ -12,6 +12,7 @@ import megatron.core
 import torch
 
 from quintet.engine.agree import agreed
+from quintet.engine.checkpoint.format import CHECKSUMS, STATE
 from quintet.engine.checkpoint.loader import Load
 from quintet.engine.checkpoint.parts import Holding
 from quintet.engine.checkpoint.reader import Reader
@@ -70,6 +71,13 @@ class Checkpoints:
         if state.get("format") != FORMAT:
             raise UserError(
                 f"{path} is not a checkpoint of this version of quintet: format {state.get('format')}, not {FORMAT}"
+            )
+        lost = [name for name in ("steps", "optimizer", "moments", "layout") if name not in state]
+        if lost:
+            raise UserError(f"{path / STATE} is damaged: it does not say {', '.join(lost)}")
+        if not reader.checked:
+            raise UserError(
+                f"{path / CHECKSUMS} is missing: whether the other files are whole cannot be told"
             )
         if self._engine._optimizer is not None:
             self._check_optimizer(path, state)

@@ -1,6 +1,6 @@
 """The files of a checkpoint, as PyTorch's distributed checkpointing and megatron-core's `torch_dist` back end read them.
 
-    __3_0.distcp     tensors of rank 3, one after another, each as torch.save writes it
+    __3_0.distcp     tensors of rank 3, one after another, each as torch.save writes it; __3_1.distcp, … where they are many
     .metadata        which boxes of which tensors lie where (a pickle of PyTorch's own classes)
     metadata.json    megatron-core's name of the format
     common.pt        what Megatron-LM wants to know beside tensors; quintet does not read it
@@ -20,7 +20,7 @@ import os
 import pickle
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Entry:
 class TensorFile:
     """A file of tensors, written one after another.
 
-    OSError (a full disk, no permission) comes as it is.
+    As a context it is closed at the end, or removed after an error. OSError (a full disk, no permission) names the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,31 +70,41 @@ class TensorFile:
         self.entries: list[Entry] = []
         self._file = path.open("xb")
 
-    def add(self, key: str, shape: tuple[int, ...], box: Box, tensor: Tensor) -> None:
-        """Append the contents of a box: a tensor on the CPU that owns the whole of its storage."""
-        stream: Any = _Checked(self._file)
-        offset = self._file.tell()
-        try:
-            torch.save(tensor.view([stop - start for start, stop in box]), stream)
-        except RuntimeError:  # torch's words for a stream that did not take all
-            raise stream.error or OSError(f"{self.path}: cannot be written") from None
-        length = self._file.tell() - offset
-        self.entries.append(
-            Entry(key, tuple(shape), box, tensor.dtype, self.path.name, offset, length, stream.crc)
-        )
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
 
     def close(self) -> list[Entry]:
-        """Wait until all is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Wait until all is on the disk; returns what was written."""
+        with _naming(self.path), self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
         return self.entries
 
     def abandon(self) -> None:
         """Close without a word, and remove the file."""
-        with contextlib.suppress(OSError):  # what is still buffered does not fit on the disk either
+        with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
             self._file.close()
         self.path.unlink(missing_ok=True)
+
+    def add(self, key: str, shape: tuple[int, ...], box: Box, tensor: Tensor) -> None:
+        """Append the contents of a box: a tensor on the CPU that owns the whole of its storage."""
+        stream: Any = _Checked(self._file)
+        offset = self._file.tell()
+        with _naming(self.path):
+            try:
+                torch.save(tensor.view([stop - start for start, stop in box]), stream)
+            except RuntimeError:  # torch's words for a stream that did not take all
+                raise stream.error or OSError("it took less than was written") from None
+        length = self._file.tell() - offset
+        self.entries.append(
+            Entry(key, tuple(shape), box, tensor.dtype, self.path.name, offset, length, stream.crc)
+        )
 
 
 class _Checked:
@@ -114,6 +124,16 @@ class _Checked:
             raise
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of writing do not say what was written; opening's do."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 def write_json(path: Path, content: Any) -> None:
     """One JSON file, on the disk when this returns."""
     write_bytes(path, (json.dumps(content, indent=1) + "\n").encode())
@@ -121,7 +141,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """One file, on the disk when this returns."""
-    with path.open("xb") as file:
+    with _naming(path), path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

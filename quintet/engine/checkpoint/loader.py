@@ -1,13 +1,14 @@
 """Loading in any layout: everything is read and checked first, and only then does anything of the engine change.
 
 A rank reads the chunks that its own boxes meet, one after another in the order of the files, and keeps its boxes on the
-host until every rank has all of them. Host memory: what the rank holds, and one chunk.
+host until every rank has all of them. Host memory: what the rank holds, and READERS chunks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,9 @@ from quintet.engine.checkpoint.reader import Chunk, Reader, within
 from quintet.engine.checkpoint.slots import MASTER
 from quintet.errors import UserError
 from quintet.models.mcore import Box
+
+READERS = 4
+"""Threads that read: one thread's checksums are slower than a fast disk. Each needs memory for a chunk."""
 
 
 @dataclass
@@ -69,12 +73,22 @@ class Load:
         for one in self._wanted:
             for chunk, part in self.reader.meeting(one.key, one.box):
                 needed[chunk].append((one, part))
-        for chunk in sorted(needed, key=lambda chunk: (chunk.file, chunk.offset)):
+        for one in self._wanted:
+            one.read = torch.empty([stop - start for start, stop in one.box], dtype=one.dtype)
+
+        def take(chunk: Chunk) -> None:
             tensor = self.reader.read(chunk)
             for one, part in needed[chunk]:
-                if one.read is None:
-                    one.read = torch.empty([stop - start for start, stop in one.box], dtype=one.dtype)
+                assert one.read is not None
                 within(one.read, one.box, part).copy_(within(tensor, chunk.box, part))
+
+        with ThreadPoolExecutor(READERS) as pool:
+            done = [pool.submit(take, chunk) for chunk in sorted(needed, key=lambda c: (c.file, c.offset))]
+            try:
+                for one_done in done:
+                    one_done.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def commit(self) -> None:
         """Copy it to where it belongs; the host memory is given back on the way."""

@@ -56,6 +56,11 @@ class Reader:
         self.tensors = self._read_index()
         self._check_places()
 
+    @property
+    def checked(self) -> bool:
+        """Whether there are checksums to hold the files to."""
+        return bool(self._sums)
+
     def state(self) -> dict[str, Any]:
         """Content of state.json; empty where megatron-core wrote the checkpoint."""
         return self.json(STATE) if (self.path / STATE).exists() else {}

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,10 @@ from quintet.engine.checkpoint.staging import Staging
 from quintet.errors import UserError
 
 POLL_S = 0.05
+WRITERS = 4
+"""Threads that write, each a file of its own: one thread's checksums are slower than a fast disk."""
+FILE_BYTES = 256 << 20
+"""Less than this is not worth another file."""
 
 
 @dataclass
@@ -66,7 +71,12 @@ class Saver:
             raise RuntimeError("the last save is not finished: call save_finished(wait=True) first")
         token = _begin(path)
         pieces = [piece for part in parts if part.saved for piece in part.pieces()]
-        copies = self._staging.copy([piece.flat for piece in pieces])
+        try:
+            copies = agreed(lambda: self._staging.copy([piece.flat for piece in pieces]))
+        except Exception:
+            if dist.get_rank() == 0:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self._job = _Job(path, token, rank, ranks, pieces, copies, rng, state)
         store = dist.distributed_c10d._get_default_store()
@@ -126,18 +136,29 @@ def _write(job: _Job, store: Any) -> None:
 
 def _write_part(job: _Job) -> list[Entry]:
     """This rank's files. What was written is removed again when that fails."""
+    written = list(zip(job.parts, job.copies, strict=True))
+    count = min(WRITERS, 1 + sum(copy.nbytes for copy in job.copies) // FILE_BYTES)
+    names = [f"__{job.rank}_{n}.distcp" for n in range(count)]
     rng = job.path / f"rng-{job.rank:05d}.json"
-    file = TensorFile(job.path / f"__{job.rank}_0.distcp")
     try:
-        for part, copy in zip(job.parts, job.copies, strict=True):
-            file.add(part.key, part.shape, part.box, copy)
-        entries = file.close()
+        with ThreadPoolExecutor(count) as pool:
+            files = [
+                pool.submit(_write_file, job.path / name, written[n::count]) for n, name in enumerate(names)
+            ]
+            entries = [entry for file in files for entry in file.result()]
         write_json(rng, job.rng)
         return entries
     except BaseException:
-        file.abandon()
-        rng.unlink(missing_ok=True)
+        for name in (*names, rng.name):
+            (job.path / name).unlink(missing_ok=True)
         raise
+
+
+def _write_file(path: Path, written: Sequence[tuple[Part, Tensor]]) -> list[Entry]:
+    with TensorFile(path) as file:
+        for part, copy in written:
+            file.add(part.key, part.shape, part.box, copy)
+    return file.entries
 
 
 def _conclude(job: _Job, store: Any, entries: list[Entry], error: Exception | None) -> Exception | None:

@@ -44,21 +44,19 @@ class Slot:
     def begin(self, names: Iterable[str], steps: int) -> None:
         """Zero moments of these names, and the count of steps, as after `steps` steps. None of it when steps is 0."""
         self.inner.state.pop(self.index, None)
-        if not steps:
-            return
-        if hasattr(self.inner, "initialize_state"):  # TransformerEngine's, which counts by group
-            self.inner.initialize_state(self.index, False)
-        else:
+        if hasattr(self.inner, "initialize_state"):  # TransformerEngine's, which counts steps by group
+            for group in self.inner.param_groups:
+                group["step"] = steps
+            if steps:
+                self.inner.initialize_state(self.index, False)
+        elif steps:
             state = self.inner.state[self.index]
             if isinstance(self.inner, torch.optim.Adam):
-                on_device = self.inner.param_groups[0]["fused"] or self.inner.param_groups[0]["capturable"]
-                where = self.index.device if on_device else "cpu"
+                group = self.inner.param_groups[0]
+                where = self.index.device if group["fused"] or group["capturable"] else "cpu"
                 state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=where)
             for name in names:
                 state[name] = torch.zeros_like(self.index, dtype=torch.float32)
-        for group in self.inner.param_groups:
-            if "step" in group or hasattr(self.inner, "initialize_state"):
-                group["step"] = steps
 
 
 def moment_names(recipe: OptimizerRecipe) -> tuple[str, ...]:

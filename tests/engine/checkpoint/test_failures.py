@@ -119,7 +119,7 @@ def test_a_full_disk(pool, models, tmp_path):
     first, second = pool.run(full_disk, 2, path, tmp_path / "saved")
     assert first[0] == second[0]
     assert "was not saved" in first[0]
-    assert "__1_0.distcp" in first[0] or "File too large" in first[0]
+    assert "__1_0.distcp: File too large" in first[0]
     assert "was not saved" in first[1]
     assert "was not saved" in second[1]
     assert first[2] == second[2] == "removed"
@@ -154,6 +154,9 @@ def refusals(path: Path, other: Path, where: Path) -> dict[str, str]:
     }
     state = json.loads((where / "weights" / "state.json").read_text())
     (where / "weights" / "checksums.json").unlink()
+    said["checksums"] = message(lambda: weights.load(where / "weights"))
+    (where / "weights" / "state.json").write_text(json.dumps({"format": 1}))
+    said["state"] = message(lambda: weights.load(where / "weights"))
     (where / "weights" / "state.json").write_text(json.dumps(state | {"format": 99}))
     said["format"] = message(lambda: weights.load(where / "weights"))
     for one in (engine, weights, sgd, another):
@@ -172,6 +175,8 @@ def test_what_does_not_fit_is_refused(pool, models, tmp_path):
     assert "is not a checkpoint" in said["none"]
     assert "was not saved" in said["file"]
     assert "format 99" in said["format"]
+    assert "checksums.json is missing" in said["checksums"]
+    assert "it does not say steps" in said["state"]
 
 
 def draws(path: Path, where: Path) -> tuple[list[Any], list[Any], list[Any]]:

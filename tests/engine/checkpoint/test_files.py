@@ -29,14 +29,14 @@ WHOLE = {
 def write(path: Path) -> Path:
     """A checkpoint of two files, `a` in three chunks."""
     path.mkdir()
-    first, second = TensorFile(path / "__0_0.distcp"), TensorFile(path / "__1_0.distcp")
     a = WHOLE["a"]
-    first.add("a", (6, 5), ((0, 4), (0, 5)), a[:4].clone())
-    second.add("a", (6, 5), ((4, 6), (0, 3)), a[4:, :3].clone())
-    second.add("a", (6, 5), ((4, 6), (3, 5)), a[4:, 3:].clone())
-    first.add("b", (3,), ((0, 3),), WHOLE["b"])
-    second.add("c", (2, 2, 2), ((0, 2),) * 3, WHOLE["c"])
-    entries = first.close() + second.close()
+    with TensorFile(path / "__0_0.distcp") as first, TensorFile(path / "__1_0.distcp") as second:
+        first.add("a", (6, 5), ((0, 4), (0, 5)), a[:4].clone())
+        second.add("a", (6, 5), ((4, 6), (0, 3)), a[4:, :3].clone())
+        second.add("a", (6, 5), ((4, 6), (3, 5)), a[4:, 3:].clone())
+        first.add("b", (3,), ((0, 3),), WHOLE["b"])
+        second.add("c", (2, 2, 2), ((0, 2),) * 3, WHOLE["c"])
+    entries = first.entries + second.entries
     write_json(path / "rng-00000.json", {"torch": "00"})
     publish(path, entries, {"steps": 3})
     return path
@@ -166,9 +166,9 @@ def test_names_that_an_index_does_not_need(name):
 def test_a_malicious_tensor_is_refused_and_does_not_run(tmp_path):
     path = tmp_path / "saved"
     path.mkdir()
-    file = TensorFile(path / "__0_0.distcp")
-    file.add("a", (2,), ((0, 2),), torch.zeros(2))
-    publish(path, file.close(), {"steps": 0})
+    with TensorFile(path / "__0_0.distcp") as file:
+        file.add("a", (2,), ((0, 2),), torch.zeros(2))
+    publish(path, file.entries, {"steps": 0})
     torch.save(Evil(tmp_path / "harm"), tmp_path / "evil")
     evil = (tmp_path / "evil").read_bytes()
     reader = Reader(path)
