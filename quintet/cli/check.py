@@ -15,6 +15,7 @@ from quintet.errors import UserError
 
 if TYPE_CHECKING:
     from quintet.models import ModelShape
+    from quintet.models.lora import LoraShape
     from quintet.recipe import Recipe
 
 
@@ -40,11 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _resolved(recipe: Recipe, command: str) -> Iterator[str]:
     """What follows from the recipe and is not written in it."""
+    from quintet.recipe.lora import lora_shape
     from quintet.recipe.rules import shape_of
 
     shape = shape_of(recipe)
     assert shape is not None  # a sound recipe names a model
     yield _model(recipe, shape)
+    lora = lora_shape(recipe, shape)
+    if lora is not None:
+        yield _lora(lora, shape)
     yield _layout(recipe)
     if shape.moe is not None:
         yield _experts(recipe, shape.moe.experts)
@@ -73,6 +78,20 @@ def _ahead(path: Path) -> str:
         return ""
     what = "Its layer" if layers == 1 else f"Its {layers} layers"
     return f" {what} for multi-token prediction: not trained, saved as found."
+
+
+def _lora(lora: LoraShape, shape: ModelShape) -> str:
+    from quintet.models.family import family_named
+    from quintet.models.lora import adapted, adapter_parameters, linears
+
+    weights = list(family_named(shape.family).weights(shape))
+    number, layers = adapter_parameters(weights, lora), list(linears(weights))
+    beside = sum(len(adapted(one, lora)) for one in layers)
+    rslora = " (rslora)" if lora.rslora else ""
+    return (
+        f"LoRA: rank {lora.rank}, scale {lora.scale:g}{rslora}, beside {beside} of {sum(len(one.parts) for one in layers)} "
+        f"linear layers: {number:,} parameters are trained, {100 * number / shape.parameter_count:.2g}% of the model's."
+    )
 
 
 def _count(parameters: int) -> str:
@@ -155,6 +174,7 @@ def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:
     """By the formula of `quintet.plan`, of the fullest rank and the most demanding optimizer that the command starts."""
     from quintet.plan import Place, Setup, rank_memory
     from quintet.recipe.features import optimizers
+    from quintet.recipe.lora import lora_shape
 
     on_cpu = recipe.cluster.device == "cpu"
     setup = Setup(
@@ -165,11 +185,13 @@ def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:
         dtype=recipe.model.dtype or ("fp32" if on_cpu else "bf16"),
         device="cpu" if on_cpu else "cuda",
         backend="transformer_engine" if _layers(recipe).startswith("transformer_engine") else "portable",
+        lora=lora_shape(recipe, shape),
     )
     asked = [
         one for section, one in optimizers(recipe).items() if command == "train" or section != "optimizer"
     ]
-    has_reference = command == "train" and recipe.algorithm.kl_coef > 0
+    # With LoRA the reference policy is the model under its adapters.
+    has_reference = command == "train" and recipe.algorithm.kl_coef > 0 and recipe.lora is None
 
     def of_reference(place: Place) -> int:
         return rank_memory(replace(setup, optimizer=None), place).parameters if has_reference else 0

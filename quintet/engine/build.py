@@ -8,9 +8,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from quintet.engine.config import transformer_config
 from quintet.engine.layers import choose_backend
+from quintet.engine.lora import attach
 from quintet.engine.mesh import Mesh, Sizes, build_mesh
 from quintet.engine.model import PolicyModel
 from quintet.models import ModelShape
+from quintet.models.lora import LoraShape
 from quintet.recipe.schema import Engine as EngineRecipe
 from quintet.recipe.schema import Layout
 
@@ -32,9 +34,17 @@ def mesh_of(layout: Layout, world_size: int) -> Mesh:
 
 
 def build_chunks(
-    shape: ModelShape, layout: Layout, mesh: Mesh, dtype: torch.dtype, recipe: EngineRecipe
+    shape: ModelShape,
+    layout: Layout,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    recipe: EngineRecipe,
+    lora: LoraShape | None = None,
 ) -> list[PolicyModel]:
-    """This rank's chunks of the model: its pipeline stage, or layout.vpp parts of it; weights not yet meaningful."""
+    """This rank's chunks of the model: its pipeline stage, or layout.vpp parts of it; weights not yet meaningful.
+
+    lora: adapters to be attached; everything else is frozen then.
+    """
     config = transformer_config(shape, layout, mesh, recipe, dtype=dtype)
     backend = choose_backend(recipe.backend)
     if torch.cuda.is_available():
@@ -42,7 +52,11 @@ def build_chunks(
             0, tp_rank=mesh.at("tp"), ep_rank=0, etp_rank=mesh.at("tp"), force_reset_rng=True
         )
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
-    return [PolicyModel(shape, config, mesh, backend, stage).to(device()) for stage in stages]
+    chunks = [PolicyModel(shape, config, mesh, backend, stage).to(device()) for stage in stages]
+    if lora is not None:
+        for chunk in chunks:
+            attach(chunk, lora)
+    return chunks
 
 
 def wrap_for_training(

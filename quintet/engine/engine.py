@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
@@ -34,7 +35,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func 
 
 from quintet.algorithms.aggregation import Tally  # noqa: E402
 from quintet.data.batch import Batch, offsets  # noqa: E402
-from quintet.engine import build, hf  # noqa: E402
+from quintet.engine import build, hf, lora, peft  # noqa: E402
 from quintet.engine.agree import agreed  # noqa: E402
 from quintet.engine.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from quintet.engine.context import gather_places  # noqa: E402
@@ -50,6 +51,8 @@ from quintet.engine.schedule import learning_rate  # noqa: E402
 from quintet.engine.shards import Shard, shard_map  # noqa: E402
 from quintet.errors import UserError  # noqa: E402
 from quintet.models import ModelShape  # noqa: E402
+from quintet.models.lora import LoraShape  # noqa: E402
+from quintet.models.weights_on_disk import fingerprint  # noqa: E402
 from quintet.packing import alignment  # noqa: E402
 from quintet.recipe import schema  # noqa: E402
 
@@ -96,6 +99,7 @@ class Engine:
         optimizer: schema.Optimizer | None,
         dtype: str,
         total_steps: int = 1,
+        lora: LoraShape | None = None,
     ) -> None:
         if shape.mtp_layers and optimizer is not None:
             raise UserError(
@@ -106,7 +110,8 @@ class Engine:
         self.dtype = DTYPES[dtype]
         self.mesh = build.mesh_of(layout, dist.get_world_size())
         self.alignment = alignment(tp=layout.tp, sp=layout.sp, cp=layout.cp)
-        self.chunks = build.build_chunks(shape, layout, self.mesh, self.dtype, engine)
+        self.lora = lora
+        self.chunks = build.build_chunks(shape, layout, self.mesh, self.dtype, engine, lora)
         self.config = self.chunks[0].config
         self.steps, self.total_steps = 0, total_steps
         self._wrapped: list[Any] = list(self.chunks)
@@ -116,6 +121,8 @@ class Engine:
             self._wrapped = build.wrap_for_training(self.chunks, self.mesh, engine)
         self._offloader = Offloader(self._wrapped)
         self._checkpoints = Checkpoints(self)
+        self.base: tuple[str, str] | None = None
+        """Of an engine with adapters: where the frozen weights were read, and their fingerprint."""
         self._incomplete: str | None = None  # why the weights are none, after a load that failed midway
         self._p2p = P2PCommunicator(self.mesh.groups.pp, self.config) if self.mesh.sizes.pp > 1 else None
         self.config.finalize_model_grads_func = _finalize
@@ -133,8 +140,10 @@ class Engine:
 
     # weights
 
-    def load_hf(self, path: Path) -> None:
+    def load_hf(self, path: Path, *, adapters: Path | None = None, seed: int = 0) -> None:
         """Read weights from a Hugging Face directory and (re)start the optimizer from them. Collective.
+
+        With LoRA, adapters are read from a directory of peft's, or fresh ones are drawn from the seed.
 
         Raises UserError on every rank when one finds fault with a file. Where only reading the data could show it, the
         engine has no weights any more: it refuses to compute and to save until others are loaded.
@@ -142,7 +151,14 @@ class Engine:
         weights = hf.check_hf(self.shape, path)
         self._offloader.require("params")
         self._incomplete = f"{path} could not be read to its end"
-        hf.fill_hf(shard_map(self.chunks, self.shape, self.mesh), weights)
+        base, low_rank = lora.apart(shard_map(self.chunks, self.shape, self.mesh))
+        hf.fill_hf(base, weights)
+        if self.lora is not None and adapters is not None:
+            peft.load_adapters(low_rank, self.shape, self.lora, adapters)
+        else:
+            lora.start(low_rank, seed)
+        if self.lora is not None:
+            self.base = str(path), agreed(lambda: fingerprint(weights))
         self._incomplete = None
         self.start_optimizer(self._optimizer_recipe, self.total_steps)
 
@@ -157,8 +173,19 @@ class Engine:
             self.config.grad_scale_func = self._optimizer.scale_loss
 
     def save_hf(self, path: Path, companions: Path) -> None:
-        """Write a Hugging Face directory; `companions` gives config.json and the tokenizer. Collective."""
-        hf.save_hf(self.shard_map(), self.shape, self.dtype, build.device(), path, companions)
+        """Write a Hugging Face directory, with adapters merged; `companions` gives config.json and the tokenizer.
+        Collective."""
+        shards = self.shard_map() if self.lora is None else lora.merged(self.shard_map(), self.lora)
+        hf.save_hf(shards, self.shape, self.dtype, build.device(), path, companions)
+
+    def save_adapters(self, path: Path, base: Path | None) -> None:
+        """Write the adapters as a directory of peft's. base: the model they are for, if its place is known. Collective.
+
+        Raises UserError on every rank when the disk does not take it.
+        """
+        assert self.lora is not None
+        name = None if base is None else str(base)
+        peft.save_adapters(self.shard_map(), self.shape, self.lora, self.dtype, build.device(), path, name)
 
     def shard_map(self, of: str = "param") -> list[Shard]:
         """What this rank holds: see `quintet.engine.shards`."""
@@ -170,6 +197,15 @@ class Engine:
         if self._incomplete is not None:
             raise UserError(f"the weights are incomplete, {self._incomplete}: load others first")
         self._offloader.require(*kinds)
+
+    def follow(self, other: Engine) -> None:
+        """Take another engine's weights, of the same layout. No collective."""
+        for mine, theirs in zip(self.shard_map(), other.shard_map(), strict=True):
+            mine.write(theirs.read())
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """The model without its adapters, for as long as the context lasts: the base, of which no copy is needed."""
+        return lora.switched_off(self.chunks)
 
     # checkpoints
 
@@ -195,7 +231,8 @@ class Engine:
         return self._checkpoints.finished(wait)
 
     def load(self, path: Path) -> None:
-        """Take model, optimizer and step from what `save` wrote, in this or any other layout. Collective.
+        """Take model, optimizer and step from what `save` wrote, in this or any other layout. Collective. With adapters
+        these are saved alone: the weights beside them are read by `load_hf` before.
 
         Everything is read and checked before anything changes, at the cost of host memory for what the rank holds. An
         engine without an optimizer takes the weights alone. Learning rate, betas and weight decay are this engine's
@@ -204,6 +241,9 @@ class Engine:
 
         Raises UserError on every rank for a file that is missing or damaged, and for another model or optimizer.
         """
+        if self.lora is not None:
+            assert self.base is not None, "load_hf comes first: a checkpoint of adapters holds nothing else"
+            self._require()
         self.reload()
         if self._optimizer_recipe is not None and self._optimizer is None:
             self.start_optimizer(self._optimizer_recipe, self.total_steps)
@@ -373,6 +413,7 @@ class Engine:
 def _finalize(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
     """megatron-core's reduction of gradients, without its division by token counts: the loss did that."""
     finalize_model_grads(model, None, **kwargs)
+    lora.sum_over_etp(model, kwargs["pg_collection"].expt_tp)
 
 
 def _flat_fields(batch: Batch, device: torch.device) -> dict[str, tuple[bool, Tensor]]:

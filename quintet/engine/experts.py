@@ -11,6 +11,7 @@ Where a model has biases they are added within: b1_e to W1_e x_t, and p_t · b2_
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,8 @@ class GroupedExperts(MegatronModule):
             config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         )
         self._grouped: bool | None = None
+        self.after: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+        """What is done to the products linear_fc1 and linear_fc2: (input, output, tokens of each expert) → output."""
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """tokens: [T, hidden] sorted by expert; tokens_per_expert: [experts here], on the CPU; probs: [T].
@@ -79,6 +82,7 @@ class GroupedExperts(MegatronModule):
         hidden = grouped_linear(tokens, self.weight1, groups)
         if self.bias1 is not None:
             hidden = add_bias(hidden, self.bias1, groups)
+        hidden = self._after("linear_fc1", tokens, hidden, tokens_per_expert)
         weights = probs.unsqueeze(-1)
         checkpoint = CheckpointWithoutOutput(fp8=None) if self._recompute else None
         active = (
@@ -87,11 +91,15 @@ class GroupedExperts(MegatronModule):
             else self._activate(hidden, weights)
         )
         out = grouped_linear(active, self.weight2, groups)
+        out = self._after("linear_fc2", active, out, tokens_per_expert)
         if checkpoint:
             checkpoint.discard_output_and_register_recompute(out)
         if self.bias2 is not None:
             out = add_bias(out, self.bias2, groups, weights, self._etp)
         return out, None
+
+    def _after(self, name: str, x: Tensor, out: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        return self.after[name](x, out, tokens_per_expert) if name in self.after else out
 
     def _activate(self, hidden: Tensor, weights: Tensor) -> Tensor:
         """The gated product times a weight: [T, 2w], [T, 1] → [T, w] in the type of `hidden`."""
@@ -137,6 +145,12 @@ class _Groups:
         """[T] which group each row is of."""
         rows = torch.tensor(self.counts)
         return upload(torch.arange(len(rows)).repeat_interleave(rows), device)
+
+
+def group_rows(counts: Tensor | list[int], device: torch.device, *weights: Tensor) -> _Groups:
+    """Rows sorted by expert, for products with these weights [E, out, in]."""
+    grouped = all(can_group(weight) for weight in weights)
+    return _Groups.of(torch.as_tensor(counts), device if grouped else None)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: _Groups) -> Tensor:

@@ -5,6 +5,8 @@ The LM head is applied outside (`quintet.engine.head`), where only the positions
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -52,6 +54,8 @@ class PolicyModel(GPTModel):
         )
         self.shape = shape
         self.mesh = mesh
+        self.adapters: Any = None
+        """What `quintet.engine.lora` attached, if it did."""
         if self.post_process and shape.head == "value":
             del self.output_layer
             self.value_head = ValueHead(shape.hidden_size, config.params_dtype)

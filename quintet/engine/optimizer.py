@@ -155,12 +155,13 @@ def _multipliers(
 def _hugging_face_names(
     chunks: Sequence[DistributedDataParallel], mesh: Mesh
 ) -> dict[torch.nn.Parameter, list[str]]:
-    """The Hugging Face tensors that each parameter of this rank is made of.
+    """The Hugging Face tensors that each parameter in training on this rank is made of.
 
     The shard map tells names and views; a view belongs to the parameter in whose memory it begins.
     """
     modules = [chunk.module for chunk in chunks]
-    parameters = sorted((p for m in modules for p in m.parameters()), key=lambda p: p.data_ptr())
+    trained = (p for m in modules for p in m.parameters() if p.requires_grad)
+    parameters = sorted(trained, key=lambda p: p.data_ptr())
     starts = [p.data_ptr() for p in parameters]
     found: dict[torch.nn.Parameter, list[str]] = {}
     for shard in shard_map(modules, modules[0].shape, mesh):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quintet.engine.mesh import Mesh, Sizes
 from quintet.models import ModelShape, Weight, family_named
+from quintet.models.lora import adapter_weights, is_adapter
 from quintet.models.mcore import Box as Box
 
 
@@ -79,8 +80,8 @@ def shard_map(
 ) -> list[Shard]:
     """Shards of one pipeline stage, in the family's order. chunks: the stage, or its interleaved parts.
 
-    of: "param" for the weights, buffers that are stored with them included; "main_grad" for the gradients behind the
-    trained ones (same boxes).
+    of: "param" for the weights, buffers that are stored with them and adapters included; "main_grad" for the gradients
+    behind those in training (same boxes).
 
     Raises RuntimeError listing parameters that the family's table does not name.
     """
@@ -100,7 +101,19 @@ def shard_map(
 
 def table(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[str, Weight]:
     """The entries of all weights of a model, by megatron-core's name, on whichever rank they are."""
-    return {w.name: w for w in family_named(shape.family).weights(shape)}
+    weights = list(family_named(shape.family).weights(shape))
+    adapters: Any = getattr(chunks[0], "adapters", None)
+    if adapters is not None:
+        weights += list(adapter_weights(weights, adapters.lora))
+    return {w.name: w for w in weights}
+
+
+def stored_table(chunks: Sequence[Any], shape: ModelShape) -> dict[str, Weight]:
+    """The entries of what a checkpoint holds: the model, or of one with adapters what is trained."""
+    weights = table(chunks, shape)
+    if getattr(chunks[0], "adapters", None) is None:
+        return weights
+    return {name: w for name, w in weights.items() if is_adapter(w.hf[0]) or name == "value_head.weight"}
 
 
 def global_tensors(model: torch.nn.Module, mesh: Mesh, of: str = "param") -> Iterator[tuple[str, Tensor]]:
@@ -148,6 +161,8 @@ _FUSED_NORMS = {
 def _local_tensors(model: torch.nn.Module, of: str) -> Iterator[tuple[str, Tensor]]:
     """Parameters or what is behind them, in the parameters' shapes, and with the parameters the buffers."""
     for name, parameter in model.named_parameters():
+        if of != "param" and not parameter.requires_grad:
+            continue
         tensor = parameter.data if of == "param" else getattr(parameter, of)
         yield name, tensor.view(parameter.shape)
     if of == "param":
@@ -165,7 +180,11 @@ def _experts_apart(name: str, tensor: Tensor, first: int) -> Iterator[tuple[str,
     TransformerEngine has a tensor each."""
     stacked = re.fullmatch(r"mlp\.experts\.weight([12])", name)
     apart = re.fullmatch(r"mlp\.experts\.linear_fc([12])\.weight(\d+)", name)
-    if stacked:
+    adapters = re.fullmatch(r"mlp\.experts\.(linear_fc[12]\.lora_[AB]\..*)", name)
+    if adapters:
+        for i, view in enumerate(tensor, start=first):
+            yield f"mlp.experts.{i}.{adapters[1]}", view
+    elif stacked:
         for i, view in enumerate(tensor, start=first):
             yield f"mlp.experts.{i}.linear_fc{stacked[1]}.weight", view
     elif apart:

@@ -58,5 +58,7 @@ def add_gradients_in_place(chunks: Iterable[torch.nn.Module]) -> None:
     """
     linear: Any
     for linear in (module for chunk in chunks for module in chunk.modules()):
-        if hasattr(linear, "fuse_wgrad_accumulation"):
+        if hasattr(linear, "fuse_wgrad_accumulation") and any(
+            p.requires_grad for p in linear.parameters(False)
+        ):
             linear.fuse_wgrad_accumulation = True

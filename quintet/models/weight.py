@@ -15,6 +15,8 @@ Split = Literal[
     "gate_up",
     "expert_gate_up",
     "expert_columns",
+    "expert_replicated",
+    "expert_rows",
 ]
 """How tensor parallelism cuts a megatron-core parameter.
 
@@ -25,7 +27,7 @@ columns: dim 1 is cut (a row-parallel linear's weight).
 vocab: dim 0 is cut after padding it to a multiple of tp.
 qkv: q, k and v interleaved by KV group along dim 0, cut between groups.
 gate_up: gate and up stacked along dim 0, each cut by rows.
-expert_gate_up, expert_columns: the same of one expert, cut over etp; only the ep rank of that expert holds it.
+expert_…: the same of one expert, cut over etp; only the ep rank of that expert holds it.
 """
 
 

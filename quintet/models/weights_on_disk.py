@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,25 @@ class WeightsOnDisk:
     path: Path
     tensors: dict[str, Located]
     headers: dict[Path, Header]
+
+
+def fingerprint(weights: WeightsOnDisk, nbytes: int = 4096) -> str:
+    """Tells weights apart that are of the same model: of each tensor name, type, shape, and some bytes from its middle.
+
+    The same whichever files they are in. Raises UserError naming a file that cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, one in sorted(weights.tensors.items()):
+        entry = one.entry
+        start = max(entry.start, (entry.start + entry.stop - nbytes) // 2)
+        digest.update(f"{name} {entry.dtype} {entry.shape} ".encode())
+        try:
+            with one.file.open("rb") as file:
+                file.seek(start)
+                digest.update(file.read(min(nbytes, entry.stop - start)))
+        except OSError as error:
+            raise UserError(f"{one.file} cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
 
 
 def find_weights(path: Path) -> WeightsOnDisk:

@@ -60,7 +60,8 @@ def rank_memory(setup: Setup, place: Place | None = None) -> Memory:
     flat = buffers(setup, place)
     padded, owned = sum(one.numel for one in flat), sum(one.owned for one in flat)
     # The distributed optimizer moves parameters into a buffer like the gradients', padding and all.
-    parameters = padded if setup.engine.distributed_optimizer else held
+    frozen = sum(p.numel for part in parts for p in part if not p.trained)
+    parameters = frozen + padded if setup.engine.distributed_optimizer else held
     per_element, on_host = _state_bytes(setup)
     away = int(owned * setup.optimizer.cpu_fraction)
     return Memory(

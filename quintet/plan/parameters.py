@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quintet.models import Weight, family_named
+from quintet.models.lora import LoraShape, adapter_weights
 from quintet.plan.setup import Place, Setup
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -23,12 +24,13 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.linear_fc(\d)\.")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter on one rank. shared: a tied embedding that is on two stages."""
+    """A parameter on one rank. shared: a tied embedding that is on two stages. trained: with adapters, most are frozen."""
 
     name: str
     numel: int
     expert: bool = False
     shared: bool = False
+    trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,37 @@ def chunks(setup: Setup, stage: int) -> list[list[Parameter]]:
         layers = range(first, first + per_chunk)
         begins = stage == 0 and part == 0
         ends = stage == setup.last and part == layout.vpp - 1
-        found.append(list(_of_chunk(setup, weights, layers, begins, ends)))
+        held = list(_of_chunk(setup, weights, layers, begins, ends))
+        found.append(held if setup.lora is None else list(_with_adapters(setup, setup.lora, held, weights)))
     return found
+
+
+def _with_adapters(
+    setup: Setup, lora: LoraShape, held: Sequence[Parameter], weights: Sequence[Weight]
+) -> Iterator[Parameter]:
+    """A chunk's parameters, frozen but for a value head, each linear layer's with its adapters after it."""
+    beside: dict[str, dict[str, int]] = {}
+    experts = setup.layout.ep
+    for weight in adapter_weights(weights, lora):
+        linear, _, which = weight.name.partition(".lora_")
+        in_stack = _EXPERT.sub(r"mlp.experts.*.linear_fc\2.", f"{linear}.")
+        numels = beside.setdefault(in_stack, {})
+        numels[which] = numels.get(which, 0) + _numel(setup, weight)
+    waiting: list[Parameter] = []  # the experts' adapters come after both of their matrices
+    for parameter in held:
+        if not parameter.expert:
+            yield from waiting
+            waiting = []
+        yield replace(parameter, trained=parameter.name == "value_head.weight")
+        found = beside.get(parameter.name.removesuffix("weight"), {})
+        for which, numel in found.items():
+            share = numel // experts if parameter.expert else numel
+            adapter = Parameter(f"{parameter.name}.lora_{which}", share, expert=parameter.expert)
+            if parameter.expert:
+                waiting.append(adapter)
+            else:
+                yield adapter
+    yield from waiting
 
 
 def _of_chunk(
@@ -90,10 +121,10 @@ def _of_layer(setup: Setup, weights: list[Weight]) -> Iterator[Parameter]:
             continue
         if experts and not done:
             done = True
-            yield from _grouped(setup, experts)
+            yield from _grouped(setup, weights, experts)
         yield Parameter(weight.name, _numel(setup, weight))
     if experts and not done:
-        yield from _grouped(setup, experts)
+        yield from _grouped(setup, weights, experts)
 
 
 def _rank_in_layer(name: str) -> int:
@@ -102,15 +133,17 @@ def _rank_in_layer(name: str) -> int:
     return 0 if ".input_layernorm." in name else 2
 
 
-def _grouped(setup: Setup, experts: dict[str, int]) -> Iterator[Parameter]:
+def _grouped(setup: Setup, weights: list[Weight], experts: dict[str, int]) -> Iterator[Parameter]:
+    layer = weights[0].name.partition(".input_layernorm")[0]
     for number, numel in experts.items():
-        yield Parameter(f"experts.weight{number}", numel // setup.layout.ep, expert=True)
+        name = f"{layer}.mlp.experts.*.linear_fc{number}.weight"
+        yield Parameter(name, numel // setup.layout.ep, expert=True)
 
 
 def _numel(setup: Setup, weight: Weight) -> int:
     """Elements of a weight on one rank; of an expert's, as if every rank held all experts."""
     total = sum(math.prod(one) for one in weight.shapes)
-    if weight.split == "replicated":
+    if weight.split in ("replicated", "expert_replicated"):
         return total
     if weight.split == "vocab":
         rows, columns = weight.shapes[0]
@@ -121,7 +154,8 @@ def _numel(setup: Setup, weight: Weight) -> int:
 def buffers(setup: Setup, place: Place) -> list[Flat]:
     """Flat buffers of all chunks of a rank that trains."""
     found = []
-    for parameters in chunks(setup, place.pp):
+    for held in chunks(setup, place.pp):
+        parameters = [p for p in held if p.trained]
         apart = [p for p in parameters if p.expert and setup.own_expert_groups]
         rest = [p for p in parameters if not (p.expert and setup.own_expert_groups)]
         index = place.dp * setup.layout.cp + place.cp

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quintet.models import ModelShape
+from quintet.models.lora import LoraShape
 from quintet.recipe import schema
 
 
@@ -15,7 +16,8 @@ class Setup:
 
     optimizer: None for a model that is only evaluated. backend: of layers, as it was chosen. trained_tokens: tokens of
     a micro-batch on one rank whose log-prob is wanted; None is all of them. microbatches: of a dp rank in a mini-batch;
-    None is as many as the pipeline can have in flight. imbalance: tokens of the fullest rank's experts over the mean.
+    None is as many as the pipeline can have in flight. imbalance: tokens of the fullest rank's experts over the mean. lora:
+    the adapters that are trained instead of the model.
     """
 
     shape: ModelShape
@@ -29,6 +31,7 @@ class Setup:
     trained_tokens: int | None = None
     microbatches: int | None = None
     imbalance: float = 1.0
+    lora: LoraShape | None = None
 
     @property
     def width(self) -> int:

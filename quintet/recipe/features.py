@@ -220,6 +220,7 @@ _ENGINE = [
         _any_optimizer(lambda o: o.name == "sgd"),
         choice="optimizer.name",
     ),
+    Feature("lora", "low-rank adapters", ("lora",), lambda r, s: r.lora is not None),
     Feature(
         "lr_multipliers",
         "learning rates by parameter",
@@ -308,6 +309,12 @@ REFUSED_PAIRS = [
             "use adamw, or set cpu_fraction=0",
         )
         for other in ("adam", "sgd")
+    ),
+    RefusedPair(
+        "lora",
+        "cpu_optimizer",
+        "the state of adapters is too small to be worth the way to the CPU, and has not been tried there",
+        "set cpu_fraction=0",
     ),
     *(
         RefusedPair(

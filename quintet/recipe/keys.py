@@ -20,6 +20,14 @@ OTHER_NAMES = {
     "num_generations": "rollout.samples_per_prompt",
     "group_size": "rollout.samples_per_prompt",
     "learning_rate": "optimizer.lr",
+    "lora_rank": "lora.rank",
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_target_modules": "lora.targets",
+    "target_modules": "lora.targets",
+    "use_rslora": "lora.rslora",
+    "peft_path": "lora.path",
+    "adapter_path": "lora.path",
     "max_grad_norm": "optimizer.clip_grad_norm",
     "grad_clip": "optimizer.clip_grad_norm",
     "beta": "algorithm.kl_coef",
@@ -106,7 +114,7 @@ def nearest_key(unknown: str) -> str:
         key_section, _, key_word = key.rpartition(".")
         return 0.75 * _ratio(word, key_word) + 0.25 * _ratio(section, key_section)
 
-    best = max(all_keys(), key=likeness)
+    best = max(all_keys(), key=lambda key: (likeness(key), key.rpartition(".")[2] == word))
     return best if likeness(best) >= 0.85 else OTHER_NAMES.get(word, best)
 
 

@@ -111,6 +111,23 @@ class Layout(Section):
     from tp."""
 
 
+class Lora(Section):
+    """Low-rank adapters: the model is frozen, and what is trained is a pair of small matrices beside each chosen linear
+    layer (https://arxiv.org/abs/2106.09685)."""
+
+    rank: PositiveInt | None = None
+    """Of A and B; null is that of lora.path, otherwise 16."""
+    alpha: PositiveFloat | None = None
+    """Adapters are scaled by alpha / rank; null is that of lora.path, otherwise twice the rank."""
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | None = None
+    """Linear layers with adapters: ends of Hugging Face module names such as q_proj, "*" being any text. all-linear is every one
+    but embedding, router and head; null is those of lora.path, otherwise all-linear."""
+    rslora: bool | None = None
+    """Scale by alpha / √rank instead (https://arxiv.org/abs/2312.03732); null is as in lora.path, otherwise false."""
+    path: UserPath | None = None
+    """Adapters to start from: a directory that peft, or a run's adapter/, wrote for this model. null draws fresh ones."""
+
+
 class Optimizer(Section):
     name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     """adamw decouples weight decay from the gradient, adam adds it to the gradient (L2)."""
@@ -297,6 +314,8 @@ class Recipe(Section):
     model: Model = Model()
     layout: Layout = Layout()
     engine: Engine = Engine()
+    lora: Lora | None = None
+    """Train low-rank adapters instead of the model when present."""
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
     data: Data = Data()

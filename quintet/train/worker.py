@@ -1,4 +1,4 @@
-"""One rank of a run: the engine, a rollout, and, with a KL term, a frozen reference policy.
+"""One rank of a run: the engine, a rollout, and, with a KL term, a reference policy.
 
 The controller calls these methods on all ranks (`quintet.train.fleet`). Samples stay on the ranks that generated
 them until the controller has planned who trains on what; then each rank cuts out what each other rank needs.
@@ -7,6 +7,7 @@ them until the controller has planned who trains on what; then each rank cuts ou
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from quintet.data.batch import Batch, concat, make_batch, sample_ids, select, se
 from quintet.data.tokenizer import load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES, Engine, Loss
+from quintet.engine.lora import apart
+from quintet.engine.reference import AdapterReference
 from quintet.engine.reshard import Resharder
-from quintet.engine.shards import shard_map
+from quintet.engine.shards import Shard, shard_map
 from quintet.errors import UserError
 from quintet.models import read_shape
 from quintet.observe.memory import memory_peaks
 from quintet.recipe import schema
+from quintet.recipe.lora import lora_shape
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, RewardResult, score
 from quintet.rollout import Request, Sampling
@@ -51,19 +55,27 @@ class PolicyWorker(Worker):
         use_family(recipe.model.family)
         self.tokenizer = load_tokenizer(self.model_dir, recipe.model.chat_template)
         self.shape = read_shape(self.model_dir).without_mtp()
+        self.lora = lora_shape(recipe, self.shape)
         # Gradients, optimizer state and a reference policy cost memory: only commands that need them have them.
         self.engine = self._engine(recipe.optimizer if self.command in ("train", "sft") else None)
-        needs_reference = self.command == "train" and recipe.algorithm.kl_coef > 0
-        self.reference = self._engine(None) if needs_reference else None
+        self.reference: Engine | AdapterReference | None = None
+        if self.command == "train" and recipe.algorithm.kl_coef > 0:
+            self.reference = self._engine(None) if self.lora is None else AdapterReference(self.engine)
         self.rollout = self._rollout()
-        self._saving = self.engine
+        self._saving: Engine | AdapterReference = self.engine
 
     def _engine(self, optimizer: schema.Optimizer | None) -> Engine:
         recipe = self.recipe
         engine = Engine(
-            self.shape, recipe.layout, engine=recipe.engine, optimizer=optimizer, dtype=self.dtype
+            self.shape,
+            recipe.layout,
+            engine=recipe.engine,
+            optimizer=optimizer,
+            dtype=self.dtype,
+            lora=self.lora,
         )
-        engine.load_hf(self.model_dir)
+        adapters = recipe.lora.path if recipe.lora is not None else None
+        engine.load_hf(self.model_dir, adapters=adapters, seed=recipe.run.seed)
         return engine
 
     def _rollout(self) -> NativeRollout:
@@ -73,12 +85,10 @@ class PolicyWorker(Worker):
         if wanted is not None:
             layout = schema.Layout(tp=wanted.tp, pp=wanted.pp)
             if layout.model_dump() != recipe.layout.model_dump():
-                mesh = build.mesh_of(layout, self.world_size)
-                (model,) = build.build_chunks(self.shape, layout, mesh, DTYPES[self.dtype], recipe.engine)
+                mesh, dtype = build.mesh_of(layout, self.world_size), DTYPES[self.dtype]
+                (model,) = build.build_chunks(self.shape, layout, mesh, dtype, recipe.engine, self.lora)
                 model.requires_grad_(False)
-                targets = shard_map([model], self.shape, mesh)
-                dtype = DTYPES[self.dtype]
-                update = Resharder(engine.shard_map(), targets, dtype=dtype, device=build.device()).run
+                update = self._transfer(shard_map([model], self.shape, mesh))
         rollout = NativeRollout(
             model,
             mesh,
@@ -89,6 +99,15 @@ class PolicyWorker(Worker):
         )
         rollout.update_weights()
         return rollout
+
+    def _transfer(self, targets: list[Shard]) -> Callable[[], None]:
+        """What brings the engine's weights to the rollout's; with adapters, the frozen rest comes once, now."""
+        sources, dtype, device = self.engine.shard_map(), DTYPES[self.dtype], build.device()
+        if self.lora is not None:
+            base, sources = apart(sources)
+            of_rollout, targets = apart(targets)
+            Resharder(base, of_rollout, dtype=dtype, device=device).run()
+        return Resharder(sources, targets, dtype=dtype, device=device).run
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -178,8 +197,7 @@ class PolicyWorker(Worker):
         self._bring_back()
         self.engine.start_optimizer(optimizer, total_steps)
         if self.reference is not None:
-            for mine, theirs in zip(self.reference.shard_map(), self.engine.shard_map(), strict=True):
-                mine.write(theirs.read())
+            self.reference.follow(self.engine)
 
     def receive(self, parts: list[list[Batch]], assignments: list[Assignment], aggregation: str) -> None:
         """Take this dp rank's part of each mini-batch of the step: batches to be joined, and what to do with them."""
@@ -206,7 +224,7 @@ class PolicyWorker(Worker):
                 set_tokens(batch, name, values)
 
     def _logprobs(
-        self, engine: Engine, batch: Batch, assignment: Assignment, temperature: float
+        self, engine: Engine | AdapterReference, batch: Batch, assignment: Assignment, temperature: float
     ) -> torch.Tensor:
         scored = engine.forward(batch, assignment.microbatches, temperature)
         return (
@@ -239,9 +257,11 @@ class PolicyWorker(Worker):
         self.rollout.update_weights()
 
     def save(self, path: Path) -> None:
-        """Write the policy as a Hugging Face directory."""
+        """Write the policy as a Hugging Face directory, and its adapters as one of peft's beside it."""
         self._bring_back()
         self.engine.save_hf(path, self.model_dir)
+        if self.lora is not None:
+            self.engine.save_adapters(adapter_directory(path), self.model_dir.absolute())
 
     # checkpoints
 
@@ -286,3 +306,8 @@ def _nothing() -> Batch:
     empty["advantages"] = torch.empty(0)
     set_tokens(empty, "rollout_logprobs", torch.empty(0))
     return empty
+
+
+def adapter_directory(model: Path) -> Path:
+    """Where the adapters of a saved model are: adapter/ beside checkpoint/, step-000012-adapter/ beside step-000012/."""
+    return model.with_name("adapter" if model.name == "checkpoint" else f"{model.name}-adapter")

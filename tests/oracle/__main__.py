@@ -28,8 +28,8 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core's ten
 from benchmarks.records import record, write_records
 from tests.oracle.cases import Case, gpu_cases
 from tests.oracle.compare import Error, broken, errors
+from tests.oracle.lora import written
 from tests.oracle.matrix import BACKENDS
-from tests.oracle.models import save
 from tests.oracle.pool import Pool
 from tests.oracle.ranks import train
 from tests.oracle.reference import reference
@@ -53,7 +53,7 @@ def run(cases: Sequence[Case], pool: Pool, models: Path) -> tuple[Found, list[st
     failed = []
     for number, case in enumerate(cases, start=1):
         begin = time.monotonic()
-        path = save(case.family, models / f"{case.family}-{case.head}", case.head)
+        path = written(case, models)
         try:
             reports = pool.run(train, case.ranks, case, path, timeout_s=300)
             found[case] = errors(case, reports, reference(case))

@@ -40,6 +40,12 @@ OPTIMIZERS = {
 """Adam divides by the root of the second moment: where a gradient is rounding noise only, eps keeps the noise out of the
 update. The norms of the gradients are about 4, so every step is clipped."""
 LR_MULTIPLIERS = {"*norm.weight": 3.0, "model.embed_tokens.weight": 0.5}
+LORA_LR_MULTIPLIERS = {"*.lora_B.weight": 3.0, "*.o_proj.lora_A.weight": 0.5}
+
+
+def lr_multipliers(lora: bool) -> dict[str, float]:
+    """Of the weights in training."""
+    return LORA_LR_MULTIPLIERS if lora else LR_MULTIPLIERS
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Case:
 
     family: str
     head: str = "lm"
+    lora: bool = False
     dtype: str = "fp32"
     backend: str = "portable"
     dp: int = 1
@@ -89,6 +96,10 @@ class Case:
                 said.append(f"recompute_{value}" if one.name == "recompute" else text)
         return "-".join(said)
 
+    def adapters(self, path: Path) -> Path:
+        """Where the adapters beside a model are."""
+        return path / "adapter"
+
     def recipe(self, path: Path, device: str = "cpu") -> schema.Recipe:
         """The recipe of this case, as a user would write it for `quintet sft`."""
         optimizer = self.optimizer_recipe.model_dump()
@@ -116,6 +127,7 @@ class Case:
                 offload_grads=0.6 * self.offload_grads,
                 offload_optimizer=float(self.offload_optimizer),
             ),
+            lora=schema.Lora(path=self.adapters(path)) if self.lora else None,
             optimizer=optimizer,
             sft=schema.Sft(optimizer=optimizer),
             # What is not of the engine: some data that fits.
@@ -125,7 +137,7 @@ class Case:
 
     @property
     def optimizer_recipe(self) -> schema.Optimizer:
-        changed = {"lr_multipliers": LR_MULTIPLIERS if self.lr_multipliers else {}}
+        changed = {"lr_multipliers": lr_multipliers(self.lora) if self.lr_multipliers else {}}
         return OPTIMIZERS[self.optimizer].model_copy(
             update={**changed, "cpu_fraction": 0.5 * self.cpu_optimizer}
         )
@@ -238,6 +250,21 @@ def few(family: str) -> list[Case]:
     return [Case(family, **layout) for layout in layouts]
 
 
+LORA = ("qwen3", "qwen2", "qwen3_moe", "deepseek_v3")
+"""The families that are trained by adapters, too."""
+LORA_LAYOUTS = {
+    "qwen3": {"tp": 2, "sp": True, "pp": 2, "vpp": 2, "distributed_optimizer": True},
+    "deepseek_v3": {"tp": 2, "sp": True, "dp": 2, "ep": 2, "etp": 2, "recompute": "full"},
+}
+"""Of those, what `make test` runs."""
+
+
+def lora_cases(ranks: int, **fixed: Any) -> list[Case]:
+    """Every value of every axis beside adapters, with each family; in bf16 those of one."""
+    found = [case for family in LORA for case in covering(family, ranks, strength=1, lora=True, **fixed)]
+    return [*found, Case("qwen3-tied", lora=True, pp=2, **fixed), *bf16("qwen3", ranks, lora=True, **fixed)]
+
+
 def fast_cases() -> list[Case]:
     """What `make test` runs: up to 4 ranks."""
     found: list[Case] = []
@@ -247,13 +274,16 @@ def fast_cases() -> list[Case]:
             continue
         found += covering(family, 4) if family in THOROUGH else few(family)
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
+    found += [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
     return ordered(found)
 
 
 def slow_cases() -> list[Case]:
-    """What `make test-slow` runs besides: all pairs of most families up to 8 ranks, and the rest of BRIEFLY."""
+    """What `make test-slow` runs besides: all pairs of most families up to 8 ranks, the rest of BRIEFLY, and adapters up to
+    4."""
     found = [case for family in THOROUGH_SLOWLY for case in (*covering(family, 8), *bf16(family, 8))]
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
+    found += lora_cases(4)
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)
 
@@ -265,8 +295,8 @@ def bf16(family: str, ranks: int, **fixed: Any) -> list[Case]:
 
 def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
     """What `python -m tests.oracle` runs on so many GPUs: with each back end of layers all pairs of some families, every
-    value of every axis of the others and of bf16, and of bf16 beside optimizer state on the CPU."""
-    found: list[Case] = []
+    value of every axis of the others, beside adapters and of bf16, and of bf16 beside optimizer state on the CPU."""
+    found = [case for backend in backends for case in lora_cases(gpus, backend=backend)]
     for family, backend in product(FAMILIES, backends):
         found += covering(family, gpus, 2 if family in THOROUGH else 1, backend=backend)
         if family not in THOROUGH_SLOWLY and family in MOE:

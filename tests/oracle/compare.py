@@ -108,7 +108,8 @@ def errors(case: Case, reports: Sequence[Report], expected: Reference) -> dict[s
 def _parameter_error(case: Case, parameters: dict[str, Tensor], expected: Reference) -> Error:
     """Of the change since the start, less what rounding to bf16 may do, before and after. Buffers do not change."""
     for name, buffer in expected.buffers.items():
-        assert torch.equal(parameters[name], buffer), f"{name} has changed"
+        found_now = parameters[name]
+        assert torch.equal(found_now, buffer.to(found_now.dtype)), f"{name} has changed"
     found = []
     for name, after in expected.steps[-1].parameters.items():
         before, off = expected.parameters[name], (parameters[name].float() - after).abs()

@@ -130,6 +130,10 @@ def _always(original: Any, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
+def _unscaled(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args)
+
+
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 MISTAKES = {
     "norms under sp are not summed over tp": Mistake(
@@ -197,6 +201,21 @@ MISTAKES = {
         ("gradients", "norm"),
         "quintet.engine.model:gather_from_sequence_parallel_region",
         _summed_gradient,
+    ),
+    "adapters are not scaled": Mistake(
+        Case("qwen3", lora=True), ("outputs", "gradients"), "torch:addmm", _unscaled
+    ),
+    "gradients of whole adapters under sp are not summed over tp": Mistake(
+        Case("qwen3", lora=True, tp=2, sp=True),
+        ("gradients", "copies", "parameters"),
+        f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
+        nothing,
+    ),
+    "gradients of experts' whole adapters are not summed over etp": Mistake(
+        Case("qwen3_moe", lora=True, tp=2, sp=True, etp=2),
+        ("gradients", "copies"),
+        "quintet.engine.lora:sum_over_etp",
+        nothing,
     ),
     "replicated gradients count once a rank in the norm": Mistake(
         Case("qwen3", tp=2, distributed_optimizer=True),

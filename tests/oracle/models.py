@@ -171,6 +171,18 @@ def value_head() -> Tensor:
     return torch.randn(1, 64, generator=torch.Generator().manual_seed(5)) / 8
 
 
+def peft_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Adapters, or gradients, an expert each: `tests.oracle.lora` holds those of all experts in one tensor."""
+    out = {}
+    for name, tensor in named:
+        if tensor.dim() == 3:
+            for e, one in enumerate(tensor):
+                out[name.replace(".experts.", f".experts.{e}.")] = one
+        else:
+            out[name] = tensor
+    return out
+
+
 def hub_names(named: Iterable[tuple[str, Tensor]], family: str = "") -> dict[str, Tensor]:
     """Parameters, or gradients, under the names that files on the hub have."""
     out = _one_an_expert(named)
@@ -183,9 +195,11 @@ def hub_names(named: Iterable[tuple[str, Tensor]], family: str = "") -> dict[str
 
 
 def _one_an_expert(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    out = {}
+    out: dict[str, Tensor] = {}
     for name, tensor in named:
-        if name.endswith(".experts.gate_up_proj"):
+        if ".lora_" in name:
+            out |= peft_names([(name, tensor)])
+        elif name.endswith(".experts.gate_up_proj"):
             for e, (gate, up) in enumerate(t.chunk(2) for t in tensor):
                 out[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
                 out[name.replace("gate_up_proj", f"{e}.up_proj.weight")] = up

@@ -64,17 +64,19 @@ def engine_of(case: Case, path: Path, *, trained: bool = True) -> Any:
     """The engine of a case on this rank, weights loaded."""
     from quintet.engine.engine import Engine
     from quintet.models import read_shape
+    from quintet.recipe.lora import lora_shape
 
-    recipe = case.recipe(path)
+    recipe, shape = case.recipe(path), read_shape(path)
     made = Engine(
-        read_shape(path),
+        shape,
         recipe.layout,
         engine=recipe.engine,
         optimizer=recipe.optimizer if trained else None,
         dtype=case.dtype,
         total_steps=len(case.batches),
+        lora=lora_shape(recipe, shape),
     )
-    made.load_hf(path)
+    made.load_hf(path, adapters=recipe.lora.path if recipe.lora else None)
     return made
 
 

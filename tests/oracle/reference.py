@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import cached
 
-from tests.oracle.cases import LR_MULTIPLIERS, OPTIMIZERS, Case
+from tests.oracle.cases import OPTIMIZERS, Case, lr_multipliers
 from tests.oracle.data import (  # noqa: F401  (LENGTHS and PROMPT: for those who import this module alone)
     BATCHES,
     BF16_BATCH,
@@ -38,6 +39,7 @@ from tests.oracle.data import (  # noqa: F401  (LENGTHS and PROMPT: for those wh
     token_ids,
     trained_tokens,
 )
+from tests.oracle.lora import attach, base_names
 from tests.oracle.models import (  # noqa: F401  (the same)
     CONFIGS,
     MOE_CONFIGS,
@@ -66,7 +68,8 @@ class Step:
 @dataclass(frozen=True)
 class Reference:
     """parameters: before the first step. outputs: of the first batch, flat over its tokens, 0 where untrained:
-    log-probs and entropy, or values. buffers: what is on disk beside parameters."""
+    log-probs and entropy, or values. buffers: what is on disk beside parameters
+    and must not change."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -75,21 +78,21 @@ class Reference:
 
 
 def reference(case: Case) -> Reference:
-    """What every layout of a case's family, head and optimizer must say.
+    """What every layout of a case's family, head, optimizer and adapters must say.
 
     Raises AssertionError when a routing choice is too near a tie to be compared, or a gradient too small.
     """
-    return _reference(case.family, case.head, case.optimizer, case.lr_multipliers, case.batches)
+    return _reference(case.family, case.head, case.optimizer, case.lr_multipliers, case.lora, case.batches)
 
 
 @cache
 def _reference(
-    name: str, head: str, optimizer: str, multipliers: bool, batches: tuple[int, ...]
+    name: str, head: str, optimizer: str, multipliers: bool, lora: bool, batches: tuple[int, ...]
 ) -> Reference:
-    trained = _Run(name, head, optimizer, multipliers)
+    trained = _Run(name, head, optimizer, multipliers, lora)
     found = trained.train(batches)
     if trained.routers:
-        exact = _Run(name, head, optimizer, multipliers, dtype=torch.float64)
+        exact = _Run(name, head, optimizer, multipliers, lora, dtype=torch.float64)
         exact.train(batches)
         check_margin(name, trained, exact)
     for step in found.steps:
@@ -107,9 +110,11 @@ class _Run:
         head: str = "lm",
         optimizer: str = "adamw",
         multipliers: bool = False,
+        lora: bool = False,
         *,
         dtype: torch.dtype = torch.float32,
         seed: int | None = None,
+        adapter_seed: int | None = None,
     ) -> None:
         self.name = name
         made = model(name) if seed is None else drawn(name, seed)
@@ -118,8 +123,9 @@ class _Run:
         self.routers = [
             _Router(m, made.config) for m in made.modules() if hasattr(m, "top_k") and hasattr(m, "weight")
         ]
+        self.adapters = attach(self.model, name, adapter_seed) if lora else None
         self.recipe = OPTIMIZERS[optimizer]
-        self.optimizer = self._optimizer(LR_MULTIPLIERS if multipliers else {})
+        self.optimizer = self._optimizer(lr_multipliers(lora) if multipliers else {})
 
     def _optimizer(self, multipliers: Mapping[str, float]) -> torch.optim.Optimizer:
         """torch's own, of the engine's recipe: matrices decay, and the first pattern that matches a name counts."""
@@ -134,24 +140,35 @@ class _Run:
         return kind(groups, betas=(self.recipe.beta1, self.recipe.beta2), eps=self.recipe.eps)
 
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """What is trained: the model, or its adapters, and in either case a value head."""
+        if self.adapters is not None:
+            trunk = list(self.adapters.items())
+        else:
+            trunk = list(self.model.named_parameters())
         if self.score is None:
-            return list(self.model.named_parameters())
-        trunk = [(n, p) for n, p in self.model.named_parameters() if n != "lm_head.weight"]
-        return [*trunk, ("score.weight", self.score)]
+            return trunk
+        return [*((n, p) for n, p in trunk if n != "lm_head.weight"), ("score.weight", self.score)]
+
+    def _fixed(self) -> dict[str, Tensor]:
+        """What is on disk and not trained."""
+        fixed = {n: b.clone() for n, b in self.model.named_buffers() if n.endswith("e_score_correction_bias")}
+        if self.adapters is not None:
+            base = self._on_hub((n, p.detach().clone()) for n, p in base_names(self.model.named_parameters()))
+            fixed |= {n: t for n, t in base.items() if self.score is None or n != "lm_head.weight"}
+        return fixed
 
     def _on_hub(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         return hub_names(named, self.name)
 
     def train(self, batches: Iterable[int]) -> Reference:
         before = self._on_hub((n, p.detach().clone()) for n, p in self._named())
-        buffers = {
-            n: b.clone() for n, b in self.model.named_buffers() if n.endswith("e_score_correction_bias")
-        }
+        buffers = self._fixed()
         outputs: tuple[Tensor, ...] = ()
         steps = []
         for batch in batches:
             self.optimizer.zero_grad()
-            loss, outs = self._loss(batch)
+            with cached():  # adapters are merged once
+                loss, outs = self._loss(batch)
             outputs = outputs or outs
             loss.backward()
             gradients = self._on_hub((n, p.grad.clone()) for n, p in self._named() if p.grad is not None)
@@ -261,18 +278,21 @@ def smallest_gap(run: _Run) -> float:
     return min(gap.min().item() for router in run.routers for gap in router.gaps)
 
 
-def _search(name: str, tries: int = 1500) -> None:
-    """Print seeds with a wide gap on BF16_BATCH that keep MARGIN in training with every head and optimizer."""
+def _search(name: str, adapters: bool, tries: int = 1500) -> None:
+    """Print seeds of the weights, or of adapters beside them, with a wide gap on BF16_BATCH that keep MARGIN in training with
+    every head and optimizer."""
+    which = "adapter_seed" if adapters else "seed"
     wide: list[tuple[float, int]] = []
     for seed in range(tries):
-        run = _Run(name, seed=seed)
+        run = _Run(name, lora=adapters, **{which: seed})
         with torch.no_grad():
             run._loss(BF16_BATCH)
         wide.append((smallest_gap(run), seed))
     for gap, seed in sorted(wide, reverse=True)[: tries // 60]:
         margins = []
         for kind in product(("lm", "value"), OPTIMIZERS, (False, True)):
-            runs = [_Run(name, *kind, seed=seed, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+            dtypes = (torch.float32, torch.float64)
+            runs = [_Run(name, *kind, adapters, **{which: seed}, dtype=dtype) for dtype in dtypes]
             for run in runs:
                 run.train(range(len(BATCHES)))
             try:
@@ -280,11 +300,10 @@ def _search(name: str, tries: int = 1500) -> None:
             except AssertionError:
                 break
         else:
-            print(
-                f"{name} seed {seed}: gap {gap:.3f} on the bf16 batch, margin {min(margins):.0f}", flush=True
-            )
+            found = f"gap {gap:.3f} on the bf16 batch, margin {min(margins):.0f}"
+            print(f"{name} {which} {seed}: {found}", flush=True)
 
 
 if __name__ == "__main__":
-    for family in sys.argv[1:] or MOE_CONFIGS:
-        _search(family)
+    for family, adapters in product(sys.argv[1:] or MOE_CONFIGS, (False, True)):
+        _search(family, adapters)

@@ -23,6 +23,7 @@ from tests.oracle.cases import (
     table,
 )
 from tests.oracle.covering import together
+from tests.oracle.lora import save_adapters
 from tests.oracle.reference import save
 
 
@@ -31,6 +32,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         (save(family, root / family) / "tokenizer.json").write_text("{}")
+        if any(case.lora for case in slow_cases() if case.family == family):
+            save_adapters(family, Case(family).adapters(root / family))
     return {family: root / family for family in FAMILIES}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.oracle.cases import Case
 from tests.oracle.compare import bounds, broken, errors, output_error
-from tests.oracle.models import save
+from tests.oracle.lora import written
 from tests.oracle.pool import Pool
 from tests.oracle.ranks import evaluate_alone, train_together
 from tests.oracle.reference import reference
@@ -21,10 +21,6 @@ FORWARD_ONLY = [
     Case("deepseek_v3", tp=2, sp=True, dp=2, ep=2, etp=2),
     Case("deepseek_v3", pp=2, vpp=2, dp=2, ep=2),
 ]
-
-
-def written(models: Path, case: Case) -> Path:
-    return save(case.family, models / f"{case.family}-{case.head}", case.head)
 
 
 @pytest.mark.parametrize("case", FORWARD_ONLY, ids=lambda case: case.name)

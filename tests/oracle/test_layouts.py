@@ -8,13 +8,14 @@ import pytest
 
 from tests.oracle.cases import Case, fast_cases, slow_cases
 from tests.oracle.compare import broken, errors
+from tests.oracle.lora import written
 from tests.oracle.pool import Pool
 from tests.oracle.ranks import train
-from tests.oracle.reference import reference, save
+from tests.oracle.reference import reference
 
 
 def check(pool: Pool, models: Path, case: Case) -> None:
-    path = save(case.family, models / f"{case.family}-{case.head}", case.head)
+    path = written(case, models)
     reports = pool.run(train, case.ranks, case, path)
     assert not broken(case, errors(case, reports, reference(case)))
 

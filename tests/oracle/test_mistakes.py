@@ -8,15 +8,16 @@ import pytest
 
 from tests.oracle.cases import Case
 from tests.oracle.compare import broken, errors
+from tests.oracle.lora import written
 from tests.oracle.mistakes import MISTAKES
 from tests.oracle.pool import Pool
 from tests.oracle.ranks import train
-from tests.oracle.reference import reference, save
+from tests.oracle.reference import reference
 
 
 def kinds(pool: Pool, models: Path, case: Case, mistake: str | None) -> set[str]:
     """Which errors break their bounds."""
-    path = save(case.family, models / f"{case.family}-{case.head}", case.head)
+    path = written(case, models)
     reports = pool.run(train, case.ranks, case, path, mistake)
     return {text.partition(":")[0] for text in broken(case, errors(case, reports, reference(case)))}
 

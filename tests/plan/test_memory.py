@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quintet.models import family_of
+from quintet.models.lora import LoraShape
 from quintet.plan import Memory, Place, Setup, rank_memory
 from quintet.plan.activations import of_chunk
 from quintet.plan.memory import CHUNK_LOGITS_BYTES, KEPT_LOGITS_BYTES
@@ -80,6 +81,7 @@ def setup(family: str, ranks: int = 1, **how: Any) -> Setup:
         optimizer=trained,
         dtype=how.get("dtype", "fp32"),
         device=how.get("device", DEVICE),
+        lora=how.get("lora"),
     )
 
 
@@ -91,11 +93,14 @@ def skip_without(ranks: int) -> None:
 def build(case: Setup) -> Any:
     from quintet.engine.engine import Engine
 
-    engine = Engine(case.shape, case.layout, engine=case.engine, optimizer=case.optimizer, dtype=case.dtype)
+    how = {"engine": case.engine, "optimizer": case.optimizer, "dtype": case.dtype, "lora": case.lora}
+    engine = Engine(case.shape, case.layout, **how)
     engine.start_optimizer(case.optimizer, 1)
     return engine
 
 
+LORA = LoraShape(rank=5, alpha=10.0)
+QUERIES = LoraShape(rank=3, alpha=6.0, targets=("q_proj", "q_b_proj", "experts.*.down_proj"))
 STATIC: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3", 1, {"distributed_optimizer": False}),
     ("qwen2", 1, {"distributed_optimizer": False, "dtype": "bf16"}),
@@ -117,6 +122,11 @@ STATIC: list[tuple[str, int, dict[str, Any]]] = [
     ("deepseek_v3", 1, {"distributed_optimizer": False}),
     ("deepseek_v3", 2, {"tp": 2, "sp": True, "dtype": "bf16"}),
     ("deepseek_v3", 2, {"ep": 2, "value": True}),
+    ("qwen2", 1, {"lora": LORA, "distributed_optimizer": False, "dtype": "bf16"}),
+    ("qwen3-tied", 2, {"lora": LORA, "pp": 2, "vpp": 2, "dtype": "bf16"}),
+    ("qwen3_moe", 4, {"lora": LORA, "tp": 2, "sp": True, "ep": 2, "etp": 1}),
+    ("deepseek_v3", 2, {"lora": LORA, "tp": 2, "sp": True, "dtype": "bf16"}),
+    ("deepseek_v3", 2, {"lora": QUERIES, "ep": 2, "value": True}),
 ]
 
 

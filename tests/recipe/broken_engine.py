@@ -327,6 +327,41 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     ),
     ("ranks_divide", ["cluster.ranks=2", "rollout.layout.tp=4"], ["rollout.layout.tp × pp", "use 4 ranks"]),
     ("nodes_divide", ["cluster.ranks=3", "cluster.ranks_per_node=2"], ["cluster.ranks_per_node=2"]),
+    (
+        "features_go_together",
+        ["lora.rank=4", "optimizer.cpu_fraction=0.5", "model.dtype=bf16", "cluster.device=cuda"],
+        ["lora (low-rank adapters) does not go with optimizer.cpu_fraction", "cpu_fraction=0"],
+    ),
+    (
+        "adapters_fit",
+        ["lora.targets=[q_proj, qproj]"],
+        ["lora.targets: 'qproj': no module has that name", "q_proj, k_proj, v_proj, o_proj", "all-linear"],
+    ),
+    (
+        "adapters_fit",
+        ["@moe", "lora.targets=[gate]"],
+        ["it fits model.layers.0.mlp.gate, which is no linear layer with adapters"],
+    ),
+    (
+        "adapters_fit",
+        ["lora.targets=[model.embed_tokens]"],
+        ["it fits model.embed_tokens, which is no linear layer with adapters"],
+    ),
+    (
+        "adapters_fit",
+        ["@moe", "lora.targets=[experts.0.down_proj]"],
+        ["some experts' down_proj would have adapters and some not"],
+    ),
+    (
+        "adapters_fit",
+        ["lora.path=/nowhere"],
+        ["lora.path: /nowhere/adapter_config.json does not exist", "save_pretrained"],
+    ),
+    (
+        "every_stage_has_adapters",
+        ["lora.targets=[layers.0.*.q_proj]", "layout.pp=2", "cluster.ranks=2"],
+        ["no layer of 2 to 3 has adapters", "nothing to train"],
+    ),
     ("sp_needs_tp", ["layout.sp=true"], ["layout.sp=true needs layout.tp > 1"]),
     ("vpp_needs_pp", ["layout.vpp=2"], ["layout.vpp=2 needs layout.pp > 1"]),
     (

@@ -299,6 +299,13 @@ def test_a_missing_transformer_engine_is_told(load, refuse, monkeypatch: pytest.
     load(asked)
 
 
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_adapters_are_given_where_none_are_trained(load, refuse, command: str) -> None:
+    said = refuse("lora.rank=4", command=command)
+    assert f"quintet {command} trains nothing, and fresh adapters change nothing; set lora.path" in said
+    load("lora.rank=4", command="train")
+
+
 def test_every_rule_has_a_sentence_and_a_test() -> None:
     tested_below = {
         "weights_are_there",
@@ -308,6 +315,7 @@ def test_every_rule_has_a_sentence_and_a_test() -> None:
         "sft_has_its_section",
         "resume_is_of_training",
         "layers_are_installed",
+        "adapters_are_given_where_none_are_trained",
     }
     assert {one.__name__ for one in RULES} == {row[0] for row in BROKEN} | tested_below
     assert all((one.__doc__ or "").endswith(".") for one in RULES)

@@ -79,9 +79,46 @@ class Checkpoints:
             raise UserError(
                 f"{path / CHECKSUMS} is missing: whether the other files are whole cannot be told"
             )
+        self._check_adapters(path, state)
         if self._engine._optimizer is not None:
             self._check_optimizer(path, state)
         return reader, state
+
+    def _check_adapters(self, path: Path, state: dict[str, Any]) -> None:
+        """Raise UserError when the adapters are others than those saved, or beside other weights."""
+        saved, mine = state.get("adapters"), self._adapters()
+        if (saved is None) != (mine is None):
+            what = "a whole model" if saved is None else "adapters alone"
+            raise UserError(
+                f"{path} holds {what}; {'remove' if saved is None else 'give'} the recipe's section lora to load it"
+            )
+        if saved is None or mine is None:
+            return
+        for key in ("rank", "scale", "targets"):
+            if saved[key] != mine[key]:
+                raise UserError(
+                    f"{path} was saved with adapters of {key} {saved[key]}, this engine's have {mine[key]}: set the recipe's "
+                    "section lora back"
+                )
+        if None not in (saved["base"], mine["base"]) and saved["base"] != mine["base"]:
+            raise UserError(
+                f"{path} holds adapters alone, beside the weights of {saved['base_path']}; those of {mine['base_path']} are "
+                "others. Set model.path back"
+            )
+
+    def _adapters(self) -> dict[str, Any] | None:
+        """What adapters are beside, for a checkpoint that holds nothing else."""
+        engine = self._engine
+        if engine.lora is None:
+            return None
+        path, fingerprint = engine.base or (None, None)
+        return {
+            "rank": engine.lora.rank,
+            "scale": engine.lora.scale,
+            "targets": list(engine.lora.targets),
+            "base_path": path,
+            "base": fingerprint,
+        }
 
     def _check_optimizer(self, path: Path, state: dict[str, Any]) -> None:
         """Raise UserError when the optimizer has other state than what was saved."""
@@ -139,5 +176,6 @@ class Checkpoints:
             "dtype": str(engine.dtype).removeprefix("torch."),
             "layout": self._layout(),
             "family": engine.shape.family,
+            "adapters": self._adapters(),
             "versions": {"torch": torch.__version__, "megatron-core": megatron.core.__version__},
         }

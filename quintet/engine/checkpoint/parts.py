@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quintet.engine.checkpoint.slots import Slot
 from quintet.engine.mesh import Mesh
-from quintet.engine.shards import held_tensors, table
+from quintet.engine.shards import held_tensors, stored_table
 from quintet.models import ModelShape
 from quintet.models.mcore import Block, Box, CheckpointMap, flat_boxes, volume
 
@@ -67,16 +67,18 @@ def state_key(kind: str, key: str) -> str:
 
 
 class Holding:
-    """What one rank holds of a model, as blocks of the checkpoint's tensors."""
+    """What one rank holds of a model, as blocks of the checkpoint's tensors. Of a model with adapters: what is trained."""
 
     def __init__(self, chunks: Sequence[Any], shape: ModelShape, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.map = CheckpointMap(table(chunks, shape).values())
+        self.map = CheckpointMap(stored_table(chunks, shape).values())
         order = {name: i for i, name in enumerate(self.map.weights)}
         at, sizes = mesh.coordinates, mesh.sizes
         self._blocks: list[_Placed] = []
         for chunk in chunks:
             for name, parameter, start in held_tensors(chunk, mesh):
+                if getattr(chunk, "adapters", None) is not None and name not in self.map.weights:
+                    continue  # frozen
                 if name not in self.map.weights:  # an embedding that is the head as well, on the last stage
                     name = EMBEDDING
                 copy = name == EMBEDDING and not mesh.first_stage  # is the first stage's to save

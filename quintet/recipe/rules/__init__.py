@@ -17,6 +17,7 @@ from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in th
     experts,
     features,
     layout,
+    lora,
     model,
     optimizer,
     run,

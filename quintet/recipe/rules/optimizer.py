@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from quintet.errors import UserError
 from quintet.models.family import family_named
+from quintet.models.lora import adapter_weights
 from quintet.recipe.features import optimizers
+from quintet.recipe.lora import lora_shape
 from quintet.recipe.lr_multipliers import check_lr_multipliers
 from quintet.recipe.rules.facts import Facts, Problem, rule
 
@@ -42,7 +44,15 @@ def lr_multipliers_match(facts: Facts) -> Iterator[Problem]:
     if facts.shape is None or not sections:
         return
     tensors: defaultdict[str, list[str]] = defaultdict(list)
-    for weight in family_named(facts.shape.family).weights(facts.shape):
+    weights = list(family_named(facts.shape.family).weights(facts.shape))
+    if facts.recipe.lora is not None:
+        try:
+            lora = lora_shape(facts.recipe, facts.shape)
+        except UserError:  # said by another rule
+            return
+        assert lora is not None
+        weights = list(adapter_weights(weights, lora))
+    for weight in weights:
         if weight.trained:  # the experts of a layer are one tensor, of which each rank holds a part
             tensors[_EXPERT.sub(".experts.", weight.name)] += weight.hf
     for section, optimizer in sections.items():

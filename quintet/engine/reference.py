@@ -1,0 +1,84 @@
+"""The reference policy of a model with adapters: the same weights under the adapters of an earlier moment.
+
+There is no second copy of the model. Where that moment's adapters did nothing (B is zero), they are switched off; otherwise
+they are kept, which is small, and take the present ones' place while the reference policy is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quintet.data.batch import Batch
+from quintet.engine import lora, peft
+from quintet.engine.engine import Engine
+from quintet.engine.shards import Shard
+
+
+class AdapterReference:
+    """What a frozen Engine is to a model without adapters, as far as a reference policy needs it."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.lora is not None
+        self.engine, self.lora = engine, engine.lora
+        self._kept: list[Shard] | None = None
+
+    def follow(self, engine: Engine) -> None:
+        """Become what the policy is now. Collective."""
+        present = self._present()
+        largest = [
+            shard.view.abs().max() for shard in present if ".lora_B." in shard.name and shard.view.numel()
+        ]
+        learned = torch.stack([one.float() for one in largest]).max()
+        dist.all_reduce(learned, op=dist.ReduceOp.MAX)  # all ranks compute with adapters, or none
+        self._kept = [replace(one, view=one.view.clone()) for one in present] if learned > 0 else None
+
+    def forward(self, batch: Batch, microbatches: Sequence[Sequence[int]], temperature: float = 1.0) -> Any:
+        """As `Engine.forward`."""
+        in_place = self.engine.without_adapters() if self._kept is None else self._swapped(self._kept)
+        with in_place:
+            return self.engine.forward(batch, microbatches, temperature)
+
+    def save(self, path: Path, *, wait: bool = True) -> None:
+        """Write the adapters, as a directory of peft's; done on return. Collective."""
+        nothing = [replace(one, view=torch.zeros_like(one.view)) for one in self._present()]
+        with self._swapped(self._kept or nothing):
+            self.engine.save_adapters(path, base=None)
+
+    def save_finished(self, wait: bool) -> bool:
+        """Nothing is written in the background."""
+        return True
+
+    def load(self, path: Path) -> None:
+        """Take up what `save` wrote. Collective."""
+        kept = [replace(one, view=torch.empty_like(one.view)) for one in self._present()]
+        peft.load_adapters(kept, self.engine.shape, self.lora, path)
+        self._kept = kept
+
+    def offload(self, *, params: float = 0.0) -> None:
+        """It has no memory of its own worth moving."""
+
+    def reload(self) -> None:
+        """It has no memory of its own worth moving."""
+
+    def _present(self) -> list[Shard]:
+        return lora.apart(self.engine.shard_map())[1]
+
+    @contextmanager
+    def _swapped(self, kept: list[Shard]) -> Iterator[None]:
+        """Other adapters in the engine's, which come back bit by bit."""
+        present = self._present()
+        away = [one.view.clone() for one in present]
+        try:
+            for one, other in zip(present, kept, strict=True):
+                one.write(other.view)
+            yield
+        finally:
+            for one, value in zip(present, away, strict=True):
+                one.write(value)

@@ -1,0 +1,63 @@
+"""Rules of adapters: what they are beside, what they start from, and who needs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from quintet.errors import UserError
+from quintet.models.family import family_named
+from quintet.models.lora import adapted, linears
+from quintet.recipe.lora import lora_shape
+from quintet.recipe.rules.facts import Facts, Problem, rule
+
+
+@rule
+def adapters_fit(facts: Facts) -> Iterator[Problem]:
+    """Adapters are beside linear layers that the model has, and are those in lora.path where it is given."""
+    if facts.recipe.lora is None or facts.shape is None:
+        return
+    try:
+        lora_shape(facts.recipe, facts.shape)
+    except UserError as error:
+        found = re.match(r"lora\.\w+", str(error))
+        yield Problem((found[0] if found else "lora",), str(error))
+
+
+@rule
+def every_stage_has_adapters(facts: Facts) -> Iterator[Problem]:
+    """Each pipeline stage, and each of its interleaved parts, has something to train."""
+    shape, layout = facts.shape, facts.recipe.layout
+    parts = layout.pp * layout.vpp
+    if facts.recipe.lora is None or shape is None or parts == 1 or shape.layers % parts:
+        return
+    try:
+        lora = lora_shape(facts.recipe, shape)
+    except UserError:  # said by `adapters_fit`
+        return
+    assert lora is not None
+    weights = family_named(shape.family).weights(shape)
+    on = {int(one.name.split(".")[2]) for one in linears(weights) if adapted(one, lora)}
+    size = shape.layers // parts
+    for part in range(parts):
+        layers = range(part * size, (part + 1) * size)
+        if not on & set(layers):
+            yield Problem(
+                ("lora.targets", "lora.path", "layout.pp", "layout.vpp"),
+                f"lora.targets: no layer of {layers[0]} to {layers[-1]} has adapters, and with layout.pp={layout.pp} and "
+                f"layout.vpp={layout.vpp} these are a part of a stage, which would have nothing to train; choose targets in "
+                "every part, or a smaller pp",
+            )
+            return
+
+
+@rule
+def adapters_are_given_where_none_are_trained(facts: Facts) -> Iterator[Problem]:
+    """A command that does not train has adapters to read."""
+    lora = facts.recipe.lora
+    if facts.command in ("generate", "eval") and lora is not None and lora.path is None:
+        yield Problem(
+            ("lora.path", "lora"),
+            f"lora: quintet {facts.command} trains nothing, and fresh adapters change nothing; set lora.path to a directory with "
+            "adapters, or lora=null",
+        )
