@@ -128,7 +128,8 @@ def _rollout(recipe: Recipe) -> str:
     if layout is None or shares_weights(recipe):
         return "Rollout: shares the layout and the weights."
     copies = recipe.cluster.ranks // (layout.tp * layout.pp)
-    return f"Rollout: dp {copies} × tp {layout.tp} × pp {layout.pp}, resharded each step."
+    what = "resharded" if recipe.lora is None else "adapters resharded"
+    return f"Rollout: dp {copies} × tp {layout.tp} × pp {layout.pp}, {what} each step."
 
 
 def _engine(recipe: Recipe, shape: ModelShape) -> str:
