@@ -201,6 +201,10 @@ class Saver:
         if errors:
             self._fail(running.path, errors[0], self._checkpoint_bytes)
             return
+        if not (running.path / POLICY).is_dir():
+            why = "what the ranks wrote is not there: run.dir must be on a file system that all nodes share"
+            self._fail(running.path, why, self._checkpoint_bytes)
+            return
         try:
             published = self.checkpoints.publish(running.path, running.manifest)
             if running.path.name == REFERENCE:

@@ -114,7 +114,7 @@ def judge(outcome: Outcome, *, same_layout: bool, gpu: bool, bf16: bool) -> tupl
             # Rounding tipped a draw: from here on the runs learn from different samples.
             break
         compared, worst = compared + 1, max(worst, gap)
-        if gap > (first if number == 0 else later):
+        if not gap <= (first if number == 0 else later):  # nor is a NaN
             return False, f"differs: at {a.stage} step {a.step} the losses part by {gap:.1e}"
     if not compared:
         return False, "differs: the samples of the first step after resuming are not the same"

@@ -155,6 +155,7 @@ def test_kill_9_of_one_worker_during_a_save(straight, tmp_path):
 @pytest.mark.timeout(600)
 def test_sigterm_saves_and_the_run_goes_on(straight, tmp_path):
     recipe = [*SMALL, "train.steps=16", f"run.dir={tmp_path}", "checkpoint.every_steps=100"]
+    recipe.append("checkpoint.async_save=false")
     process = start("train", *recipe)
     assert process.stdout is not None
     for line in process.stdout:
@@ -207,9 +208,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
 def test_a_disk_that_fills_during_a_save(straight, small_disk, tmp_path, on_error):
     """Somebody else fills the disk while the ranks write; the check before the save saw room."""
-    recipe = [*SMALL, "train.steps=16", f"run.dir={small_disk}", f"checkpoint.on_error={on_error}"]
+    runs = small_disk / "runs"
+    recipe = [*SMALL, "train.steps=16", f"run.dir={runs}", f"checkpoint.on_error={on_error}"]
     process = start("train", *recipe)
-    path = wait_for_a_save(process, small_disk, 9)
+    path = wait_for_a_save(process, runs, 9)
     fill(small_disk)
     output, _ = process.communicate(timeout=200)
     failed = re.search(
@@ -226,11 +228,11 @@ def test_a_disk_that_fills_during_a_save(straight, small_disk, tmp_path, on_erro
         assert "Make room" in output
         (small_disk / "filler").unlink()
         run("train", *recipe, "resume=auto")
-        same_end(straight, only(small_disk))
+        same_end(straight, only(runs))
     else:
         assert "warning: " in output
         assert "Training goes on (checkpoint.on_error=continue)" in output
-        steps = [line for line in recorded(only(small_disk)) if line["stage"] == "rl"]
+        steps = [line for line in recorded(only(runs)) if line["stage"] == "rl"]
         assert steps == [line for line in recorded(straight) if line["stage"] == "rl"]
 
 

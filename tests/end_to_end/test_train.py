@@ -32,7 +32,7 @@ DEMO = [
     "model.build.hidden_size=64",
 ]
 
-SAVES = ["checkpoint.every_steps=1", "checkpoint.keep_last=9"]
+SAVES = ["checkpoint.every_steps=1", "checkpoint.keep_last=9", "checkpoint.hf_every_steps=2"]
 
 
 def command(*arguments: str, stderr: int = subprocess.STDOUT, **extra) -> subprocess.Popen:
@@ -174,7 +174,14 @@ def test_the_same_seed_gives_the_same_losses_resumed_and_with_offload(resharded,
         assert all(math.isfinite(x) for x in first)
     weights = [(d / "checkpoint" / "model.safetensors").read_bytes() for d in (directory, again)]
     assert weights[0] == weights[1]
-    assert (again / "set_aside" / "1" / "checkpoints" / "step-000002" / "manifest.json").exists()
+    for aside in (
+        "checkpoints/step-000002/manifest.json",
+        "hf/step-000002/config.json",
+        "checkpoint/config.json",
+    ):
+        assert (again / "set_aside" / "1" / aside).exists()
+    assert {p.name for p in (again / "hf").iterdir()} == {"sft-000002", "sft-000004", "step-000002"}
+    assert (again / "hf" / "step-000002" / "model.safetensors").read_bytes() == weights[0]
     assert len(json.loads((again / "summary.json").read_text())["starts"]) == 2
 
 

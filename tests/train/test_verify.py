@@ -59,6 +59,7 @@ def test_on_a_cpu_any_difference_is_one_and_the_first_is_named(resumed, weights,
         (run(1.0, 2.0, 3.0 + 2e-6, 4.0 + 2e-4), False, True),  # relative to losses above 1
         (run(1.0, 2.0, 3.0 + 9e-6, 4.0), False, False),
         (run(1.0, 2.0, 3.0, 4.0 + 9e-4), False, False),
+        (run(1.0, 2.0, 3.0, float("nan")), False, False),
         (run(1.0, 2.0, 3.01, 4.01), True, True),
         (run(1.0, 2.0, 3.5, 4.0), True, False),
         ([*STRAIGHT[:4], Step("rl", 4, {"loss": 9.0, "grad_norm": 1.0}, "other")], False, True),
