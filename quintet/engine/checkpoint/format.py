@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from quintet.errors import UserError
 from quintet.models.mcore import Box
 
 INDEX = ".metadata"
@@ -148,8 +149,16 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def publish(path: Path, entries: Iterable[Entry], state: dict[str, Any]) -> None:
-    """Write what makes a directory of tensor files a checkpoint. state: content of state.json; `steps` is among it."""
+    """Write what makes a directory of tensor files a checkpoint. state: content of state.json; `steps` is among it.
+
+    Raises UserError when a file of another rank is not there, OSError naming the file that cannot be written.
+    """
     found = list(entries)
+    unseen = sorted({e.file for e in found if not (path / e.file).is_file()})
+    if unseen:
+        raise UserError(
+            f"{path}: rank 0 does not see {unseen[0]}, which another rank wrote: save to a directory that all machines share"
+        )
     write_bytes(path / INDEX, pickle.dumps(_index(found)))
     write_json(path / "metadata.json", _BACKENDS)
     common = io.BytesIO()

@@ -119,6 +119,15 @@ def test_a_truncated_or_missing_file_is_an_error_that_names_it(tmp_path, name):
         read_all(path)
 
 
+def test_ranks_that_do_not_share_a_directory(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "other").mkdir()
+    with TensorFile(tmp_path / "other" / "__1_0.distcp") as file:
+        file.add("a", (2,), ((0, 2),), torch.zeros(2))
+    with pytest.raises(UserError, match=r"rank 0 does not see __1_0\.distcp"):
+        publish(tmp_path / "one", file.entries, {"steps": 0})
+
+
 def test_no_checkpoint_at_all(tmp_path):
     with pytest.raises(UserError, match="is not a checkpoint"):
         Reader(tmp_path / "nothing")
