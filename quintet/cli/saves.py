@@ -28,7 +28,6 @@ def describe_saves(recipe: Recipe, command: str) -> Iterator[str]:
 
 def _checkpoints(recipe: Recipe) -> str:
     from quintet.plan import checkpoint_bytes
-    from quintet.recipe.features import optimizers
     from quintet.recipe.rules import shape_of
 
     settings = recipe.checkpoint
@@ -40,7 +39,7 @@ def _checkpoints(recipe: Recipe) -> str:
     if shape is None or recipe.model.path is None:  # the vocabulary of a built model is not known yet
         return f"{text}."
     dtype = recipe.model.dtype or ("fp32" if recipe.cluster.device == "cpu" else "bf16")
-    size = checkpoint_bytes(shape, dtype, optimizers(recipe).values())
+    size = checkpoint_bytes(recipe, shape, dtype)
     # One more is written before the oldest goes.
     most, free = size * (settings.keep_last + 1), _free(recipe.run.dir)
     text += f"; one takes about {size / _GIB:.1f} GiB, all up to {most / _GIB:.1f} GiB"

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
-from quintet.models import ModelShape
+from quintet.models import ModelShape, family_named
+from quintet.models.lora import adapter_parameters
 from quintet.recipe import schema
+from quintet.recipe.features import optimizers
+from quintet.recipe.lora import lora_shape
+
+Type = Literal["fp32", "bf16"]
 
 
-def model_bytes(shape: ModelShape, dtype: Literal["fp32", "bf16"]) -> int:
-    """Of the weights alone: a Hugging Face directory, or a stored reference policy."""
-    return shape.parameter_count * (2 if dtype == "bf16" else 4)
+def weights_bytes(recipe: schema.Recipe, shape: ModelShape, dtype: Type) -> int:
+    """Of the weights that are trained: all of them, or the adapters."""
+    return _trained(recipe, shape) * _width(dtype)
 
 
-def checkpoint_bytes(
-    shape: ModelShape, dtype: Literal["fp32", "bf16"], optimizers: Iterable[schema.Optimizer]
-) -> int:
-    """Of a checkpoint in any layout: the weights, and of each an fp32 master (in bf16) and the optimizer's fp32 moments.
+def export_bytes(shape: ModelShape, dtype: Type) -> int:
+    """Of a Hugging Face directory, with adapters merged."""
+    return shape.parameter_count * _width(dtype)
 
-    optimizers: of the run's stages; the one with the most state counts.
-    """
+
+def checkpoint_bytes(recipe: schema.Recipe, shape: ModelShape, dtype: Type) -> int:
+    """Of a checkpoint in any layout: the weights that are trained, of each an fp32 master (in bf16) and the optimizer's fp32
+    moments, of the stage with the most."""
     master = 4 if dtype == "bf16" else 0
-    state = max((master + _moments(one) for one in optimizers), default=0)
-    return model_bytes(shape, dtype) + shape.parameter_count * state
+    state = master + max(_moments(one) for one in optimizers(recipe).values())
+    return weights_bytes(recipe, shape, dtype) + _trained(recipe, shape) * state
+
+
+def _trained(recipe: schema.Recipe, shape: ModelShape) -> int:
+    lora = lora_shape(recipe, shape)
+    if lora is None:
+        return shape.without_mtp().parameter_count
+    return adapter_parameters(family_named(shape.family).weights(shape), lora)
+
+
+def _width(dtype: Type) -> int:
+    return 2 if dtype == "bf16" else 4
 
 
 def _moments(optimizer: schema.Optimizer) -> int:

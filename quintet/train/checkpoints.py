@@ -119,6 +119,11 @@ def later_than(checkpoint: Checkpoint, directory: Path) -> list[Path]:
     return [path for place, path in _named(directory) if place > mine]
 
 
+def adapter_directory(model: Path) -> Path:
+    """Where the adapters of a saved model are: adapter/ beside checkpoint/, step-000012-adapter/ beside step-000012/."""
+    return model.with_name("adapter" if model.name == "checkpoint" else f"{model.name}-adapter")
+
+
 class Checkpoints:
     """RUN/checkpoints. One process writes there: who holds the run directory's lock."""
 

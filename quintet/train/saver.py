@@ -16,8 +16,7 @@ from quintet.data.stream import PromptStream
 from quintet.errors import Stopped, UserError
 from quintet.models import ModelShape
 from quintet.observe import Observer, package_versions
-from quintet.plan import checkpoint_bytes, model_bytes
-from quintet.recipe.features import optimizers
+from quintet.plan import checkpoint_bytes, export_bytes, weights_bytes
 from quintet.recipe.resume import digest
 from quintet.recipe.schema import Recipe
 from quintet.train.checkpoints import (
@@ -28,6 +27,7 @@ from quintet.train.checkpoints import (
     Clock,
     Manifest,
     Stage,
+    adapter_directory,
     later_than,
     name_of,
 )
@@ -71,8 +71,9 @@ class Saver:
         self._failed = 0
         self.dtype = fleet.dtype()
         # What a save takes on the disk: by the formula, until there has been one.
-        self._model_bytes = model_bytes(shape, self.dtype)
-        self._checkpoint_bytes = checkpoint_bytes(shape, self.dtype, optimizers(recipe).values())
+        self._checkpoint_bytes = checkpoint_bytes(recipe, shape, self.dtype)
+        self._reference_bytes = weights_bytes(recipe, shape, self.dtype)
+        self._export_bytes = export_bytes(shape, self.dtype)
         if resumed is not None and resumed.manifest.dtype != self.dtype:
             raise UserError(
                 f"{resumed.path} holds {resumed.manifest.dtype} weights, and here model.dtype comes to {self.dtype}; set "
@@ -139,7 +140,8 @@ class Saver:
         stream.load_state_dict(manifest.data)
         newer = self.checkpoints.newer_than(found)
         aside = observer.go_on(manifest.stage, manifest.step, manifest.clock.seconds, manifest.clock.by_phase)
-        for path in (*newer, *later_than(found, observer.directory.hf), observer.directory.checkpoint):
+        made = [*later_than(found, observer.directory.hf), observer.directory.checkpoint]
+        for path in (*newer, *made, *map(adapter_directory, made)):
             if path.exists():
                 target = aside / path.relative_to(observer.directory.path)
                 target.parent.mkdir(exist_ok=True)
@@ -171,7 +173,7 @@ class Saver:
 
     def _write(self, path: Path, manifest: Manifest, *, reference: bool = False) -> None:
         """Have the ranks begin to write; `_poll` says when they are done."""
-        needed = self._model_bytes if reference else self._checkpoint_bytes
+        needed = self._reference_bytes if reference else self._checkpoint_bytes
         free = _free(self.observer.directory.path)
         if free < needed:
             self._fail(path, "there is not enough room", needed)
@@ -237,7 +239,7 @@ class Saver:
         try:
             self.fleet.save(target)
         except UserError as error:  # nothing of it is left
-            self._fail(target, str(error), self._model_bytes)
+            self._fail(target, str(error), self._export_bytes)
 
     def _manifest(self, step: int, loop: dict[str, float]) -> Manifest:
         assert self._stream is not None

@@ -33,6 +33,7 @@ from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, RewardResult, score
 from quintet.rollout import Request, Sampling
 from quintet.rollout.native import NativeRollout
+from quintet.train.checkpoints import adapter_directory
 from quintet.train.messages import Assignment, Generated, Updated
 from quintet.train.objective import Objective
 
@@ -306,8 +307,3 @@ def _nothing() -> Batch:
     empty["advantages"] = torch.empty(0)
     set_tokens(empty, "rollout_logprobs", torch.empty(0))
     return empty
-
-
-def adapter_directory(model: Path) -> Path:
-    """Where the adapters of a saved model are: adapter/ beside checkpoint/, step-000012-adapter/ beside step-000012/."""
-    return model.with_name("adapter" if model.name == "checkpoint" else f"{model.name}-adapter")

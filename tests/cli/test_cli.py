@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -254,6 +255,10 @@ def test_check_tells_where_checkpoints_go_and_how_large_one_is(
         assert (
             f"; one takes about {one:.1f} GiB, all up to {3 * one:.1f} GiB of the 16384 GiB that are" in said
         )
+    assert main([*asked, "cluster.device=cpu", "lora={rank: 4, targets: [q_proj]}"]) == 0
+    adapters = re.search(r"linear layers: ([\d,]+) parameters are trained", said := capsys.readouterr().err)
+    assert adapters is not None
+    assert f"; one takes about {12 * int(adapters[1].replace(',', '')) / 1024:.1f} GiB" in said
     assert main([*asked, "checkpoint.keep_last=9", "checkpoint.hf_every_steps=40"]) == 0
     said = capsys.readouterr().err
     assert ": warning, 16384.0 GiB are free there." in said
