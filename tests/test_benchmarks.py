@@ -149,3 +149,28 @@ def test_engine_and_raw_loop_train_the_same_on_a_cpu() -> None:
     assert "quintet / raw:" in done.stdout
     assert "aten::mm" in done.stdout
     assert "written to" not in done.stdout
+
+
+@pytest.mark.slow
+def test_checkpoints_are_measured_on_a_cpu(tmp_path) -> None:
+    """A dry run: every number comes out, and nothing is left on the disk."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.checkpoint", "--device", "cpu", "--tiny", "--dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for metric in (
+        "disk_read",
+        "hf_load_cold",
+        "hf_load_warm",
+        "hf_save",
+        "save",
+        "load_cold",
+        "load_other_layout_cold",
+    ):
+        assert re.search(rf" {metric}_gb_s ", done.stdout), metric
+    assert "async_save_blocks_step_s" in done.stdout
+    assert not list(tmp_path.iterdir())

@@ -167,7 +167,10 @@ def into_core(path: Path, checkpoint: Path, layout: dict[str, int]) -> list[str]
     )
     model.load_state_dict(state, strict=False)
     wanted = dict(global_tensors(engine.chunks[0], engine.mesh))
-    found = {name.replace("local_experts.", ""): one for name, one in model.named_parameters()}
+    found = {
+        name.replace("local_experts.", ""): one
+        for name, one in (*model.named_parameters(), *model.named_buffers())
+    }
     rows = shape.vocab_size - mesh.at("tp") * wanted["embedding.word_embeddings.weight"].shape[0]
     wrong = []
     for name, one in wanted.items():
@@ -186,7 +189,34 @@ def test_megatron_core_loads_it_into_its_own_model(pool, tmp_path):
         path = CASES[name][0](name, tmp_path / name)
         hf_to_mcore(path, tmp_path / f"{name}-mcore", **converted)
         world = loaded.get("tp", 1)
-        assert pool.run(into_core, world, path, tmp_path / f"{name}-mcore", loaded) == [[]] * world
+        found = pool.run(into_core, world, path, tmp_path / f"{name}-mcore", loaded, timeout_s=600)
+        assert found == [[]] * world
+
+
+def evaluated(path: Path, checkpoint: Path) -> list[str]:
+    """On one rank: an engine that loads the checkpoint beside one that reads the Hugging Face directory."""
+    from quintet.engine.engine import Engine
+    from quintet.recipe import schema
+
+    def made(optimizer: schema.Optimizer | None = None) -> Engine:
+        shape = read_shape(path)
+        return Engine(shape, schema.Layout(), engine=schema.Engine(), optimizer=optimizer, dtype="fp32")
+
+    first, second, training = made(), made(), made(schema.Optimizer())
+    first.load_hf(path)
+    second.load(checkpoint)
+    training.load_hf(path)
+    with pytest.raises(UserError, match="holds weights alone"):
+        training.load(checkpoint)
+    pairs = zip(first.shard_map(), second.shard_map(), strict=True)
+    return [one.name for one, other in pairs if not torch.equal(one.view, other.view)]
+
+
+@pytest.mark.slow
+def test_an_engine_without_an_optimizer_loads_it(pool, tmp_path):
+    path = models.save("qwen2-tied", tmp_path / "model")
+    hf_to_mcore(path, tmp_path / "mcore", tp=2, pp=2)
+    assert pool.run(evaluated, 1, path, tmp_path / "mcore", timeout_s=600) == [[]]
 
 
 @pytest.fixture

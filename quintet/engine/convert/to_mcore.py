@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
 
 from quintet.engine.appear import appearing
 from quintet.engine.carried import held_copies
+from quintet.engine.checkpoint.checkpoints import FORMAT
 from quintet.engine.checkpoint.format import TensorFile, publish
 from quintet.engine.checkpoint.reader import within
 from quintet.engine.companions import copy_companions
@@ -19,7 +21,7 @@ from quintet.engine.convert.places import Places
 from quintet.engine.hf import check_hf
 from quintet.engine.hf_read import TORCH_DTYPES, HfReader
 from quintet.errors import UserError
-from quintet.models import Weight, family_named
+from quintet.models import ModelShape, Weight, family_named
 from quintet.models.mcore import CheckpointMap
 from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk, held_shape
 from quintet.recipe.schema import Layout
@@ -84,9 +86,22 @@ def hf_to_mcore(
         entries = [entry for file in files.values() for entry in file.close()]
         files.clear()
         copies = list(held_copies(weights, shape))
-        publish(directory, entries, {"steps": 0, "converted_from": source.resolve().name, "copies": copies})
+        publish(directory, entries, _state(source, shape) | {"copies": copies})
         copy_companions(source, directory / COMPANIONS_IN)
     return Converted(total, count, time.perf_counter() - began)
+
+
+def _state(source: Path, shape: ModelShape) -> dict[str, Any]:
+    """What an engine that loads the checkpoint reads of it: weights alone, of no step."""
+    return {
+        "format": FORMAT,
+        "steps": 0,
+        "optimizer": None,
+        "moments": [],
+        "layout": None,
+        "family": shape.family,
+        "converted_from": source.resolve().name,
+    }
 
 
 def _abandon(files: dict[int, TensorFile]) -> None:
