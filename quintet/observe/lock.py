@@ -27,7 +27,7 @@ WATCH_S = 20.0
 class RunLock:
     """Held from its making until `release`, or until the process ends.
 
-    Raises UserError naming the holder when another process has it.
+    Raises UserError naming the holder when another process has it, and for a directory that cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +35,10 @@ class RunLock:
         self.left_behind: str | None = None
         """Who held it last and ended without releasing it."""
         # Not to be emptied before it is ours; and no child inherits it (PEP 446), or it would outlive us.
-        self._file = path.open("a+", encoding="utf-8")
+        try:
+            self._file = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}") from None
         try:
             self._take()
         except BaseException:

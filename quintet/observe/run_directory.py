@@ -81,8 +81,16 @@ class RunDirectory:
         """Go on after `step`: what was recorded later is cut off and set aside, and `recipe` is what holds from now.
 
         Returns where all that is set aside goes, `set_aside/<n>` of the n-th time. The recipe, the environment and the
-        summary of the start before are there too.
+        summary of the start before are there too. Raises UserError when the disk does not take what is set aside.
         """
+        try:
+            return self._cut_back(recipe, stage, step)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename or self.path} cannot be written: {error.strerror}; make room, or the directory writable"
+            ) from None
+
+    def _cut_back(self, recipe: Recipe, stage: str, step: int) -> Path:
         number = 1 + max((int(p.name) for p in self._set_aside()), default=0)
         aside = self.path / "set_aside" / str(number)
         aside.mkdir(parents=True)

@@ -85,6 +85,8 @@ def _newest_run(recipe: Recipe) -> Resume:
 
 
 def _named(path: Path) -> Resume:
+    if path.absolute().name == "checkpoints":
+        path = path.absolute().parent
     if (path / MANIFEST).exists() or (path.parent.name == "checkpoints" and path.is_dir()):
         try:
             found = Checkpoint.read(path.absolute())

@@ -20,6 +20,7 @@ from quintet.plan import checkpoint_bytes, export_bytes, weights_bytes
 from quintet.recipe.resume import digest
 from quintet.recipe.schema import Recipe
 from quintet.train.checkpoints import (
+    MANIFEST,
     POLICY,
     REFERENCE,
     Checkpoint,
@@ -212,9 +213,15 @@ class Saver:
             if running.path.name == REFERENCE:
                 return
             self._checkpoint_bytes = published.manifest.bytes
-            self.checkpoints.prune(self.settings.keep_last)
         except OSError as error:
-            self._fail(running.path, f"{error.filename}: {error.strerror}", self._checkpoint_bytes)
+            self._fail(
+                running.path, f"{error.filename or MANIFEST}: {error.strerror}", self._checkpoint_bytes
+            )
+            return
+        try:
+            self.checkpoints.prune(self.settings.keep_last)
+        except OSError as error:  # the new one is there all the same
+            self.observer.note(f"warning: an old checkpoint stays: {error.filename}: {error.strerror}")
 
     def _fail(self, path: Path, reason: str, needed: int) -> None:
         """A save came to nothing: say so, and go on or end as the recipe wants."""

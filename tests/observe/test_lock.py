@@ -93,6 +93,11 @@ def test_the_holder_s_heart_beats(path):
     held.release()
 
 
+def test_a_directory_that_cannot_be_written_is_told(tmp_path):
+    with pytest.raises(UserError, match=r"gone/run\.lock cannot be written: No such file or directory"):
+        RunLock(tmp_path / "gone" / "run.lock")
+
+
 @pytest.mark.parametrize("text", ["", "half a li", "[]"])
 def test_a_file_of_no_sense_stops_no_one(path, text):
     path.write_text(text)

@@ -97,6 +97,8 @@ def test_a_run_or_a_checkpoint_can_be_named(recipe, monkeypatch):
     recipe.resume = str(run / "checkpoints" / "step-000003")
     found = find_resume(recipe, "train")
     assert (found.checkpoint.manifest.step, found.run) == (3, run)
+    recipe.resume = str(run / "checkpoints")
+    assert find_resume(recipe, "train").run == run
     monkeypatch.chdir(run)
     recipe.resume = "."
     assert find_resume(recipe, "train").run == run

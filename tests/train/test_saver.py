@@ -1,0 +1,212 @@
+"""When a run is saved, and what a failed save comes to. The ranks here are one local stand-in that writes real files."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from quintet.errors import Stopped, UserError
+from quintet.observe import Observer
+from quintet.recipe import Recipe
+from quintet.recipe.rules.facts import shape_of_built
+from quintet.recipe.schema import BuildModel, Checkpoint, Data, Model, Run
+from quintet.train.saver import Saver
+from quintet.train.stop import StopRequest
+
+
+class Ranks:
+    """Writes when it is asked whether it is done; `slow` asks are answered with no. `error`: what it then says."""
+
+    def __init__(self) -> None:
+        self.pending: Path | None = None
+        self.slow = 0
+        self.error: str | None = None
+        self.exports: list[str] = []
+
+    def dtype(self) -> str:
+        return "fp32"
+
+    def save_checkpoint(self, path: Path, *, reference: bool = False) -> list[str]:
+        assert self.pending is None, "the last save was not waited for"
+        self.pending = path
+        return []
+
+    def checkpoint_finished(self, *, wait: bool) -> tuple[bool, list[str]]:
+        assert self.pending is not None
+        if self.slow and not wait:
+            self.slow -= 1
+            return False, []
+        path, self.pending = self.pending, None
+        path.mkdir()
+        if self.error is not None:
+            return True, [f"checkpoint {path} was not saved: {self.error}"]
+        (path / "0.distcp").write_bytes(b"x" * 100)
+        return True, []
+
+    def save(self, path: Path) -> None:
+        if self.error is not None:
+            raise UserError(self.error)
+        self.exports.append(path.name)
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+@pytest.fixture
+def made(tmp_path: Path, ranks: Ranks) -> Iterator[Any]:
+    """Makes a saver with settings; its observer and what that prints are on it."""
+    observers: list[Observer] = []
+
+    def make(stop: StopRequest | None = None, **settings: Any) -> Any:
+        recipe = Recipe(
+            run=Run(dir=tmp_path / "runs"),
+            model=Model(build=BuildModel(layers=1)),
+            data=Data(task="addition"),
+            checkpoint=Checkpoint(**settings),
+        )
+        printed = io.StringIO()
+        observer = Observer(recipe, Console(file=printed, width=1000))
+        observers.append(observer)
+        shape = shape_of_built(recipe.model.build)
+        saver = Saver(recipe, "train", observer, ranks, shape, None, stop or StopRequest())  # type: ignore[arg-type]
+        assert saver.begin("rl", SimpleNamespace(state_dict=lambda: {"position": 7})) == (0, {})  # type: ignore[arg-type]
+        return SimpleNamespace(saver=saver, observer=observer, printed=printed.getvalue)
+
+    yield make
+    for observer in observers:
+        observer.__exit__(None, None, None)
+
+
+def names(made: Any) -> list[str]:
+    return [path.name for path in made.saver.checkpoints.published()]
+
+
+def steps(made: Any, numbers: range, last: int = 99) -> None:
+    for step in numbers:
+        made.saver.after_step(step, last=step == last, smooth=0.5)
+
+
+def test_saves_are_published_a_step_later_and_the_oldest_goes_after(made, ranks):
+    run = made(every_steps=2, keep_last=2)
+    steps(run, range(1, 3))
+    assert names(run) == []  # the ranks write
+    steps(run, range(3, 4))
+    assert names(run) == ["step-000002"]
+    steps(run, range(4, 8), last=7)
+    assert names(run) == ["step-000006", "step-000004"]
+    run.saver.finish()
+    assert names(run) == ["step-000007", "step-000006"]
+    newest, _ = run.saver.checkpoints.latest()
+    assert newest.manifest.data == {"position": 7}
+    assert newest.manifest.loop == {"smooth": 0.5}
+
+
+def test_a_save_that_takes_several_steps_is_waited_for_before_the_next(made, ranks):
+    run, ranks.slow = made(every_steps=3), 9
+    steps(run, range(3, 6))
+    assert names(run) == []
+    steps(run, range(6, 7))
+    assert names(run) == ["step-000003"]
+
+
+def test_without_async_save_it_is_there_at_once(made):
+    run = made(every_steps=1, async_save=False)
+    steps(run, range(1, 2))
+    assert names(run) == ["step-000001"]
+
+
+def test_nothing_is_saved_unasked(made, ranks):
+    run = made()
+    steps(run, range(1, 4), last=3)
+    run.saver.finish()
+    assert not run.saver.checkpoints.directory.exists()
+    assert "checkpoint" not in run.observer.phases.totals
+
+
+def test_exports_go_below_hf(made, ranks):
+    run = made(hf_every_steps=2)
+    steps(run, range(1, 6), last=5)
+    assert ranks.exports == ["step-000002", "step-000004"]
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_failed_save_ends_the_run_or_does_not_as_the_recipe_says(made, ranks, on_error):
+    run = made(every_steps=1, on_error=on_error, hf_every_steps=4)
+    steps(run, range(1, 3))
+    ranks.error = "0.distcp: No space left on device; free space there"
+    if on_error == "stop":
+        with pytest.raises(UserError) as error:
+            steps(run, range(3, 4))
+        text = str(error.value)
+        assert (
+            f"Make room, or lower checkpoint.keep_last, and go on with resume={run.observer.directory.path}"
+            in text
+        )
+    else:
+        steps(run, range(3, 5))
+        ranks.error = None
+        steps(run, range(5, 6))
+        run.saver.finish()
+        text = run.printed()
+        assert (
+            text.count("warning: ") == 4
+        )  # checkpoints of steps 2, 3 and 4 were on their way, and one export
+        assert run.observer.extra == {"failed_saves": 4}
+    assert (
+        "/checkpoints/step-000002 was not saved: 0.distcp: No space left on device; free space there (needed: about"
+        in text
+    )
+    assert "; the last whole checkpoint is " in text
+    assert names(run)[-1] == "step-000001"
+    assert not (run.saver.checkpoints.directory / "step-000002").exists()
+
+
+def test_room_is_looked_at_before_a_save(made, ranks, monkeypatch):
+    run = made(every_steps=1)
+    steps(run, range(1, 3))
+    size = json.loads((run.saver.checkpoints.directory / "step-000001/manifest.json").read_text())["files"]
+    assert size == {"policy/0.distcp": 100}
+    monkeypatch.setattr("quintet.train.saver._free", lambda path: 99)
+    with pytest.raises(UserError, match=r"not enough room \(needed: about 0\.1 KiB, free there: 0\.1 KiB\)"):
+        steps(run, range(3, 4))
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_the_new_one_nothing(made, ranks, monkeypatch):
+    def refuse(self: object, keep: int) -> list[str]:
+        raise PermissionError(13, "Permission denied", "step-000001")
+
+    run = made(every_steps=1)
+    monkeypatch.setattr("quintet.train.checkpoints.Checkpoints.prune", refuse)
+    steps(run, range(1, 4))
+    assert names(run) == ["step-000002", "step-000001"]
+    assert "warning: an old checkpoint stays: step-000001: Permission denied" in run.printed()
+
+
+def test_what_the_controller_cannot_see_is_no_checkpoint(made, ranks, monkeypatch):
+    monkeypatch.setattr(
+        Path, "mkdir", lambda self, *a, **k: None if self.name == "policy" else _mkdir(self, *a, **k)
+    )
+    monkeypatch.setattr(Path, "write_bytes", lambda self, data: len(data))
+    run = made(every_steps=1)
+    with pytest.raises(UserError, match=r"run\.dir must be on a file system that all nodes share"):
+        steps(run, range(1, 3))
+
+
+_mkdir = Path.mkdir
+
+
+def test_a_request_to_stop_saves_between_two_saves(made, ranks):
+    run = made(StopRequest(("rl", 3)), every_steps=100)
+    steps(run, range(1, 3))
+    with pytest.raises(Stopped, match="stopped after rl step 3, as the caller asked; go on with resume="):
+        steps(run, range(3, 4))
+    assert names(run) == ["step-000003"]
