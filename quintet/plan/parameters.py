@@ -100,12 +100,18 @@ def _of_chunk(
             by_layer[int(found[1])].append(weight)
     for number in layers:
         yield from _of_layer(setup, by_layer[number])
-    if ends:
-        for weight in weights[1:]:
-            if not _LAYER.match(weight.name):
-                yield Parameter(weight.name, _numel(setup, weight))
-        if twice:
-            yield Parameter("output_layer.weight", _numel(setup, embedding), shared=True)
+    if not ends:
+        return
+    ahead = [weight for weight in weights if weight.name.startswith("mtp.")]
+    for weight in weights[1:]:
+        if not _LAYER.match(weight.name) and weight not in ahead:
+            yield Parameter(weight.name, _numel(setup, weight))
+    if twice:
+        yield Parameter("output_layer.weight", _numel(setup, embedding), shared=True)
+    # Layers for multi-token prediction, of a model that is only evaluated, read an embedding on their own stage.
+    yield from _of_layer(setup, ahead)
+    if ahead and not begins and not twice:
+        yield Parameter(embedding.name, _numel(setup, embedding))
 
 
 def _of_layer(setup: Setup, weights: list[Weight]) -> Iterator[Parameter]:

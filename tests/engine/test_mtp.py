@@ -18,6 +18,7 @@ from quintet.models.weights_on_disk import find_weights
 from tests.engine.moe_models import save as save_trunk
 from tests.engine.moe_models import stored
 from tests.engine.mtp_models import KINDS, LAYERS, VOCAB, model, save
+from tests.engine.test_reshard import reshard
 
 LENGTHS = [9, 6, 17, 4, 12, 8]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -156,6 +157,19 @@ def test_saved_equals_loaded(pool, directory, tmp_path, family, layout):
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert read_shape(tmp_path / "out").mtp_layers == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("family", "source", "target"),
+    [
+        ("mimo", {"tp": 2, "sp": True}, {"pp": 2}),
+        ("deepseek_v3", {"ep": 2}, {"tp": 2, "sp": True}),
+        ("glm4_moe", {"pp": 2}, {"etp": 2}),
+    ],
+)
+def test_they_arrive_in_another_layout_bit_for_bit(pool, directory, family, source, target):
+    for same in pool.run(reshard, 2, directory(family), source, target):
+        assert [name for name, equal in same if not equal] == []
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -102,10 +102,37 @@ LATENT = {
     "routed_scaling_factor": 2.5,
 }
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+}
+
 
 @pytest.mark.parametrize(
     ("base", "change", "said"),
     [
+        (MIXTRAL, {"num_local_experts": None}, "key num_local_experts is missing"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected 2 to num_local_experts=8"),
+        (MIXTRAL, {"sliding_window": 4096}, "sliding_window is 4096; expected null"),
+        (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; expected 0"),
+        (GLM, {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected a number up to 1"),
+        (
+            GLM,
+            {"partial_rotary_factor": 0.4},
+            "partial_rotary_factor is 0.4; expected an even share of head_dim=8",
+        ),
+        (
+            GLM,
+            {"rope_parameters": {"partial_rotary_factor": -1}},
+            "rope_parameters.partial_rotary_factor is -1",
+        ),
+        (GLM, {"use_qk_norm": "yes"}, 'use_qk_norm is "yes"; expected true or false'),
+        (GLM, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1; expected a whole number"),
         (EXPERTS, {"num_experts": None}, "key num_experts is missing"),
         (EXPERTS, {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; expected 2 to num_experts=8"),
         (EXPERTS, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected 2 to num_experts=8"),
@@ -159,6 +186,40 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
     assert dense(EXPERTS, num_experts=None, num_local_experts=8) == []  # as transformers 5 writes it
     assert dense(LATENT, first_k_dense_replace=2) == [0, 1]
     assert dense(LATENT, first_k_dense_replace=6) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_part_of_each_head_is_turned(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+
+    def turned(**change: object) -> int:
+        file.write_text(json.dumps(QWEN3 | GLM | change))
+        return read_shape(tmp_path).rotary_dim
+
+    assert turned() == 4  # half, where the config does not say
+    assert turned(partial_rotary_factor=0.25) == 2
+    assert turned(partial_rotary_factor=0.25, rope_parameters={"partial_rotary_factor": 1.0}) == 8
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+        LLAMA3_ROPE,
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_scaling_of_a_part_is_that_of_transformers(tmp_path: Path, scaling: dict) -> None:
+    from transformers import Glm4MoeConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_theta": 5e5, "partial_rotary_factor": 0.5, **scaling}
+    data = QWEN3 | GLM | {"rope_theta": None, "rope_parameters": rope, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    shape = read_shape(tmp_path)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](Glm4MoeConfig(**data), "cpu")
+    assert inverse_frequencies(shape.rope, shape.rotary_dim) == pytest.approx(frequencies.tolist(), rel=1e-6)
+    assert rotary_scale(shape.rope) == pytest.approx(scale)
 
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}

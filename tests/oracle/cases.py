@@ -18,11 +18,11 @@ from tests.oracle.covering import Constraint, Row, Table
 from tests.oracle.data import BATCHES, BF16_BATCH
 
 DENSE = ("qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "mimo")
-MOE = ("qwen3_moe", "deepseek_v3", "deepseek_v3-tied")
+MOE = ("qwen3_moe", "deepseek_v3", "deepseek_v3-tied", "glm4_moe", "mixtral")
 FAMILIES = (*DENSE, *MOE)
 THOROUGH = ("qwen3", "deepseek_v3")
 """The families that run all pairs in `make test`; the others run FEW_LAYOUTS there, and of these some BRIEFLY one alone."""
-BRIEFLY = ("mimo",)
+BRIEFLY = ("mimo", "glm4_moe", "mixtral")
 THOROUGH_SLOWLY = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3_moe", "deepseek_v3")
 """The families that run all pairs in `make test-slow`."""
 LAYERS, HEADS = 4, {"qwen2": 2, "qwen2-tied": 2, "mimo": 2}

@@ -87,18 +87,10 @@ def refusal(first: str, second: str, paths: Mapping[str, Path]) -> str | None:
     """The sentence with which a pair is refused; None where it can be combined."""
     if {first, second} <= set(FEATURES):
         return refused_pair(first, second)
-    # A model with biases of q, k and v is one without experts and without latent attention: what config.json says.
-    family = {
-        "experts": "qwen3_moe",
-        "mla": "deepseek_v3",
-        "ep": "qwen3_moe",
-        "etp": "qwen3_moe",
-        "etp_apart": "qwen3_moe",
-    }
-    other = next(iter({first, second} - {"qkv_bias"}))
-    if "qkv_bias" in (first, second) and other in family:
+    # A model with biases of q, k and v is one without latent attention: what config.json says.
+    if {first, second} == {"qkv_bias", "mla"}:
         try:
-            family_of(config := read_config(paths[family[other]])).shape_of(config | {"attention_bias": True})
+            family_of(config := read_config(paths["deepseek_v3"])).shape_of(config | {"attention_bias": True})
         except UserError as error:
             return str(error)
     return None

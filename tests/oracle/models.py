@@ -122,7 +122,7 @@ MOE_CONFIGS = {
 }
 ARCHITECTURES = {"mimo": ("Qwen2For", "MiMoFor")}
 """What config.json says in place of transformers' class."""
-SEEDS = {"qwen3_moe": 675, "deepseek_v3": 1478, "deepseek_v3-tied": 1478}
+SEEDS = {"qwen3_moe": 675, "deepseek_v3": 1478, "deepseek_v3-tied": 1478, "glm4_moe": 1474, "mixtral": 1078}
 """Of the weights, where `reference` asks for certain ones; other models have 0."""
 
 

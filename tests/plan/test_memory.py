@@ -61,7 +61,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 0,
     },
+    "mixtral": _SIZES
+    | _EXPERTS
+    | {"architectures": ["MixtralForCausalLM"], "head_dim": 48, "num_local_experts": 8},
+    "glm4_moe": _SIZES
+    | _EXPERTS
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "head_dim": 48,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "mimo": _SIZES | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
 }
+CONFIGS["deepseek_v3-ahead"] = CONFIGS["deepseek_v3"] | {"num_nextn_predict_layers": 1}
 
 
 def setup(family: str, ranks: int = 1, **how: Any) -> Setup:
@@ -127,6 +143,10 @@ STATIC: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3_moe", 4, {"lora": LORA, "tp": 2, "sp": True, "ep": 2, "etp": 1}),
     ("deepseek_v3", 2, {"lora": LORA, "tp": 2, "sp": True, "dtype": "bf16"}),
     ("deepseek_v3", 2, {"lora": QUERIES, "ep": 2, "value": True}),
+    ("glm4_moe", 2, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+    ("mixtral", 2, {"ep": 2, "dtype": "bf16"}),
+    ("mimo", 2, {"pp": 2, "trained": False, "dtype": "bf16"}),
+    ("deepseek_v3-ahead", 2, {"ep": 2, "trained": False}),
 ]
 
 
@@ -196,6 +216,8 @@ ACTIVATIONS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"dtype": "bf16"}),
     ("deepseek_v3", {}),
     ("deepseek_v3", {"dtype": "bf16"}),
+    ("glm4_moe", {}),
+    ("mixtral", {}),
     *((family, {"recompute": "full"}) for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
     *(
         (family, {"recompute": "selective", "recompute_modules": modules.split()})
