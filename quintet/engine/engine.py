@@ -248,7 +248,6 @@ class Engine:
         if self._optimizer_recipe is not None and self._optimizer is None:
             self.start_optimizer(self._optimizer_recipe, self.total_steps)
         self.steps = self._checkpoints.load(path)
-        self._incomplete = None
 
     # memory
 

@@ -34,6 +34,7 @@ class Checkpoints:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._saver = Saver()
+        self._held: Holding | None = None
 
     def start(self, path: Path) -> None:
         """Copy the state to the host and begin to write it. Collective."""
@@ -56,9 +57,11 @@ class Checkpoints:
         steps, moments = int(state["steps"]), tuple(state["moments"])
         holding = self._holding()
         load, random = agreed(lambda: self._read(reader, state, holding))
+        engine._incomplete = f"{path} could not be loaded to its end"
         for slot in self._slots():
             slot.begin(moments, steps)
         load.commit()
+        engine._incomplete = None
         if random is not None:
             set_random_states(random)
         elif engine.mesh.rank == 0:
@@ -146,7 +149,9 @@ class Checkpoints:
         return load, reader.json(f"rng-{engine.mesh.rank:05d}.json") if same else None
 
     def _holding(self) -> Holding:
-        return Holding(self._engine.chunks, self._engine.shape, self._engine.mesh)
+        if self._held is None:  # of a model with many experts it is some 10⁵ names
+            self._held = Holding(self._engine.chunks, self._engine.shape, self._engine.mesh)
+        return self._held
 
     def _slots(self) -> list[Slot]:
         engine = self._engine

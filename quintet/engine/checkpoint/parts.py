@@ -79,7 +79,7 @@ class Holding:
             for name, parameter, start in held_tensors(chunk, mesh):
                 if getattr(chunk, "adapters", None) is not None and name not in self.map.weights:
                     continue  # frozen
-                if name not in self.map.weights:  # an embedding that is the head as well, on the last stage
+                if name == "output_layer.weight" and shape.tied_embeddings:  # the last stage's copy
                     name = EMBEDDING
                 copy = name == EMBEDDING and not mesh.first_stage  # is the first stage's to save
                 split = self.map.weights[name].split
