@@ -15,6 +15,7 @@ each megatron-core parameter. Loading, exporting, weight sync and fingerprints a
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,10 +56,22 @@ class Family(ABC):
     def shape_of(self, config: dict[str, Any], where: str = "config.json") -> ModelShape:
         """Shape of a model of this family, a language model or a value model, from its config.
 
-        Raises UserError as `shape` does.
+        Raises UserError as `shape` does, and when `shape` fails or gives another family's.
         """
         read = HfConfig(config, where)
-        shape = self.shape(read)
+        try:
+            shape = self.shape(read)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{where}: {_title(type(self))}.shape raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            ) from error
+        if not isinstance(shape, ModelShape) or shape.family != self.name:
+            made = f"one of the family {shape.family!r}" if isinstance(shape, ModelShape) else repr(shape)
+            raise UserError(
+                f"{_title(type(self))}.shape must give a ModelShape of the family {self.name!r}, not {made}"
+            )
         if not any(name.endswith(VALUE_MODEL) for name in read.texts("architectures")):
             return shape
         labels = config.get("id2label")

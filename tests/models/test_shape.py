@@ -35,6 +35,61 @@ def test_parameters(name):
     assert held == shape.parameter_count
 
 
+_GLM = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "num_hidden_layers": 46,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "vocab_size": 151552,
+}
+_MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "vocab_size": 32000,
+}
+_MIMO = {
+    "architectures": ["MiMoForCausalLM"],
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 151680,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [(_GLM, 109.2), (_MIXTRAL, 46.7), (_MIMO, 7.8)],
+    ids=["GLM-4.5-Air", "Mixtral-8x7B", "MiMo-7B"],
+)
+def test_published_models_have_their_published_sizes(config, billions):
+    """With their layers for multi-token prediction; the hub counts embedding and head of GLM a second time, 1.2B more."""
+    data = config | {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
+    shape = family_of(data).shape_of(data)
+    assert round(shape.parameter_count / 1e9, 1) == billions
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_flops_count_what_one_token_multiplies(name):
     """Against torch's own count of matrix products, less attention's (context 0), forwards (a third of training)."""

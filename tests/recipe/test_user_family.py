@@ -87,6 +87,27 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert "is not module:Class or file.py:Class" in refused("llama")
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 1 / 0", r"Broken\.shape raised ZeroDivisionError"),
+        ("return None", r"must give a ModelShape of the family 'broken', not None"),
+        (
+            "return dense_shape(config, 'qwen3', qk_norm=True, qkv_bias=False, tied_by_default=False)",
+            "not one of",
+        ),
+    ],
+)
+def test_a_shape_that_cannot_be_used_is_refused(tmp_path: Path, body: str, message: str) -> None:
+    text = (
+        good("Broken", "broken", '("BrokenForCausalLM",)').partition("        return")[0]
+        + f"        {body}\n"
+    )
+    use_family(f"{family_file(tmp_path, text, 'broken.py')}:Broken")
+    with pytest.raises(UserError, match=message):
+        family_of({"architectures": ["BrokenForCausalLM"]}).shape_of(QWEN3)
+
+
 def test_two_families_of_one_architecture(tmp_path: Path) -> None:
     body = good("Two", "two", '("TwoForCausalLM",)')
     use_family(f"{family_file(tmp_path, body, 'two.py')}:Two")
