@@ -48,6 +48,7 @@ def test_every_recipe_loads(recipe, tmp_path):
         "docs/layouts.md",
         "docs/models.md",
         "docs/checkpoints.md",
+        "docs/convert.md",
         "docs/benchmarks.md",
     ],
 )

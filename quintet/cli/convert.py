@@ -68,7 +68,7 @@ class _Convert(Command):
             "--hf",
             metavar="DIRECTORY",
             type=Path,
-            help="where config.json and the tokenizer come from (default: what hf-to-mcore left in the checkpoint)",
+            help="where config.json and the tokenizer come from (default: what hf-to-mcore left in the checkpoint, or the model of the run's recipe)",
         )
         return parser
 
@@ -122,6 +122,6 @@ appears only once it is whole. mcore-to-hf also reads a quintet run's checkpoint
     examples="""\
   quintet convert hf-to-mcore Qwen3-8B Qwen3-8B-mcore --tp 2 --pp 2
   quintet convert mcore-to-hf Qwen3-8B-mcore Qwen3-8B-again
-  quintet convert mcore-to-hf runs/demo-20261121-100000/checkpoints/step-000012 step-12 --hf Qwen3-8B""",
+  quintet convert mcore-to-hf runs/demo-20261121-100000/checkpoints/step-000012 step-12""",
     run=run,
 )

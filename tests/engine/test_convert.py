@@ -316,6 +316,9 @@ def test_where_a_checkpoint_is_looked_for(converted, tmp_path):
     assert_same(tmp_path / "model", tmp_path / "again")
     shutil.rmtree(step / "policy" / "hf")
     assert "name a Hugging Face directory with its config.json, by --hf" in refused(step)
+    (tmp_path / "run" / "recipe.yaml").write_text(f"model:\n  path: {tmp_path / 'model'}\n")
+    mcore_to_hf(step, tmp_path / "once-more")
+    assert_same(tmp_path / "model", tmp_path / "once-more")
     assert "is not a checkpoint" in refused(tmp_path / "model")
     assert "does not exist" in refused(tmp_path / "nowhere")
 

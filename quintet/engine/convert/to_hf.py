@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from quintet.engine.carried import Carried, carried_from
@@ -38,7 +40,7 @@ def mcore_to_hf(
 
     source: a checkpoint, a step of a quintet run's checkpoints, or a directory that Megatron-LM saved several in, of
     which the latest is taken. companions: a Hugging Face directory with the model's config.json, and its tokenizer if it
-    is to be copied; None takes the one that `hf_to_mcore` left in the checkpoint. dtype: "fp32", "bf16" or "fp16"; None
+    is to be copied; None takes what `hf_to_mcore` left in the checkpoint, or the model that the run's recipe names. dtype: "fp32", "bf16" or "fp16"; None
     keeps every tensor's own.
 
     Raises UserError for a checkpoint that is damaged or does not fit config.json, and for a destination that cannot be
@@ -120,13 +122,31 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _companions(path: Path, given: Path | None) -> Path:
+    """Where config.json and the tokenizer are: as given, in the checkpoint, or where the run that saved it has them."""
     if given is not None:
         return Path(given)
-    if (path / COMPANIONS_IN / "config.json").is_file():
-        return path / COMPANIONS_IN
+    for one in (path / COMPANIONS_IN, *_of_run(path)):
+        if (one / "config.json").is_file():
+            return one
     raise UserError(
         f"{path} does not say what model it holds: name a Hugging Face directory with its config.json, by --hf DIRECTORY"
     )
+
+
+def _of_run(path: Path) -> Iterator[Path]:
+    """Of RUN/checkpoints/step-…/policy: the recipe's model.path, and what the run exported."""
+    run = path.parent.parent.parent
+    recipe = run / "recipe.yaml"
+    if path.parent.parent.name != "checkpoints" or not recipe.is_file():
+        return
+    model = _mapping(_mapping(yaml.safe_load(recipe.read_text(encoding="utf-8"))).get("model"))
+    if isinstance(model.get("path"), str):
+        yield Path(model["path"])
+    yield run / "checkpoint"
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 class _Found:
