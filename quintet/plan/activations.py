@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quintet.models import MlaShape, MoeShape
+from quintet.models import MlaShape, MoeShape, family_named
+from quintet.models.lora import LoraShape, adapted, linears
 from quintet.plan.setup import Setup
 from quintet.recipe.recompute import recompute_modules
 
@@ -68,6 +69,8 @@ def of_chunk(setup: Setup, layers: range, *, ends: bool) -> int:
     """Bytes that a micro-batch keeps in one chunk of the model. ends: the chunk has the final norm."""
     sizes = _Sizes(setup, frozenset())
     kept = sum(kept_in_layer(setup, layer) for layer in layers)
+    if setup.lora is not None and setup.engine.recompute != "full":
+        kept += _low_rank(setup, setup.lora, layers)
     return kept + (_norm(sizes, sizes.s, sizes.hidden) if ends else 0)
 
 
@@ -84,9 +87,43 @@ def kept_in_layer(setup: Setup, layer: int, *, whole: bool = False) -> int:
     return attention + feed_forward
 
 
+def _low_rank(setup: Setup, lora: LoraShape, layers: range) -> int:
+    """What adapters keep besides: A x of each row, as wide as the ranks of a layer's parts, and the copies of A and B in which
+    the parts lie beside each other. Their input is what the layer would keep if it were trained."""
+    sizes = _Sizes(setup, frozenset(recompute_modules(setup.engine, setup.shape)))
+    moe, kept = setup.shape.moe, 0
+    for linear in linears(family_named(setup.shape.family).weights(setup.shape)):
+        number, parts = int(linear.name.split(".")[2]), adapted(linear, lora)
+        if number not in layers or not parts or _again(linear.name, sizes.recomputed):
+            continue
+        ranks, inside, out = len(parts) * lora.rank, parts[0].in_, sum(p.out for p in linear.parts)
+        if linear.split.startswith("expert_") and moe is not None:
+            across, down = (1, setup.etp) if linear.split == "expert_gate_up" else (setup.etp, 1)
+            # One expert after the other comes by: rows are spread over all, copies are of those on this rank.
+            kept += _expert_rows(sizes, moe) * ranks // moe.experts
+            kept += (inside // across + out // down) * ranks // setup.layout.ep
+            continue
+        across = setup.layout.tp if linear.split == "columns" else 1
+        down = setup.layout.tp if linear.split not in ("columns", "replicated") else 1
+        rows = sizes.s if linear.split in ("columns", "replicated") else sizes.t
+        kept += ranks * (rows + inside // across + out // down)
+    return kept * sizes.w
+
+
+def _again(name: str, recomputed: frozenset[str]) -> bool:
+    """Whether a linear layer is part of what is computed again."""
+    places = {
+        "mlp": (".mlp.linear_fc",),
+        "moe": (".mlp.experts.", ".mlp.shared_experts."),
+        "shared_experts": (".mlp.shared_experts.",),
+        "mla_up_proj": ("_up_proj", ".linear_q_proj"),
+    }
+    return any(place in name for module in recomputed for place in places.get(module, ()))
+
+
 def workspace(setup: Setup) -> int:
     """An estimate of what the backward pass of one layer has alive besides: gradients of its widest activations, of the
-    residual stream, and of one weight (which TransformerEngine adds to the buffer at once); after full recompute, all that
+    residual stream, and of one weight (which TransformerEngine adds to the buffer at once, and adapters leave frozen); after full recompute, all that
     the layer keeps."""
     sizes, moe = _Sizes(setup, frozenset()), setup.shape.moe
     width = setup.shape.ffn_hidden_size // setup.layout.tp
@@ -96,7 +133,7 @@ def workspace(setup: Setup) -> int:
         rows = max(rows, _expert_rows(sizes, moe))
         here = moe.experts // setup.layout.ep
         weight = max(weight, 2 * moe.ffn_hidden_size // setup.etp * sizes.hidden * here)
-    if setup.backend == "transformer_engine":
+    if setup.backend == "transformer_engine" or setup.lora is not None:
         weight = 0
     gradients = (rows * 3 * width + (2 * sizes.s + sizes.t) * sizes.hidden + weight) * sizes.w
     again = 0

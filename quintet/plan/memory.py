@@ -133,5 +133,5 @@ def _head(setup: Setup) -> int:
     logits = tokens * rows * w
     kept = min(logits, KEPT_LOGITS_BYTES[setup.device] // (rows * w) * rows * w)
     chunk = min(logits - kept, CHUNK_LOGITS_BYTES[setup.device])
-    weight = rows * hidden * (w if not chunk else w + 4)
+    weight = 0 if setup.lora else rows * hidden * (w if not chunk else w + 4)
     return kept + chunk + weight + tokens * (2 * hidden * w + 4 * 6) + stream

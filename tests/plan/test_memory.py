@@ -218,6 +218,9 @@ ACTIVATIONS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"dtype": "bf16"}),
     ("glm4_moe", {}),
     ("mixtral", {}),
+    ("qwen3", {"lora": LORA}),
+    ("llama", {"lora": LORA, "recompute": "selective", "recompute_modules": ["mlp"]}),
+    ("qwen3_moe", {"lora": LORA}),
     *((family, {"recompute": "full"}) for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
     *(
         (family, {"recompute": "selective", "recompute_modules": modules.split()})
@@ -245,6 +248,8 @@ PARALLEL: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"tp": 2, "sp": True}),
     ("qwen3_moe", {"ep": 2}),
     ("qwen3_moe", {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+    ("qwen3", {"lora": LORA, "tp": 2, "sp": True}),
+    ("deepseek_v3", {"lora": LORA, "tp": 2, "sp": True, "dtype": "bf16"}),
 ]
 TOLERANCE = (
     0.01 if DEVICE == "cpu" else 0.03
