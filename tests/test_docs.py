@@ -46,6 +46,7 @@ def test_every_recipe_loads(recipe, tmp_path):
         "benchmarks/README.md",
         "docs/recipe.md",
         "docs/layouts.md",
+        "docs/lora.md",
         "docs/models.md",
         "docs/checkpoints.md",
         "docs/convert.md",
@@ -128,6 +129,7 @@ MODELS = {
 """The sizes of published models, as their config.json has them."""
 
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
+LORA = (ROOT / "docs" / "lora.md").read_text()
 CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
 
 
@@ -147,8 +149,10 @@ def described(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize(("arguments", "said"), commands(LAYOUTS), ids=lambda text: text.strip()[:80])
-def test_outputs_in_the_layout_guide_are_real(described, monkeypatch, capsys, arguments, said):
+@pytest.mark.parametrize(
+    ("arguments", "said"), [*commands(LAYOUTS), *commands(LORA)], ids=lambda text: text.strip()[:80]
+)
+def test_outputs_in_the_guides_are_real(described, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(described)
     monkeypatch.setattr("quintet.recipe.rules.model.check_weights", lambda path, shape: None)
     run_as_shown(capsys, arguments, said)

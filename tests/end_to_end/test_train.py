@@ -236,3 +236,38 @@ def test_a_malformed_prompt_file_is_named_before_anything_starts(
     assert said in output
     assert "Traceback" not in output
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_adapters_learn_and_stand_for_themselves(tmp_path):
+    """A model made by SFT, then trained by adapters alone: they learn, `eval` takes them up from adapter/, and the merged model
+    says the same."""
+    sums = ["data.task_options={digits: 1, min_digits: 1}", f"run.dir={tmp_path}"]
+    base = run_directory(run("sft", *DEMO[:1], *DEMO[-2:], *sums, "sft.steps=60", "sft.samples_per_step=64"))
+    rest = ["recipes/laptop_demo.yaml", "model.build=null", *sums]
+    rest += ["train.eval_prompts=64", "train.eval_samples_per_prompt=1", "train.prompts_per_step=32"]
+    learn = [
+        "sft.steps=30",
+        "sft.stop_at_loss=null",
+        "sft.optimizer.lr=0.01",
+        "lora.rank=8",
+        "train.steps=15",
+    ]
+    learn += ["optimizer.lr=0.003", "optimizer.warmup_steps=2", "algorithm.kl_coef=0.01", "layout.tp=2"]
+    trained = run_directory(run("train", *rest, f"model.path={base}/checkpoint", *learn))
+    losses = [line["loss"] for line in metrics(trained, "sft")]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    steps = [line for line in metrics(trained, "rl") if "loss" in line]
+    assert steps[0]["kl/reference"] == pytest.approx(0, abs=1e-5)  # what RL starts from is after the warm-up
+    assert max(line["kl/reference"] for line in steps) > 1e-4
+    assert max(line["logprob_gap/max"] for line in steps) < 1e-4
+
+    def greedy(*model: str) -> float:
+        file = tmp_path / "results.json"
+        run("eval", *rest, "sft=null", *model, "--output", str(file))
+        return json.loads(file.read_text())["greedy"]
+
+    beside = greedy(f"model.path={base}/checkpoint", f"lora.path={trained}/adapter")
+    assert beside == greedy(f"model.path={trained}/checkpoint")
+    assert beside == json.loads((trained / "summary.json").read_text())["greedy_after"]

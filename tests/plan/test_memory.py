@@ -249,7 +249,7 @@ PARALLEL: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"ep": 2}),
     ("qwen3_moe", {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
     ("qwen3", {"lora": LORA, "tp": 2, "sp": True}),
-    ("deepseek_v3", {"lora": LORA, "tp": 2, "sp": True, "dtype": "bf16"}),
+    ("deepseek_v3", {"lora": LORA, "tp": 2, "sp": True}),
 ]
 TOLERANCE = (
     0.01 if DEVICE == "cpu" else 0.03
