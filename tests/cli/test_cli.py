@@ -332,7 +332,10 @@ def test_check_reads_every_row(recipe: str, tmp_path: Path, capsys: pytest.Captu
 _HEAVY = "('torch', 'ray', 'transformers', 'tensordict', 'megatron', 'datasets', 'rich', 'numpy')"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["check", "{recipe}"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["train", "--help"], ["check", "{recipe}", "resume=auto", "checkpoint.every_steps=2"]],
+)
 def test_help_and_check_import_nothing_heavy(recipe: str, arguments: list[str]) -> None:
     code = (
         "import sys\nfrom quintet.cli import main\n"
