@@ -16,7 +16,7 @@ import pytest
 from quintet.cli import COMMANDS, main
 from quintet.errors import Stopped, UserError, WorkerFailure
 from quintet.recipe import Recipe, load_recipe
-from tests.models.directory import QWEN3_MOE, write_model
+from tests.models.directory import QWEN3, QWEN3_MOE, write_model
 
 RECIPE = "model:\n  build: {layers: 2}\ndata:\n  task: addition\nsft:\n  steps: 3\n"
 
@@ -202,6 +202,20 @@ def test_check_tells_what_follows_from_the_recipe(
     said = capsys.readouterr().err
     assert "Rollout" not in said
     assert "the rollout" not in said
+
+
+def test_check_tells_of_layers_for_multi_token_prediction(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = QWEN3 | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "head_dim": 8}
+    path = write_model(tmp_path / "ahead", config)
+    (path / "tokenizer.json").touch()
+    assert main(["check", recipe, "model.build=null", f"model.path={path}"]) == 0
+    said = capsys.readouterr().err
+    assert (
+        "Model: mimo, 179.8K parameters. Its layer for multi-token prediction: not trained, saved as found."
+        in said
+    )
 
 
 def test_check_tells_the_memory_of_the_most_demanding_optimizer(
