@@ -14,6 +14,10 @@ SINGLE = {"singleton_local_shards": True}
 def core_model(shape: Any, layout: Any) -> tuple[Any, Any]:
     """The model of this rank, weights drawn at random, and its mesh."""
     import torch.distributed as dist
+
+    from quintet.engine import megatron_compat
+
+    megatron_compat.install()
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 

@@ -17,9 +17,6 @@ def described(
     path: Path, layouts: list[tuple[str, dict[str, Any]]], stack: bool
 ) -> list[tuple[Found, Found]]:
     """On one rank: core's boxes and ours of each model in its layout, by key."""
-    from quintet.engine import megatron_compat
-
-    megatron_compat.install()
     from quintet.models import read_shape
     from quintet.recipe import schema
 
