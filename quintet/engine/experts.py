@@ -12,7 +12,7 @@ Where a model has biases they are added within: b1_e to W1_e x_t, and p_t · b2_
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class GroupedExperts(MegatronModule):
         groups = _Groups.of(tokens_per_expert, tokens.device if self._grouped else None)
         hidden = grouped_linear(tokens, self.weight1, groups)
         if self.bias1 is not None:
+            groups = groups.numbered(hidden.device)
             hidden = add_bias(hidden, self.bias1, groups)
         hidden = self._after("linear_fc1", tokens, hidden, tokens_per_expert)
         weights = probs.unsqueeze(-1)
@@ -131,20 +132,21 @@ def can_group(weight: Tensor) -> bool:
 @dataclass(frozen=True)
 class _Groups:
     """Consecutive groups of rows. ends: where each ends, int32 on the device, for grouped_mm; None where each group is a
-    product of its own."""
+    product of its own. numbers: [T] which group each row is of, where that is asked for."""
 
     counts: list[int]
     ends: Tensor | None
+    numbers: Tensor | None = None
 
     @staticmethod
     def of(counts: Tensor, device: torch.device | None) -> _Groups:
         ends = None if device is None else upload(counts.cumsum(0, dtype=torch.int32), device)
         return _Groups(counts.tolist(), ends)
 
-    def numbers(self, device: torch.device) -> Tensor:
-        """[T] which group each row is of."""
-        rows = torch.tensor(self.counts)
-        return upload(torch.arange(len(rows)).repeat_interleave(rows), device)
+    def numbered(self, device: torch.device) -> _Groups:
+        """With `numbers`."""
+        counts = torch.tensor(self.counts)
+        return replace(self, numbers=upload(torch.arange(len(counts)).repeat_interleave(counts), device))
 
 
 def group_rows(counts: Tensor | list[int], device: torch.device, *weights: Tensor) -> _Groups:
@@ -193,10 +195,10 @@ class _AddBias(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, bias: Tensor, weights: Tensor | None, groups: _Groups, ranks: int
     ) -> Tensor:
-        numbers = groups.numbers(x.device)
-        ctx.save_for_backward(bias, weights, numbers)
-        ctx.groups, ctx.ranks = groups, ranks
-        added = bias.index_select(0, numbers)
+        assert groups.numbers is not None
+        ctx.save_for_backward(bias, weights, groups.numbers)
+        ctx.groups, ctx.ranks = replace(groups, numbers=None), ranks
+        added = bias.index_select(0, groups.numbers)
         if weights is not None:
             added = added * (weights / ranks)
         return (x + added).to(x.dtype)

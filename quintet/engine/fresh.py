@@ -44,7 +44,7 @@ def write_fresh_model(
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for weight in family.weights(family.shape_of(config)):
-        for name, shape in zip(weight.hf, weight.shapes, strict=True):
+        for name, shape in weight.tensors:
             ones = len(shape) == 1
             tensors[name] = (
                 torch.ones(shape) if ones else torch.empty(shape).normal_(0, INITIAL_STD, generator=generator)

@@ -127,11 +127,12 @@ def _batches(planned: Sequence[Planned]) -> Iterator[list[Planned]]:
 
 def planned_tensors(shape: ModelShape, dtype: torch.dtype) -> list[Planned]:
     """Every tensor of a model's directory in the family's order: parameters as `dtype`, buffers in fp32."""
-    return [
-        Planned(name, full, dtype if weight.trained else torch.float32)
+    found = {  # by name: several weights may be parts of one tensor
+        name: Planned(name, full, dtype if weight.trained else torch.float32)
         for weight in family_named(shape.family).weights(shape)
-        for name, full in zip(weight.hf, weight.shapes, strict=True)
-    ]
+        for name, full in weight.tensors
+    }
+    return list(found.values())
 
 
 def save_hf(

@@ -67,7 +67,7 @@ def _pieces(shard: Shard, weights: WeightsOnDisk) -> Iterator[Piece]:
 
     def cut(box: Box, dim: int, offset: int) -> Iterator[Piece]:
         (first, last), stride = box[dim], strides[dim]
-        unit = shard.unit if dim == 0 else 1
+        unit = shard.unit(dim)
         inner = dim + 1 < len(box) and unit == 1 and stride > CHUNK_BYTES
         step = 1 if inner else max(CHUNK_BYTES // (unit * stride), 1) * unit
         for start in range(first, last, step):

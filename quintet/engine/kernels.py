@@ -73,8 +73,9 @@ class Rectangle:
     same: bool
     _masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
 
-    def mask(self, how: Weighing) -> Tensor | None:
-        """[B or 1, 1, Lq, Lk], with sinks [B or 1, 1, Lq, 1 + Lk]; None where causality is all there is. Made once."""
+    def mask(self, how: Weighing, dtype: torch.dtype) -> Tensor | None:
+        """What is added to scores, 0 or -inf: [B or 1, 1, Lq, Lk], with sinks [B or 1, 1, Lq, 1 + Lk]; None where causality
+        is all there is. Made once: of a mask of true and false, SDPA keeps a copy a layer."""
         key = (how.window, how.sinks is not None)
         if self.same and key == (None, False):
             return None
@@ -83,7 +84,8 @@ class Rectangle:
             mask = columns <= last
             if how.window is not None:
                 mask &= columns > last - how.window
-            self._masks[key] = F.pad(mask, (int(key[1]), 0), value=True)[:, None]
+            hidden = ~F.pad(mask, (int(key[1]), 0), value=True)[:, None]
+            self._masks[key] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
         return self._masks[key]
 
 
@@ -300,7 +302,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, spans: Spans, how: Weighing
             .transpose(1, 2)
             for t, at in ((query, one.q), (key, one.k), (value, one.k))
         )
-        scale, mask = how.scale_of(q), one.mask(how)
+        scale, mask = how.scale_of(q), one.mask(how, q.dtype)
         if how.sinks is not None:
             q, k, v = sink_as_key(q, k, v, how.sinks[:, None], scale)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)

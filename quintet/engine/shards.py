@@ -7,6 +7,7 @@ holds it, so writing through the view changes the model.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from quintet.engine.mesh import Mesh, Sizes
 from quintet.models import ModelShape, Weight, family_named
 from quintet.models.lora import adapter_weights, is_adapter
 from quintet.models.mcore import Box as Box
+from quintet.models.weight import Stack
 
 
 @dataclass
@@ -27,7 +29,7 @@ class Shard:
     """One rank's piece of one Hugging Face tensor.
 
     name: the Hugging Face name. shape: of the full tensor. box: the part held here. view: of the live parameter;
-    it has the box's elements in the box's order but may have more dims (interleaved q, k and v). trained: whether it
+    it has the box's elements in the box's order but may have more dims (interleaved q, k and v; gate and up). trained: whether it
     is a parameter; a buffer stays in fp32.
     """
 
@@ -42,27 +44,38 @@ class Shard:
         return tuple(stop - start for start, stop in self.box)
 
     @property
-    def unit(self) -> int:
-        """Rows of the full tensor in one step of the view's dim 0: a part has whole units of them."""
-        rows = self.box[0][1] - self.box[0][0]
-        return rows // self.view.shape[0] if rows else 1
+    def _dims(self) -> list[int]:
+        """How many dims of the view each dim of the box is."""
+        counts, at = [], 0
+        for size in self.box_shape:
+            begin, held = at, 1
+            while at == begin or held != size:
+                held *= self.view.shape[at]
+                at += 1
+            counts.append(at - begin)
+        counts[-1] += self.view.dim() - at
+        return counts
+
+    def unit(self, dim: int = 0) -> int:
+        """How much of the full tensor's dim is one step of the view: a part has whole units of it."""
+        first = sum(self._dims[:dim])
+        return math.prod(self.view.shape[first + 1 : first + self._dims[dim]])
 
     def part(self, box: Box) -> Tensor:
         """View of a box (in the full tensor's coordinates) that lies within this shard's.
 
         Raises ValueError when the box cuts through an interleaved group.
         """
-        unit = self.unit
-        (start, stop), offset = box[0], self.box[0][0]
-        if (start - offset) % unit or (stop - offset) % unit:
-            raise ValueError(f"{self.name}: rows {start}:{stop} cut through a group of {unit}")
-        view = self.view[(start - offset) // unit : (stop - offset) // unit]
-        inner = self.view.dim() - len(self.box)
-        for dim, ((a, b), (first, last)) in enumerate(
-            zip(box[1:], self.box[1:], strict=True), start=1 + inner
-        ):
-            if (a, b) != (first, last):
-                view = view.narrow(dim, a - first, b - a)
+        view, at = self.view, 0
+        for dim, ((start, stop), held, dims) in enumerate(zip(box, self.box, self._dims, strict=True)):
+            if (start, stop) != held:
+                unit, offset = self.unit(dim), held[0]
+                if (start - offset) % unit or (stop - offset) % unit:
+                    raise ValueError(
+                        f"{self.name}: {start}:{stop} of dim {dim} cut through a group of {unit}"
+                    )
+                view = view.narrow(at, (start - offset) // unit, (stop - start) // unit)
+            at += dims
         return view
 
     def read(self) -> Tensor:
@@ -178,7 +191,7 @@ def _stored_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _experts_apart(name: str, tensor: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
     """One expert at a time, numbered from `first`: the portable back end holds all of a rank in one tensor,
     TransformerEngine has a tensor each."""
-    stacked = re.fullmatch(r"mlp\.experts\.weight([12])", name)
+    stacked = re.fullmatch(r"mlp\.experts\.(weight|bias)([12])", name)
     apart = re.fullmatch(r"mlp\.experts\.linear_fc([12])\.weight(\d+)", name)
     adapters = re.fullmatch(r"mlp\.experts\.(linear_fc[12]\.lora_[AB]\..*)", name)
     if adapters:
@@ -186,7 +199,7 @@ def _experts_apart(name: str, tensor: Tensor, first: int) -> Iterator[tuple[str,
             yield f"mlp.experts.{i}.{adapters[1]}", view
     elif stacked:
         for i, view in enumerate(tensor, start=first):
-            yield f"mlp.experts.{i}.linear_fc{stacked[1]}.weight", view
+            yield f"mlp.experts.{i}.linear_fc{stacked[2]}.{stacked[1]}", view
     elif apart:
         number = first + int(apart[2])
         yield f"mlp.experts.{number}.linear_fc{apart[1]}.weight", tensor
@@ -204,6 +217,8 @@ def _cut(weight: Weight, tensor: Tensor, shape: ModelShape, mesh: Mesh) -> list[
     expert = weight.split.startswith("expert_")
     parts, rank = (mesh.sizes.etp, mesh.at("etp")) if expert else (mesh.sizes.tp, mesh.at("tp"))
     split = weight.split.removeprefix("expert_")
+    if weight.stack:
+        return _cut_stacked(weight, weight.stack, tensor, rank, parts)
     full = weight.shapes[0]
     if split == "qkv":
         return _cut_qkv(weight, tensor, shape, rank, parts)
@@ -236,6 +251,32 @@ def _cut_qkv(weight: Weight, tensor: Tensor, shape: ModelShape, rank: int, tp: i
         Shard(name, full, _box(full, 0, rank, tp), view)
         for name, full, view in zip(weight.hf, weight.shapes, views, strict=True)
     ]
+
+
+def _cut_stacked(weight: Weight, stack: Stack, tensor: Tensor, rank: int, parts: int) -> list[Shard]:
+    """One expert's part of a tensor that holds all of them."""
+    split = weight.split.removeprefix("expert_")
+    shape = weight.shapes[0]
+    halves: list[tuple[Box, Tensor]] = []  # of one expert's matrix, outputs before inputs
+    if split == "gate_up":
+        (start, stop), *rest = _box(shape, 0, rank, parts)
+        if stack.interleaved:
+            halves.append((((2 * start, 2 * stop), *rest), tensor.unflatten(0, (2, -1)).transpose(0, 1)))
+        else:
+            for half, view in enumerate(tensor.chunk(2, 0)):
+                halves.append(
+                    (((start + half * shape[0], stop + half * shape[0]), *rest), view.unflatten(0, (-1, 1)))
+                )
+    else:
+        dim = {"replicated": None, "columns": 1}[split]
+        halves.append((_box(shape, dim, rank, parts), tensor.unflatten(0, (-1, 1))))
+    name, full = weight.tensors[0]
+    shards = []
+    for box, view in halves:  # view: [rows, rows in a group, columns]
+        if stack.transposed and view.dim() == 3:
+            box, view = box[::-1], view.permute(2, 0, 1)
+        shards.append(Shard(name, full, ((stack.expert, stack.expert + 1), *box), view[None]))
+    return shards
 
 
 def _box(full: tuple[int, ...], dim: int | None = None, rank: int = 0, parts: int = 1) -> Box:

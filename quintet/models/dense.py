@@ -65,16 +65,18 @@ def dense_shape(
     tied_by_default: bool,
     head_dim: int | None = None,
     rotary_share: float | None = None,
+    windows: bool = False,
 ) -> ModelShape:
     """Shape of a Llama-like decoder from its Hugging Face config.
 
     head_dim: given where the config's own is not it. rotary_share: of a head's dims that rotary embedding turns where the
-    config does not say, for a family in which it may turn a part.
+    config does not say, for a family in which it may turn a part. windows: layers may have sliding windows, which the
+    family reads itself.
 
     Raises UserError for keys missing or of wrong type, and for everything that changes what the model computes
     and is not supported here.
     """
-    _refuse_other_layers(config)
+    _refuse_other_layers(config, {"full_attention", "sliding_attention"} if windows else {"full_attention"})
     heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
     kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -122,11 +124,13 @@ def refuse_biases(config: HfConfig, *keys: str) -> None:
             raise config.wrong(key, "false: these biases are not supported")
 
 
-def _refuse_other_layers(config: HfConfig) -> None:
+def _refuse_other_layers(config: HfConfig, kinds: set[str]) -> None:
     if config.flag("use_sliding_window", False):
         raise config.wrong("use_sliding_window", "false: sliding-window attention is not supported")
-    if set(config.texts("layer_types")) - {"full_attention"}:
-        raise config.wrong("layer_types", "full_attention in every layer: no other kind is supported")
+    if set(config.texts("layer_types")) - kinds:
+        raise config.wrong(
+            "layer_types", f"{' or '.join(sorted(kinds))} in every layer: no other kind is supported"
+        )
     if config.text("hidden_act", "silu") != "silu":
         raise config.wrong("hidden_act", '"silu": no other activation is supported')
     if config.section("quantization_config").data:

@@ -138,6 +138,7 @@ def _load_builtin() -> None:
     from quintet.models import (  # noqa: F401  (they register)
         deepseek_v3,
         glm4_moe,
+        gpt_oss,
         llama,
         mimo,
         mixtral,

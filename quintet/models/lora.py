@@ -79,9 +79,10 @@ class Linear:
 
 
 def linears(weights: Iterable[Weight]) -> Iterator[Linear]:
-    """The layers that can have adapters: every linear layer of the decoder but embedding, router and head."""
+    """The layers that can have adapters: every linear layer of the decoder but embedding, router and head. A tensor that
+    holds all experts of a layer is none: adapters are saved beside modules, and it is not one."""
     for weight in weights:
-        matrices = all(len(one) == 2 for one in weight.shapes)
+        matrices = all(len(one) == 2 for one in weight.shapes) and weight.stack is None
         inner = weight.name.startswith("decoder.layers.") and ".router." not in weight.name
         if inner and matrices and weight.split in _CUT and weight.name.endswith(".weight"):
             parts = (

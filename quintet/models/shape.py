@@ -211,5 +211,6 @@ class ModelShape:
         """
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         weights = self.active_parameter_count - embedding
-        attention = self.layers * self.heads * (self.head_dim + self.v_head_dim)
-        return 6.0 * weights + 6.0 * attention * context
+        seen = sum(min(context, self.window_of(layer) or context) for layer in range(self.layers))
+        attention = self.heads * (self.head_dim + self.v_head_dim) * seen
+        return 6.0 * weights + 6.0 * attention

@@ -6,10 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quintet.models.shape import MlaShape, ModelShape, MoeShape
-from quintet.models.weight import Split, Weight
+from quintet.models.weight import Split, Stack, Weight
+
+
+@dataclass(frozen=True)
+class StackNames:
+    """What checkpoints call the tensors that hold all experts of a layer, and how these lie in them (`Stack`); biases have
+    "_bias" added."""
+
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,7 @@ class Names:
     out: str = "o_proj"
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
+    sinks: str = "sinks"
 
     # of an MLP
     gate: str = "gate_proj"
@@ -69,6 +81,8 @@ class Names:
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
     shared_experts: str = "shared_experts"
+    stack: StackNames | None = None
+    """Where one tensor holds a matrix of all experts, in place of the names of one expert's."""
 
     mtp: MtpNames = MtpNames()
 
@@ -148,6 +162,11 @@ class _Table:
             yield _one(ours + "q_layernorm", theirs + names.q_norm, (d,))
             yield _one(ours + "k_layernorm", theirs + names.k_norm, (d,))
         yield _one(ours + "linear_proj", theirs + names.out, (h, q), "columns")
+        if shape.proj_bias:
+            yield Weight(ours + "linear_proj.bias", (f"{theirs}{names.out}.bias",), ((h,),), "replicated")
+        if shape.sinks:
+            sinks = (theirs + names.sinks,)
+            yield Weight(ours + "core_attention.softmax_offset", sinks, ((shape.heads,),), "rows")
 
     def _latent_attention(self, mla: MlaShape, ours: str, theirs: str) -> Iterator[Weight]:
         shape, h, rank, kv_rank = self.shape, self.shape.hidden_size, mla.q_lora_rank, mla.kv_lora_rank
@@ -178,7 +197,12 @@ class _Table:
         if moe.bias:
             bias = (theirs + names.router_bias,)
             yield Weight(ours + "router.expert_bias", bias, ((moe.experts,),), "replicated", trained=False)
-        for e in range(moe.experts):
+        if moe.biases:
+            logits = (f"{theirs}{names.router}.bias",)
+            yield Weight(ours + "router.bias", logits, ((moe.experts,),), "replicated")
+        if names.stack:
+            yield from self._stacked(moe, names.stack, ours, theirs)
+        for e in range(0 if names.stack else moe.experts):
             mine, its = f"{ours}experts.{e}.", f"{theirs}{names.expert.format(e)}."
             gate_up = (f"{its}{names.expert_gate}.weight", f"{its}{names.expert_up}.weight")
             yield Weight(mine + "linear_fc1.weight", gate_up, ((f, h), (f, h)), "expert_gate_up")
@@ -186,6 +210,20 @@ class _Table:
         if moe.shared_ffn_hidden_size:
             shared = (ours + "shared_experts.", f"{theirs}{names.shared_experts}.")
             yield from self._mlp(moe.shared_ffn_hidden_size, *shared)
+
+    def _stacked(self, moe: MoeShape, stack: StackNames, ours: str, theirs: str) -> Iterator[Weight]:
+        h, f = self.shape.hidden_size, moe.ffn_hidden_size
+        gate_up, down = (theirs + stack.gate_up,), (theirs + stack.down,)
+        biases = [tuple(name + "_bias" for name in one) for one in (gate_up, down)] if moe.biases else []
+        for e in range(moe.experts):
+            fc1, fc2 = (f"{ours}experts.{e}.linear_fc{n}" for n in (1, 2))
+            first = Stack(e, moe.experts, stack.transposed, stack.interleaved)
+            second = replace(first, interleaved=False)
+            yield Weight(fc1 + ".weight", gate_up, ((f, h), (f, h)), "expert_gate_up", stack=first)
+            yield Weight(fc2 + ".weight", down, ((h, f),), "expert_columns", stack=second)
+            if biases:
+                yield Weight(fc1 + ".bias", biases[0], ((f,), (f,)), "expert_gate_up", stack=first)
+                yield Weight(fc2 + ".bias", biases[1], ((h,),), "expert_replicated", stack=second)
 
 
 def _one(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,13 +33,29 @@ expert_…: the same of one expert, cut over etp; only the ep rank of that exper
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Where a parameter of one expert lies in a Hugging Face tensor [experts, …] that holds it of all experts of a layer.
+
+    expert: which of them this is. transposed: inputs come before outputs. interleaved: gate and up take turns, gate first,
+    where otherwise all of gate comes before up.
+    """
+
+    expert: int
+    experts: int
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class Weight:
     """One megatron-core parameter and the Hugging Face tensors it is made of.
 
     `name` holds the global layer number: `decoder.layers.7.…`, and an expert's number among all:
     `…mlp.experts.42.linear_fc1.weight`. `hf` lists the tensors in their order inside the parameter (q, k, v;
-    gate, up); `shapes` are their full shapes. What is not `trained` is a buffer in fp32, whatever the others are.
-    `copies`: names under which a checkpoint may hold the same tensor again; they are written where they were read.
+    gate, up); `shapes` are their full shapes. With a `stack`, `hf` is the one tensor that holds all experts, and `shapes`
+    are those of one expert's part as megatron-core has it, gate and up apart. What is not `trained` is a buffer in fp32,
+    whatever the others are. `copies`: names under which a checkpoint may hold the same tensor again; they are written
+    where they were read.
     """
 
     name: str
@@ -47,3 +64,17 @@ class Weight:
     split: Split
     trained: bool = True
     copies: tuple[str, ...] = ()
+    stack: Stack | None = None
+
+    @property
+    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The Hugging Face tensors and their full shapes."""
+        if self.stack is None:
+            return tuple(zip(self.hf, self.shapes, strict=True))
+        matrix = (sum(one[0] for one in self.shapes), *self.shapes[0][1:])
+        return ((self.hf[0], (self.stack.experts, *(matrix[::-1] if self.stack.transposed else matrix))),)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole parameter."""
+        return sum(math.prod(one) for one in self.shapes)

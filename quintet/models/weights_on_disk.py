@@ -189,7 +189,7 @@ def listed(names: list[str], most: int = 12) -> str:
 
 
 def _tensors(weight: Weight) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield from zip(weight.hf, weight.shapes, strict=True)
+    yield from weight.tensors
     for copy in weight.copies:
         yield copy, weight.shapes[0]
 

@@ -15,7 +15,9 @@ rows of T tokens on a rank, S of them between blocks (S = T / tp under sequence 
 
 There is no dropout, so there are no masks. Context parallelism by all-gather makes k and v (cp + 1/2) times as long.
 On a CPU attention repeats k and v for every query head, SwiGLU keeps what one kernel does not and, in bf16, norms compute
-in fp32 copies. Recomputed parts keep their inputs only.
+in fp32 copies. Recomputed parts keep their inputs only. Attention sinks widen what a CPU's kernel sees (`quintet.engine.sinks`);
+its masks of sinks and windows, one of the longest sequence's length squared each, are not counted. Biases of experts keep
+each row's expert.
 """
 
 from __future__ import annotations
@@ -24,8 +26,12 @@ from dataclasses import dataclass
 
 from quintet.models import MlaShape, MoeShape, family_named
 from quintet.models.lora import LoraShape, adapted, linears
+from quintet.models.shape import SWIGLU, Glu
 from quintet.plan.setup import Setup
 from quintet.recipe.recompute import recompute_modules
+
+SINK_DIMS = 8
+"""As `quintet.engine.sinks.SPARE` has it."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,9 @@ def _core(sizes: _Sizes, q: int, k: int, v: int, out: int) -> int:
         if layout.cp > 1 and sizes.setup.engine.cp_comm == "all_gather":
             keys *= layout.cp + 0.5  # each of a rank's two chunks sees its sequence up to its end
         return int(sizes.w * (sizes.t * (q + out) + keys * (k + v))) + 4 * sizes.t * sizes.heads
+    if sizes.setup.shape.sinks:  # as wider heads, out of which the output is cut
+        wide = q + sizes.heads * SINK_DIMS
+        return sizes.t * ((4 * wide + out) * sizes.w + 4 * sizes.heads)
     return sizes.t * (
         4 * q * sizes.w + 4 * sizes.heads
     )  # keys and values of every query head, as wide as queries
@@ -211,9 +220,10 @@ def _latent(sizes: _Sizes, mla: MlaShape) -> int:
     return kept + core - (sizes.t * 2 * q * sizes.w if up_again else 0)
 
 
-def _swiglu(sizes: _Sizes, rows: float, width: int, *, weighted: bool = False) -> int:
-    """Gate and up, and their product; on a CPU silu's output too, and where it is weighted the product before that."""
-    wide = 3 if sizes.on_gpu else 4 + weighted
+def _gated(sizes: _Sizes, rows: float, width: int, glu: Glu = SWIGLU, *, weighted: bool = False) -> int:
+    """Gate and up, and their product; of SwiGLU on a CPU silu's output too, and where it is weighted the product before
+    that."""
+    wide = 3 if sizes.on_gpu or glu != SWIGLU else 4 + weighted
     return int(rows * (wide * width * sizes.w + (4 if weighted else 0)))
 
 
@@ -223,7 +233,7 @@ def _dense(sizes: _Sizes) -> int:
     kept = _before_block(sizes, _discards(sizes, own_norm=False))
     if "mlp" in sizes.recomputed:
         return kept
-    return kept + _swiglu(sizes, sizes.t, sizes.setup.shape.ffn_hidden_size // sizes.setup.layout.tp)
+    return kept + _gated(sizes, sizes.t, sizes.setup.shape.ffn_hidden_size // sizes.setup.layout.tp)
 
 
 def _experts(sizes: _Sizes, moe: MoeShape) -> int:
@@ -232,12 +242,13 @@ def _experts(sizes: _Sizes, moe: MoeShape) -> int:
         return kept
     rows, width = _expert_rows(sizes, moe), moe.ffn_hidden_size // sizes.setup.etp
     kept += int(sizes.s * _routing(moe)) + int(rows * sizes.hidden * sizes.w)
+    kept += 8 * int(rows) if moe.biases else 0
     if "moe_act" in sizes.recomputed:
         kept += int(rows * (2 * width * sizes.w + 4))
     else:
-        kept += _swiglu(sizes, rows, width, weighted=True)
+        kept += _gated(sizes, rows, width, moe.glu, weighted=True)
     if moe.shared_ffn_hidden_size and "shared_experts" not in sizes.recomputed:
-        kept += _swiglu(sizes, sizes.t, moe.shared_ffn_hidden_size // sizes.setup.layout.tp)
+        kept += _gated(sizes, sizes.t, moe.shared_ffn_hidden_size // sizes.setup.layout.tp)
     return kept
 
 

@@ -115,7 +115,7 @@ def _of_chunk(
 
 
 def _of_layer(setup: Setup, weights: list[Weight]) -> Iterator[Parameter]:
-    """core builds grouped-query attention's output projection first, and all experts' matrices are two parameters."""
+    """core builds grouped-query attention from its end, and all experts' matrices and biases are a parameter each."""
     if not setup.shape.mla:
         weights = sorted(weights, key=lambda w: (_rank_in_layer(w.name), weights.index(w)))
     experts: dict[str, int] = {}
@@ -123,7 +123,8 @@ def _of_layer(setup: Setup, weights: list[Weight]) -> Iterator[Parameter]:
     for weight in weights:
         found = _EXPERT.search(weight.name)
         if found:
-            experts[found[2]] = experts.get(found[2], 0) + _numel(setup, weight)
+            kind = found[2] + weight.name[found.end() - 1 :]
+            experts[kind] = experts.get(kind, 0) + _numel(setup, weight)
             continue
         if experts and not done:
             done = True
@@ -134,21 +135,23 @@ def _of_layer(setup: Setup, weights: list[Weight]) -> Iterator[Parameter]:
 
 
 def _rank_in_layer(name: str) -> int:
-    if "self_attention.linear_proj." in name:
+    if ".input_layernorm." in name:
+        return 0
+    if ".core_attention." in name:
         return 1
-    return 0 if ".input_layernorm." in name else 2
+    return 2 if "self_attention.linear_proj." in name else 3
 
 
 def _grouped(setup: Setup, weights: list[Weight], experts: dict[str, int]) -> Iterator[Parameter]:
     layer = weights[0].name.partition(".input_layernorm")[0]
-    for number, numel in experts.items():
-        name = f"{layer}.mlp.experts.*.linear_fc{number}.weight"
+    for kind, numel in experts.items():
+        name = f"{layer}.mlp.experts.*.linear_fc{kind}"
         yield Parameter(name, numel // setup.layout.ep, expert=True)
 
 
 def _numel(setup: Setup, weight: Weight) -> int:
     """Elements of a weight on one rank; of an expert's, as if every rank held all experts."""
-    total = sum(math.prod(one) for one in weight.shapes)
+    total = weight.elements
     if weight.split in ("replicated", "expert_replicated"):
         return total
     if weight.split == "vocab":

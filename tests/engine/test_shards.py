@@ -84,3 +84,67 @@ def test_a_parameter_without_a_place_in_the_table_is_an_error():
     stage.named_parameters = lambda: [stray]
     with pytest.raises(RuntimeError, match=r"decoder\.layers\.1\.mlp\.gate_weight"):
         shard_map([stage], SHAPE, mesh())
+
+
+def stacked(split: Any, shapes: Any, transposed: bool, interleaved: bool) -> Any:
+    from quintet.models.weight import Stack, Weight
+
+    stack = Stack(1, 3, transposed, interleaved)
+    return Weight("mlp.experts.1.linear", ("all",), shapes, split, stack=stack)
+
+
+def of_expert(weight: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """What a whole parameter of expert 1 is in the Hugging Face tensor."""
+    whole = parameter
+    if weight.stack.interleaved:
+        gate, up = parameter.chunk(2, 0)
+        whole = torch.stack((gate, up), 1).flatten(0, 1)
+    return whole.t() if weight.stack.transposed and whole.dim() == 2 else whole
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("split", "shapes"),
+    [
+        ("expert_gate_up", ((6, 5), (6, 5))),
+        ("expert_gate_up", ((6,), (6,))),
+        ("expert_columns", ((5, 6),)),
+        ("expert_replicated", ((5,),)),
+    ],
+)
+def test_an_experts_part_of_a_tensor_of_all_experts(split, shapes, transposed, interleaved):
+    """Two etp ranks' views of expert 1, read and written, whole and in parts."""
+    from quintet.engine.mesh import Mesh, Sizes
+    from quintet.engine.shards import _cut
+
+    weight = stacked(split, shapes, transposed, interleaved and len(shapes) == 2)
+    whole = torch.randn(sum(s[0] for s in shapes), *shapes[0][1:])
+    (name, full) = weight.tensors[0]
+    want, covered = torch.zeros(full), torch.zeros(full)
+    want[1] = of_expert(weight, whole)
+    for rank in range(2):
+        if split == "expert_replicated":
+            mine = whole.clone()
+        elif split == "expert_columns":
+            mine = whole.chunk(2, 1)[rank].clone()
+        else:
+            mine = torch.cat([half.chunk(2, 0)[rank] for half in whole.chunk(2, 0)])
+        before = mine.clone()
+        for shard in _cut(weight, mine, SHAPE, Mesh(Sizes(dp=2, etp=2), rank, None)):
+            at = tuple(slice(a, b) for a, b in shard.box)
+            assert (shard.name, shard.shape) == (name, full)
+            assert torch.equal(shard.read(), want[at])
+            covered[at] = 1
+            unit = shard.unit(len(full) - 1)
+            (first, last), sub = shard.box[-1], list(shard.box)
+            for start in range(first, last, unit):
+                sub[-1] = (start, start + unit)
+                part = want[tuple(slice(a, b) for a, b in sub)]
+                assert torch.equal(shard.part(tuple(sub)).reshape(part.shape), part)
+            if unit > 1:
+                with pytest.raises(ValueError, match="cut through"):
+                    shard.part((*shard.box[:-1], (first + 1, last)))
+            shard.write(shard.read() + 1)
+        assert torch.equal(mine, before + 1)
+    assert covered.sum() == whole.numel()

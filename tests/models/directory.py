@@ -63,9 +63,7 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors of a model and their shapes."""
     family = family_of(config)
     return {
-        name: shape
-        for weight in family.weights(family.shape_of(config))
-        for name, shape in zip(weight.hf, weight.shapes, strict=True)
+        name: shape for weight in family.weights(family.shape_of(config)) for name, shape in weight.tensors
     }
 
 

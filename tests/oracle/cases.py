@@ -146,7 +146,7 @@ class Case:
 _LATENT = ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
 _MODULES: dict[str, list[Any]] = {
     **{family: ["core_attn", "mlp", "layernorm"] for family in DENSE},
-    "qwen3_moe": ["core_attn", "moe_act", "layernorm"],
+    **{family: ["core_attn", "moe_act", "layernorm"] for family in ("qwen3_moe", "gpt_oss")},
     "deepseek_v3": _LATENT,
     "deepseek_v3-tied": _LATENT,
     "glm4_moe": ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm"],
@@ -262,7 +262,10 @@ LORA_LAYOUTS = {
 def lora_cases(ranks: int, **fixed: Any) -> list[Case]:
     """Every value of every axis beside adapters, with each family; in bf16 those of one."""
     found = [case for family in LORA for case in covering(family, ranks, strength=1, lora=True, **fixed)]
-    return [*found, Case("qwen3-tied", lora=True, pp=2, **fixed), *bf16("qwen3", ranks, lora=True, **fixed)]
+    found.append(Case("qwen3-tied", lora=True, pp=2, **fixed))
+    if ranks > 1:  # beside attention alone
+        found.append(Case("gpt_oss", lora=True, tp=2, sp=True, etp=2, **fixed))
+    return [*found, *bf16("qwen3", ranks, lora=True, **fixed)]
 
 
 def fast_cases() -> list[Case]:

@@ -63,7 +63,7 @@ def _matrices(model: Any) -> Iterator[tuple[tuple[str, Any], str, tuple[str, ...
     for name, module in model.model.named_modules(prefix="model"):
         if isinstance(module, nn.Linear):
             yield (name, module), "weight", ("",)
-        elif name.endswith(".experts"):
+        elif name.endswith(".experts") and not hasattr(module, "gate_up_proj_bias"):  # gpt-oss's have none
             yield (name, module), "gate_up_proj", (".gate_proj", ".up_proj")
             yield (name, module), "down_proj", (".down_proj",)
 

@@ -25,7 +25,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
 GPUS = 4
 BACKENDS = ("portable", "transformer_engine")
 
-FROM_MODEL = {"value_head": "a value head", "qkv_bias": "biases of q, k and v"}
+FROM_MODEL = {
+    "value_head": "a value head",
+    "qkv_bias": "biases of q, k and v",
+    "sinks": "attention sinks and sliding windows",
+}
 TITLES = {one.id: one.name for one in FEATURES.values() if one.engine} | FROM_MODEL
 """Every feature of the training engine, in the order of the page."""
 
@@ -74,10 +78,12 @@ def on(case: Case, path: Path, device: str) -> set[str]:
     """Features that a case has on."""
     shape = _shape(path)
     found = features_on(case.recipe(path, device), shape)
-    found |= {
-        name for name, there in (("value_head", case.head == "value"), ("qkv_bias", shape.qkv_bias)) if there
-    }
-    return found & set(TITLES)
+    from_model = (
+        ("value_head", case.head == "value"),
+        ("qkv_bias", shape.qkv_bias),
+        ("sinks", shape.sinks),
+    )
+    return (found | {name for name, there in from_model if there}) & set(TITLES)
 
 
 _shape = cache(read_shape)
@@ -87,13 +93,22 @@ def refusal(first: str, second: str, paths: Mapping[str, Path]) -> str | None:
     """The sentence with which a pair is refused; None where it can be combined."""
     if {first, second} <= set(FEATURES):
         return refused_pair(first, second)
-    # A model with biases of q, k and v is one without latent attention: what config.json says.
-    if {first, second} == {"qkv_bias", "mla"}:
+    pair = frozenset((first, second))
+    if pair in _REFUSED_CONFIGS:
+        family, keys = _REFUSED_CONFIGS[pair]
         try:
-            family_of(config := read_config(paths["deepseek_v3"])).shape_of(config | {"attention_bias": True})
+            family_of(config := read_config(paths[family])).shape_of(config | keys)
         except UserError as error:
             return str(error)
-    return None
+    return _IN_NO_FAMILY.get(pair)
+
+
+_REFUSED_CONFIGS: dict[frozenset[str], tuple[str, dict[str, bool]]] = {
+    frozenset(("qkv_bias", "mla")): ("deepseek_v3", {"attention_bias": True}),
+    frozenset(("sinks", "tied")): ("gpt_oss", {"tie_word_embeddings": True}),
+}
+"""Pairs that a config.json asks for in vain: a family, and what its config.json would have to say."""
+_IN_NO_FAMILY = {frozenset(("sinks", "mla")): "no family of models has both"}
 
 
 def page(cells: Mapping[frozenset[str], Cell]) -> str:

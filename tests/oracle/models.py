@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen2Config,
@@ -92,6 +93,29 @@ def _mixtral() -> MixtralConfig:
     return MixtralConfig(num_local_experts=8, tie_word_embeddings=False, **_HEADS, **experts, **_SIZES)
 
 
+def _gpt_oss() -> GptOssConfig:
+    """Every second layer sees 5 tokens; some gates and ups are beyond the limit."""
+    other = {"attn_implementation": "eager", "rms_norm_eps": 1e-5, "intermediate_size": 48}
+    experts = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+    return GptOssConfig(
+        num_local_experts=4,
+        sliding_window=5,
+        swiglu_limit=2.0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+        **_HEADS,
+        **experts,
+        **(_SIZES | other),
+    )
+
+
 CONFIGS = {
     "qwen3": Qwen3Config(tie_word_embeddings=False, **_HEADS, **_SIZES),
     "qwen3-tied": Qwen3Config(tie_word_embeddings=True, **_HEADS, **_SIZES),
@@ -119,10 +143,18 @@ MOE_CONFIGS = {
     "deepseek_v3-tied": _deepseek_v3(tied=True),
     "glm4_moe": _glm4_moe(),
     "mixtral": _mixtral(),
+    "gpt_oss": _gpt_oss(),
 }
 ARCHITECTURES = {"mimo": ("Qwen2For", "MiMoFor")}
 """What config.json says in place of transformers' class."""
-SEEDS = {"qwen3_moe": 675, "deepseek_v3": 1478, "deepseek_v3-tied": 1478, "glm4_moe": 1474, "mixtral": 1078}
+SEEDS = {
+    "qwen3_moe": 675,
+    "deepseek_v3": 1478,
+    "deepseek_v3-tied": 1478,
+    "glm4_moe": 1474,
+    "mixtral": 1078,
+    "gpt_oss": 824,
+}
 """Of the weights, where `reference` asks for certain ones; other models have 0."""
 
 
@@ -138,7 +170,9 @@ def drawn(name: str, seed: int) -> Any:
     made = AutoModelForCausalLM.from_config((CONFIGS | MOE_CONFIGS)[name], dtype=torch.float32)
     with torch.no_grad():
         for key, p in made.named_parameters():
-            if p.dim() == 1:
+            if key.endswith("router.bias"):
+                p.normal_()  # apart: ties are rarer
+            elif p.dim() == 1:
                 p.add_(0.1 * torch.randn_like(p))
             else:
                 embedding = 0.25 if made.config.tie_word_embeddings else 1.0
@@ -185,6 +219,8 @@ def peft_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 def hub_names(named: Iterable[tuple[str, Tensor]], family: str = "") -> dict[str, Tensor]:
     """Parameters, or gradients, under the names that files on the hub have."""
+    if family.startswith("gpt_oss"):
+        return dict(named)  # its files have all experts of a layer in one tensor as well
     out = _one_an_expert(named)
     if not family.startswith("mixtral"):
         return out

@@ -128,11 +128,11 @@ class _Run:
         self.optimizer = self._optimizer(lr_multipliers(lora) if multipliers else {})
 
     def _optimizer(self, multipliers: Mapping[str, float]) -> torch.optim.Optimizer:
-        """torch's own, of the engine's recipe: matrices decay, and the first pattern that matches a name counts."""
+        """torch's own, of the engine's recipe: matrices decay, vectors (also one an expert) do not, and the first pattern that matches a name counts."""
         groups = []
         for name, p in self._named():
             factor = next((f for pattern, f in multipliers.items() if fnmatchcase(name, pattern)), 1.0)
-            decay = self.recipe.weight_decay if p.dim() > 1 else 0.0
+            decay = self.recipe.weight_decay if p.dim() > 1 and not name.endswith("bias") else 0.0
             groups.append({"params": [p], "lr": self.recipe.lr * factor, "weight_decay": decay})
         if self.recipe.name == "sgd":
             return torch.optim.SGD(groups, momentum=self.recipe.momentum)

@@ -14,7 +14,7 @@ import torch
 from quintet.models import family_of
 from quintet.models.lora import LoraShape
 from quintet.plan import Memory, Place, Setup, rank_memory
-from quintet.plan.activations import of_chunk
+from quintet.plan.activations import SINK_DIMS, of_chunk
 from quintet.plan.memory import CHUNK_LOGITS_BYTES, KEPT_LOGITS_BYTES
 from quintet.recipe import schema
 from tests.engine.storage import held
@@ -76,6 +76,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "mimo": _SIZES | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
+    "gpt_oss": _SIZES
+    | _EXPERTS
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "intermediate_size": 96,
+        "head_dim": 48,
+        "num_local_experts": 8,
+        "sliding_window": 32,
+    },
 }
 CONFIGS["deepseek_v3-ahead"] = CONFIGS["deepseek_v3"] | {"num_nextn_predict_layers": 1}
 
@@ -136,6 +145,8 @@ STATIC: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3_moe", 4, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
     ("qwen3_moe", 2, {"tp": 2, "sp": True, "etp": 1, "distributed_optimizer": False}),
     ("deepseek_v3", 1, {"distributed_optimizer": False}),
+    ("gpt_oss", 1, {"dtype": "bf16"}),
+    ("gpt_oss", 4, {"tp": 2, "sp": True, "ep": 2, "dtype": "bf16"}),
     ("deepseek_v3", 2, {"tp": 2, "sp": True, "dtype": "bf16"}),
     ("deepseek_v3", 2, {"ep": 2, "value": True}),
     ("qwen2", 1, {"lora": LORA, "distributed_optimizer": False, "dtype": "bf16"}),
@@ -221,6 +232,8 @@ ACTIVATIONS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"lora": LORA}),
     ("llama", {"lora": LORA, "recompute": "selective", "recompute_modules": ["mlp"]}),
     ("qwen3_moe", {"lora": LORA}),
+    ("gpt_oss", {}),
+    ("gpt_oss", {"dtype": "bf16"}),
     *((family, {"recompute": "full"}) for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
     *(
         (family, {"recompute": "selective", "recompute_modules": modules.split()})
@@ -233,6 +246,7 @@ ACTIVATIONS: list[tuple[str, dict[str, Any]]] = [
             ("qwen3_moe", "layernorm"),
             ("qwen3_moe", "moe"),
             ("qwen3_moe", "moe_act"),
+            ("gpt_oss", "core_attn moe_act"),
             ("deepseek_v3", "core_attn"),
             ("deepseek_v3", "mla_up_proj"),
             ("deepseek_v3", "core_attn mla_up_proj"),
@@ -250,6 +264,7 @@ PARALLEL: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
     ("qwen3", {"lora": LORA, "tp": 2, "sp": True}),
     ("deepseek_v3", {"lora": LORA, "tp": 2, "sp": True}),
+    ("gpt_oss", {"ep": 2}),
 ]
 TOLERANCE = (
     0.01 if DEVICE == "cpu" else 0.03
@@ -285,6 +300,12 @@ def head_kept(case: Setup, tokens: int) -> tuple[int, int]:
     kept = scores.logprobs.grad_fn.kept_logits
     scores.logprobs.sum().backward()
     return kept.nbytes, weight.grad.nbytes
+
+
+def test_sinks_are_as_wide_as_kernels_want():
+    from quintet.engine.sinks import SPARE
+
+    assert SINK_DIMS == SPARE
 
 
 def test_the_head_keeps_its_logits(pool):
