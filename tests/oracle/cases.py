@@ -18,12 +18,12 @@ from tests.oracle.covering import Constraint, Row, Table
 from tests.oracle.data import BATCHES, BF16_BATCH
 
 DENSE = ("qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "mimo")
-MOE = ("qwen3_moe", "deepseek_v3", "deepseek_v3-tied", "glm4_moe", "mixtral")
+MOE = ("qwen3_moe", "deepseek_v3", "deepseek_v3-tied", "glm4_moe", "mixtral", "gpt_oss")
 FAMILIES = (*DENSE, *MOE)
 THOROUGH = ("qwen3", "deepseek_v3")
 """The families that run all pairs in `make test`; the others run FEW_LAYOUTS there, and of these some BRIEFLY one alone."""
-BRIEFLY = ("mimo", "glm4_moe", "mixtral")
-THOROUGH_SLOWLY = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3_moe", "deepseek_v3")
+BRIEFLY = ("mimo", "glm4_moe", "mixtral", "gpt_oss")
+THOROUGH_SLOWLY = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "gpt_oss")
 """The families that run all pairs in `make test-slow`."""
 LAYERS, HEADS = 4, {"qwen2": 2, "qwen2-tied": 2, "mimo": 2}
 """Layers of every tiny model, and the heads that context-parallel ranks exchange: KV heads, 4 where not said."""
