@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -191,6 +192,46 @@ def test_megatron_core_loads_it_into_its_own_model(pool, tmp_path):
         world = loaded.get("tp", 1)
         found = pool.run(into_core, world, path, tmp_path / f"{name}-mcore", loaded, timeout_s=600)
         assert found == [[]] * world
+
+
+def trained(path: Path, out: Path) -> None:
+    """On two ranks: an engine after an optimizer step, as a checkpoint and as a Hugging Face directory."""
+    from quintet.data.batch import make_batch
+    from quintet.engine.engine import Engine
+    from quintet.recipe import schema
+
+    engine = Engine(
+        read_shape(path).without_mtp(),
+        schema.Layout(pp=dist.get_world_size()),
+        engine=schema.Engine(),
+        optimizer=schema.Optimizer(lr=0.1, warmup_steps=0),
+        dtype="fp32",
+    )
+    engine.load_hf(path)
+    batch = make_batch([torch.arange(20) % 31], [1])
+    engine.forward_backward(batch, [[0]], lambda outputs, fields: (-outputs.logprobs.sum(), {}))
+    engine.optimizer_step()
+    engine.save(out / "run" / "checkpoints" / "step-000001" / "policy")
+    engine.save_hf(out / "exported", path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe"])
+def test_a_runs_checkpoint_is_what_the_engine_would_export(pool, tmp_path, name):
+    path = CASES[name][0](name, tmp_path / "model")
+    pool.run(trained, 2, path, tmp_path, timeout_s=600)
+    mcore_to_hf(tmp_path / "run" / "checkpoints" / "step-000001", tmp_path / "again", companions=path)
+    assert_same(tmp_path / "exported", tmp_path / "again")
+    assert not torch.equal(
+        tensors(path)["model.embed_tokens.weight"], tensors(tmp_path / "again")["model.embed_tokens.weight"]
+    )
+
+
+def test_adapters_alone_are_no_model(converted):
+    state = json.loads((converted / "state.json").read_text())
+    (converted / "state.json").write_text(json.dumps(state | {"adapters": {"base_path": "Qwen3-8B"}}))
+    (converted / CHECKSUMS).unlink()
+    assert "holds adapters alone, beside the weights of Qwen3-8B" in refused(converted)
 
 
 def evaluated(path: Path, checkpoint: Path) -> list[str]:

@@ -44,7 +44,7 @@ class Places:
             found = re.search(r"\.experts\.(\d+)\.", weight.name)
             assert found is not None
             ep = int(found[1]) // (self._shape.moe.experts // self._layout.ep)
-            for at in range(etp):
+            for at in range(1 if weight.split == "expert_replicated" else etp):
                 yield first + ep * etp + at, (0, tp), (at, etp)
         else:
             for at in range(1 if weight.split == "replicated" else tp):

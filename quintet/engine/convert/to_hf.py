@@ -49,7 +49,7 @@ def mcore_to_hf(
     destination, began = Path(destination), time.perf_counter()
     path, cast = find_checkpoint(Path(source)), wanted_dtype(dtype)
     beside = _companions(path, companions)
-    reader = Reader(path)
+    reader = _whole_model(path)
     shape = _shape(beside, reader)
     table = CheckpointMap(family_named(shape.family).weights(shape))
     found = _Found(reader, table, shape, beside)
@@ -78,6 +78,18 @@ def mcore_to_hf(
         config = saved_config(read_config(beside), shape, main, carried.mtp_layers)
         write_companions(writer.directory, beside, config)
     return Converted(writer.total_bytes, len(planned), time.perf_counter() - began, notes)
+
+
+def _whole_model(path: Path) -> Reader:
+    """A checkpoint of a model. Raises UserError for one of adapters alone."""
+    reader = Reader(path)
+    adapters = reader.state().get("adapters")
+    if adapters:
+        raise UserError(
+            f"{path} holds adapters alone, beside the weights of {adapters.get('base_path')}: the run writes the model with its "
+            "adapters merged to RUN/checkpoint, and with checkpoint.hf_every_steps on the way"
+        )
+    return reader
 
 
 def _shape(companions: Path, reader: Reader) -> ModelShape:
