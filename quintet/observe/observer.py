@@ -72,13 +72,20 @@ class Observer:
         made = tempfile.TemporaryDirectory(prefix="quintet-", ignore_cleanup_errors=True)
         return RunDirectory(Path(self._scratch.enter_context(made)))
 
-    def go_on(self, stage: str, step: int, seconds: float, seconds_by_phase: Mapping[str, float]) -> Path:
+    def go_on(
+        self,
+        stage: str,
+        step: int,
+        seconds: float,
+        seconds_by_phase: Mapping[str, float],
+        later: Iterable[Path] = (),
+    ) -> Path:
         """Go on with a run after `step` of `stage`, which took so many seconds to get there.
 
-        What was recorded of later steps is set aside; returns the directory where it is.
+        What was recorded of later steps, and what else was made `later`, is set aside; returns the directory where it is.
         """
         self._ledger.close()
-        aside = self.directory.cut_back(self.recipe, stage, step)
+        aside = self.directory.cut_back(self.recipe, stage, step, later)
         self._ledger = Ledger(self.directory.metrics)
         self.phases.add(seconds, seconds_by_phase)
         lines = read_metrics(self.directory.metrics)

@@ -77,23 +77,29 @@ class RunDirectory:
         """The directory of a run that is to go on. Raises UserError when another process uses it."""
         return cls(path, RunLock(path / LOCK))
 
-    def cut_back(self, recipe: Recipe, stage: str, step: int) -> Path:
+    def cut_back(self, recipe: Recipe, stage: str, step: int, later: Iterable[Path] = ()) -> Path:
         """Go on after `step`: what was recorded later is cut off and set aside, and `recipe` is what holds from now.
 
-        Returns where all that is set aside goes, `set_aside/<n>` of the n-th time. The recipe, the environment and the
+        later: what was made since, below this directory, to be set aside as well. Returns where all of it goes,
+        `set_aside/<n>` of the n-th time. The recipe, the environment and the
         summary of the start before are there too. Raises UserError when the disk does not take what is set aside.
         """
         try:
-            return self._cut_back(recipe, stage, step)
+            return self._cut_back(recipe, stage, step, later)
         except OSError as error:
             raise UserError(
                 f"{error.filename or self.path} cannot be written: {error.strerror}; make room, or the directory writable"
             ) from None
 
-    def _cut_back(self, recipe: Recipe, stage: str, step: int) -> Path:
+    def _cut_back(self, recipe: Recipe, stage: str, step: int, later: Iterable[Path]) -> Path:
         number = 1 + max((int(p.name) for p in self._set_aside()), default=0)
         aside = self.path / "set_aside" / str(number)
         aside.mkdir(parents=True)
+        # First the checkpoints: cut off in between, the next start finds the same one, and cuts the records then.
+        for path in later:
+            target = aside / path.relative_to(self.path)
+            target.parent.mkdir(exist_ok=True)
+            path.rename(target)
         place = (stage != "sft", step)
         _cut(self.metrics, aside, lambda line: (line["stage"] != "sft", line["step"]) <= place)
         _cut(self.samples, aside, lambda line: (True, line["step"]) <= place)

@@ -135,18 +135,19 @@ class Saver:
 
     def _restore(self, found: Checkpoint, stream: PromptStream) -> None:
         manifest, observer = found.manifest, self.observer
+        if manifest.stage == "rl" and self._needs_stored_reference and manifest.reference is None:
+            raise UserError(
+                f"{found.path} lacks the reference policy, which algorithm.kl_coef needs; name an earlier one"
+            )
         with observer.phase("checkpoint"), observer.progress.task(f"loading {found.path.name}"):
             self.fleet.load_checkpoint(found.policy, found.reference)
             self.fleet.sync()
         stream.load_state_dict(manifest.data)
         newer = self.checkpoints.newer_than(found)
-        aside = observer.go_on(manifest.stage, manifest.step, manifest.clock.seconds, manifest.clock.by_phase)
         made = [*later_than(found, observer.directory.hf), observer.directory.checkpoint]
-        for path in (*newer, *made, *map(adapter_directory, made)):
-            if path.exists():
-                target = aside / path.relative_to(observer.directory.path)
-                target.parent.mkdir(exist_ok=True)
-                path.rename(target)
+        later = [path for path in (*newer, *made, *map(adapter_directory, made)) if path.exists()]
+        clock = manifest.clock
+        aside = observer.go_on(manifest.stage, manifest.step, clock.seconds, clock.by_phase, later)
         what = f"; newer checkpoints are in {aside}: {', '.join(p.name for p in newer)}" if newer else ""
         observer.note(f"going on after {manifest.stage} step {manifest.step}, from {found.path}{what}")
 
@@ -161,13 +162,18 @@ class Saver:
             self._poll(wait=True)
             self._write(self.checkpoints.directory / REFERENCE, self._manifest(0, {}), reference=True)
             self._poll(wait=True)
-        if (self.checkpoints.directory / REFERENCE).exists():
+        if (self.checkpoints.directory / REFERENCE / MANIFEST).exists():
             self._reference = f"../{REFERENCE}"
 
     # saving
 
     def _save(self, step: int, loop: dict[str, float]) -> None:
         path = self.checkpoints.directory / name_of(self._stage, step)
+        if self._stage == "rl" and self._needs_stored_reference and self._reference is None:
+            # It failed when RL began. A checkpoint without it would go on with another reference policy.
+            self._store_reference()
+            if self._reference is None:
+                return
         self._write(path, self._manifest(step, loop))
         if not self.settings.async_save:
             self._poll(wait=True)

@@ -76,6 +76,16 @@ def test_the_summary_covers_the_whole_run(recipe, ended, observe):
     assert "samples_logged_per_step: 4" in (observer.directory.path / "set_aside/1/recipe.yaml").read_text()
 
 
+def test_what_was_made_later_is_set_aside_under_its_own_name(recipe, ended):
+    later = ended.directory.checkpoints / "step-000009"
+    later.mkdir(parents=True)
+    (later / "file").touch()
+    with Observer(recipe, resume=ended.directory.path) as observer:
+        aside = observer.go_on("rl", 2, 0.0, {}, [later])
+    assert not later.exists()
+    assert (aside / "checkpoints" / "step-000009" / "file").exists()
+
+
 def test_a_half_written_last_line_does_not_stay(recipe, ended):
     with ended.directory.metrics.open("a") as file:
         file.write('{"stage": "rl", "step": 4, "lo')

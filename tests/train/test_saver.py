@@ -16,7 +16,7 @@ from quintet.errors import Stopped, UserError
 from quintet.observe import Observer
 from quintet.recipe import Recipe
 from quintet.recipe.rules.facts import shape_of_built
-from quintet.recipe.schema import BuildModel, Checkpoint, Data, Model, Run
+from quintet.recipe.schema import Algorithm, BuildModel, Checkpoint, Data, Model, Run, Sft
 from quintet.train.saver import Saver
 from quintet.train.stop import StopRequest
 
@@ -66,18 +66,19 @@ def made(tmp_path: Path, ranks: Ranks) -> Iterator[Any]:
     """Makes a saver with settings; its observer and what that prints are on it."""
     observers: list[Observer] = []
 
-    def make(stop: StopRequest | None = None, **settings: Any) -> Any:
-        recipe = Recipe(
+    def make(stop: StopRequest | None = None, recipe: dict[str, Any] | None = None, **settings: Any) -> Any:
+        asked = Recipe(
+            **(recipe or {}),
             run=Run(dir=tmp_path / "runs"),
             model=Model(build=BuildModel(layers=1)),
             data=Data(task="addition"),
             checkpoint=Checkpoint(**settings),
         )
         printed = io.StringIO()
-        observer = Observer(recipe, Console(file=printed, width=1000))
+        observer = Observer(asked, Console(file=printed, width=1000))
         observers.append(observer)
-        shape = shape_of_built(recipe.model.build)
-        saver = Saver(recipe, "train", observer, ranks, shape, None, stop or StopRequest())  # type: ignore[arg-type]
+        shape = shape_of_built(asked.model.build)
+        saver = Saver(asked, "train", observer, ranks, shape, None, stop or StopRequest())  # type: ignore[arg-type]
         assert saver.begin("rl", SimpleNamespace(state_dict=lambda: {"position": 7})) == (0, {})  # type: ignore[arg-type]
         return SimpleNamespace(saver=saver, observer=observer, printed=printed.getvalue)
 
@@ -167,6 +168,20 @@ def test_a_failed_save_ends_the_run_or_does_not_as_the_recipe_says(made, ranks, 
     assert "; the last whole checkpoint is " in text
     assert names(run) == (["step-000001"] if on_error == "stop" else ["step-000005", "step-000004"])
     assert not (run.saver.checkpoints.directory / "step-000002").exists()
+
+
+def test_no_checkpoint_lacks_the_reference_policy_that_it_needs(made, ranks):
+    """Storing it fails when RL begins: the next save makes up for it, and where it cannot, there is none."""
+    ranks.error = "No space left on device"
+    run = made(every_steps=1, on_error="continue", recipe={"sft": Sft(), "algorithm": Algorithm(kl_coef=0.1)})
+    steps(run, range(1, 2))
+    assert run.printed().count("reference was not saved: No space left") == 2
+    assert names(run) == []
+    ranks.error = None
+    steps(run, range(2, 4))
+    assert names(run) == ["step-000002"]
+    newest, _ = run.saver.checkpoints.latest()
+    assert newest.reference.is_dir()
 
 
 def test_room_is_looked_at_before_a_save(made, ranks, monkeypatch):
