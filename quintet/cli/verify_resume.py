@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -87,7 +88,8 @@ def _print(outcome: Outcome) -> None:
         parted += [f"samples {b.samples}"] if a.samples != b.samples else []
         at = "resumed  " if (a, b) == next(iter(outcome.resumed_pairs()), None) else ""
         table.add_row(f"{at}{a.stage} {a.step}", *values, a.samples or "–", ", ".join(parted) or "the same")
-    console = Console(highlight=False, soft_wrap=True)
+    # A file or a pipe has no width of its own.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     console.print(table)
     straight, resumed = outcome.fingerprints
     same = "the same" if straight == resumed else f"{resumed}, {len(outcome.weights)} tensors differ"
