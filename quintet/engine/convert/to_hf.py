@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quintet.engine.checkpoint.reader import Reader, within
 from quintet.engine.companions import saved_config, write_companions
 from quintet.engine.convert.parts import Converted, Parameter, Progress, common_dtype, wanted_dtype
 from quintet.engine.convert.to_mcore import COMPANIONS_IN
+from quintet.engine.hf import planned_tensors
 from quintet.engine.hf_write import DTYPE_NAMES, HfWriter, Planned
 from quintet.engine.shards import Shard
 from quintet.errors import UserError
@@ -54,11 +56,11 @@ def mcore_to_hf(
     table = CheckpointMap(family_named(shape.family).weights(shape))
     found = _Found(reader, table, shape, beside)
     dtypes = {name: found.dtype(name, cast, one.trained) for name, one in table.weights.items()}
-    planned: dict[str, Planned] = {}
+    kinds: dict[str, torch.dtype] = {}
     for name, weight in table.weights.items():
-        for hf_name, full in zip(weight.hf, weight.shapes, strict=True):
-            known = [planned[hf_name].dtype] if hf_name in planned else []
-            planned[hf_name] = Planned(hf_name, full, common_dtype([dtypes[name], *known]))
+        for one in weight.hf:
+            kinds[one] = common_dtype([dtypes[name], kinds.get(one, dtypes[name])])
+    planned = {one.name: replace(one, dtype=kinds[one.name]) for one in planned_tensors(shape, torch.float32)}
     carried, notes = _carried(beside, shape, reader)
     done = 0
     with HfWriter(destination, [*planned.values(), *carried.planned(list(planned.values()))]) as writer:
