@@ -20,7 +20,10 @@ MODELS = {
     "deepseek_v3": LoraShape(
         rank=3, alpha=9.0, targets=("kv_b_proj", "o_proj", "gate_proj", "up_proj", "layers.*.down_proj")
     ),
+    "mixtral": LoraShape(rank=2, alpha=2.0, targets=("q_proj", "w1", "w2", "w3")),
+    "glm4_moe": LoraShape(rank=4, alpha=12.0),
 }
+QUICK = ("qwen3", "deepseek_v3")
 LAYOUT = {"tp": 2, "sp": True}
 
 
@@ -102,7 +105,10 @@ def life(path: Path, out: Path, lora: LoraShape) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+)
 def lived(
     request: Any, pool: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, Path, list[Any]]:
