@@ -51,6 +51,10 @@ SLOW = {
         Case("deepseek_v3", pp=2, tp=2, sp=True, ep=2, etp=1),
         Case("deepseek_v3", dp=2, cp=2, ep=4, distributed_optimizer=True),
     ],
+    "biases of experts": [
+        Case("gpt_oss", dp=2, ep=2, distributed_optimizer=True),
+        Case("gpt_oss", tp=2, sp=True, ep=1, etp=2, distributed_optimizer=True),
+    ],
     "value model": [
         Case("qwen3", head="value", tp=2, sp=True, dp=2, distributed_optimizer=True),
         Case("qwen3", head="value", pp=2, cp=2),
