@@ -6,8 +6,6 @@ is computed, how long it goes on, how often it is looked at and saved may change
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -66,29 +64,12 @@ def _compare(
             yield key, old, new
 
 
-def digest(recipe: Recipe) -> str:
-    """Fingerprint of the keys that may never change."""
-    fixed = {key: value for key, value in _flat(_json(recipe)) if not may_change(key, "rl")}
-    text = json.dumps(fixed, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 def may_change(key: str, stage: str) -> bool:
     """Whether a dotted key may change when a run is resumed in `stage`."""
     if any(_within(key, one) for one in MAY_NOT):
         return False
     free = (*MAY_CHANGE, *WARM_UP_LENGTH) if stage == "sft" else MAY_CHANGE
     return any(_within(key, one) for one in free)
-
-
-def _flat(data: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; a section that is null is a key of its own."""
-    for name, value in data.items():
-        key = f"{above}{name}"
-        if isinstance(value, Mapping) and key not in leaf_keys():
-            yield from _flat(value, f"{key}.")
-        else:
-            yield key, value
 
 
 def _within(key: str, section: str) -> bool:

@@ -8,6 +8,7 @@ checkpoint, and harms none. Here is no torch: the controller, `quintet check` an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -59,8 +60,6 @@ class Manifest(BaseModel):
     clock: Clock = Clock()
     recipe: dict[str, Any]
     """The resolved recipe, every key."""
-    recipe_digest: str
-    """Of those of its keys that a resumed run may not change."""
     versions: dict[str, str]
     saved: str
     """Local time."""
@@ -155,13 +154,21 @@ class Checkpoints:
         for directory in {path, *(p.parent for p in path.rglob("*"))}:
             _sync_directory(directory)
         draft.rename(path / MANIFEST)
-        _sync_directory(path)
-        _sync_directory(self.directory)
+        try:
+            _sync_directory(path)
+            _sync_directory(self.directory)
+        except OSError:
+            (path / MANIFEST).unlink()
+            raise
         return Checkpoint(path, manifest)
 
     def discard(self, path: Path) -> None:
-        """Remove a directory that was begun and will not be published; what cannot be removed goes at the next save."""
-        shutil.rmtree(path, ignore_errors=True)
+        """Remove a directory that was begun and will not be published; what cannot be removed goes at the next save.
+
+        One that is published is left alone.
+        """
+        if not (path / MANIFEST).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep: int) -> list[str]:
         """Remove published checkpoints but for the `keep` newest; returns their names."""
@@ -186,6 +193,15 @@ class Checkpoints:
             except Damaged as reason:
                 skipped.append(f"{path.name}: {reason}")
         return None, skipped
+
+    def before(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """The newest whole checkpoint of an earlier step."""
+        mine = place_of(checkpoint.manifest.stage, checkpoint.manifest.step)
+        for place, path in _named(self.directory):
+            if place < mine:
+                with contextlib.suppress(Damaged):
+                    return Checkpoint.read(path)
+        return None
 
     def newer_than(self, checkpoint: Checkpoint) -> list[Path]:
         """Published directories of later steps, and a reference policy that is stored only later."""
@@ -241,9 +257,8 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    files = sorted(
-        one for one in path.rglob("*") if one.is_file() and one.parent / one.name != path / f"{MANIFEST}.part"
-    )
+    draft = path / f"{MANIFEST}.part"
+    files = sorted(one for one in path.rglob("*") if one.is_file() and one != draft)
     return {str(one.relative_to(path)): one.stat().st_size for one in files}
 
 

@@ -17,7 +17,6 @@ from quintet.errors import Stopped, UserError
 from quintet.models import ModelShape
 from quintet.observe import Observer, package_versions
 from quintet.plan import checkpoint_bytes, export_bytes, weights_bytes
-from quintet.recipe.resume import digest
 from quintet.recipe.schema import Recipe
 from quintet.train.checkpoints import (
     MANIFEST,
@@ -70,6 +69,8 @@ class Saver:
         self._stage: Stage = "sft"
         self._stream: PromptStream | None = None
         self._failed = 0
+        self._ending = False  # the run's last step is done
+        self._unsaved: UserError | None = None
         self.dtype = fleet.dtype()
         # What a save takes on the disk: by the formula, until there has been one.
         self._checkpoint_bytes = checkpoint_bytes(recipe, shape, self.dtype)
@@ -104,8 +105,10 @@ class Saver:
 
         last: whether the stage ends with it. loop: numbers that its loop carries to the next step.
 
-        Raises UserError for a failed save, unless the recipe says to continue; Stopped when asked to stop.
+        Raises UserError for a failed save, unless the recipe says to continue, or it was the run's last step: then `tell`
+        does, once the model is written. Raises Stopped when asked to stop.
         """
+        self._ending = last and self._stage == ("rl" if self.command == "train" else "sft")
         every, exports = self.settings.every_steps, self.settings.hf_every_steps
         stopping = self.stop.after(self._stage, step)
         due = every > 0 and (stopping or last or step % every == 0)
@@ -120,16 +123,23 @@ class Saver:
                 self._export(step)
             if stopping:
                 self._poll(wait=True)
+                self.tell()
                 raise Stopped(self._farewell(step))
 
     def finish(self) -> None:
-        """Wait for the save that is under way, if there is one."""
+        """Wait for the save that is under way, if there is one. Whether it failed is for `tell`."""
+        self._ending = True
         if self._running is not None:
             with (
                 self.observer.phase("checkpoint"),
                 self.observer.progress.task("writing the last checkpoint"),
             ):
                 self._poll(wait=True)
+
+    def tell(self) -> None:
+        """Raise the error of a save that failed at the end of the run, where the recipe says to stop."""
+        if self._unsaved is not None:
+            raise self._unsaved
 
     # going on
 
@@ -140,7 +150,10 @@ class Saver:
                 f"{found.path} lacks the reference policy, which algorithm.kl_coef needs; name an earlier one"
             )
         with observer.phase("checkpoint"), observer.progress.task(f"loading {found.path.name}"):
-            self.fleet.load_checkpoint(found.policy, found.reference)
+            try:
+                self.fleet.load_checkpoint(found.policy, found.reference)
+            except UserError as error:
+                raise UserError(f"{error}. {self._instead_of(found)}") from None
             self.fleet.sync()
         stream.load_state_dict(manifest.data)
         newer = self.checkpoints.newer_than(found)
@@ -150,6 +163,13 @@ class Saver:
         aside = observer.go_on(manifest.stage, manifest.step, clock.seconds, clock.by_phase, later)
         what = f"; newer checkpoints are in {aside}: {', '.join(p.name for p in newer)}" if newer else ""
         observer.note(f"going on after {manifest.stage} step {manifest.step}, from {found.path}{what}")
+
+    def _instead_of(self, found: Checkpoint) -> str:
+        """What to do when a checkpoint cannot be loaded."""
+        before = self.checkpoints.before(found)
+        if before is None:
+            return "This run has no earlier checkpoint; resume=null begins a new one"
+        return f"To go on from the checkpoint before set resume={before.path}"
 
     @property
     def _needs_stored_reference(self) -> bool:
@@ -188,12 +208,14 @@ class Saver:
         try:
             self.checkpoints.begin(path.name)
         except OSError as error:
+            self.checkpoints.discard(path)
             self._fail(path, f"cannot make it: {error.strerror}", needed)
             return
         self._running = _Running(path, manifest)
         errors = self.fleet.save_checkpoint(path / POLICY, reference=reference)
         if errors:
             self._running = None
+            self.checkpoints.discard(path)
             self._fail(path, errors[0], needed)
 
     def _poll(self, *, wait: bool) -> None:
@@ -207,41 +229,47 @@ class Saver:
         elif not done:
             return
         self._running = None
-        if errors:
-            self._fail(running.path, errors[0], self._checkpoint_bytes)
-            return
-        if not (running.path / POLICY).is_dir():
-            why = "what the ranks wrote is not there: run.dir must be on a file system that all nodes share"
+        why = errors[0] if errors else self._publish(running)
+        if why is not None:
+            self.checkpoints.discard(running.path)
             self._fail(running.path, why, self._checkpoint_bytes)
-            return
+        elif running.path.name != REFERENCE:
+            self._prune()
+
+    def _publish(self, running: _Running) -> str | None:
+        """Make what the ranks wrote a checkpoint; why it cannot be one, or None."""
+        if not (running.path / POLICY).is_dir():
+            return "what the ranks wrote is not there: run.dir must be on a file system that all nodes share"
         try:
             published = self.checkpoints.publish(running.path, running.manifest)
-            if running.path.name == REFERENCE:
-                return
-            self._checkpoint_bytes = published.manifest.bytes
         except OSError as error:
-            self._fail(
-                running.path, f"{error.filename or MANIFEST}: {error.strerror}", self._checkpoint_bytes
-            )
-            return
+            return f"{error.filename or MANIFEST}: {error.strerror}"
+        if running.path.name != REFERENCE:
+            self._checkpoint_bytes = published.manifest.bytes
+        return None
+
+    def _prune(self) -> None:
         try:
             self.checkpoints.prune(self.settings.keep_last)
         except OSError as error:  # the new one is there all the same
             self.observer.note(f"warning: an old checkpoint stays: {error.filename}: {error.strerror}")
 
     def _fail(self, path: Path, reason: str, needed: int) -> None:
-        """A save came to nothing: say so, and go on or end as the recipe wants."""
-        self.checkpoints.discard(path)
+        """A save or an export came to nothing: say so, and go on or end as the recipe wants."""
         reason = reason.partition(" was not saved: ")[2] or reason
         free = _free(self.observer.directory.path)
         text = f"{path} was not saved: {reason} (needed: about {_size(needed)}, free there: {_size(free)})"
         whole, _ = self.checkpoints.latest()
         kept = f"the last whole checkpoint is {whole.path}" if whole else "there is no earlier checkpoint"
         if self.settings.on_error == "stop":
-            raise UserError(
+            error = UserError(
                 f"{text}; {kept}. Make room, or lower checkpoint.keep_last, and go on with "
                 f"resume={self.observer.directory.path}; checkpoint.on_error=continue would train on"
             )
+            if not self._ending:
+                raise error
+            self._unsaved = self._unsaved or error
+            return
         self._failed += 1
         self.observer.extra["failed_saves"] = self._failed
         self.observer.note(f"warning: {text}; {kept}. Training goes on (checkpoint.on_error=continue)")
@@ -251,7 +279,7 @@ class Saver:
         target = self.observer.directory.hf / name_of(self._stage, step)
         try:
             self.fleet.save(target)
-        except UserError as error:  # nothing of it is left
+        except UserError as error:  # The writer leaves nothing of it, and what was there before as it was.
             self._fail(target, str(error), self._export_bytes)
 
     def _manifest(self, step: int, loop: dict[str, float]) -> Manifest:
@@ -268,7 +296,6 @@ class Saver:
             reference=self._reference,
             clock=Clock(seconds=self.observer.phases.elapsed(), by_phase=dict(self.observer.phases.totals)),
             recipe=recipe.model_dump(mode="json"),
-            recipe_digest=digest(recipe),
             versions=package_versions(),
             saved=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         )

@@ -149,10 +149,14 @@ class Session:
         return self.recipe.rollout.temperature or 1.0
 
     def finish(self) -> Path:
-        """Wait for the last checkpoint, write the trained model, and return the run directory."""
+        """Wait for the last checkpoint, write the trained model, and return the run directory.
+
+        A last checkpoint that failed costs the model nothing: only then is it told.
+        """
         self.saver.finish()
         with self.observer.phase("save"), self.observer.progress.task("saving the model"):
             self.fleet.save(self.observer.directory.checkpoint)
+        self.saver.tell()
         return self.observer.directory.path
 
 

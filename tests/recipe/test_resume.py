@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quintet.recipe.keys import all_keys, leaf_keys
-from quintet.recipe.resume import MAY_CHANGE, MAY_NOT, WARM_UP_LENGTH, changed_keys, digest, may_change
+from quintet.recipe.resume import MAY_CHANGE, MAY_NOT, WARM_UP_LENGTH, changed_keys, may_change
 
 FREE = [
     "layout.tp=2 cluster.ranks=2",
@@ -36,14 +36,12 @@ FIXED = {
 def test_where_and_how_long_may_change(load, overrides, stage):
     then, now = load(), load(*_split(overrides))
     assert changed_keys(then.model_dump(mode="json"), now, stage) == []
-    assert digest(then) == digest(now)
 
 
 @pytest.mark.parametrize("override", [one for one in FIXED if "megatron" not in one])
 def test_what_is_learnt_may_not(load, override):
     then, now = load(), load(override)
     assert changed_keys(then.model_dump(mode="json"), now, "rl") == FIXED[override]
-    assert digest(then) != digest(now)
 
 
 def test_fields_of_megatron_may_not(load):

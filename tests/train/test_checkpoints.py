@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quintet.train import checkpoints as checkpoints_module
 from quintet.train.checkpoints import (
     MANIFEST,
     POLICY,
@@ -34,7 +35,6 @@ def manifest(stage: str = "rl", step: int = 1, **other: object) -> Manifest:
         "data": {"position": step},
         "loop": {},
         "recipe": {},
-        "recipe_digest": "",
         "versions": {},
         "saved": "",
     }
@@ -189,3 +189,21 @@ def test_whatever_cuts_a_run_off_the_newest_published_stays(events, keep):
             assert (newest.manifest.step if newest else None) == (whole[-1] if whole else None)
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_publication_that_is_not_safe_on_the_disk_is_none(checkpoints, monkeypatch):
+    save(checkpoints, "rl", 1)
+    synced = checkpoints_module._sync_directory
+
+    def refuse(path: Path) -> None:
+        if path == checkpoints.directory:
+            raise OSError(5, "Input/output error", str(path))
+        synced(path)
+
+    monkeypatch.setattr(checkpoints_module, "_sync_directory", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(checkpoints, "rl", 2)
+    assert [p.name for p in checkpoints.published()] == ["step-000001"]
+    for path in list(checkpoints.directory.iterdir()):
+        checkpoints.discard(path)
+    assert [p.name for p in checkpoints.directory.iterdir()] == ["step-000001"]

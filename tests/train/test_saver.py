@@ -18,6 +18,7 @@ from quintet.recipe import Recipe
 from quintet.recipe.rules.facts import shape_of_built
 from quintet.recipe.schema import Algorithm, BuildModel, Checkpoint, Data, Model, Run, Sft
 from quintet.train.saver import Saver
+from quintet.train.session import Session
 from quintet.train.stop import StopRequest
 
 
@@ -49,6 +50,9 @@ class Ranks:
             return True, [f"checkpoint {path} was not saved: {self.error}"]
         (path / "0.distcp").write_bytes(b"x" * 100)
         return True, []
+
+    def load_checkpoint(self, path: Path, reference: Path | None) -> None:
+        raise UserError(f"{path / '0.distcp'}: decoder.weight is damaged")
 
     def save(self, path: Path) -> None:
         if self.error is not None:
@@ -182,6 +186,53 @@ def test_no_checkpoint_lacks_the_reference_policy_that_it_needs(made, ranks):
     assert names(run) == ["step-000002"]
     newest, _ = run.saver.checkpoints.latest()
     assert newest.reference.is_dir()
+
+
+def test_a_failed_export_leaves_what_was_there(made, ranks):
+    run = made(hf_every_steps=1, on_error="continue")
+    there = run.observer.directory.hf / "step-000001" / "model.safetensors"
+    there.parent.mkdir(parents=True)
+    there.write_bytes(b"weights")
+    ranks.error = f"{there.parent} is there already"
+    steps(run, range(1, 2))
+    assert there.read_bytes() == b"weights"
+    assert run.observer.extra == {"failed_saves": 1}
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_the_trained_model_is_written_before_a_failed_last_save_is_told(made, ranks, async_save):
+    run = made(every_steps=1, async_save=async_save)
+    session = Session(run.saver.recipe, None, run.observer, ranks, run.saver)  # type: ignore[arg-type]
+    ranks.error = "No space left on device"
+    steps(run, range(2, 3), last=2)
+    run.saver.finish()
+    ranks.error = None
+    with pytest.raises(UserError, match=r"step-000002 was not saved: No space left on device"):
+        session.finish()
+    assert ranks.exports == ["checkpoint"]
+    assert names(run) == []
+
+
+def test_a_save_to_a_place_that_is_taken_harms_nothing(made, ranks):
+    run = made(every_steps=1, on_error="continue", async_save=False)
+    steps(run, range(1, 2))
+    steps(run, range(1, 2))
+    assert names(run) == ["step-000001"]
+    assert "step-000001 was not saved: cannot make it: File exists" in run.printed()
+
+
+def test_a_checkpoint_that_does_not_load_is_told_with_the_one_before(made, ranks):
+    run = made(every_steps=1, async_save=False)
+    steps(run, range(1, 3))
+    found, _ = run.saver.checkpoints.latest()
+    before = run.saver.checkpoints.directory / "step-000001"
+    with pytest.raises(UserError) as error:
+        run.saver._restore(found, None)
+    assert str(error.value).endswith(
+        f"decoder.weight is damaged. To go on from the checkpoint before set resume={before}"
+    )
+    with pytest.raises(UserError, match="no earlier checkpoint; resume=null begins a new one"):
+        run.saver._restore(run.saver.checkpoints.before(found), None)
 
 
 def test_room_is_looked_at_before_a_save(made, ranks, monkeypatch):
