@@ -57,7 +57,13 @@ def there_and_back(path: Path, tmp_path: Path, **layout: Any) -> Path:
     return tmp_path / "again"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * name.endswith(("-yarn", "-halves", "-sparse")))
+        for name in CASES
+    ],
+)
 def test_every_family_comes_back_bit_for_bit(tmp_path, name):
     save, layout = CASES[name]
     path = save(name, tmp_path / "model")
@@ -72,7 +78,7 @@ def test_every_family_comes_back_bit_for_bit(tmp_path, name):
 
 
 @pytest.mark.parametrize("family", mtp_models.KINDS)
-@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_for_multi_token_prediction_come_along(tmp_path, family, copies):
     path = mtp_models.save(family, tmp_path / "model", copies=copies)
     again = there_and_back(path, tmp_path, pp=2)

@@ -77,4 +77,5 @@ def _sizes(box: Box) -> tuple[int, ...]:
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
     return math.prod(shape) * dtype.itemsize

@@ -42,8 +42,8 @@ def mcore_to_hf(
 
     source: a checkpoint, a step of a quintet run's checkpoints, or a directory that Megatron-LM saved several in, of
     which the latest is taken. companions: a Hugging Face directory with the model's config.json, and its tokenizer if it
-    is to be copied; None takes what `hf_to_mcore` left in the checkpoint, or the model that the run's recipe names. dtype: "fp32", "bf16" or "fp16"; None
-    keeps every tensor's own.
+    is to be copied; None takes what `hf_to_mcore` left in the checkpoint, or the model that the run's recipe names.
+    dtype: "fp32", "bf16" or "fp16"; None keeps every tensor's own.
 
     Raises UserError for a checkpoint that is damaged or does not fit config.json, and for a destination that cannot be
     written or is there already; the destination then does not exist.
