@@ -32,6 +32,7 @@ CASES: dict[str, tuple[Any, dict[str, int]]] = {
     "qwen2-tied": (models.save, {"tp": 2, "pp": 2}),
     "qwen3": (models.save, {"tp": 4, "pp": 2, "vpp": 2}),
     "llama": (models.save, {"pp": 4}),
+    "gpt_oss": (models.save, {"tp": 2, "ep": 2, "etp": 2}),
     **{
         name: (moe_models.save, {"tp": 2, "ep": 2, "etp": 1 + i % 2, "pp": 1 + i % 2})
         for i, name in enumerate(moe_models.FAMILIES)

@@ -94,6 +94,18 @@ def test_experts_go_round(pool, tmp_path, family, world, layout):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, {}), (4, {"ep": 2, "etp": 2}), (4, {"pp": 2, "etp": 2})], ids=str
+)
+def test_tensors_of_all_experts_go_round(pool, tmp_path, world, layout):
+    """gpt-oss has all experts of a layer in one tensor, gate and up in turns; ranks hold parts of it."""
+    path = save("gpt_oss", tmp_path / "in")
+    pool.run(round_trip, world, path, tmp_path / "out", layout, SHARD_BYTES)
+    before, after = load_file(path / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_transformers_computes_the_same_from_what_expert_ranks_saved(pool, tmp_path, family):
     from transformers import AutoModelForCausalLM

@@ -296,3 +296,43 @@ def test_end_ids_are_one_or_many(tmp_path: Path, written: object, ids: list[int]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ["<eos>"]}))
     with pytest.raises(UserError, match=r"eos_token_id is .*expected a token id or a list"):
         read_end_ids(tmp_path)
+
+
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_gpt_oss_takes_transformers_defaults() -> None:
+    shape = family_of(GPT_OSS).shape_of(GPT_OSS)
+    assert [shape.window_of(i) for i in range(3)] == [128, None, 128]
+    assert (shape.head_dim, shape.norm_eps, shape.rope.theta) == (64, 1e-5, 150000.0)
+    assert shape.rope.scaling is not None
+    assert shape.rope.scaling["truncate"] is False
+    assert shape.moe is not None
+    assert (shape.moe.glu.alpha, shape.moe.glu.limit) == (1.702, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config\(dequantize=True\)"),
+        ({"attention_bias": False}, "attention_bias is false; expected true"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true"),
+        ({"layer_types": ["full_attention"]}, "num_hidden_layers=3"),
+        ({"layer_types": ["chunked_attention"] * 3}, "full_attention or sliding_attention"),
+        ({"num_experts_per_tok": 1}, "2 to num_local_experts=4"),
+    ],
+)
+def test_gpt_oss_refuses(change, said) -> None:
+    with pytest.raises(UserError, match=said):
+        family_of(GPT_OSS | change).shape_of(GPT_OSS | change)

@@ -88,6 +88,8 @@ OTHERS = [
     *((name, layout) for name in ("qwen3_moe", "deepseek_v3") for layout in ("one", "tp2", "tp2-sp", "pp2")),
     *((name, "tp2-sp") for name in ("qwen2", "llama", "mimo", "glm4_moe", "mixtral")),
     ("glm4_moe", "pp2"),
+    ("gpt_oss", "tp2-sp"),
+    ("gpt_oss", "pp2"),
 ]
 
 
