@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quintet.errors import UserError
-from quintet.models import read_end_ids, read_shape
+from quintet.models import family_of, read_end_ids, read_shape
 from quintet.models.rope import inverse_frequencies, rotary_scale, softmax_scale
 from tests.models.directory import QWEN3
 
@@ -298,7 +298,7 @@ def test_end_ids_are_one_or_many(tmp_path: Path, written: object, ids: list[int]
         read_end_ids(tmp_path)
 
 
-GPT_OSS: dict[str, Any] = {
+GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "vocab_size": 61,
     "hidden_size": 64,
