@@ -15,13 +15,36 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from quintet.errors import UserError
 
+LOCK = "run.lock"
+"""Its name in a run directory."""
 HEARTBEAT_S = 5.0
 WATCH_S = 20.0
 """How long the lock of another machine is watched: four heartbeats."""
+
+
+def holder_of(path: Path) -> str | None:
+    """Who holds the lock file at `path` at this moment, in words; None when nobody does. The file is left as it is.
+
+    Where the file names another machine, that takes up to WATCH_S.
+    """
+    try:
+        file = path.open(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    with file:
+        holder = _read_holder(file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            held = holder is not None and holder.get("boot") != _boot() and _beats(path)
+        except BlockingIOError:
+            held = True
+        except OSError:
+            held = holder is not None and _beats(path)
+    return _title(holder or {}) if held else None
 
 
 class RunLock:
@@ -61,31 +84,16 @@ class RunLock:
         except BlockingIOError:
             raise self._refusal(self._holder()) from None
         except OSError:  # A file system without such locks: the heartbeat alone decides, on this machine too.
-            if self._holder() is not None and self._beats():
+            if self._holder() is not None and _beats(self.path):
                 raise self._refusal(self._holder()) from None
         holder = self._holder()
-        if holder is not None and holder.get("boot") != _boot() and self._beats():
+        if holder is not None and holder.get("boot") != _boot() and _beats(self.path):
             raise self._refusal(holder)
         self.left_behind = None if holder is None else _title(holder)
 
     def _holder(self) -> dict[str, Any] | None:
-        """Who is written in the file; None when it was released."""
         self._file.seek(0)
-        text = self._file.read()
-        try:
-            value = json.loads(text)
-        except ValueError:
-            return {} if text.strip() else None
-        return value if isinstance(value, dict) else {}
-
-    def _beats(self) -> bool:
-        first = self.path.stat().st_mtime_ns
-        deadline = time.monotonic() + WATCH_S
-        while time.monotonic() < deadline:
-            time.sleep(min(0.5, WATCH_S))
-            if self.path.stat().st_mtime_ns != first:
-                return True
-        return False
+        return _read_holder(self._file)
 
     def _refusal(self, holder: dict[str, Any] | None) -> UserError:
         return UserError(
@@ -103,6 +111,26 @@ class RunLock:
         while not self._released.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(self.path)
+
+
+def _read_holder(file: TextIO) -> dict[str, Any] | None:
+    """Who is written in the file; None when it was released."""
+    text = file.read()
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {} if text.strip() else None
+    return value if isinstance(value, dict) else {}
+
+
+def _beats(path: Path) -> bool:
+    first = path.stat().st_mtime_ns
+    deadline = time.monotonic() + WATCH_S
+    while time.monotonic() < deadline:
+        time.sleep(min(0.5, WATCH_S))
+        if path.stat().st_mtime_ns != first:
+            return True
+    return False
 
 
 def _me() -> dict[str, Any]:

@@ -14,10 +14,9 @@ from typing import Any
 
 from quintet.errors import UserError
 from quintet.observe.ledger import append, open_to_append
-from quintet.observe.lock import RunLock
+from quintet.observe.lock import LOCK, RunLock
 from quintet.recipe import Recipe, dump_resolved
 
-LOCK = "run.lock"
 PACKAGES = (
     "quintet",
     "torch",
@@ -69,7 +68,12 @@ class RunDirectory:
         else:
             raise UserError(f"run.dir: {recipe.run.dir} already holds a thousand runs named {name}")
         directory = cls(path, RunLock(path / LOCK))
-        directory._describe(recipe)
+        try:
+            directory._describe(recipe)
+        except OSError as error:
+            raise UserError(
+                f"run.dir: {error.filename or path} cannot be written: {error.strerror}"
+            ) from None
         return directory
 
     @classmethod

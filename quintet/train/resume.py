@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.errors import UserError
+from quintet.observe.lock import LOCK, holder_of
 from quintet.recipe.resume import MAY_CHANGE, changed_keys
 from quintet.recipe.schema import Recipe
 from quintet.train.checkpoints import MANIFEST, Checkpoint, Checkpoints, Damaged
@@ -39,10 +40,26 @@ def find_resume(recipe: Recipe, command: str) -> Resume:
     """
     if recipe.resume is None:
         return Resume()
-    found = _newest_run(recipe) if recipe.resume == AUTO else _named(Path(recipe.resume))
+    try:
+        found = _newest_run(recipe) if recipe.resume == AUTO else _named(Path(recipe.resume))
+    except OSError as error:
+        raise UserError(
+            f"resume={recipe.resume}: {error.filename} cannot be read: {error.strerror}"
+        ) from None
     if found.checkpoint is not None:
         _check(found.checkpoint, recipe, command)
     return found
+
+
+def check_again(chosen: Resume, recipe: Recipe, command: str) -> None:
+    """Look once more, now that no other process can go on with the run.
+
+    Raises UserError when another one did between the choice and the lock.
+    """
+    if chosen.run is not None and find_resume(recipe, command).checkpoint != chosen.checkpoint:
+        raise UserError(
+            f"resume={recipe.resume}: another process went on with {chosen.run} while this one started; run the command again"
+        )
 
 
 def nothing_left(recipe: Recipe, command: str) -> Path | None:
@@ -77,6 +94,11 @@ def _newest_run(recipe: Recipe) -> Resume:
             checkpoint is not None
         ):  # A finished run is not what a newer one, lost before its first save, goes on with.
             break
+        if (holder := holder_of(run / LOCK)) is not None:
+            raise UserError(
+                f"resume=auto: {run}, the newest run, is in use by {holder} and has no checkpoint yet. Wait for it or end it, "
+                "or begin another run (resume=null)"
+            )
         notes.append(f"resume=auto: {run} has no whole checkpoint{_because(skipped)}")
     return Resume(
         None,

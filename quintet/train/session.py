@@ -25,7 +25,7 @@ from quintet.recipe.features import FEATURES, NEEDS_GPU
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, load_reward
 from quintet.rollout import Sampling
-from quintet.train.resume import Resume, find_resume
+from quintet.train.resume import Resume, check_again, find_resume
 from quintet.train.saver import Saver
 from quintet.train.stop import StopRequest
 
@@ -171,6 +171,7 @@ def session(recipe: schema.Recipe, command: Command, stop_after: int | None = No
     with tempfile.TemporaryDirectory(prefix="quintet-") as scratch:
         inputs = prepare(recipe, command, Path(scratch), resume)
         with Observer(recipe, keep=trains, resume=resume.run) as observer:
+            check_again(resume, recipe, command)
             for note in resume.notes:
                 observer.note(note)
             if recipe.model.build is not None and resume.run is None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from quintet.errors import UserError
+from quintet.observe.lock import LOCK, RunLock
 from quintet.recipe import Recipe
 from quintet.recipe.schema import BuildModel, Data, Model, Run, Sft, Train
 from quintet.train.checkpoints import MANIFEST, Checkpoints
-from quintet.train.resume import find_resume, nothing_left
+from quintet.train.resume import Resume, check_again, find_resume, nothing_left
 from tests.train.test_checkpoints import save
 
 
@@ -59,6 +60,39 @@ def test_auto_begins_anew_where_there_is_nothing(recipe):
     assert found.notes == [f"resume=auto: no run of math in {recipe.run.dir} to go on with; a new one begins"]
     a_run(recipe, "math-20260104-100000")
     assert find_resume(recipe, "train").run is None
+
+
+def test_auto_takes_a_run_that_has_begun_for_none_that_was_lost(recipe):
+    a_run(recipe, "math-20260101-100000", 9)
+    lock = RunLock(a_run(recipe, "math-20260102-100000") / LOCK)
+    with pytest.raises(
+        UserError, match=r"math-20260102-100000, the newest run, is in use by process \d+ .*no checkpoint yet"
+    ):
+        find_resume(recipe, "train")
+    lock.release()
+    assert find_resume(recipe, "train").checkpoint.manifest.step == 9
+
+
+def test_a_choice_that_another_process_overtook_is_refused(recipe):
+    run = a_run(recipe, "math-20260101-100000", 3)
+    chosen = find_resume(recipe, "train")
+    check_again(chosen, recipe, "train")
+    check_again(Resume(), recipe, "train")
+    save(Checkpoints(run / "checkpoints"), "rl", 4, recipe=recipe.model_dump(mode="json"))
+    with pytest.raises(
+        UserError, match=r"another process went on with .* while this one started; run the command again"
+    ):
+        check_again(chosen, recipe, "train")
+
+
+def test_what_cannot_be_read_is_told(recipe, monkeypatch):
+    def refuse(self: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    recipe.run.dir.mkdir()
+    monkeypatch.setattr(Path, "iterdir", refuse)  # root may read everything
+    with pytest.raises(UserError, match=rf"resume=auto: {recipe.run.dir} cannot be read: Permission denied"):
+        find_resume(recipe, "train")
 
 
 def test_auto_does_not_take_a_finished_run_for_a_newer_one_that_was_lost(recipe):
