@@ -25,6 +25,8 @@ THOROUGH = ("qwen3", "deepseek_v3")
 BRIEFLY = ("mimo", "glm4_moe", "mixtral", "gpt_oss")
 THOROUGH_SLOWLY = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "gpt_oss")
 """The families that run all pairs in `make test-slow`."""
+LANGUAGE_ONLY = ("glm4_moe",)
+"""The families of which transformers has no classifier, which a value model would be compared with."""
 LAYERS, HEADS = 4, {"qwen2": 2, "qwen2-tied": 2, "mimo": 2}
 """Layers of every tiny model, and the heads that context-parallel ranks exchange: KV heads, 4 where not said."""
 TOKENS_PER_ROW = 24
@@ -210,6 +212,8 @@ def _constraints(heads: int) -> list[Constraint]:
 
 def covering(family: str, ranks: int, strength: int = 2, **fixed: Any) -> list[Case]:
     """Cases of a family on at most `ranks` ranks in which every allowed pair of values stands."""
+    if family in LANGUAGE_ONLY:
+        fixed = {"head": "lm", **fixed}
     rows = _rows(family in MOE, HEADS.get(family, 4), ranks, strength, tuple(fixed.items()))
     return [case_of(family, row) for row in rows]
 
