@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quintet.engine.agree import agreed
+from quintet.engine.appear import appearing
 from quintet.engine.hf import full_tensors
 from quintet.engine.hf_write import Planned
 from quintet.engine.shards import Shard
@@ -110,13 +110,10 @@ def save_adapters(
 
 
 def _write(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Under a temporary name first: a directory of that name is whole."""
-    draft = path.with_name(f"{path.name}.part")
-    try:
-        draft.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, str(draft / WEIGHTS), metadata={"format": "pt"})
-        (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        draft.rename(path)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise UserError(f"{path}: the adapters could not be written ({error})") from None
+    """A directory of that name is whole."""
+    with appearing(path, sum(one.nbytes for one in tensors.values())) as directory:
+        try:
+            save_file(tensors, str(directory / WEIGHTS), metadata={"format": "pt"})
+        except SafetensorError as error:  # of the disk: what is written is in order
+            raise UserError(f"{path} cannot be written: {error}") from None
+        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

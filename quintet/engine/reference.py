@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from quintet.data.batch import Batch
-from quintet.engine import lora, peft
+from quintet.engine import build, lora, peft
 from quintet.engine.engine import Engine
 from quintet.engine.shards import Shard
 
@@ -32,10 +32,10 @@ class AdapterReference:
     def follow(self, engine: Engine) -> None:
         """Become what the policy is now. Collective."""
         present = self._present()
-        largest = [
-            shard.view.abs().max() for shard in present if ".lora_B." in shard.name and shard.view.numel()
-        ]
-        learned = torch.stack([one.float() for one in largest]).max()
+        learned = torch.zeros((), device=build.device())  # a stage may hold no layer with adapters
+        for shard in present:
+            if ".lora_B." in shard.name and shard.view.numel():
+                learned = torch.maximum(learned, shard.view.abs().max().float())
         dist.all_reduce(learned, op=dist.ReduceOp.MAX)  # all ranks compute with adapters, or none
         self._kept = [replace(one, view=one.view.clone()) for one in present] if learned > 0 else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -62,7 +63,8 @@ def _load_file(key: str, path: Path) -> ModuleType:
 @functools.cache
 def _execute(path: Path, changed_ns: int) -> ModuleType:
     """Once a process: a reward travels to the ranks at every step, and what its file sets up must last."""
-    name = f"quintet_user_{path.stem}"
+    # Of its own for each file, though two may be called the same, and the same in all processes.
+    name = f"quintet_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError("it cannot be imported")

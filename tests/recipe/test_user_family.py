@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from quintet.errors import UserError
-from quintet.models import family_of, register
+from quintet.models import family, family_of, register
 from quintet.models.llama import Llama
 from quintet.recipe.loader import load_recipe
 from quintet.recipe.user_family import use_family
@@ -31,6 +32,13 @@ def family_file(tmp_path: Path, body: str, name: str = "mine.py") -> Path:
     file = tmp_path / name
     file.write_text(body)
     return file
+
+
+@pytest.fixture(autouse=True)
+def families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    for table in ("_FAMILIES", "_OF_ARCHITECTURE"):
+        monkeypatch.setattr(family, table, dict(getattr(family, table)))
 
 
 def good(name: str = "Mine", family: str = "mine", architectures: str = '("MineForCausalLM",)') -> str:
@@ -112,7 +120,18 @@ def test_two_families_of_one_architecture(tmp_path: Path) -> None:
     body = good("Two", "two", '("TwoForCausalLM",)')
     use_family(f"{family_file(tmp_path, body, 'two.py')}:Two")
     other = family_file(tmp_path, good("Second", "second", '("TwoForCausalLM",)'), "second.py")
-    assert "TwoForCausalLM is an architecture of quintet_user_two.Two already" in refused(f"{other}:Second")
+    said = refused(f"{other}:Second")
+    assert re.search(r"TwoForCausalLM is an architecture of quintet_user_two_[0-9a-f]{8}\.Two already", said)
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(good("Mine", "mine", f'("{name.title()}ForCausalLM",)'))
+    use_family(f"{tmp_path / 'one' / 'mine.py'}:Mine")
+    assert "mine" in refused(f"{tmp_path / 'other' / 'mine.py'}:Mine")
+    first = type(family_of({"architectures": ["OneForCausalLM"]}))
+    assert getattr(sys.modules[first.__module__], "Mine") is first  # and is what pickling finds
 
 
 def test_built_in_families_stay_what_they_are() -> None:
