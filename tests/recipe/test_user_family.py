@@ -131,7 +131,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     use_family(f"{tmp_path / 'one' / 'mine.py'}:Mine")
     assert "mine" in refused(f"{tmp_path / 'other' / 'mine.py'}:Mine")
     first = type(family_of({"architectures": ["OneForCausalLM"]}))
-    assert getattr(sys.modules[first.__module__], "Mine") is first  # and is what pickling finds
+    assert sys.modules[first.__module__].Mine is first  # and is what pickling finds
 
 
 def test_built_in_families_stay_what_they_are() -> None:
