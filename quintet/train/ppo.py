@@ -20,12 +20,12 @@ from quintet.train.session import Session, session
 from quintet.train.sft import imitate
 
 
-def train(recipe: Recipe, stop_after: int | None = None) -> Path:
+def train(recipe: Recipe, stop_after: int | None = None, again: Path | None = None) -> Path:
     """Train by reinforcement learning, after a warm-up by SFT if the recipe has one; returns the run directory.
 
-    stop_after: save after this step and raise Stopped, as SIGTERM would have it.
+    stop_after: save after this step and raise Stopped, as SIGTERM would have it. again: save what is loaded once more, to there.
     """
-    with session(recipe, "train", stop_after) as s:
+    with session(recipe, "train", stop_after, again) as s:
         if recipe.sft is not None and not s.saver.skips("sft"):
             imitate(s, recipe.sft, recipe.sft.optimizer)
         reinforce(s)

@@ -48,7 +48,10 @@ class _Running:
 
 
 class Saver:
-    """Checkpoints and exports of one run. resumed: the checkpoint that the run goes on from."""
+    """Checkpoints and exports of one run. resumed: the checkpoint that the run goes on from.
+
+    again: where to save once more what was loaded, right after loading, for who wants to compare.
+    """
 
     def __init__(
         self,
@@ -59,11 +62,12 @@ class Saver:
         shape: ModelShape,
         resumed: Checkpoint | None,
         stop: StopRequest,
+        again: Path | None = None,
     ) -> None:
         self.recipe, self.command, self.observer, self.fleet = recipe, command, observer, fleet
         self.settings, self.stop = recipe.checkpoint, stop
         self.checkpoints = Checkpoints(observer.directory.checkpoints)
-        self._resumed = resumed
+        self._resumed, self._again = resumed, again
         self._running: _Running | None = None
         self._reference = resumed.manifest.reference if resumed is not None else None
         self._stage: Stage = "sft"
@@ -154,6 +158,8 @@ class Saver:
                 self.fleet.load_checkpoint(found.policy, found.reference)
             except UserError as error:
                 raise UserError(f"{error}. {self._instead_of(found)}") from None
+            if self._again is not None:
+                self._save_again(found, self._again)
             self.fleet.sync()
         stream.load_state_dict(manifest.data)
         newer = self.checkpoints.newer_than(found)
@@ -163,6 +169,16 @@ class Saver:
         aside = observer.go_on(manifest.stage, manifest.step, clock.seconds, clock.by_phase, later)
         what = f"; newer checkpoints are in {aside}: {', '.join(p.name for p in newer)}" if newer else ""
         observer.note(f"going on after {manifest.stage} step {manifest.step}, from {found.path}{what}")
+
+    def _save_again(self, found: Checkpoint, directory: Path) -> None:
+        directory.mkdir(parents=True)
+        for name in (POLICY, REFERENCE):
+            if name == REFERENCE and found.reference is None:
+                continue
+            errors = self.fleet.save_checkpoint(directory / name, reference=name == REFERENCE)
+            errors = errors or self.fleet.checkpoint_finished(wait=True)[1]
+            if errors:
+                raise UserError(errors[0])
 
     def _instead_of(self, found: Checkpoint) -> str:
         """What to do when a checkpoint cannot be loaded."""

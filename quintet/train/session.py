@@ -161,10 +161,12 @@ class Session:
 
 
 @contextmanager
-def session(recipe: schema.Recipe, command: Command, stop_after: int | None = None) -> Iterator[Session]:
+def session(
+    recipe: schema.Recipe, command: Command, stop_after: int | None = None, again: Path | None = None
+) -> Iterator[Session]:
     """Prepare, make or reopen the run directory, start the ranks; and end all of it well, however the body ends.
 
-    `generate` and `eval` leave no run directory behind and write progress to standard error. stop_after: see `train`.
+    `generate` and `eval` leave no run directory behind and write progress to standard error. stop_after, again: see `train`.
     """
     trains = command in ("train", "sft")
     resume = find_resume(recipe, command) if trains else Resume()
@@ -187,7 +189,9 @@ def session(recipe: schema.Recipe, command: Command, stop_after: int | None = No
                     None if stop_after is None else ("rl" if command == "train" else "sft", stop_after)
                 )
                 with stop.on_sigterm(saves=recipe.checkpoint.every_steps > 0):
-                    saver = Saver(recipe, command, observer, fleet, inputs.shape, resume.checkpoint, stop)
+                    saver = Saver(
+                        recipe, command, observer, fleet, inputs.shape, resume.checkpoint, stop, again
+                    )
                     yield Session(recipe, inputs, observer, fleet, saver)
 
 

@@ -14,13 +14,13 @@ MEMORY_EVERY_STEPS = 10
 """Peaks grow slowly and steps are short: the ranks are asked this often, and lines between repeat the answer."""
 
 
-def sft(recipe: Recipe, stop_after: int | None = None) -> Path:
+def sft(recipe: Recipe, stop_after: int | None = None, again: Path | None = None) -> Path:
     """Fine-tune on responses, save the model, return the run directory.
 
-    stop_after: save after this step and raise Stopped, as SIGTERM would have it.
+    stop_after: save after this step and raise Stopped, as SIGTERM would have it. again: save what is loaded once more, to there.
     """
     assert recipe.sft is not None
-    with session(recipe, "sft", stop_after) as s:
+    with session(recipe, "sft", stop_after, again) as s:
         imitate(s, recipe.sft, recipe.sft.optimizer)
         return s.finish()
 

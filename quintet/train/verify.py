@@ -1,30 +1,36 @@
 """Does a run that is saved, ended and resumed come to the same as one that goes straight through? By the user's recipe.
 
-Three runs in processes of their own: 2N steps without a save; N steps and a save; from that save, N more. What they recorded
-of every step is compared, and then the weights they ended with.
+Three runs in processes of their own: 2N steps without a save; N steps and a save; from that save, N more. The third saves what
+it loaded once more: weights, masters and moments must be the same bits, in whatever layout. Then what the runs recorded of
+every step is compared, and the weights they ended with.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from quintet.errors import QuintetError, Stopped, UserError
 from quintet.observe.ledger import read_jsonl, read_metrics
 from quintet.recipe.schema import Recipe
-from quintet.train.checkpoints import Checkpoints
+from quintet.train.checkpoints import POLICY, REFERENCE, Checkpoint, Checkpoints
 
 Command = Literal["train", "sft"]
 COMPARED = ("loss", "reward/mean", "grad_norm")
 FIRST_LOSS, LATER_LOSS = 1e-6, 1e-4
 """Most that losses in fp32 may part in another layout, of 1 or of the loss if that is more: at first, and after."""
 BF16_LOSS = 2e-2
+NORM, BF16_NORM = 1e-3, 5e-2
+"""Most that gradient norms may part in another layout, of the norm."""
+LEAST_NORM = 1e-3
+"""Smaller norms are taken for this: of a step without signal rounding is all there is."""
 GPU_BOUND = 1e-3
 """The same on GPUs, whose kernels need not repeat themselves, of the first step after resuming."""
 
@@ -50,6 +56,8 @@ class Outcome:
     fingerprints: tuple[str, str]
     stage: str
     half: int
+    state: list[str] = field(default_factory=list)
+    """What the resumed run held right after loading that was not as it was saved."""
 
     def pairs(self) -> Iterator[tuple[Step, Step]]:
         """Steps side by side, up to where one run has no more."""
@@ -57,7 +65,9 @@ class Outcome:
 
     @property
     def identical(self) -> bool:
-        return self.straight == self.resumed and self.fingerprints[0] == self.fingerprints[1]
+        return (
+            not self.state and self.straight == self.resumed and self.fingerprints[0] == self.fingerprints[1]
+        )
 
     def resumed_pairs(self) -> list[tuple[Step, Step]]:
         """Those of steps after the save."""
@@ -89,17 +99,20 @@ def verify(
     say(f"3 of 3: {checkpoint.path.name} loaded, {steps} steps more")
     second = _variant(_shortened(resumed, command, 2 * steps), scratch / "split", every=steps)
     second.resume = str(checkpoint.path)
-    _run(second, command, None, scratch / "second.log")
+    _run(second, command, None, scratch / "second.log", again=scratch / "again")
+    state = _compare_states(checkpoint, scratch / "again")
     whole = _only(straight.run.dir)
     weights, fingerprints = _compare_weights(whole / "checkpoint", run / "checkpoint")
     stage = "rl" if command == "train" else "sft"
-    return Outcome(_steps(whole), _steps(run), weights, fingerprints, stage, steps)
+    return Outcome(_steps(whole), _steps(run), weights, fingerprints, stage, steps, state)
 
 
 def judge(outcome: Outcome, *, same_layout: bool, gpu: bool, bf16: bool) -> tuple[bool, str]:
     """Whether resuming is sound, and why, in words."""
     if outcome.identical:
         return True, "identical: every step and every weight, bit for bit"
+    if outcome.state:
+        return False, f"differs: {first_difference(outcome)}"
     if same_layout and not gpu:
         return False, f"differs: {first_difference(outcome)}"
     if len(outcome.straight) != len(outcome.resumed):
@@ -107,6 +120,7 @@ def judge(outcome: Outcome, *, same_layout: bool, gpu: bool, bf16: bool) -> tupl
     if same_layout:
         return _judge_gpu(outcome)
     first, later = (BF16_LOSS, BF16_LOSS) if bf16 else (FIRST_LOSS, LATER_LOSS)
+    norms = BF16_NORM if bf16 else NORM
     compared, worst = 0, 0.0
     for number, (a, b) in enumerate(outcome.resumed_pairs()):
         gap = _gap(a.values["loss"], b.values["loss"])
@@ -116,24 +130,30 @@ def judge(outcome: Outcome, *, same_layout: bool, gpu: bool, bf16: bool) -> tupl
         compared, worst = compared + 1, max(worst, gap)
         if not gap <= (first if number == 0 else later):  # nor is a NaN
             return False, f"differs: at {a.stage} step {a.step} the losses part by {gap:.1e}"
+        gap = _gap(a.values["grad_norm"], b.values["grad_norm"], LEAST_NORM)
+        if not gap <= norms:
+            return (
+                False,
+                f"differs: at {a.stage} step {a.step} the gradient norms part by {gap:.1e} of the norm",
+            )
     if not compared:
         return False, "differs: the samples of the first step after resuming are not the same"
     return True, (
-        f"the same up to rounding: in the other layout the losses part by {worst:.1e} at most over {compared} steps with the "
-        f"same samples (allowed: {first:g} at first, {later:g} after)"
+        f"the same up to rounding: what was loaded is what was saved, bit for bit; in the other layout the losses part by "
+        f"{worst:.1e} at most over {compared} steps with the same samples (allowed: {first:g} at first, {later:g} after), the "
+        f"gradient norms by less than {norms:g}"
     )
 
 
 def _judge_gpu(outcome: Outcome) -> tuple[bool, str]:
     def spread(pairs: list[tuple[Step, Step]]) -> float:
-        return max(
-            (_gap(a.values[k], b.values[k]) for a, b in pairs for k in ("loss", "grad_norm")), default=0.0
-        )
+        gaps = [_gap(a.values[k], b.values[k]) for a, b in pairs for k in ("loss", "grad_norm")]
+        return math.inf if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
 
     before, after = spread(outcome.first_half()), spread(outcome.resumed_pairs()[:1])
-    bound = max(GPU_BOUND, 10 * before)
+    bound = max(GPU_BOUND, 10 * before) if math.isfinite(before) else GPU_BOUND
     text = (
-        f"{first_difference(outcome)}. GPU kernels need not repeat themselves: before the save, computed twice, loss and "
+        f"what was loaded is what was saved, bit for bit; {first_difference(outcome)}. GPU kernels need not repeat themselves: before the save, computed twice, loss and "
         f"gradient norm part by {before:.1e}; at the first step after resuming by {after:.1e} (allowed: {bound:.1e})"
     )
     return after <= bound, f"{'the same up to rounding' if after <= bound else 'differs'}: {text}"
@@ -141,6 +161,9 @@ def _judge_gpu(outcome: Outcome) -> tuple[bool, str]:
 
 def first_difference(outcome: Outcome) -> str:
     """The first thing that is not the same in both runs."""
+    if outcome.state:
+        more = f", and {len(outcome.state) - 1} more" if len(outcome.state) > 1 else ""
+        return f"right after loading, against what was saved: {outcome.state[0]}{more}"
     for a, b in outcome.pairs():
         where = f"{a.stage} step {a.step}"
         if (a.stage, a.step) != (b.stage, b.step):
@@ -158,8 +181,8 @@ def first_difference(outcome: Outcome) -> str:
     return "nothing"
 
 
-def _gap(a: float, b: float) -> float:
-    return abs(a - b) / max(1.0, abs(a), abs(b)) if a != b else 0.0
+def _gap(a: float, b: float, least: float = 1.0) -> float:
+    return abs(a - b) / max(least, abs(a), abs(b)) if a != b else 0.0
 
 
 # the runs
@@ -184,12 +207,15 @@ def _shortened(recipe: Recipe, command: Command, steps: int) -> Recipe:
 def _variant(recipe: Recipe, directory: Path, *, every: int) -> Recipe:
     made = recipe.model_copy(deep=True)
     made.run.dir, made.checkpoint.every_steps, made.checkpoint.on_error = directory, every, "stop"
+    made.checkpoint.keep_last = 2  # what is loaded is compared when the run is over
     return made
 
 
-def _run(recipe: Recipe, command: Command, stop_after: int | None, log: Path) -> None:
+def _run(
+    recipe: Recipe, command: Command, stop_after: int | None, log: Path, again: Path | None = None
+) -> None:
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_in_process, args=(recipe, command, stop_after, log))
+    process = context.Process(target=_in_process, args=(recipe, command, stop_after, log, again))
     process.start()
     try:
         process.join()
@@ -203,7 +229,9 @@ def _run(recipe: Recipe, command: Command, stop_after: int | None, log: Path) ->
         )
 
 
-def _in_process(recipe: Recipe, command: Command, stop_after: int | None, log: Path) -> None:
+def _in_process(
+    recipe: Recipe, command: Command, stop_after: int | None, log: Path, again: Path | None
+) -> None:
     with log.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -211,7 +239,7 @@ def _in_process(recipe: Recipe, command: Command, stop_after: int | None, log: P
     from quintet.train.sft import sft
 
     try:
-        (train if command == "train" else sft)(recipe, stop_after)
+        (train if command == "train" else sft)(recipe, stop_after, again)
     except Stopped as stopped:
         print(stopped)
     except QuintetError as error:
@@ -245,6 +273,16 @@ def _steps(run: Path) -> list[Step]:
         for line in read_metrics(run / "metrics.jsonl")
         if "loss" in line
     ]
+
+
+def _compare_states(saved: Checkpoint, again: Path) -> list[str]:
+    """What a run held after loading that was not as it was saved: of the policy, and of the reference policy if it is stored."""
+    from quintet.engine.checkpoint.compare import differences
+
+    found = differences(saved.policy, again / POLICY)
+    if saved.reference is not None:
+        found += [f"reference policy: {one}" for one in differences(saved.reference, again / REFERENCE)]
+    return found
 
 
 def _compare_weights(straight: Path, resumed: Path) -> tuple[list[tuple[str, float]], tuple[str, str]]:

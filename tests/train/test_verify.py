@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from quintet.cli.verify_resume import _check_layout
+from quintet.errors import UserError
 from quintet.train.verify import Outcome, Step, first_difference, judge
 
 
@@ -21,6 +23,27 @@ def outcome(
     straight: list[Step], resumed: list[Step], weights: tuple[tuple[str, float], ...] = ()
 ) -> Outcome:
     return Outcome(straight, resumed, list(weights), ("f", "g" if weights else "f"), "rl", 2)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("same_layout", [False, True])
+def test_what_is_lost_on_the_way_differs_whatever_the_steps_say(gpu, same_layout):
+    found = outcome(STRAIGHT, STRAIGHT)
+    found.state.append("optimizer.state.exp_avg.decoder.weight is not the same")
+    sound, words = judge(found, same_layout=same_layout, gpu=gpu, bf16=gpu)
+    assert not sound
+    assert words.startswith(
+        "differs: right after loading, against what was saved: optimizer.state.exp_avg.decoder"
+    )
+
+
+@pytest.mark.parametrize(
+    "key", ["train.steps=5", "checkpoint.every_steps=1", "run.dir=x", "engine.megatron.x=1"]
+)
+def test_a_layout_is_where_and_how_it_is_computed_and_no_more(key):
+    _check_layout(["layout.tp=2", "rollout.layout.tp=1", "cluster.ranks=4", "engine={}"])
+    with pytest.raises(UserError, match=f"--layout {key}: "):
+        _check_layout([key])
 
 
 STRAIGHT = run(1.0, 2.0, 3.0, 4.0)
@@ -60,6 +83,8 @@ def test_on_a_cpu_any_difference_is_one_and_the_first_is_named(resumed, weights,
         (run(1.0, 2.0, 3.0 + 9e-6, 4.0), False, False),
         (run(1.0, 2.0, 3.0, 4.0 + 9e-4), False, False),
         (run(1.0, 2.0, 3.0, float("nan")), False, False),
+        ([*STRAIGHT[:3], Step("rl", 3, {"loss": 3.0, "grad_norm": 99.0}, "ab"), STRAIGHT[4]], False, False),
+        ([*STRAIGHT[:3], Step("rl", 3, {"loss": 3.0, "grad_norm": 1.0001}, "ab"), STRAIGHT[4]], False, True),
         (run(1.0, 2.0, 3.01, 4.01), True, True),
         (run(1.0, 2.0, 3.5, 4.0), True, False),
         ([*STRAIGHT[:4], Step("rl", 4, {"loss": 9.0, "grad_norm": 1.0}, "other")], False, True),
@@ -76,6 +101,7 @@ def test_another_layout_may_round_as_long_as_the_samples_are_the_same(resumed, b
     [
         (run(1.0, 2.0, 3.0 + 1e-3, 9.0), True),  # later steps have learnt from other samples
         (run(1.0, 2.0, 3.1, 4.0), False),
+        (run(1.0, 2.0, float("nan"), 4.0), False),
         (run(1.02, 2.0, 3.1, 4.0), True),  # what is computed twice parts as much before the save
     ],
 )
