@@ -7,8 +7,10 @@ JSON has no infinities and no NaN: they are written as the texts "inf", "-inf" a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
@@ -45,12 +47,14 @@ def open_to_append(path: Path) -> FileIO:
 
 
 def append(file: FileIO, text: str) -> None:
-    """Write all of a text. Raises UserError when the disk does not take it."""
-    data = text.encode()
+    """Write all of a text, or nothing. Raises UserError when the disk does not take it."""
+    data, before = text.encode(), os.fstat(file.fileno()).st_size
     try:
         while data:
             data = data[file.write(data) :]
     except OSError as error:
+        with contextlib.suppress(OSError):
+            file.truncate(before)  # half a line would hide those that come after it
         raise UserError(f"{file.name} cannot be written: {error.strerror}") from None
 
 

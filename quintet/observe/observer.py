@@ -7,15 +7,15 @@ with its status and a report of the steps there were.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 
-from quintet.errors import Stopped
+from quintet.errors import Stopped, UserError
 from quintet.observe.ledger import Ledger, read_metrics
 from quintet.observe.memory import HostMemory, device_peak
 from quintet.observe.phases import PhaseTimer
@@ -147,7 +147,8 @@ class Observer:
 
     def samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Write samples to samples.jsonl: prompt, response, answer, reward, and what else there is."""
-        self.directory.write_samples(step, samples)
+        with self._disk():
+            self.directory.write_samples(step, samples)
 
     def note(self, text: str) -> None:
         """Print a line among the step lines."""
@@ -175,6 +176,8 @@ class Observer:
         try:
             self._close(summary)
         except Exception as late:
+            if kind is None and isinstance(late, OSError):
+                raise UserError(f"{late.filename or self.directory.path}: {late.strerror}") from None
             if kind is None:
                 raise
             # What ended the run matters more.
@@ -201,7 +204,23 @@ class Observer:
         for text in where_to_look(self.directory):
             self.console.print(text, soft_wrap=True, markup=False)
 
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        """What the disk does not take of the records ends the run, or is left out, as the recipe wants."""
+        try:
+            yield
+        except UserError as error:
+            if self.recipe.checkpoint.on_error == "stop":
+                raise
+            left_out = self.extra["records_left_out"] = self.extra.get("records_left_out", 0) + 1
+            if left_out == 1:
+                self.note(
+                    f"warning: {error}; what it does not take of metrics and samples is left out. Training goes on "
+                    "(checkpoint.on_error=continue)"
+                )
+
     def _record(self, stage: str, step: int, line: Mapping[str, Any]) -> None:
-        self._ledger.write(stage, step, line)
+        with self._disk():
+            self._ledger.write(stage, step, line)
         for tracker in self._trackers:
             tracker.log(stage, step, line)

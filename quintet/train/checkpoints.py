@@ -57,6 +57,8 @@ class Manifest(BaseModel):
     """Numbers that the stage's loop carries from step to step."""
     reference: str | None = None
     """Where the reference policy is, from the checkpoint; null for the recipe's model, or where none is needed."""
+    weights: str | None = None
+    """Fingerprint of the recipe's model, where it is the reference policy and is read again."""
     clock: Clock = Clock()
     recipe: dict[str, Any]
     """The resolved recipe, every key."""

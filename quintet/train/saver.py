@@ -50,7 +50,7 @@ class _Running:
 class Saver:
     """Checkpoints and exports of one run. resumed: the checkpoint that the run goes on from.
 
-    again: where to save once more what was loaded, right after loading, for who wants to compare.
+    weights: the manifest's. again: where to save once more what was loaded, right after loading, for who wants to compare.
     """
 
     def __init__(
@@ -62,12 +62,13 @@ class Saver:
         shape: ModelShape,
         resumed: Checkpoint | None,
         stop: StopRequest,
+        weights: str | None = None,
         again: Path | None = None,
     ) -> None:
         self.recipe, self.command, self.observer, self.fleet = recipe, command, observer, fleet
         self.settings, self.stop = recipe.checkpoint, stop
         self.checkpoints = Checkpoints(observer.directory.checkpoints)
-        self._resumed, self._again = resumed, again
+        self._resumed, self._weights, self._again = resumed, weights, again
         self._running: _Running | None = None
         self._reference = resumed.manifest.reference if resumed is not None else None
         self._stage: Stage = "sft"
@@ -310,6 +311,7 @@ class Saver:
             data=self._stream.state_dict(),
             loop=loop,
             reference=self._reference,
+            weights=self._weights,
             clock=Clock(seconds=self.observer.phases.elapsed(), by_phase=dict(self.observer.phases.totals)),
             recipe=recipe.model_dump(mode="json"),
             versions=package_versions(),

@@ -18,6 +18,7 @@ from quintet.data.stream import PromptStream
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.errors import UserError
 from quintet.models import ModelShape, check_weights, read_end_ids, read_shape
+from quintet.models.weights_on_disk import find_weights, fingerprint
 from quintet.observe import Observer
 from quintet.recipe import schema
 from quintet.recipe.capacity import overflow
@@ -50,6 +51,9 @@ class Inputs:
 
     end_ids: list[int] = field(default_factory=list)
     """Token ids that end a response: the tokenizer's, and those the model's generation_config.json lists."""
+
+    weights: str | None = None
+    """Fingerprint of the model's weights, where every start of a run needs the same ones: for the reference policy."""
 
 
 def prepare(recipe: schema.Recipe, command: Command, scratch: Path, resume: Resume | None = None) -> Inputs:
@@ -89,10 +93,25 @@ def prepare(recipe: schema.Recipe, command: Command, scratch: Path, resume: Resu
     if command in ("train", "eval") and recipe.train.eval_prompts:
         held_out = load_prompts(recipe.data, "eval", tokenizer, seed=recipe.run.seed)
         inputs.eval = held_out.subset(recipe.train.eval_prompts, recipe.run.seed)
+    if command == "train" and recipe.algorithm.kl_coef > 0 and recipe.sft is None:
+        inputs.weights = fingerprint(find_weights(model_dir))
+        _check_reference(inputs, resume)
     if resume is not None and resume.checkpoint is not None and inputs.train is not None:
         stream = PromptStream(inputs.train, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
         stream.load_state_dict(resume.checkpoint.manifest.data)  # it checks that the data are the same
     return inputs
+
+
+def _check_reference(inputs: Inputs, resume: Resume | None) -> None:
+    """A run without a warm-up reads its reference policy from model.path at every start."""
+    saved = (
+        resume.checkpoint.manifest.weights if resume is not None and resume.checkpoint is not None else None
+    )
+    if saved is not None and saved != inputs.weights:
+        raise UserError(
+            f"model.path: the weights in {inputs.model_dir} are others than when the run began, and algorithm.kl_coef needs "
+            "those as the reference policy; put them back, or begin a new run (resume=null)"
+        )
 
 
 def _check_device(recipe: schema.Recipe) -> None:
@@ -190,7 +209,15 @@ def session(
                 )
                 with stop.on_sigterm(saves=recipe.checkpoint.every_steps > 0):
                     saver = Saver(
-                        recipe, command, observer, fleet, inputs.shape, resume.checkpoint, stop, again
+                        recipe,
+                        command,
+                        observer,
+                        fleet,
+                        inputs.shape,
+                        resume.checkpoint,
+                        stop,
+                        inputs.weights,
+                        again,
                     )
                     yield Session(recipe, inputs, observer, fleet, saver)
 

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import re
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -260,3 +262,33 @@ def test_other_numbers() -> None:
         "–",
     )
     assert scientific(1.25e-12) == "1.2e-12"
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_disk_that_takes_no_more_records_ends_the_run_or_does_not(recipe, observe, on_error) -> None:
+    """A limit on the size of files stands for the disk: it takes the first part of a line and then refuses."""
+    recipe.checkpoint.on_error = on_error
+    observer, printed = observe(width=1000)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    observer.step(1, STEP)
+    whole = observer.directory.metrics.read_bytes()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, limits[1]))
+        with (
+            contextlib.nullcontext()
+            if on_error == "continue"
+            else pytest.raises(UserError, match=r"metrics\.jsonl")
+        ):
+            for step in (2, 3):
+                observer.step(step, STEP)
+                observer.samples(step, [{"prompt": "x" * 2 * len(whole)}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert observer.directory.metrics.read_bytes() == whole
+    with observer:
+        observer.step(4, STEP)
+    assert [line["step"] for line in read_metrics(observer.directory.metrics)] == [1, 4]
+    if on_error == "continue":
+        assert printed.getvalue().count("warning: ") == 1
+        assert json.loads(observer.directory.summary.read_text())["records_left_out"] == 4

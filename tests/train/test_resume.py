@@ -13,6 +13,7 @@ from quintet.recipe import Recipe
 from quintet.recipe.schema import BuildModel, Data, Model, Run, Sft, Train
 from quintet.train.checkpoints import MANIFEST, Checkpoints
 from quintet.train.resume import Resume, check_again, find_resume, nothing_left
+from quintet.train.session import Inputs, _check_reference
 from tests.train.test_checkpoints import save
 
 
@@ -186,3 +187,16 @@ def test_another_command_or_a_shorter_run_is_refused(recipe):
     recipe.train.steps = 2
     with pytest.raises(UserError, match=r"is after step 3, and train\.steps=2; raise it"):
         find_resume(recipe, "train")
+
+
+def test_the_reference_policy_is_the_one_the_run_began_with(recipe, tmp_path):
+    a_run(recipe, "math-20260101-100000", 3, weights="of then")
+    found = find_resume(recipe, "train")
+    inputs = Inputs(tmp_path, None, None, None, None, None, weights="of then")  # type: ignore[arg-type]
+    _check_reference(inputs, found)
+    _check_reference(inputs, None)
+    inputs.weights = "of now"
+    with pytest.raises(
+        UserError, match=rf"model\.path: the weights in {tmp_path} are others than when the run began"
+    ):
+        _check_reference(inputs, found)
