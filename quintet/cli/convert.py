@@ -14,8 +14,6 @@ from quintet.cli.command import Command
 if TYPE_CHECKING:
     from quintet.engine.convert.parts import Converted
 
-DTYPES = ("fp32", "bf16", "fp16")
-
 
 @dataclass(frozen=True)
 class _Convert(Command):
@@ -45,7 +43,11 @@ class _Convert(Command):
         for one in (to_mcore, to_hf):
             one.add_argument("source", metavar="SOURCE", type=Path, help="the directory to read")
             one.add_argument("destination", metavar="DESTINATION", type=Path, help="the directory to make")
-            one.add_argument("--dtype", choices=DTYPES, help="of all weights (default: each keeps its own)")
+            one.add_argument(
+                "--dtype",
+                metavar="TYPE",
+                help="of all weights: fp32, bf16 or fp16 (default: each keeps its own)",
+            )
             one.add_argument(
                 "--family",
                 metavar="FILE.py:Class",
@@ -116,7 +118,7 @@ COMMAND = _Convert(
     summary="Hugging Face directory to megatron-core checkpoint and back",
     description="""\
 Convert a model between a Hugging Face directory and a checkpoint in megatron-core's torch_dist format, which Megatron-LM
-reads. One process, no GPU, memory for about one tensor; values are not changed unless --dtype asks for it. What is read
+reads. One process, no GPU, memory for a few tensors; values are not changed unless --dtype asks for it. What is read
 is checked (headers, names, shapes, checksums where there are any, values that are not finite), and the destination
 appears only once it is whole. mcore-to-hf also reads a quintet run's checkpoints.""",
     examples="""\

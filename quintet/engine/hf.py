@@ -25,11 +25,6 @@ from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk, head_and_e
 GATHERED_BYTES = 256 << 20
 
 
-def load_hf(shards: list[Shard], shape: ModelShape, path: Path) -> None:
-    """Fill the ranks' shards from a Hugging Face directory: `check_hf`, then `fill_hf`. Collective."""
-    fill_hf(shards, check_hf(shape, path))
-
-
 def check_hf(shape: ModelShape, path: Path) -> WeightsOnDisk:
     """All that headers and config.json can tell of a directory, before anything is written. Collective.
 

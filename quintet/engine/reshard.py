@@ -35,13 +35,6 @@ class Transfer:
     target: int
     target_index: int
 
-    @property
-    def elements(self) -> int:
-        n = 1
-        for start, stop in self.box:
-            n *= stop - start
-        return n
-
 
 def plan_transfers(
     sources: Sequence[Sequence[Holding]], targets: Sequence[Sequence[Holding]]
@@ -121,11 +114,11 @@ class Resharder:
         room = 0
         for transfer in transfers:  # the same cuts on every rank: they follow from the plan alone
             kind = torch.float32 if transfer.name in buffers else dtype
-            if not self.buckets or room < transfer.elements or self.buckets[-1][0] != kind:
+            if not self.buckets or room < volume(transfer.box) or self.buckets[-1][0] != kind:
                 self.buckets.append((kind, []))
                 room = (bucket_mib << 20) // kind.itemsize
             self.buckets[-1][1].append(transfer)
-            room -= transfer.elements
+            room -= volume(transfer.box)
 
     def run(self) -> None:
         """Copy every target's content from the sources."""

@@ -41,7 +41,9 @@ class WeightsOnDisk:
 def fingerprint(weights: WeightsOnDisk, nbytes: int = 4096) -> str:
     """Tells weights apart that are of the same model: of each tensor name, type, shape, and some bytes from its middle.
 
-    The same whichever files they are in. Raises UserError naming a file that cannot be read.
+    The same whichever files they are in, and for every copy: nothing that a download keeps beside them counts. Training
+    changes what is in the middle of a tensor; a change by hand elsewhere in one of more than `nbytes` is not seen.
+    Raises UserError naming a file that cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, one in sorted(weights.tensors.items()):

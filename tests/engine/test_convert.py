@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quintet.cli import main
+from quintet.engine.checkpoint import parts
 from quintet.engine.checkpoint.format import CHECKSUMS, TensorFile, publish
 from quintet.engine.checkpoint.reader import Reader, within
 from quintet.engine.convert import hf_to_mcore, mcore_to_hf
@@ -26,6 +27,7 @@ from quintet.models import check_weights, family_named, read_shape
 from quintet.models.mcore import CheckpointMap, stacked
 from quintet.models.weights_on_disk import held_shape
 from tests.engine import moe_models, mtp_models
+from tests.engine.storage import read_box
 from tests.oracle import models
 
 CASES: dict[str, tuple[Any, dict[str, int]]] = {
@@ -120,7 +122,7 @@ def test_a_vocabulary_that_tp_does_not_divide_is_stored_without_padding(tmp_path
     assert [one.box[0] for one in stored.chunks] == [(0, 31), (31, 61)]
 
 
-def restack(path: Path, source: Path, *, padding: int = 0) -> None:
+def restack(path: Path, source: Path, *, padding: int = 0, beside: tuple[str, ...] = ()) -> None:
     """The checkpoint as megatron-core writes it by default: layers and experts in stacks, vocabulary padded, no checksums."""
     shape = held_shape(source)
     table = CheckpointMap(family_named(shape.family).weights(shape))
@@ -137,6 +139,8 @@ def restack(path: Path, source: Path, *, padding: int = 0) -> None:
                     view = torch.cat([view, torch.zeros(padding, view.shape[1])])
                     at = type(at)(at.key, tuple(view.shape), tuple((0, n) for n in view.shape), 0)
                 file.add(at.key, at.shape, at.box, view.clone())
+    for key in beside:
+        file.add(key, (2,), ((0, 2),), torch.zeros(2))
     publish(path, file.close(), {"steps": 3})
     (path / CHECKSUMS).unlink()
     (path / "state.json").unlink()
@@ -371,6 +375,36 @@ def test_where_a_checkpoint_is_looked_for(converted, tmp_path):
     assert "does not exist" in refused(tmp_path / "nowhere")
 
 
+def test_sources_that_do_not_say_what_is_needed(converted, tmp_path):
+    for source in (tmp_path / "nowhere", converted):
+        with pytest.raises(UserError, match="is not a Hugging Face directory: there is no config"):
+            hf_to_mcore(source, tmp_path / "out")
+    assert f"--hf {tmp_path}: there is no config.json" in refused(converted, companions=tmp_path)
+    (converted / CHECKSUMS).unlink()
+    assert f"{converted / CHECKSUMS} is missing" in refused(converted)
+
+
+def test_the_optimizer_of_a_chain_is_passed_over(tmp_path):
+    source = models.save("qwen3", tmp_path / "model")
+    restack(tmp_path / "mcore", source, beside=("optimizer.a", "chained_1.optimizer.state.exp_avg.b"))
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "again", companions=source)
+    assert_same(source, tmp_path / "again")
+    restack(tmp_path / "more", source, beside=("chained_1.other",))
+    assert "left over: chained_1.other" in refused(tmp_path / "more", companions=source)
+
+
+def test_no_written_piece_is_larger_than_said(tmp_path, monkeypatch):
+    path = models.save("qwen3", tmp_path / "model")
+    monkeypatch.setattr(parts, "PIECE_BYTES", 4096)
+    assert_same(path, there_and_back(path, tmp_path, tp=2))
+    stored = Reader(tmp_path / "mcore").tensors["embedding.word_embeddings.weight"]
+    row = stored.shape[1] * 4
+    assert (
+        max((stop - start) * row for (start, stop), _ in (one.box for one in stored.chunks))
+        == 4096 // row * row
+    )
+
+
 def test_the_command(tmp_path, capsys):
     models.save("qwen2-tied", tmp_path / "model")
     where = [str(tmp_path / name) for name in ("model", "mcore", "again")]
@@ -417,7 +451,7 @@ def test_parts_of_a_checkpoint_are_the_parts_of_the_model(converted):
     ):
         chunks = {chunk.file: chunk for chunk in reader.tensors[key].chunks}
         assert set(chunks) == {"__0_0.distcp", "__1_0.distcp"}
-        full = reader.read_box(key, tuple((0, n) for n in reader.tensors[key].shape))
+        full = read_box(reader, key, tuple((0, n) for n in reader.tensors[key].shape))
         for chunk in chunks.values():
             whole = tuple((0, n) for n in full.shape)
             assert torch.equal(reader.read(chunk), within(full, whole, chunk.box))

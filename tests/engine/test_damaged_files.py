@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quintet.engine.hf import load_hf
+from quintet.engine.hf import check_hf, fill_hf
 from quintet.engine.hf_write import HfWriter, Planned
 from quintet.engine.shards import Shard
 from quintet.errors import UserError
@@ -40,12 +40,12 @@ def model(path: Path, dtype: torch.dtype = torch.bfloat16, shard_bytes: int = 1 
 
 
 def loaded(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """All tensors of a directory through `load_hf`, by one process."""
+    """All tensors of a directory read from their files, by one process."""
     shards = [
         Shard(name, shape, tuple((0, n) for n in shape), torch.full(shape, 7.0, dtype=dtype))
         for name, shape in SHAPES.items()
     ]
-    load_hf(shards, read_shape(path), path)
+    fill_hf(shards, check_hf(read_shape(path), path))
     return {shard.name: shard.view for shard in shards}
 
 
@@ -314,7 +314,7 @@ def test_a_part_of_a_tensor_is_checked_with_the_blocks_around_it(tmp_path):
         for dtype in (torch.float32, torch.bfloat16):
             size = tuple(b - a for a, b in box)
             shard = Shard(name, (rows, columns), box, torch.zeros(size, dtype=dtype))
-            load_hf([shard], read_shape(path), path)
+            fill_hf([shard], check_hf(read_shape(path), path))
             want = full[box[0][0] : box[0][1], box[1][0] : box[1][1]].to(dtype)
             assert torch.equal(shard.view, want)
     start = find_weights(path).tensors[name].entry.start
@@ -323,9 +323,9 @@ def test_a_part_of_a_tensor_is_checked_with_the_blocks_around_it(tmp_path):
         flip(file, start + row * columns * 4 + 2, 0)
         if seen:
             with pytest.raises(UserError, match=f"{name} is damaged"):
-                load_hf([shard], read_shape(path), path)
+                fill_hf([shard], check_hf(read_shape(path), path))
         else:
-            load_hf([shard], read_shape(path), path)
+            fill_hf([shard], check_hf(read_shape(path), path))
         flip(file, start + row * columns * 4 + 2, 0)
     assert 333 * columns * 4 > BLOCK_BYTES
 
@@ -364,7 +364,7 @@ def test_nothing_is_written_before_all_headers_are_read(sound, copy):
     rewritten(file, lambda h: h.update({"model.norm.weightx": h.pop("model.norm.weight")}))
     shards = [Shard("model.norm.weight", (64,), ((0, 64),), torch.full((64,), 7.0))]
     with pytest.raises(UserError):
-        load_hf(shards, read_shape(file.parent), file.parent)
+        fill_hf(shards, check_hf(read_shape(file.parent), file.parent))
     assert (shards[0].view == 7).all()
 
 

@@ -1,4 +1,4 @@
-"""Host memory of reading and converting: what is held, and about one tensor."""
+"""Host memory of reading and converting: what is held, and a few tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quintet.engine.checkpoint.parts import PIECE_BYTES
 from quintet.engine.convert import hf_to_mcore, mcore_to_hf
 from quintet.engine.hf import fill_hf
 from quintet.engine.hf_write import HfWriter, Planned
@@ -63,10 +64,10 @@ def test_a_load_takes_no_more_than_the_shards_and_one_tensor(path, dtype, parts,
 
 
 @pytest.mark.slow
-def test_a_conversion_takes_about_one_tensor(path, tmp_path):
-    """The largest one is in memory once, a rank's part of it twice while it is written."""
+def test_a_conversion_takes_a_few_tensors(path, tmp_path):
+    """There the largest one and a piece of it; back what is read of it too."""
     hf_to_mcore(path, tmp_path / "imports")
     there = peak_of(lambda: hf_to_mcore(path, tmp_path / "mcore", tp=2, pp=2))
     back = peak_of(lambda: mcore_to_hf(tmp_path / "mcore", tmp_path / "again"))
-    assert there < 2 * LARGEST_MIB + SLACK_MIB
+    assert there < LARGEST_MIB + PIECE_BYTES / MIB + SLACK_MIB
     assert back < 3 * LARGEST_MIB + SLACK_MIB  # the last one is still being written

@@ -36,7 +36,7 @@ def reshard(path: Path, source: dict[str, Any], target: dict[str, Any]) -> list[
 
     from quintet.engine import build
     from quintet.engine.engine import Engine
-    from quintet.engine.hf import load_hf
+    from quintet.engine.hf import check_hf, fill_hf
     from quintet.engine.reshard import Resharder
     from quintet.engine.shards import shard_map
     from quintet.models import read_shape
@@ -49,7 +49,7 @@ def reshard(path: Path, source: dict[str, Any], target: dict[str, Any]) -> list[
     mesh = build.mesh_of(layout, dist.get_world_size())
     models = [build.build_chunks(shape, layout, mesh, torch.float32, settings) for _ in range(2)]
     moved, loaded = (shard_map(model, shape, mesh) for model in models)
-    load_hf(loaded, shape, path)
+    fill_hf(loaded, check_hf(shape, path))
     for shard in moved:
         shard.view.fill_(float("nan"))
     where = {"dtype": torch.float32, "device": build.device()}

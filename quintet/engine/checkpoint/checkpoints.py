@@ -132,10 +132,10 @@ class Checkpoints:
                 f"{path} holds weights alone, without an optimizer's state: training cannot go on from it. Load it into "
                 "an engine without an optimizer, or convert it and start from the Hugging Face directory"
             )
-        if state["moments"] and tuple(state["moments"]) != moment_names(recipe):
+        if state["steps"] and tuple(state["moments"]) != moment_names(recipe):
             raise UserError(
-                f"{path} was saved with optimizer.name={saved}, whose state is {', '.join(state['moments'])}; "
-                f"optimizer.name={recipe.name} needs {', '.join(moment_names(recipe)) or 'none'}. Set optimizer.name back"
+                f"{path} was saved with optimizer.name={saved}, whose state is {', '.join(state['moments']) or 'none'}; "
+                f"optimizer.name={recipe.name} needs {', '.join(moment_names(recipe)) or 'none'}. Set optimizer.name and its momentum back"
             )
 
     def _read(self, reader: Reader, state: dict[str, Any], holding: Holding) -> tuple[Load, Any]:

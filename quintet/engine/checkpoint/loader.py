@@ -1,7 +1,8 @@
 """Loading in any layout: everything is read and checked first, and only then does anything of the engine change.
 
 A rank reads the chunks that its own boxes meet, one after another in the order of the files, and keeps its boxes on the
-host until every rank has all of them. Host memory: what the rank holds, and READERS chunks.
+host until every rank has all of them. Host memory: what the rank holds, and for each of READERS threads two chunks: its
+bytes, and the tensor made of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quintet.errors import UserError
 from quintet.models.mcore import Box
 
 READERS = 4
-"""Threads that read: one thread's checksums are slower than a fast disk. Each needs memory for a chunk."""
+"""Threads that read: one thread's checksums are slower than a fast disk. Each needs memory for two chunks."""
 
 
 @dataclass
@@ -120,7 +121,9 @@ class Load:
         left = sorted(
             key
             for key in found - expected
-            if not (key.startswith(STATE_PREFIX) and key.split(".", 3)[3] in expected)
+            if not (
+                key.startswith(STATE_PREFIX) and key.removeprefix(STATE_PREFIX).partition(".")[2] in expected
+            )
         )
         if left:
             raise UserError(f"{self.reader.path} holds tensors that this model does not have: {_some(left)}")

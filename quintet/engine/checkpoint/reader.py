@@ -6,7 +6,7 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class Stored:
 
 
 class Reader:
-    """A checkpoint's tensors by key. Reading needs memory for one chunk beside what is asked for.
+    """A checkpoint's tensors by key. Reading needs memory for two chunks beside what is asked for.
 
     Raises UserError naming the file for what is missing, damaged or not a checkpoint, and for files that are not as
     `checksums.json` says. A checkpoint that megatron-core wrote has none: there the places of tensors are checked.
@@ -52,6 +52,7 @@ class Reader:
         self.path = Path(path)
         if not (self.path / INDEX).is_file():
             raise UserError(f"{self.path} is not a checkpoint: it has no {INDEX}")
+        self._apart: set[str] = set()
         self._sums = self._read_checksums()
         self.tensors = self._read_index()
         self._check_places()
@@ -72,8 +73,9 @@ class Reader:
     def meeting(self, key: str, box: Box) -> Iterator[tuple[Chunk, Box]]:
         """Chunks that share elements with a box of a tensor, and what they share.
 
-        Raises UserError when they do not make up the whole box.
+        Raises UserError when they do not make up the whole box, each element once.
         """
+        self._check_apart(key)
         missing = volume(box)
         for chunk in self.tensors[key].chunks:
             part = meet(box, chunk.box)
@@ -102,19 +104,12 @@ class Reader:
             )
         try:
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        except Exception as error:  # damaged bytes lead anywhere
             raise UserError(f"{file}: {chunk.key} is not a tensor: {_first_line(error)}") from None
         sizes = tuple(stop - start for start, stop in chunk.box)
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != sizes:
             raise UserError(f"{file}: {chunk.key} is not a tensor of shape {sizes}")
         return tensor
-
-    def read_box(self, key: str, box: Box) -> Tensor:
-        """A box of a tensor, in the type it was written in."""
-        out = torch.empty([stop - start for start, stop in box], dtype=self.tensors[key].dtype)
-        for chunk, part in self.meeting(key, box):
-            within(out, box, part).copy_(within(self.read(chunk), chunk.box, part))
-        return out
 
     def _read_checksums(self) -> dict[str, Any]:
         file = self.path / CHECKSUMS
@@ -148,7 +143,9 @@ class Reader:
             return _stored(index)
         except pickle.UnpicklingError as error:
             raise UserError(f"{file} is refused: {error}") from None
-        except (ValueError, TypeError, AttributeError, KeyError, IndexError, EOFError, ImportError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # damaged bytes lead anywhere
             raise UserError(f"{file} is damaged: {_first_line(error)}") from None
 
     def _check_places(self) -> None:
@@ -157,7 +154,7 @@ class Reader:
         for key, stored in self.tensors.items():
             for chunk in stored.chunks:
                 file = self.path / chunk.file
-                if Path(chunk.file).name != chunk.file:
+                if Path(chunk.file).name != chunk.file or "\0" in chunk.file:
                     raise UserError(
                         f"{self.path / INDEX}: {key} is said to be in {chunk.file}, outside the checkpoint"
                     )
@@ -165,8 +162,19 @@ class Reader:
                     if not file.is_file():
                         raise UserError(f"{file} is missing: {key} is in it")
                     sizes[chunk.file] = file.stat().st_size
-                if chunk.offset < 0 or chunk.offset + chunk.length > sizes[chunk.file]:
+                if chunk.offset + chunk.length > sizes[chunk.file]:
                     raise UserError(f"{file} is cut short: {key} lies beyond its end")
+
+    def _check_apart(self, key: str) -> None:
+        """No two chunks of a tensor hold the same element. Once a tensor."""
+        if key in self._apart:
+            return
+        twice = overlapping([chunk.box for chunk in self.tensors[key].chunks])
+        if twice:
+            raise UserError(
+                f"{self.path / INDEX} is damaged: {key} has elements of {twice[0]} in {twice[1]} again"
+            )
+        self._apart.add(key)
 
 
 def within(tensor: Tensor, box: Box, part: Box) -> Tensor:
@@ -174,6 +182,22 @@ def within(tensor: Tensor, box: Box, part: Box) -> Tensor:
     for dim, ((start, stop), (first, _)) in enumerate(zip(part, box, strict=True)):
         tensor = tensor.narrow(dim, start - first, stop - start)
     return tensor
+
+
+def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two of the boxes that share elements, if any do."""
+    if not boxes or not boxes[0]:
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
+    # Along the dim with the most cuts few boxes are met at a time.
+    dim = max(range(len(boxes[0])), key=lambda d: len({box[d][0] for box in boxes}))
+    met: list[Box] = []
+    for box in sorted(boxes, key=lambda one: one[dim]):
+        met = [one for one in met if one[dim][1] > box[dim][0]]
+        for one in met:
+            if meet(one, box) is not None:
+                return one, box
+        met.append(box)
+    return None
 
 
 def _stored(index: Any) -> dict[str, Stored]:
@@ -190,13 +214,30 @@ def _stored(index: Any) -> dict[str, Stored]:
             box = tuple((start, start + n) for start, n in zip(one.offsets, one.sizes, strict=True))
             chunks.append(Chunk(key, box, place.relative_path, place.offset, place.length))
         found[key] = Stored(tuple(tensor.size), tensor.properties.dtype, tuple(chunks))
+        _check_types(key, found[key])
     return found
+
+
+def _check_types(key: str, stored: Stored) -> None:
+    """Raises ValueError for what no writer would say of a tensor. Pickles hold anything, whatever the classes promise."""
+    fits = isinstance(key, str) and isinstance(stored.dtype, torch.dtype) and _counts(stored.shape)
+    for chunk in stored.chunks:
+        fits = fits and isinstance(chunk.file, str) and _counts((chunk.offset, chunk.length))
+        fits = fits and len(chunk.box) == len(stored.shape) and _counts(n for ends in chunk.box for n in ends)
+        if not fits or any(b < a or b > n for (a, b), n in zip(chunk.box, stored.shape, strict=True)):
+            raise ValueError(f"{key!r} is not described as a tensor and the boxes of it")
+    if not fits:
+        raise ValueError(f"{key!r} is not described as a tensor")
+
+
+def _counts(numbers: Iterable[Any]) -> bool:
+    return all(type(one) is int and one >= 0 for one in numbers)
 
 
 def _json(file: Path, data: bytes) -> dict[str, Any]:
     try:
         content = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is damaged: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{file} is damaged: it is no JSON object")

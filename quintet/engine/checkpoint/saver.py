@@ -32,6 +32,8 @@ from quintet.engine.checkpoint.staging import Staging
 from quintet.errors import UserError
 
 POLL_S = 0.05
+SILENCE_S = 900.0
+"""Rank 0 gives up on another rank of which nothing has come, not even to the disk, for as long."""
 WRITERS = 4
 """Threads that write, each a file of its own: one thread's checksums are slower than a fast disk."""
 FILE_BYTES = 256 << 20
@@ -165,8 +167,12 @@ def _conclude(job: _Job, store: Any, entries: list[Entry], error: Exception | No
     """Rank 0, when all ranks have written theirs: publish it, or remove the directory. Returns the error there was."""
     for rank in range(1, job.ranks):
         key = _key(job, rank)
-        while not store.check([key]):
-            time.sleep(POLL_S)
+        if not _heard(job, store, rank):
+            error = error or UserError(
+                f"checkpoint {job.path} was not saved: nothing came from rank {rank} for {SILENCE_S:g} s; look in its log whether it "
+                "ended, and at its disk"
+            )
+            continue
         theirs, problem = pickle.loads(store.get(key))
         store.delete_key(key)
         entries = entries + theirs
@@ -180,6 +186,19 @@ def _conclude(job: _Job, store: Any, entries: list[Entry], error: Exception | No
     if error is not None:
         shutil.rmtree(job.path, ignore_errors=True)
     return error
+
+
+def _heard(job: _Job, store: Any, rank: int) -> bool:
+    """Wait for a rank's word, as long as its files grow."""
+    written, since = -1, time.monotonic()
+    while not store.check([_key(job, rank)]):
+        time.sleep(POLL_S)
+        if time.monotonic() - since > SILENCE_S:
+            now = sum(one.stat().st_size for one in job.path.glob(f"__{rank}_*.distcp"))
+            if now == written:
+                return False
+            written, since = now, time.monotonic()
+    return True
 
 
 def _key(job: _Job, rank: int) -> str:

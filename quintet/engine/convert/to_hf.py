@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from quintet.engine.carried import Carried, carried_from
-from quintet.engine.checkpoint.format import INDEX
+from quintet.engine.checkpoint.format import CHECKSUMS, INDEX
 from quintet.engine.checkpoint.reader import Reader, within
 from quintet.engine.companions import saved_config, write_companions
 from quintet.engine.convert.parts import Converted, Parameter, Progress, common_dtype, wanted_dtype
@@ -28,6 +29,8 @@ from quintet.models.mcore import Block, CheckpointMap, stacked, volume
 from quintet.models.weights_on_disk import listed
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+"""What keys of an optimizer's state begin with; megatron-core numbers those of a chain, one for experts and one for the rest."""
 
 
 def mcore_to_hf(
@@ -50,7 +53,7 @@ def mcore_to_hf(
     """
     destination, began = Path(destination), time.perf_counter()
     path, cast = find_checkpoint(Path(source)), wanted_dtype(dtype)
-    beside = _companions(path, companions)
+    beside = _companions(path, None if companions is None else Path(companions))
     reader = _whole_model(path)
     shape = _shape(beside, reader)
     table = CheckpointMap(family_named(shape.family).weights(shape))
@@ -85,7 +88,12 @@ def mcore_to_hf(
 def _whole_model(path: Path) -> Reader:
     """A checkpoint of a model. Raises UserError for one of adapters alone."""
     reader = Reader(path)
-    adapters = reader.state().get("adapters")
+    state = reader.state()
+    if state and not reader.checked:
+        raise UserError(
+            f"{path / CHECKSUMS} is missing: whether the other files are whole cannot be told. Convert another step"
+        )
+    adapters = state.get("adapters")
     if adapters:
         raise UserError(
             f"{path} holds adapters alone, beside the weights of {adapters.get('base_path')}: the run writes the model with its "
@@ -138,7 +146,9 @@ def find_checkpoint(path: Path) -> Path:
 def _companions(path: Path, given: Path | None) -> Path:
     """Where config.json and the tokenizer are: as given, in the checkpoint, or where the run that saved it has them."""
     if given is not None:
-        return Path(given)
+        if not (given / "config.json").is_file():
+            raise UserError(f"--hf {given}: there is no config.json in it")
+        return given
     for one in (path / COMPANIONS_IN, *_of_run(path)):
         if (one / "config.json").is_file():
             return one
@@ -190,7 +200,7 @@ class _Found:
                     wrong.append(
                         f"{at.key} is of {stored.dtype}, expected {', '.join(map(str, DTYPE_NAMES))}"
                     )
-        extra = [one for one in reader.tensors if one not in used and not one.startswith("optimizer.")]
+        extra = [one for one in reader.tensors if one not in used and not _OPTIMIZER.match(one)]
         said = [
             f"{title}: {listed(sorted(set(one)))}"
             for title, one in (("missing", missing), ("left over", extra), ("of another shape", wrong))

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from quintet.engine.appear import appearing
 from quintet.engine.carried import held_copies
 from quintet.engine.checkpoint.checkpoints import FORMAT
 from quintet.engine.checkpoint.format import TensorFile, publish
+from quintet.engine.checkpoint.parts import Part
 from quintet.engine.checkpoint.reader import within
 from quintet.engine.companions import copy_companions
 from quintet.engine.convert.parts import Converted, Parameter, Progress, common_dtype, nbytes_of, wanted_dtype
@@ -22,10 +24,11 @@ from quintet.engine.hf import check_hf
 from quintet.engine.hf_read import TORCH_DTYPES, HfReader
 from quintet.errors import UserError
 from quintet.models import ModelShape, Weight, family_named
-from quintet.models.mcore import CheckpointMap
+from quintet.models.mcore import Block, CheckpointMap
 from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk, held_shape
 from quintet.recipe.schema import Layout
 
+CONFIG = "config.json"
 COMPANIONS_IN = "hf"
 """Where a converted checkpoint keeps config.json and the tokenizer, for the way back."""
 
@@ -49,6 +52,8 @@ def hf_to_mcore(
     be written or is there already; the destination then does not exist.
     """
     source, destination, began = Path(source), Path(destination), time.perf_counter()
+    if not (source / CONFIG).is_file():
+        raise UserError(f"{source} is not a Hugging Face directory: there is no {CONFIG} in it")
     shape, cast = held_shape(source), wanted_dtype(dtype)
     try:
         layout = Layout(tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp)
@@ -74,12 +79,7 @@ def hf_to_mcore(
                 for block in table.blocks(name, tp=of_tp, etp=of_etp):
                     full, view = held.blocks[block.key]
                     part = within(view, full.box, block.box)
-                    owned = (
-                        part.clone()
-                        if part.numel() * part.itemsize != part.untyped_storage().nbytes()
-                        else part
-                    )
-                    files[rank].add(block.key, block.shape, block.box, owned)
+                    _write(files[rank], block, part)
             done, count = done + held.nbytes, count + len(held.blocks)
             if progress is not None:
                 progress(done, total)
@@ -89,6 +89,13 @@ def hf_to_mcore(
         publish(directory, entries, _state(source, shape) | {"copies": copies})
         copy_companions(source, directory / COMPANIONS_IN)
     return Converted(total, count, time.perf_counter() - began)
+
+
+def _write(file: TensorFile, block: Block, tensor: Tensor) -> None:
+    """In pieces, each of which is copied: a file takes tensors that own their storage."""
+    flat = tensor.reshape(-1)
+    for piece in Part(block.key, block.shape, block.box, flat, saved=True).pieces():
+        file.add(piece.key, piece.shape, piece.box, piece.flat.clone())
 
 
 def _state(source: Path, shape: ModelShape) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintet.engine.checkpoint.format import CHECKSUMS, INDEX, TensorFile, publish, write_json
-from quintet.engine.checkpoint.reader import Reader
+from quintet.engine.checkpoint.reader import Reader, overlapping
 from quintet.engine.checkpoint.unpickle import unpickle
 from quintet.errors import UserError
+from quintet.models.mcore import meet
+from tests.engine.storage import read_box
 
 WHOLE = {
     "a": torch.arange(30.0).view(6, 5),
@@ -51,7 +53,7 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
     reader = Reader(path)
     reader.state()
     reader.json("rng-00000.json")
-    return {k: reader.read_box(k, tuple((0, n) for n in t.shape)) for k, t in reader.tensors.items()}
+    return {k: read_box(reader, k, tuple((0, n) for n in t.shape)) for k, t in reader.tensors.items()}
 
 
 def refusal(path: Path) -> str:
@@ -68,7 +70,7 @@ def test_any_box_is_read_back(saved, data):
     key = data.draw(st.sampled_from(sorted(WHOLE)))
     ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in WHOLE[key].shape]
     box = tuple((a, b) for a, b in ends)
-    found = Reader(saved).read_box(key, box)
+    found = read_box(Reader(saved), key, box)
     assert torch.equal(found, WHOLE[key][tuple(slice(a, b) for a, b in box)])
     assert found.dtype == WHOLE[key].dtype
 
@@ -184,19 +186,90 @@ def test_a_malicious_tensor_is_refused_and_does_not_run(tmp_path):
     (chunk,) = reader.tensors["a"].chunks
     replace(path, "__0_0.distcp", evil + bytes(max(chunk.length - len(evil), 0)))
     with pytest.raises(UserError, match=r"__0_0\.distcp: a is (not a tensor|damaged)"):
-        Reader(path).read_box("a", ((0, 2),))
+        read_box(Reader(path), "a", ((0, 2),))
     assert not (tmp_path / "harm").exists()
 
 
 def test_files_outside_are_not_read(tmp_path):
     path = write(tmp_path / "saved")
     index = unpickle((path / INDEX).read_bytes())
-    for place in index.storage_data.values():
-        place.relative_path = "../secret"
+    for one in index.storage_data.values():
+        one.relative_path = "../secret"
     (tmp_path / "secret").write_bytes((path / "__0_0.distcp").read_bytes())
     replace(path, INDEX, pickle.dumps(index))
     with pytest.raises(UserError, match="outside the checkpoint"):
         Reader(path)
+
+
+def spoil(path: Path, change: Any) -> None:
+    """Change an index, and write its checksum anew."""
+    index = unpickle((path / INDEX).read_bytes())
+    change(index)
+    replace(path, INDEX, pickle.dumps(index))
+
+
+def shift(index: Any) -> None:
+    """The two lower chunks of `a` on the same rows and columns, in part: their volumes still add up."""
+    third = index.state_dict_metadata["a"].chunks[2]
+    places = index.storage_data
+    at = next(one for one in places if one.fqn == "a" and tuple(one.offset) == (4, 3))
+    places[type(at)("a", torch.Size((4, 1)), at.index)] = places.pop(at)
+    third.offsets = torch.Size((4, 1))
+
+
+def test_overlapping_boxes_with_a_hole_are_refused(tmp_path):
+    path = write(tmp_path / "saved")
+    spoil(path, shift)
+    with pytest.raises(UserError, match=r"\.metadata is damaged: a has elements of"):
+        read_all(path)
+
+
+@given(st.data())
+def test_boxes_that_overlap_are_found(data):
+    ends = st.tuples(st.integers(0, 5), st.integers(1, 3)).map(lambda one: (one[0], sum(one)))
+    boxes = data.draw(st.lists(st.tuples(ends, ends), max_size=8))
+    meets = any(meet(a, b) is not None for i, a in enumerate(boxes) for b in boxes[:i])
+    assert (overlapping(boxes) is not None) == meets
+
+
+HOSTILE: dict[str, Any] = {
+    "a file that is a number": lambda i: setattr(place(i), "relative_path", 3),
+    "an offset that is text": lambda i: setattr(place(i), "offset", "0"),
+    "an offset below zero": lambda i: setattr(place(i), "offset", -1),
+    "a length below zero": lambda i: setattr(place(i), "length", -5),
+    "a length that is a fraction": lambda i: setattr(place(i), "length", 1.5),
+    "a type that is none": lambda i: setattr(i.state_dict_metadata["a"].properties, "dtype", "float32"),
+    "a shape of text": lambda i: setattr(i.state_dict_metadata["a"], "size", ("6", "5")),
+    "a box beyond the shape": lambda i: setattr(i.state_dict_metadata["a"], "size", torch.Size((5, 5))),
+    "a key that is a number": lambda i: i.state_dict_metadata.update({3: i.state_dict_metadata["a"]}),
+    "no places": lambda i: setattr(i, "storage_data", None),
+    "chunks that are none": lambda i: setattr(i.state_dict_metadata["a"], "chunks", [None]),
+}
+
+
+def place(index: Any) -> Any:
+    return next(iter(index.storage_data.values()))
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_an_index_that_says_what_no_writer_says(tmp_path, what):
+    path = write(tmp_path / "saved")
+    spoil(path, HOSTILE[what])
+    with pytest.raises(UserError, match=r"\.metadata is damaged"):
+        Reader(path)
+
+
+def test_flipped_bits_without_checksums_are_told_in_words_or_not_at_all(tmp_path):
+    path = write(tmp_path / "saved")
+    (path / CHECKSUMS).unlink()
+    for name in (INDEX, "__0_0.distcp"):
+        whole = (path / name).read_bytes()
+        for at in range(0, len(whole), max(len(whole) // 80, 1)):
+            flipped = bytearray(whole)
+            flipped[at] ^= 1 << at % 8
+            (path / name).write_bytes(flipped)
+            refusal(path)  # nothing but a UserError
+        (path / name).write_bytes(whole)
 
 
 def test_a_box_that_no_file_covers(tmp_path):
@@ -205,4 +278,4 @@ def test_a_box_that_no_file_covers(tmp_path):
     index.state_dict_metadata["a"].chunks.pop()
     replace(path, INDEX, pickle.dumps(index))
     with pytest.raises(UserError, match="4 elements of a"):
-        Reader(path).read_box("a", ((0, 6), (0, 5)))
+        read_box(Reader(path), "a", ((0, 6), (0, 5)))
