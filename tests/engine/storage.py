@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintet.engine.checkpoint.reader import Reader, within
-from quintet.models.mcore import Box
-
 
 def tensors(engine: Any) -> dict[str, list[Tensor]]:
     """Tensors on the engine's device, by kind: params, grads, and optimizer (masters and moments)."""
@@ -35,11 +32,3 @@ def held(engine: Any) -> dict[str, int]:
         for kind, found in tensors(engine).items()
     }
     return {kind: sum(sizes.values()) for kind, sizes in storages.items()}
-
-
-def read_box(reader: Reader, key: str, box: Box) -> Tensor:
-    """A box of a checkpoint's tensor, in the type it was written in."""
-    out = torch.empty([stop - start for start, stop in box], dtype=reader.tensors[key].dtype)
-    for chunk, part in reader.meeting(key, box):
-        within(out, box, part).copy_(within(reader.read(chunk), chunk.box, part))
-    return out

@@ -27,7 +27,6 @@ from quintet.models import check_weights, family_named, read_shape
 from quintet.models.mcore import CheckpointMap, stacked
 from quintet.models.weights_on_disk import held_shape
 from tests.engine import moe_models, mtp_models
-from tests.engine.storage import read_box
 from tests.oracle import models
 
 CASES: dict[str, tuple[Any, dict[str, int]]] = {
@@ -451,7 +450,7 @@ def test_parts_of_a_checkpoint_are_the_parts_of_the_model(converted):
     ):
         chunks = {chunk.file: chunk for chunk in reader.tensors[key].chunks}
         assert set(chunks) == {"__0_0.distcp", "__1_0.distcp"}
-        full = read_box(reader, key, tuple((0, n) for n in reader.tensors[key].shape))
+        full = reader.read_box(key, tuple((0, n) for n in reader.tensors[key].shape))
         for chunk in chunks.values():
             whole = tuple((0, n) for n in full.shape)
             assert torch.equal(reader.read(chunk), within(full, whole, chunk.box))

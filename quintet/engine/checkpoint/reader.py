@@ -111,6 +111,13 @@ class Reader:
             raise UserError(f"{file}: {chunk.key} is not a tensor of shape {sizes}")
         return tensor
 
+    def read_box(self, key: str, box: Box) -> Tensor:
+        """A box of a tensor, in the type it was written in."""
+        out = torch.empty([stop - start for start, stop in box], dtype=self.tensors[key].dtype)
+        for chunk, part in self.meeting(key, box):
+            within(out, box, part).copy_(within(self.read(chunk), chunk.box, part))
+        return out
+
     def _read_checksums(self) -> dict[str, Any]:
         file = self.path / CHECKSUMS
         if not file.exists():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.engine.checkpoint.core_model import SINGLE, core_model
-from tests.engine.storage import read_box
 from tests.oracle.models import save
 
 
@@ -42,7 +41,7 @@ def save_and_read(path: Path, where: Path, metadata: dict[str, Any], ranks: int)
             if not metadata:
                 experts = shape.moe.experts if shape.moe else 0
                 block = stacked(block, experts=experts, layers=None if shape.moe else shape.layers)
-            read = read_box(reader, block.key, block.box)
+            read = reader.read_box(block.key, block.box)
             assert torch.equal(read.reshape(-1), flat[block.start : block.stop]), name
             count += 1
     everything = sum(

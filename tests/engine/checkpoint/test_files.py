@@ -19,7 +19,6 @@ from quintet.engine.checkpoint.reader import Reader, overlapping
 from quintet.engine.checkpoint.unpickle import unpickle
 from quintet.errors import UserError
 from quintet.models.mcore import meet
-from tests.engine.storage import read_box
 
 WHOLE = {
     "a": torch.arange(30.0).view(6, 5),
@@ -53,7 +52,7 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
     reader = Reader(path)
     reader.state()
     reader.json("rng-00000.json")
-    return {k: read_box(reader, k, tuple((0, n) for n in t.shape)) for k, t in reader.tensors.items()}
+    return {k: reader.read_box(k, tuple((0, n) for n in t.shape)) for k, t in reader.tensors.items()}
 
 
 def refusal(path: Path) -> str:
@@ -70,7 +69,7 @@ def test_any_box_is_read_back(saved, data):
     key = data.draw(st.sampled_from(sorted(WHOLE)))
     ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in WHOLE[key].shape]
     box = tuple((a, b) for a, b in ends)
-    found = read_box(Reader(saved), key, box)
+    found = Reader(saved).read_box(key, box)
     assert torch.equal(found, WHOLE[key][tuple(slice(a, b) for a, b in box)])
     assert found.dtype == WHOLE[key].dtype
 
@@ -186,7 +185,7 @@ def test_a_malicious_tensor_is_refused_and_does_not_run(tmp_path):
     (chunk,) = reader.tensors["a"].chunks
     replace(path, "__0_0.distcp", evil + bytes(max(chunk.length - len(evil), 0)))
     with pytest.raises(UserError, match=r"__0_0\.distcp: a is (not a tensor|damaged)"):
-        read_box(Reader(path), "a", ((0, 2),))
+        Reader(path).read_box("a", ((0, 2),))
     assert not (tmp_path / "harm").exists()
 
 
@@ -278,4 +277,4 @@ def test_a_box_that_no_file_covers(tmp_path):
     index.state_dict_metadata["a"].chunks.pop()
     replace(path, INDEX, pickle.dumps(index))
     with pytest.raises(UserError, match="4 elements of a"):
-        read_box(Reader(path), "a", ((0, 6), (0, 5)))
+        Reader(path).read_box("a", ((0, 6), (0, 5)))
