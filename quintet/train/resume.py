@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from quintet.errors import UserError
-from quintet.observe.lock import LOCK, holder_of
 from quintet.recipe.resume import MAY_CHANGE, changed_keys
 from quintet.recipe.schema import Recipe
 from quintet.train.checkpoints import MANIFEST, Checkpoint, Checkpoints, Damaged
@@ -94,6 +93,11 @@ def _newest_run(recipe: Recipe) -> Resume:
             checkpoint is not None
         ):  # A finished run is not what a newer one, lost before its first save, goes on with.
             break
+        from quintet.observe.lock import (
+            LOCK,
+            holder_of,
+        )  # brings rich, which `quintet check` else does without
+
         if (holder := holder_of(run / LOCK)) is not None:
             raise UserError(
                 f"resume=auto: {run}, the newest run, is in use by {holder} and has no checkpoint yet. Wait for it or end it, "

@@ -266,8 +266,8 @@ LORA_LAYOUTS = {
 def lora_cases(ranks: int, **fixed: Any) -> list[Case]:
     """Every value of every axis beside adapters, with each family; in bf16 those of one."""
     found = [case for family in LORA for case in covering(family, ranks, strength=1, lora=True, **fixed)]
-    found.append(Case("qwen3-tied", lora=True, pp=2, **fixed))
-    if ranks > 1:  # beside attention alone
+    if ranks > 1:  # the embedding on both ends; attention alone
+        found.append(Case("qwen3-tied", lora=True, pp=2, **fixed))
         found.append(Case("gpt_oss", lora=True, tp=2, sp=True, etp=2, **fixed))
     return [*found, *bf16("qwen3", ranks, lora=True, **fixed)]
 

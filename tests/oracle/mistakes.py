@@ -103,11 +103,11 @@ def _summed_gradient(original: Any, x: torch.Tensor, **kwargs: Any) -> torch.Ten
     return original(x, **kwargs | {"tensor_parallel_output_grad": True})
 
 
-def _optimizer_first(original: Any, engine: Any, path: Any) -> None:
+def _optimizer_first(original: Any, engine: Any, path: Any, **kwargs: Any) -> None:
     """The master weights are those from before the weights were read."""
     engine.start_optimizer(engine._optimizer_recipe, engine.total_steps)
     with mock.patch.object(engine, "start_optimizer"):
-        original(engine, path)
+        original(engine, path, **kwargs)
 
 
 def _decay_all(original: Any, chunks: Any, mesh: Any, dtype: Any, recipe: Any, engine: Any) -> Any:

@@ -25,7 +25,7 @@ FORWARD_ONLY = [
 
 @pytest.mark.parametrize("case", FORWARD_ONLY, ids=lambda case: case.name)
 def test_reference_models_hold_no_training_memory(pool: Pool, models: Path, case: Case) -> None:
-    results = pool.run(evaluate_alone, case.ranks, case, written(models, case))
+    results = pool.run(evaluate_alone, case.ranks, case, written(case, models))
     assert [held for _, held in results] == [[]] * case.ranks
     error = output_error(case, [report for report, _ in results], reference(case))
     assert error.size <= bounds(case).outputs
@@ -50,8 +50,8 @@ def test_reference_models_hold_no_training_memory(pool: Pool, models: Path, case
 )
 def test_layouts_live_side_by_side(pool: Pool, models: Path, trained: list[Case], frozen: Case) -> None:
     """Actor, critic and reference in one process, each in its own layout: each says what transformers says."""
-    paths = [written(models, case) for case in trained]
-    ranks = pool.run(train_together, frozen.ranks, trained, paths, frozen, written(models, frozen))
+    paths = [written(case, models) for case in trained]
+    ranks = pool.run(train_together, frozen.ranks, trained, paths, frozen, written(frozen, models))
     for i, case in enumerate(trained):
         assert not broken(case, errors(case, [reports[i] for reports in ranks], reference(case)))
     for i in (-2, -1):  # before and after the others were trained
