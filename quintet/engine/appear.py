@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from quintet.disk import sync
 from quintet.errors import UserError
 
 LOCK = "lock"
@@ -41,9 +42,9 @@ def appearing(path: Path, nbytes: int) -> Iterator[Path]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield part
             for one in (*part.rglob("*"), part):
-                _sync(one)
+                sync(one)
             part.replace(target)
-            _sync(target.parent)
+            sync(target.parent)
     except OSError as error:
         raise refusal(path, nbytes, error) from None
 
@@ -102,11 +103,3 @@ def refusal(path: Path, nbytes: int, error: OSError) -> UserError:
             "room or name another place. What was written of it is removed"
         )
     return UserError(f"{path} cannot be written: {error.strerror}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,6 +19,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
+from quintet.disk import sync
+
 MANIFEST = "manifest.json"
 POLICY = "policy"
 """Below a checkpoint: what `Engine.save` wrote."""
@@ -154,11 +156,11 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())
         for directory in {path, *(p.parent for p in path.rglob("*"))}:
-            _sync_directory(directory)
+            sync(directory)
         draft.rename(path / MANIFEST)
         try:
-            _sync_directory(path)
-            _sync_directory(self.directory)
+            sync(path)
+            sync(self.directory)
         except OSError:
             (path / MANIFEST).unlink()
             raise
@@ -178,7 +180,7 @@ class Checkpoints:
         for path in old:
             # Without its manifest it is no checkpoint, however far the removal of the rest gets.
             (path / MANIFEST).unlink()
-            _sync_directory(path)
+            sync(path)
             shutil.rmtree(path, ignore_errors=True)
         return [path.name for path in old]
 
@@ -262,12 +264,3 @@ def _sizes(path: Path) -> dict[str, int]:
     draft = path / f"{MANIFEST}.part"
     files = sorted(one for one in path.rglob("*") if one.is_file() and one != draft)
     return {str(one.relative_to(path)): one.stat().st_size for one in files}
-
-
-def _sync_directory(path: Path) -> None:
-    """A rename or a new file is safe from a power cut once its directory is."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from quintet.disk import sync
 from quintet.errors import UserError
 from quintet.models.mcore import Box
 
@@ -173,7 +174,7 @@ def publish(path: Path, entries: Iterable[Entry], state: dict[str, Any]) -> None
         crc = None if file.name in tensors else zlib.crc32(file.read_bytes())
         files[file.name] = {"bytes": file.stat().st_size} | ({} if crc is None else {"crc32": crc})
     write_json(path / CHECKSUMS, {"files": files, "tensors": tensors})
-    _sync_directory(path)
+    sync(path)
 
 
 _BACKENDS = {
@@ -199,12 +200,3 @@ def _index(entries: list[Entry]) -> Metadata:
         )
         known.chunks.append(ChunkStorageMetadata(offsets, sizes))
     return Metadata(tensors, planner_data={}, storage_data=places)
-
-
-def _sync_directory(path: Path) -> None:
-    """The names of new files are on the disk as well."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
