@@ -123,6 +123,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow  # tests/oracle runs the like in `make test`
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_equals_transformers(pool, directory, name, layout):
@@ -289,7 +290,13 @@ def trained(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("layout", ["tp2-sp-ep2-etp2", "tp2-sp-ep2-etp1", "pp2-ep2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2-sp-ep2-etp1",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("tp2-sp-ep2-etp2", "pp2-ep2")),
+    ],
+)
 def test_sharded_adam_trains_experts_as_torch_does(pool, directory, name, layout):
     world, sizes = LAYOUTS[layout]
     for result in pool.run(three_steps, world, directory(name), sizes):
