@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -238,9 +239,12 @@ def test_a_runs_checkpoint_is_what_the_engine_would_export(pool, tmp_path, name)
 
 
 def test_adapters_alone_are_no_model(converted):
-    state = json.loads((converted / "state.json").read_text())
-    (converted / "state.json").write_text(json.dumps(state | {"adapters": {"base_path": "Qwen3-8B"}}))
-    (converted / CHECKSUMS).unlink()
+    state = json.loads((converted / "state.json").read_text()) | {"adapters": {"base_path": "Qwen3-8B"}}
+    written = json.dumps(state).encode()
+    (converted / "state.json").write_bytes(written)
+    sums = json.loads((converted / CHECKSUMS).read_text())
+    sums["files"]["state.json"] = {"bytes": len(written), "crc32": zlib.crc32(written)}
+    (converted / CHECKSUMS).write_text(json.dumps(sums))
     assert "holds adapters alone, beside the weights of Qwen3-8B" in refused(converted)
 
 
