@@ -50,3 +50,13 @@ def ray_cluster() -> Iterator["Cluster"]:  # noqa: F821, UP037  (Ray is imported
 
     with Cluster(ClusterSettings(ranks=2, device="cpu", collective_timeout_s=60)) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def families_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model families a test registers are forgotten after it, so that the next may use their names."""
+    from quintet.models import family
+
+    family.family_named("llama")  # the built-in ones first: they register once a process
+    for table in ("_FAMILIES", "_OF_ARCHITECTURE"):
+        monkeypatch.setattr(family, table, dict(getattr(family, table)))

@@ -424,7 +424,7 @@ def test_the_command(tmp_path, capsys):
         assert caught.value.code == 2
 
 
-def test_a_family_of_the_users_own(tmp_path):
+def test_a_family_of_the_users_own(tmp_path, families_forgotten):
     from tests.models.directory import QWEN3, shapes_of
 
     file = tmp_path / "mine.py"

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from quintet.errors import UserError
-from quintet.models import family, family_of, register
+from quintet.models import family_of, register
 from quintet.models.llama import Llama
 from quintet.recipe.loader import load_recipe
 from quintet.recipe.user_family import use_family
 from tests.models.directory import QWEN3, write_model
+
+pytestmark = pytest.mark.usefixtures("families_forgotten")
 
 GOOD = """
 from quintet.models import Family, dense_shape, register
@@ -32,13 +34,6 @@ def family_file(tmp_path: Path, body: str, name: str = "mine.py") -> Path:
     file = tmp_path / name
     file.write_text(body)
     return file
-
-
-@pytest.fixture(autouse=True)
-def families(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
-    for table in ("_FAMILIES", "_OF_ARCHITECTURE"):
-        monkeypatch.setattr(family, table, dict(getattr(family, table)))
 
 
 def good(name: str = "Mine", family: str = "mine", architectures: str = '("MineForCausalLM",)') -> str:
