@@ -63,6 +63,12 @@ class WorkerFailure(QuintetError):
         return "\n\n".join(parts)
 
 
+class SyncMismatch(QuintetError):
+    """Rollout and trainer do not hold the same weights after a sync. The message names the tensors."""
+
+    exit_code = 5
+
+
 def _rebuild_worker_failure(
     message: str, rank: int | None, phase: str | None, traceback: str | None, stacks: dict[int, str]
 ) -> WorkerFailure:

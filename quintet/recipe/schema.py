@@ -193,6 +193,31 @@ class RolloutLayout(Section):
 
 class Rollout(Section):
     backend: Literal["native", "vllm", "sglang"] = "native"
+    mode: Literal["offline", "server"] = "offline"
+    """Of vllm: offline answers a step's requests together, server takes them one by one (its asynchronous engine)."""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """colocated generates on the devices that train, which change hands between the phases; separate on `ranks` of its own."""
+    ranks: PositiveInt | None = None
+    """Devices of a separate rollout."""
+    own_processes: bool = False
+    """Native colocated rollouts in processes of their own, as vllm and sglang always are; false runs them in the trainer's."""
+    restart: bool = False
+    """Start a rollout process that died anew, bring it the weights, and generate again what it owed; false ends the run."""
+    sleep_level: Literal[1, 2] = 2
+    """What a colocated rollout does with its weights while training: 1 keeps a copy in host memory, 2 forgets them until the
+    next sync."""
+    bucket_mib: PositiveInt = 256
+    """Weights travel in buckets of this size; two at most are in memory at once."""
+    sync_proof: bool = True
+    """Compare fingerprints of the rollout's live weights with the engine's after each sync."""
+    probe_tolerance: PositiveFloat | None = None
+    """Largest difference of log-probs on fixed tokens where weights cannot be read back; null is 0.002 in fp32, 0.25 in bf16."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: the rollout's matrices in 8 bits with a scale for each block of 128 × 128 (vllm and sglang on GPUs)."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of a device's memory for weights and KV cache of vllm or sglang."""
+    return_routes: bool = False
+    """Samples tell the experts that each token was sent to (mixture-of-experts models)."""
     layout: RolloutLayout | None = None
     """null is the training layout: the rollout then reads the engine's own parameters, which works without cp, ep, etp
     and vpp. Another layout is resharded after each step."""
@@ -211,6 +236,17 @@ class Rollout(Section):
     """Most sequences decoded at once on one rank; also the KV cache's slots."""
     vllm: dict[str, Any] = {}
     sglang: dict[str, Any] = {}
+
+
+class Agreement(Section):
+    """How far rollout and trainer may part in the log-probs of the same tokens: see docs/hybrid.md."""
+
+    token_threshold: PositiveFloat = 0.5
+    """|Δ log-prob| above which a token counts as parted (metric mismatch/over_threshold)."""
+    stop_above_kl: PositiveFloat | None = None
+    """Stop the run when the KL (k3) of rollout to trainer over a step's tokens is above this; null never does."""
+    replay_samples_per_step: NonNegativeInt = 4
+    """Samples kept with tokens and log-probs, below replay/ of the run directory, for `quintet diagnose mismatch`."""
 
 
 class Data(Section):
@@ -318,6 +354,7 @@ class Recipe(Section):
     """Train low-rank adapters instead of the model when present."""
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
+    agreement: Agreement = Agreement()
     data: Data = Data()
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()

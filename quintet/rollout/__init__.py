@@ -1,5 +1,25 @@
-"""Generation back ends behind one protocol: native today, vLLM and SGLang by the same words."""
+"""Generation back ends behind one protocol: native, vLLM and SGLang by the same words."""
 
-from quintet.rollout.base import Request, Rollout, Sample, Sampling
+from quintet.rollout.base import (
+    Fingerprints,
+    Part,
+    Piece,
+    Request,
+    Rollout,
+    Sample,
+    Sampling,
+    Wanted,
+    WeightSource,
+)
 
-__all__ = ["Request", "Rollout", "Sample", "Sampling"]
+__all__ = [
+    "Fingerprints",
+    "Part",
+    "Piece",
+    "Request",
+    "Rollout",
+    "Sample",
+    "Sampling",
+    "Wanted",
+    "WeightSource",
+]

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from quintet.models.mcore import Box
 from quintet.recipe import schema
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+Part = Literal["weights", "kv_cache"]
+"""What a rollout keeps on its device, and can give up while others need the memory."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,8 @@ class Request:
 class Sample:
     """One response. Log-probs are of the sampled tokens: `logprobs` under the sampling distribution,
     `policy_logprobs` with the temperature but nothing cut (what the trainer computes again), `raw_logprobs` under the
-    model's own (temperature 1, nothing cut). `finish` is "stop" or "length"."""
+    model's own (temperature 1, nothing cut). `finish` is "stop" or "length", or "abort"
+    of one that was given up."""
 
     response_ids: list[int]
     logprobs: list[float]
@@ -61,15 +70,89 @@ class Sample:
     raw_logprobs: list[float]
     finish: str
     text: str = field(default="")
+    routes: np.ndarray | None = None
+    """Chosen experts of a mixture-of-experts model where they are asked for, int16 [tokens - 1, layers, top-k]: those of each
+    token that was read, which is every token but the last."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A part of a Hugging Face tensor that a receiver takes: `box` of the tensor `name`."""
+
+    name: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a Hugging Face tensor on its way to a rollout: `tensor` has the shape of `box`, `shape` is that of the whole.
+    It is good only until the next piece is asked for: who keeps it copies it."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+
+class WeightSource(Protocol):
+    """Where a rollout gets new weights from. It pickles, and is opened in the process that takes them."""
+
+    def pieces(self, receiver: int) -> Iterator[Piece]:
+        """All that the receiver of this number takes (its place in `Rollout.receivers`), once, in any order. Exhausting
+        the iterator tells the sender that all has arrived; closing it early tells that it has not."""
+        ...
+
+
+Fingerprints = dict[tuple[str, Box], int]
+"""Fingerprints of parts of Hugging Face tensors: see `quintet.engine.fingerprint`."""
 
 
 class Rollout(Protocol):
-    """A generation back end; one rank of it."""
+    """A generation back end; one process of it.
+
+    Weights and KV cache are on the device, or asleep. Around new weights the order is: `pause` or `abort`, `sleep` or not at
+    all, `wake("weights")`, `update_weights`, `wake("kv_cache")`, `resume`.
+    """
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
         """Responses of each request, in order. Ranks that share requests (tp, pp) all get the result."""
         ...
 
-    def update_weights(self) -> None:
-        """Take over the engine's present weights."""
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
+        ...
+
+    def receivers(self) -> list[list[Wanted] | None]:
+        """Who takes weights in this process, one entry a device: the parts it wants, or None for whole tensors."""
+        ...
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Take new weights. What was computed with the old ones, the prefix cache, is forgotten."""
+        ...
+
+    def fingerprints(self) -> tuple[Fingerprints, list[str]]:
+        """Fingerprints of the live weights, of all receivers of this process; and the names of the tensors that cannot be
+        read back, because the back end keeps them in another form. Two receivers that hold one part must agree, or it
+        raises SyncMismatch."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Give memory up: the KV cache and the weights, which level 1 copies to the host and level 2 forgets. Harmless when
+        asleep."""
+        ...
+
+    def wake(self, part: Part) -> None:
+        """Take memory again. After level 2 the weights are undefined until `update_weights`."""
+        ...
+
+    def pause(self) -> None:
+        """Hold requests that are under way, and start no others, until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    def abort(self) -> None:
+        """Give up requests that are under way: their samples end with finish "abort"."""
         ...
