@@ -79,6 +79,7 @@ def generate_and_save(path: Path, out: Path, layout: dict[str, Any]) -> list[int
     return rollout.generate([Request(PROMPT)], sampling)[0][0].response_ids
 
 
+@pytest.mark.slow
 def test_it_computes_what_a_llama_computes(pool, checkpoint, tmp_path):
     made, ids = as_llama(checkpoint), list(PROMPT)
     with torch.no_grad():

@@ -154,7 +154,8 @@ def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
     assert line["response"] == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_same_seed_gives_the_same_losses_resumed_and_with_offload(resharded, tmp_path):
     """A copy of the run goes on in the middle of its warm-up, in new processes, to the same numbers and weights."""
     directory, _ = resharded
