@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.train.fleet import Samples
+from quintet.train.samples import Samples
 from quintet.train.session import Session
 
 

@@ -7,8 +7,7 @@ go from there straight to the ranks that train on them, and are never on the con
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,43 +22,16 @@ from quintet.data.batch import make_batch, select
 from quintet.data.prompts import Prompt
 from quintet.models import ModelShape
 from quintet.observe.memory import combine_peaks
-from quintet.observe.progress import Progress, Task
+from quintet.observe.progress import Progress
 from quintet.packing import Plan, alignment, plan_microbatches, split_evenly
 from quintet.recipe import schema
-from quintet.rewards.load import RewardFunction, RewardResult
+from quintet.rewards.load import RewardFunction
 from quintet.rollout import Request, Sampling
-from quintet.train.messages import Assignment, Generated, Updated
+from quintet.train.messages import Assignment, Updated
 from quintet.train.objective import Objective
-
-
-@dataclass
-class Samples:
-    """Generated samples, in order of prompts and then of samples; `place` says which rank keeps each, and where."""
-
-    prompts: list[Prompt]
-    groups: list[int]
-    generated: list[Generated]
-    place: list[tuple[int, int]]
-    rewards: list[RewardResult]
-
-    def mean(self, name: str = "reward") -> float:
-        """Mean reward, or mean of a number the reward function returned beside it (0 where it did not)."""
-        values = [r.reward if name == "reward" else r.metrics.get(name, 0.0) for r in self.rewards]
-        return sum(values) / max(len(values), 1)
-
-    def shown(self, count: int) -> list[dict[str, Any]]:
-        """The first `count` samples, as they are written to samples.jsonl."""
-        return [
-            {
-                "prompt": self.prompts[g].text,
-                "response": made.text,
-                "answer": self.prompts[g].answer,
-                "reward": scored.reward,
-                "finish": made.finish,
-                "metrics": scored.metrics,
-            }
-            for g, made, scored in list(zip(self.groups, self.generated, self.rewards, strict=True))[:count]
-        ]
+from quintet.train.rollouts import InProcess, Rollouts
+from quintet.train.samples import Samples
+from quintet.train.watched import watched
 
 
 @dataclass
@@ -103,8 +75,7 @@ class Fleet:
         self._quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (
             2 * shape.flops_per_token(0.0)
         )
-        self._rollout_coords: list[dict[str, int]] = self.workers.call("rollout_coords")
-        self._stage = max(c["pp"] for c in self._rollout_coords)
+        self.rollouts: Rollouts = InProcess(self.workers)
 
     def describe(self) -> str:
         """Which layers and kernels the ranks compute with."""
@@ -135,41 +106,22 @@ class Fleet:
             )
             for i, prompt in enumerate(prompts)
         ]
-        shares = split_evenly(len(requests), self._rollout_dp)
-        by_rank = [requests[shares[c["dp"]].start : shares[c["dp"]].stop] for c in self._rollout_coords]
+        shares = split_evenly(len(requests), self.rollouts.count)
         total = len(requests) * samples_per_prompt
-        with self._watched(title, total, "sequences", self._owners) as watch:
-            answers = self.workers.call(
-                "generate",
-                by_rank,
-                [sampling] * self.ranks,
-                dispatch=all_to_all,
-                phase="generate",
-                watch=watch,
+        with watched(self._progress, title, total, "sequences", self.rollouts.posted) as watch:
+            answers = self.rollouts.generate(
+                [requests[share.start : share.stop] for share in shares], sampling, watch
             )
         samples = Samples(list(prompts), [], [], [], [])
-        for rank in sorted(self._owners, key=lambda r: self._rollout_coords[r]["dp"]):
+        for rollout, rows in enumerate(answers):
             kept = 0
-            for row in answers[rank]:
+            for row in rows:
                 for generated in row:
                     samples.groups.append(len(samples.generated) // samples_per_prompt)
                     samples.generated.append(generated)
-                    samples.place.append((rank, kept))
+                    samples.place.append((rollout, kept))
                     kept += 1
         return samples
-
-    @property
-    def _rollout_dp(self) -> int:
-        return 1 + max(c["dp"] for c in self._rollout_coords)
-
-    @property
-    def _owners(self) -> list[int]:
-        """Ranks that keep generated samples: one a dp rank of the rollout."""
-        return [
-            rank
-            for rank, c in enumerate(self._rollout_coords)
-            if c["tp"] == 0 and c["cp"] == 0 and c["pp"] == self._stage
-        ]
 
     def reward(self, samples: Samples, function: RewardFunction) -> list[float]:
         """Score all samples, spread over the ranks; kept in `samples.rewards`."""
@@ -226,23 +178,22 @@ class Fleet:
         self, mini: list[int], plan: Plan, samples: Samples, advantages: list[float]
     ) -> list[tuple[list[Any], Assignment]]:
         """Have the keepers cut out each dp rank's samples; what comes back are references."""
-        chosen: list[list[list[int]]] = [[[] for _ in range(self.dp)] for _ in range(self.ranks)]
-        worth: list[list[list[float]]] = [[[] for _ in range(self.dp)] for _ in range(self.ranks)]
+        rollouts = range(self.rollouts.count)
+        chosen: list[list[list[int]]] = [[[] for _ in range(self.dp)] for _ in rollouts]
+        worth: list[list[list[float]]] = [[[] for _ in range(self.dp)] for _ in rollouts]
         order: list[dict[int, int]] = []
         for d in range(self.dp):
             mine = sorted(plan.samples_of(d), key=lambda i: samples.place[mini[i]])
             order.append({i: at for at, i in enumerate(mine)})
             for i in mine:
-                rank, kept = samples.place[mini[i]]
-                chosen[rank][d].append(kept)
-                worth[rank][d].append(advantages[mini[i]])
-        parts = self.workers.call(
-            "deal", chosen, worth, dispatch=all_to_all, phase="deal", num_returns=1 + self.dp
-        )
+                rollout, kept = samples.place[mini[i]]
+                chosen[rollout][d].append(kept)
+                worth[rollout][d].append(advantages[mini[i]])
+        parts = self.rollouts.deal(chosen, worth)
         tokens = sum(samples.generated[i].response_tokens for i in mini)
         return [
             (
-                [parts[rank][1 + d] for rank in range(self.ranks) if chosen[rank][d]],
+                [parts[rollout][d] for rollout in rollouts if chosen[rollout][d]],
                 Assignment([[order[d][i] for i in row] for row in plan.microbatches[d]], tokens, len(mini)),
             )
             for d in range(self.dp)
@@ -278,7 +229,7 @@ class Fleet:
         for number in range(self._mini_batches):
             of = f", mini-batch {number + 1} of {self._mini_batches}" if self._mini_batches > 1 else ""
             total = self._microbatches[number]
-            with self._watched(f"training{of}", total, "micro-batches", self._counters) as watch:
+            with watched(self._progress, f"training{of}", total, "micro-batches", self._trained) as watch:
                 parts = self.workers.call(
                     "update",
                     [number] * self.dp,
@@ -331,27 +282,11 @@ class Fleet:
         """Memory peaks over the ranks, as metrics."""
         return combine_peaks(self.workers.call("memory"))
 
-    @property
-    def _counters(self) -> list[int]:
-        """The rank that counts micro-batches: one with the loss. Every dp rank has as many, at the same pace."""
+    def _trained(self) -> int:
+        """Micro-batches done in the call under way, by one rank with the loss: every dp rank has as many, at one pace."""
         coords = self.workers.coords()
         last = max(c["pp"] for c in coords)
-        return [next(rank for rank, c in enumerate(coords) if c["pp"] == last)]
-
-    @contextmanager
-    def _watched(self, title: str, total: int, unit: str, ranks: list[int]) -> Iterator[Callable[[], None]]:
-        """What to call while waiting for `ranks` to do `total` units. The first call opens the bar: short work has none."""
-        with ExitStack() as stack:
-            shown: list[Task] = []
-
-            def watch() -> None:
-                if self._progress is None:
-                    return
-                if not shown:
-                    shown.append(stack.enter_context(self._progress.task(title, total, unit, quiet=True)))
-                shown[0].advance(max(0, self.workers.posted(ranks) - shown[0].done))
-
-            yield watch
+        return self.workers.posted([next(rank for rank, c in enumerate(coords) if c["pp"] == last)])
 
 
 def _seed(text: str) -> int:

@@ -14,8 +14,9 @@ from quintet.algorithms.advantages import grpo_advantages
 from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Recipe
 from quintet.train.evaluate import evaluate
-from quintet.train.fleet import Samples, StepResult
+from quintet.train.fleet import StepResult
 from quintet.train.objective import policy_objective
+from quintet.train.samples import Samples
 from quintet.train.session import Session, session
 from quintet.train.sft import imitate
 

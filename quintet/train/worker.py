@@ -16,7 +16,7 @@ import torch
 from quintet.algorithms.aggregation import token_weights
 from quintet.cluster.progress import Progress
 from quintet.cluster.worker import Place, Worker
-from quintet.data.batch import Batch, concat, make_batch, sample_ids, select, set_tokens, token_count, tokens
+from quintet.data.batch import Batch, concat, make_batch, sample_ids, set_tokens, token_count, tokens
 from quintet.data.tokenizer import load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES, Engine, Loss
@@ -34,6 +34,7 @@ from quintet.rewards.load import RewardFunction, RewardResult, score
 from quintet.rollout import Request, Sampling
 from quintet.rollout.native import NativeRollout
 from quintet.train.checkpoints import adapter_directory
+from quintet.train.keeper import Keeper
 from quintet.train.messages import Assignment, Generated, Updated
 from quintet.train.objective import Objective
 
@@ -46,7 +47,7 @@ class PolicyWorker(Worker):
         self.recipe, self.model_dir, self.command = recipe, model_dir, command
         self.dtype = recipe.model.dtype or ("fp32" if place.device == "cpu" else "bf16")
         self._progress = Progress()
-        self._samples: Batch | None = None
+        self.keeper = Keeper()
         self._mini_batches: list[tuple[Batch, Assignment]] = []
 
     def setup(self) -> None:
@@ -132,29 +133,9 @@ class PolicyWorker(Worker):
         self._progress.begin()
         self._make_room()
         answered = self.rollout.generate(requests, sampling)
-        self._samples = None
-        if not self.rollout.mesh.owns_output or not requests:
-            return [] if self.rollout.mesh.owns_output else None
-        flat = [(r.prompt_ids, s) for r, row in zip(requests, answered, strict=True) for s in row]
-        self._samples = make_batch(
-            [prompt + s.response_ids for prompt, s in flat],
-            [len(prompt) for prompt, _ in flat],
-            rollout_logprobs=[s.policy_logprobs for _, s in flat],
-        )
-        return [
-            [
-                Generated(
-                    tokens=len(r.prompt_ids) + len(s.response_ids),
-                    response_tokens=len(s.response_ids),
-                    finish=s.finish,
-                    text=s.text,
-                    logprob=sum(s.logprobs),
-                    raw_logprob=sum(s.raw_logprobs),
-                )
-                for s in row
-            ]
-            for r, row in zip(requests, answered, strict=True)
-        ]
+        if not self.rollout.mesh.owns_output:
+            return None
+        return self.keeper.keep(requests, answered)
 
     def _make_room(self) -> None:
         """Take the recipe's shares of what generation does not need off the device; training brings them back."""
@@ -177,19 +158,8 @@ class PolicyWorker(Worker):
         return score(function, prompts, responses, answers)
 
     def deal(self, chosen: list[list[int]], advantages: list[list[float]]) -> tuple[Any, ...]:
-        """Cut the kept samples into what each receiver needs: positions here and their advantages, by receiver.
-
-        The first of the returned values is empty: it travels to the controller, the batches do not.
-        """
-        parts: list[Batch | None] = []
-        for samples, values in zip(chosen, advantages, strict=True):
-            if not samples or self._samples is None:
-                parts.append(None)
-                continue
-            part = select(self._samples, samples)
-            part["advantages"] = torch.tensor(values)
-            parts.append(part)
-        return None, *parts
+        """Cut what this rank keeps: see `Keeper.deal`."""
+        return self.keeper.deal(chosen, advantages)
 
     # training
 

@@ -14,9 +14,11 @@ from rich.console import Console
 from quintet.algorithms.aggregation import Tally
 from quintet.observe.progress import Progress
 from quintet.rewards.load import RewardResult
-from quintet.train.fleet import Fleet, Samples, StepResult
+from quintet.train.fleet import StepResult
 from quintet.train.messages import Generated
 from quintet.train.ppo import record
+from quintet.train.samples import Samples
+from quintet.train.watched import watched
 
 
 @pytest.fixture
@@ -63,14 +65,12 @@ def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
 def test_only_work_that_takes_a_while_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quintet.observe.progress.PLAIN_EVERY_S", 0.0)
     printed = io.StringIO()
-    fleet = Fleet.__new__(Fleet)
-    fleet._progress = Progress(Console(file=printed, width=200))
+    progress = Progress(Console(file=printed, width=200))
     counts = iter([3, 8])
-    fleet.workers = SimpleNamespace(posted=lambda ranks: next(counts))  # type: ignore[assignment]
-    with fleet._watched("rollout", 10, "sequences", [0]):
+    with watched(progress, "rollout", 10, "sequences", lambda: next(counts)):
         time.sleep(0.01)
     assert printed.getvalue() == ""
-    with fleet._watched("rollout", 10, "sequences", [0]) as watch:
+    with watched(progress, "rollout", 10, "sequences", lambda: next(counts)) as watch:
         watch()
         watch()
     assert [line.split(",")[0] for line in printed.getvalue().splitlines()] == [

@@ -1,0 +1,80 @@
+"""Who generates, seen from the controller: rollouts in the trainer's processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from quintet.cluster.dispatch import all_to_all
+from quintet.cluster.group import WorkerGroup
+from quintet.rollout import Request, Sampling
+from quintet.train.messages import Generated
+
+
+class Rollouts(Protocol):
+    """Copies of the rollout, numbered; each keeps the samples that it generated last."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def generate(
+        self, shares: list[list[Request]], sampling: Sampling, watch: Callable[[], None]
+    ) -> list[list[list[Generated]]]:
+        """Generate each rollout's share of the requests: what came out, by rollout, request and sample."""
+        ...
+
+    def posted(self) -> int:
+        """Sequences finished in the call under way."""
+        ...
+
+    def deal(self, chosen: list[list[list[int]]], worth: list[list[list[float]]]) -> list[list[Any]]:
+        """Cut kept samples: by rollout and dp rank, positions and advantages; references to what each dp rank gets."""
+        ...
+
+
+class InProcess:
+    """Rollouts in the trainer's processes: one a dp rank of the rollout's layout."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
+        self._coords: list[dict[str, int]] = workers.call("rollout_coords")
+        last = max(c["pp"] for c in self._coords)
+        owners = [r for r, c in enumerate(self._coords) if (c["tp"], c["cp"], c["pp"]) == (0, 0, last)]
+        self._owners = sorted(owners, key=lambda rank: self._coords[rank]["dp"])
+
+    @property
+    def count(self) -> int:
+        return len(self._owners)
+
+    def generate(
+        self, shares: list[list[Request]], sampling: Sampling, watch: Callable[[], None]
+    ) -> list[list[list[Generated]]]:
+        answers = self._workers.call(
+            "generate",
+            [shares[c["dp"]] for c in self._coords],
+            [sampling] * len(self._coords),
+            dispatch=all_to_all,
+            phase="generate",
+            watch=watch,
+        )
+        return [answers[rank] for rank in self._owners]
+
+    def posted(self) -> int:
+        return self._workers.posted(self._owners)
+
+    def deal(self, chosen: list[list[list[int]]], worth: list[list[list[float]]]) -> list[list[Any]]:
+        receivers = len(chosen[0])
+        nothing: list[list[Any]] = [[] for _ in range(receivers)]
+        by_rank = {rank: at for at, rank in enumerate(self._owners)}
+        ranks = range(len(self._coords))
+        parts = self._workers.call(
+            "deal",
+            [chosen[by_rank[rank]] if rank in by_rank else nothing for rank in ranks],
+            [worth[by_rank[rank]] if rank in by_rank else nothing for rank in ranks],
+            dispatch=all_to_all,
+            phase="deal",
+            num_returns=1 + receivers,
+        )
+        return [list(parts[rank][1:]) for rank in self._owners]
