@@ -44,7 +44,7 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
     per_step = len(texts) // len(lengths)
     reward = load_reward(f"{ROOT / 'benchmarks' / 'laptop_cases.py'}:reward")
     sampling = Sampling(max_response_tokens=case.longest, ignore_end=True)
-    objective = policy_objective(settings.algorithm)
+    objective = policy_objective(settings.algorithm, settings.agreement)
     steps: list[tuple[float, float, float]] = []
     with Cluster(settings.cluster) as cluster:
         fleet = Fleet(cluster, settings, model, read_shape(model))

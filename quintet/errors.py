@@ -63,6 +63,12 @@ class WorkerFailure(QuintetError):
         return "\n\n".join(parts)
 
 
+class Disagreement(QuintetError):
+    """The rollout's log-probs of a step's tokens are further from the trainer's than the recipe allows."""
+
+    exit_code = 6
+
+
 class SyncMismatch(QuintetError):
     """Rollout and trainer do not hold the same weights after a sync. The message names the tensors."""
 

@@ -11,6 +11,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from quintet.algorithms.histogram import Histogram
+
+SPREAD = frozenset({"rollout_log_ratio"})
+"""Quantities whose percentiles are wanted: a tally keeps a histogram of each."""
+
 
 def token_weights(
     mask: Tensor,
@@ -68,13 +73,15 @@ def aggregate(
 class Tally:
     """Running sum, maximum and count of per-token quantities; tallies of micro-batches and ranks merge exactly.
 
-    Holds tensors on their device, so adding does not wait for it; `means` and `maxima` do.
+    Of quantities in SPREAD it keeps a histogram besides. Holds tensors on their device, so adding does not wait for it;
+    `means`, `maxima` and `quantiles` do.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
+        self._spread: dict[str, Histogram] = {}
 
     def add(self, quantities: Mapping[str, Tensor], mask: Tensor) -> None:
         """Count the values [tokens] under a non-zero mask [tokens]."""
@@ -82,6 +89,8 @@ class Tally:
         count = on.sum()
         for name, value in quantities.items():
             value = value.detach().double()
+            if name in SPREAD:
+                self._put_spread(name, Histogram(value, on))
             top = torch.where(on, value, -torch.inf)
             self._put(
                 name,
@@ -95,6 +104,8 @@ class Tally:
         for other in others:
             for name in other._sums:
                 self._put(name, other._sums[name], other._maxima[name], other._counts[name])
+            for name, histogram in other._spread.items():
+                self._put_spread(name, histogram)
         return self
 
     def cpu(self) -> Tally:
@@ -102,6 +113,8 @@ class Tally:
         for numbers in (self._sums, self._maxima, self._counts):
             for name in numbers:
                 numbers[name] = numbers[name].cpu()
+        for spread in self._spread.values():
+            spread.counts = spread.counts.cpu()
         return self
 
     def means(self) -> dict[str, float]:
@@ -111,6 +124,14 @@ class Tally:
     def maxima(self) -> dict[str, float]:
         """Largest counted value by name; 0 where none was counted."""
         return {name: float(top) if self._counts[name] else 0.0 for name, top in self._maxima.items()}
+
+    def quantiles(self, name: str, shares: Iterable[float]) -> list[float]:
+        """Values of a quantity in SPREAD that so large a share of the counted tokens does not exceed, to a percent of
+        themselves: see `Histogram.quantiles`."""
+        return self._spread.get(name, Histogram()).quantiles(shares)
+
+    def _put_spread(self, name: str, histogram: Histogram) -> None:
+        self._spread[name] = self._spread[name] + histogram if name in self._spread else histogram
 
     def _put(self, name: str, total: Tensor, top: Tensor, count: Tensor) -> None:
         if name in self._sums:

@@ -34,7 +34,7 @@ _LEFT = [
     Column("reward", "reward/mean", 7, _fixed(3), 9),
     Column("loss", "loss", 8, _fixed(4), 2),
     Column("length", "response_tokens/mean", 7, _fixed(1), 8),
-    Column("KL r↔t", "kl/rollout_trainer", 8, scientific, 7),
+    Column("KL r↔t", "mismatch/kl_k3", 8, scientific, 7),
     Column("grad", "grad_norm", 7, short, 6),
     Column("lr", "lr", 8, scientific, 3),
     Column("tok/s", "tokens_per_s", 7, short, 5),
@@ -98,7 +98,7 @@ class StepPrinter:
             return "dim"
         if column.key == "reward/mean":
             return "green" if self._last_reward is None or value >= self._last_reward else "yellow"
-        if column.key == "kl/rollout_trainer":
+        if column.key == "mismatch/kl_k3":
             # Rollout and trainer have the same weights: beyond rounding, something is wrong or stale.
             return "red" if not abs(value) <= 0.1 else "yellow" if abs(value) > 0.01 else ""
         return ""

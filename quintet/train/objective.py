@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from quintet.algorithms import value_loss  # noqa: F401  (registers the loss "value")
-from quintet.algorithms.kl import agreement
+from quintet.algorithms import (
+    kl,
+    value_loss,  # noqa: F401  (registers the loss "value")
+)
 from quintet.algorithms.policy_loss import BoundLoss, load_loss
 from quintet.recipe import schema
 
@@ -18,9 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """Per-token loss · the field `weights` (see `token_weights`), summed. Pickles, so the controller can name it."""
+    """Per-token loss · the field `weights` (see `token_weights`), summed. Pickles, so the controller can name it.
+
+    parted: |Δ log-prob| of rollout and trainer above which a token counts as parted.
+    """
 
     loss: BoundLoss
+    parted: float = 0.5
 
     def __call__(self, outputs: Outputs, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Share of the mini-batch's loss, and per-token quantities."""
@@ -30,7 +36,9 @@ class Objective:
         token_loss = self.loss(logprobs, fields)
         quantities = {**token_loss.stats, "entropy": outputs.entropy}
         if "rollout_logprobs" in fields:
-            quantities |= agreement(fields["rollout_logprobs"], fields["old_logprobs"], fields["loss_mask"])
+            quantities |= kl.agreement(
+                fields["rollout_logprobs"], fields["old_logprobs"], fields["loss_mask"], self.parted
+            )
         return (token_loss.per_token * fields["weights"]).sum(), quantities
 
 
@@ -46,7 +54,7 @@ class ValueObjective:
         return (token_loss.per_token * fields["weights"]).sum(), token_loss.stats
 
 
-def policy_objective(recipe: schema.Algorithm) -> Objective:
+def policy_objective(recipe: schema.Algorithm, agreement: schema.Agreement) -> Objective:
     """The objective of an RL step."""
     return Objective(
         load_loss(
@@ -55,7 +63,8 @@ def policy_objective(recipe: schema.Algorithm) -> Objective:
             clip_high=recipe.clip_high,
             kl_coef=recipe.kl_coef,
             kl_estimator=recipe.kl_estimator,
-        )
+        ),
+        agreement.token_threshold,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from quintet.algorithms.advantages import grpo_advantages
 from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Recipe
+from quintet.train.agreement import agreement_metrics, check_agreement
 from quintet.train.evaluate import evaluate
 from quintet.train.fleet import StepResult
 from quintet.train.objective import policy_objective
@@ -39,7 +40,7 @@ def reinforce(s: Session) -> None:
     assert s.inputs.train is not None
     assert s.inputs.reward is not None
     stream = PromptStream(s.inputs.train, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
-    objective = policy_objective(recipe.algorithm)
+    objective = policy_objective(recipe.algorithm, recipe.agreement)
     fleet.start_optimizer(recipe.optimizer, recipe.train.steps * recipe.train.mini_batches_per_step)
     done, _ = s.saver.begin("rl", stream)
     if done == 0:
@@ -63,6 +64,7 @@ def reinforce(s: Session) -> None:
         with phase("sync"):
             fleet.sync()
         record(s, step, samples, result)
+        check_agreement(recipe.agreement, result.tally, step, s.observer.directory.path)
         every, last = recipe.train.eval_every_steps, step == recipe.train.steps
         if last or (every and step % every == 0):
             evaluate(s, step)
@@ -73,7 +75,7 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
     """Tell the observer what a step came to."""
     rewards = [r.reward for r in samples.rewards]
     responses = [g.response_tokens for g in samples.generated]
-    means, maxima = result.tally.means(), result.tally.maxima()
+    means = result.tally.means()
     # First what the reward function told beside the reward: no name of its own can replace one of ours.
     metrics: dict[str, float | None] = {
         _metric(name): samples.mean(name) for name in sorted({n for r in samples.rewards for n in r.metrics})
@@ -84,8 +86,7 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
         "response_tokens/mean": statistics.fmean(responses),
         "response_tokens/max": max(responses),
         "loss": result.loss,
-        "kl/rollout_trainer": means["rollout_kl_k3"],
-        "logprob_gap/max": maxima["rollout_logprob_gap"],
+        **agreement_metrics(result.tally),
         "kl/reference": means.get("ref_kl"),
         "entropy": means["entropy"],
         "clip/low_fraction": means["clip_low"],

@@ -97,13 +97,13 @@ def test_steps_are_recorded_in_full(resharded):
     directory, _ = resharded
     steps = [line for line in metrics(directory, "rl") if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2]
-    wanted = {"reward/mean", "response_tokens/mean", "kl/rollout_trainer", "grad_norm", "lr", "tokens_per_s"}
+    wanted = {"reward/mean", "response_tokens/mean", "mismatch/kl_k3", "grad_norm", "lr", "tokens_per_s"}
     wanted |= {"seconds/generate", "seconds/train", "memory/host_gib", "entropy", "well_formed"}
     for line in steps:
         assert wanted <= set(line)
         # Rollout (dp 2) and trainer (tp 2) hold the same weights: fp32 rounding is all that parts them.
-        assert abs(line["kl/rollout_trainer"]) < 1e-9
-        assert line["logprob_gap/max"] < 1e-4
+        assert abs(line["mismatch/kl_k3"]) < 1e-9
+        assert line["mismatch/logprob_gap_max"] < 1e-4
         assert 0 < line["tokens_trained"] < line["tokens"]
         # Ranks alone: the controller's and Ray's processes are not in it.
         assert 0 < line["memory/host_gib"] < 8
@@ -262,7 +262,7 @@ def test_adapters_learn_and_stand_for_themselves(tmp_path):
     steps = [line for line in metrics(trained, "rl") if "loss" in line]
     assert steps[0]["kl/reference"] == pytest.approx(0, abs=1e-5)  # what RL starts from is after the warm-up
     assert max(line["kl/reference"] for line in steps) > 1e-4
-    assert max(line["logprob_gap/max"] for line in steps) < 1e-4
+    assert max(line["mismatch/logprob_gap_max"] for line in steps) < 1e-4
 
     def greedy(*model: str) -> float:
         file = tmp_path / "results.json"

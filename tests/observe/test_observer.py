@@ -20,7 +20,7 @@ STEP = {
     "reward/mean": 0.25,
     "loss": 0.1,
     "response_tokens/mean": 5.0,
-    "kl/rollout_trainer": 2e-7,
+    "mismatch/kl_k3": 2e-7,
     "kl/reference": None,
     "grad_norm": 0.5,
     "lr": 1e-3,

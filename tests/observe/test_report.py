@@ -77,7 +77,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         [
             *({"stage": "sft", "step": i, "loss": 1 / i, "lr": 0.1} for i in range(1, 50)),
             {"stage": "rl", "step": 0, "eval/accuracy": 0.2, "eval/greedy": 0.3, "seconds/evaluate": 1.0},
-            *(step(i, tokens=100, **{"kl/rollout_trainer": 10.0**-i}) for i in range(1, 8)),
+            *(step(i, tokens=100, **{"mismatch/kl_k3": 10.0**-i}) for i in range(1, 8)),
         ],
     )
     (tmp_path / "recipe.yaml").write_text(

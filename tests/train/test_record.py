@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from quintet.algorithms.aggregation import Tally
+from quintet.algorithms.kl import agreement
 from quintet.observe.progress import Progress
 from quintet.rewards.load import RewardResult
 from quintet.train.fleet import StepResult
@@ -33,8 +34,8 @@ def samples() -> Samples:
 
 def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
     tally = Tally()
-    names = ("rollout_kl_k3", "rollout_logprob_gap", "entropy", "clip_low", "clip_high")
-    tally.add({name: torch.zeros(4) for name in names}, torch.ones(4))
+    tally.add({name: torch.zeros(4) for name in ("entropy", "clip_low", "clip_high")}, torch.ones(4))
+    tally.add(agreement(torch.zeros(4), torch.zeros(4), torch.ones(4), 0.5), torch.ones(4))
     told: dict[str, Any] = {}
     session = SimpleNamespace(
         fleet=SimpleNamespace(memory=lambda: {"memory/host_gib": 2.0, "memory/device_gib": 30.0}),

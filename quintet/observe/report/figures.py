@@ -35,10 +35,19 @@ def main_plots(lines: Lines) -> list[Plot]:
         Plot(
             "KL",
             [
-                _series(lines, "rollout ↔ trainer", "kl/rollout_trainer"),
+                _series(lines, "rollout ↔ trainer", "mismatch/kl_k3"),
                 _series(lines, "to the reference", "kl/reference"),
             ],
             note="nats a token",
+            log=True,
+        ),
+        Plot(
+            "|Δ log-prob|, rollout ↔ trainer",
+            [
+                _series(lines, "mean", "mismatch/logprob_gap_mean"),
+                _series(lines, "largest", "mismatch/logprob_gap_max"),
+            ],
+            note="nats",
             log=True,
         ),
         Plot("Gradient norm", [_series(lines, "before clipping", "grad_norm")], from_zero=True),
