@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from quintet.cluster.probe import Report
-from quintet.errors import QuintetError, UserError, WorkerFailure
+from quintet.errors import QuintetError, SyncMismatch, UserError, WorkerFailure
 
 # What gloo, NCCL and torch's store say. Tested with gloo on CPU; the NCCL wordings are from torch's sources.
 _TIMED_OUT = re.compile(
@@ -41,7 +41,8 @@ class Failure:
     """It may be no more than the echo of another rank's failure."""
     timed_out: bool = False
     """A collective waited too long."""
-    user_error: bool = False
+    raised: type[QuintetError] | None = None
+    """Of an error that was raised on purpose: its class, of which the summary is the message."""
     died: bool = False
     """The process is gone."""
     log_tail: str = ""
@@ -49,8 +50,9 @@ class Failure:
     @staticmethod
     def of_exception(rank: int, error: BaseException, skip_file: str) -> Failure:
         """From an exception caught in the worker; frames of `skip_file` at the outer end are left out."""
-        if isinstance(error, UserError):
-            return Failure(rank, str(error), user_error=True)
+        for told in (UserError, SyncMismatch):
+            if isinstance(error, told):
+                return Failure(rank, str(error), raised=told)
         trace: TracebackType | None = error.__traceback__
         while (
             trace is not None and trace.tb_frame.f_code.co_filename == skip_file and trace.tb_next is not None
@@ -101,18 +103,21 @@ def explain(
     timeout_s: float,
     reports: Mapping[int, Report],
     returned: Sequence[int],
+    group: str = "",
 ) -> QuintetError:
-    """The error to raise. `reports` are of the ranks still at work and `returned` those already done, for a hang."""
+    """The error to raise. `reports` are of the ranks still at work and `returned` those already done, for a hang. `group` is
+    named before its ranks, where that is wanted."""
     cause = root_cause(failures)
     if cause is None:
-        return _hang(failures, phase, timeout_s, reports, returned)
-    if cause.user_error:
-        return UserError(cause.summary)
+        return _hang(failures, phase, timeout_s, reports, returned, group)
+    if cause.raised is not None:
+        return cause.raised(cause.summary)
     echoes = [failure.rank for failure in failures if failure is not cause and failure.communication]
     others = [f for f in failures if f is not cause and not f.communication]
-    text = f"Rank {cause.rank} {'died' if cause.died else 'failed'} in {phase}: {cause.summary}"
+    rank = f"{group} rank" if group else "Rank"
+    text = f"{rank} {cause.rank} {'died' if cause.died else 'failed'} in {phase}: {cause.summary}"
     for other in others:
-        text += f"\nRank {other.rank} {'died' if other.died else 'failed'} too: {other.summary}"
+        text += f"\n{rank} {other.rank} {'died' if other.died else 'failed'} too: {other.summary}"
     if echoes:
         text += f"\nBecause of it, the collectives of {_ranks(sorted(echoes))} were cut off."
     elif cause.communication:
@@ -128,6 +133,7 @@ def _hang(
     timeout_s: float,
     reports: Mapping[int, Report],
     returned: Sequence[int],
+    group: str,
 ) -> WorkerFailure:
     waited = {failure.rank: failure.traceback for failure in failures}
     absent: dict[int, str] = {}
@@ -138,7 +144,7 @@ def _hang(
         else:
             absent[rank] = text
     absent |= dict.fromkeys(returned, f"it had returned from {phase} without entering the collective")
-    text = f"A collective waited longer than {timeout_s:g} s (cluster.collective_timeout_s) in {phase}.\n"
+    text = f"{f'{group}: a' if group else 'A'} collective waited longer than {timeout_s:g} s (cluster.collective_timeout_s) in {phase}.\n"
     text += f"Waiting in it: {_ranks(sorted(waited))}. "
     text += (
         f"Never came: {_ranks(sorted(absent))}."

@@ -7,16 +7,18 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from quintet.cluster import placement, probe, ray_compat
+from quintet.cluster.calls import PendingCall
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import Call, Dispatch, one_to_all
 from quintet.cluster.failures import Failure, explain
-from quintet.cluster.progress import FIRST_POST_S, KEY_VARIABLE, group_prefix
+from quintet.cluster.progress import KEY_VARIABLE, group_prefix
 from quintet.cluster.seat import Location, Order, Seat
 from quintet.cluster.worker import Place, Worker
-from quintet.errors import UserError, WorkerFailure
+from quintet.errors import QuintetError, UserError, WorkerFailure
 from quintet.recipe.schema import Layout
 
 import ray  # isort: skip
@@ -26,10 +28,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 ROOM_TIMEOUT_S = 15.0
 PLACEMENT_TIMEOUT_S = 120.0
 REMOTE_PROBE_TIMEOUT_S = 10.0
-WATCH_EVERY_S = 0.5
-GRACE_AFTER_CAUSE_S = 0.3  # for further failures, once one is known that explains the others
-GRACE_AFTER_ECHO_S = 3.0  # for the cause, once a collective was cut off, which can only be an echo
-GRACE_AFTER_TIMEOUT_S = 1.0  # for the other ranks' time limits, which began at about the same time
 _names = itertools.count()
 
 
@@ -37,8 +35,10 @@ class WorkerGroup:
     """One `worker_class(place, **kwargs)` a rank, in a process of its own, placed and set up.
 
     A class named as text, "module:Class", is imported on the ranks alone, so the controller is spared its imports.
-    `layout` (of the recipe) decides whether CUDA needs a single connection; `name` names the logs. Raises UserError
-    when the cluster cannot hold the ranks, WorkerFailure when a rank fails to start.
+    `layout` (of the recipe) decides whether CUDA needs a single connection; `name` names the logs, and with `told` the
+    ranks in messages too ("rollout-1 rank 0"). A rank has `devices_per_rank` devices of its own; or, with `beside`, those of
+    the ranks of another group that it sits beside, on their node. Raises UserError when the cluster cannot hold the ranks,
+    WorkerFailure when a rank fails to start.
     """
 
     def __init__(
@@ -49,12 +49,16 @@ class WorkerGroup:
         *,
         layout: Layout | None = None,
         name: str | None = None,
+        told: bool = False,
+        devices_per_rank: int = 1,
+        beside: Sequence[Sequence[Location]] | None = None,
         **kwargs: Any,
     ) -> None:
         self.cluster = cluster
         self.n_ranks = n_ranks
         kind = worker_class.rpartition(":")[2] if isinstance(worker_class, str) else worker_class.__name__
         self.name = name or f"{kind.lower()}-{next(_names)}"
+        self._title = self.name if told else ""
         self._seats: list[Any] = []
         self._processes: dict[int, probe.RankProcess] = {}
         self._coords: list[dict[str, int]] | None = None
@@ -64,8 +68,9 @@ class WorkerGroup:
         began = time.perf_counter()
         cluster.adopt(self)
         try:
-            locations = self._place(n_ranks)
-            self._build(locations, worker_class, layout, kwargs)
+            self.locations = self._place(devices_per_rank) if beside is None else self._place_beside(beside)
+            """Where each rank is."""
+            self._build(worker_class, layout, kwargs)
         except BaseException:
             self.close()
             raise
@@ -160,10 +165,10 @@ class WorkerGroup:
 
     # --- starting ---
 
-    def _place(self, n_ranks: int) -> list[Location]:
+    def _place(self, devices_per_rank: int) -> list[Location]:
         """Start one actor a rank; `self._seats` and the returned locations are in rank order."""
-        settings = self.cluster.settings
-        resources = placement.rank_resources(self.cluster.device, self.cluster.is_local)
+        n_ranks, settings = self.n_ranks, self.cluster.settings
+        resources = placement.rank_resources(self.cluster.device, self.cluster.is_local, devices_per_rank)
         per_node = settings.ranks_per_node
         bundles, strategy = placement.bundles(n_ranks, per_node, resources)
         _wait_for_room(n_ranks, per_node, resources)
@@ -188,13 +193,30 @@ class WorkerGroup:
         self._seats = [self._seats[index] for index in order]
         return [locations[index] for index in order]
 
+    def _place_beside(self, beside: Sequence[Sequence[Location]]) -> list[Location]:
+        """Start one actor a rank, on the node and with the devices of others, which Ray counts as theirs alone."""
+        actor = ray.remote(Seat)
+        self._seats = [
+            actor.options(
+                num_cpus=0,
+                num_gpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(others[0].node_id, soft=False),
+            ).remote()
+            for others in beside
+        ]
+        found: list[Location] = ray.get([seat.locate.remote() for seat in self._seats])
+        return [
+            replace(location, gpus=tuple(gpu for other in others for gpu in other.gpus))
+            for location, others in zip(found, beside, strict=True)
+        ]
+
     def _build(
         self,
-        locations: list[Location],
         worker_class: type[Worker] | str,
         layout: Layout | None,
         kwargs: dict[str, Any],
     ) -> None:
+        locations = self.locations
         port = ray.get(self._seats[0].listen.remote())
         blob = ray.put(ray.cloudpickle.dumps((worker_class, kwargs)))
         single = placement.needs_single_cuda_connection(self.cluster.device, layout)
@@ -257,7 +279,7 @@ class WorkerGroup:
 
     def fail(
         self, failures: list[Failure], phase: str, at_work: Sequence[int], returned: Sequence[int]
-    ) -> Exception:
+    ) -> QuintetError:
         """The error for these failures; `at_work` ranks are asked for their stacks if it is a hang."""
         hang = all(failure.communication for failure in failures) and any(f.timed_out for f in failures)
         error = explain(
@@ -266,87 +288,11 @@ class WorkerGroup:
             timeout_s=self.cluster.settings.collective_timeout_s,
             reports=self.inspect(at_work) if hang else {},
             returned=returned,
+            group=self._title,
         )
         if isinstance(error, WorkerFailure):
             self._broken = error
         return error
-
-
-class PendingCall:
-    """A call on its way."""
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        refs: dict[int, list[Any]],
-        dispatch: Dispatch,
-        coords: Sequence[dict[str, int]],
-        phase: str,
-    ) -> None:
-        self._group = group
-        self._refs = refs
-        self._dispatch = dispatch
-        self._coords = coords
-        self._phase = phase
-
-    def result(self, watch: Callable[[], None] | None = None) -> Any:
-        """Wait for every rank, or for the first failure and a short while for what explains it.
-
-        `watch` is called about twice a second meanwhile.
-        """
-        pending = {refs[0]: rank for rank, refs in self._refs.items()}
-        values: dict[int, Any] = {}
-        failures: list[Failure] = []
-        deadline: float | None = None
-        began = time.monotonic()
-        while pending:
-            done, _ = _wait(list(pending), deadline, watch)
-            if not done:
-                break
-            rank = pending.pop(done[0])
-            failure, values[rank] = self._outcome(rank, done[0])
-            if failure is not None:
-                failures.append(failure)
-                deadline = min(deadline or float("inf"), time.monotonic() + _grace(failure))
-        if watch is not None and time.monotonic() - began >= FIRST_POST_S:
-            self._group.forget_posts()
-        if failures:
-            failed = {failure.rank for failure in failures}
-            returned = [rank for rank in values if rank not in failed]
-            raise self._group.fail(failures, self._phase, list(pending.values()), returned)
-        results = {
-            rank: (values[rank], *refs[1:]) if refs[1:] else values[rank] for rank, refs in self._refs.items()
-        }
-        return self._dispatch.collect(self._coords, results)
-
-    def _outcome(self, rank: int, ref: Any) -> tuple[Failure | None, Any]:
-        try:
-            outcome: tuple[Failure | None, Any] = ray.get(ref)
-            return outcome
-        except ray.exceptions.RayActorError as error:
-            return self._group.death(rank, error), None
-        except ray.exceptions.RayError as error:
-            # The outcome itself did not travel: it cannot be pickled, or an argument is lost.
-            return Failure(rank, f"{type(error).__name__}: {error}".split("\n", 1)[0], str(error)), None
-
-
-def _wait(
-    refs: list[Any], deadline: float | None, watch: Callable[[], None] | None
-) -> tuple[list[Any], list[Any]]:
-    """`ray.wait` for one of them, until the deadline, looking up to call `watch`."""
-    while True:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        watching = watch is not None and deadline is None
-        done, rest = ray.wait(refs, num_returns=1, timeout=WATCH_EVERY_S if watching else left)
-        if done or watch is None or not watching:
-            return done, rest
-        watch()
-
-
-def _grace(failure: Failure) -> float:
-    if not failure.communication:
-        return GRACE_AFTER_CAUSE_S
-    return GRACE_AFTER_TIMEOUT_S if failure.timed_out else GRACE_AFTER_ECHO_S
 
 
 def _wait_for_room(n_ranks: int, ranks_per_node: int | None, resources: dict[str, float]) -> None:
@@ -375,6 +321,8 @@ def _environment(place: Place, location: Location, is_local: bool) -> dict[str, 
     if place.device == "cpu":
         threads = max(1, location.cores // place.local_world_size)
         env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+    else:  # as Ray sets it for ranks with devices of their own
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in location.gpus)
     if is_local and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo would look the host's name up, which laptops often cannot.
         env["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"

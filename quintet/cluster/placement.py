@@ -15,10 +15,10 @@ LOCAL_CPU_SHARE = 0.001
 """Of a core, asked of a local Ray for a CPU rank: ranks share the cores there, and more of them than cores may run."""
 
 
-def rank_resources(device: str, is_local: bool) -> dict[str, float]:
-    """What one rank asks of Ray: a GPU, or a core (a token share of one on a local CPU cluster)."""
+def rank_resources(device: str, is_local: bool, devices: int = 1) -> dict[str, float]:
+    """What one rank asks of Ray: GPUs, or a core (a token share of one on a local CPU cluster)."""
     if device == "cuda":
-        return {"GPU": 1.0}
+        return {"GPU": float(devices)}
     return {"CPU": LOCAL_CPU_SHARE if is_local else 1.0}
 
 
@@ -46,7 +46,7 @@ def check_fits(
     """Raise a UserError when `nodes` (the resources of each, all or the free ones) cannot hold the ranks."""
     ((kind, amount),) = resources.items()
     room = [int((node.get(kind, 0.0) + 1e-6) / amount) for node in nodes]
-    unit = f"{kind}s" if amount == 1 else kind
+    unit = f"{kind}s" if amount == 1 else f"groups of {amount:g} {kind}s" if amount > 1 else kind
     if ranks_per_node is None:
         if sum(room) < n_ranks:
             raise UserError(

@@ -1,0 +1,167 @@
+"""Calls under way: waiting for the ranks of one worker group, or of several at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from quintet.cluster.dispatch import Dispatch
+from quintet.cluster.failures import Failure
+from quintet.cluster.progress import FIRST_POST_S
+from quintet.errors import QuintetError
+
+import ray  # isort: skip
+
+WATCH_EVERY_S = 0.5
+GRACE_AFTER_CAUSE_S = 0.3  # for further failures, once one is known that explains the others
+GRACE_AFTER_ECHO_S = 3.0  # for the cause, once a collective was cut off, which can only be an echo
+GRACE_AFTER_TIMEOUT_S = 1.0  # for the other ranks' time limits, which began at about the same time
+
+
+class Group(Protocol):
+    """What a call needs of its worker group."""
+
+    def death(self, rank: int, error: ray.exceptions.RayError) -> Failure: ...
+
+    def fail(
+        self, failures: list[Failure], phase: str, at_work: Sequence[int], returned: Sequence[int]
+    ) -> QuintetError: ...
+
+    def forget_posts(self) -> None: ...
+
+
+class PendingCall:
+    """A call on its way."""
+
+    def __init__(
+        self,
+        group: Group,
+        refs: dict[int, list[Any]],
+        dispatch: Dispatch,
+        coords: Sequence[dict[str, int]],
+        phase: str,
+    ) -> None:
+        self._group = group
+        self._refs = refs
+        self._dispatch = dispatch
+        self._coords = coords
+        self._phase = phase
+        self._values: dict[int, Any] = {}
+        self._failures: list[Failure] = []
+        self._error: QuintetError | None = None
+        self._began = time.monotonic()
+        self.waiting = {refs[0]: rank for rank, refs in self._refs.items()}
+        """Ranks that have not answered, by what they will answer with."""
+        self.deadline: float | None = None
+        """Once a rank has failed: how long to wait for what explains it."""
+
+    def result(self, watch: Callable[[], None] | None = None) -> Any:
+        """Wait for every rank, or for the first failure and a short while for what explains it.
+
+        `watch` is called about twice a second meanwhile.
+        """
+        return results([self], watch)[0]
+
+    def take(self, ref: Any) -> None:
+        """Note the answer of one rank, which has come."""
+        rank = self.waiting.pop(ref)
+        failure, self._values[rank] = self._answer(rank, ref)
+        if failure is not None:
+            self._failures.append(failure)
+            self.deadline = min(self.deadline or float("inf"), time.monotonic() + _grace(failure))
+        if not self.waiting and time.monotonic() - self._began >= FIRST_POST_S:
+            self._group.forget_posts()
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        return not self.waiting or (self.deadline is not None and time.monotonic() >= self.deadline)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._failures)
+
+    @property
+    def died(self) -> bool:
+        """Whether a process of it is gone."""
+        return any(failure.died for failure in self._failures)
+
+    def error(self) -> QuintetError:
+        """What to tell of the ranks that failed."""
+        if self._error is None:
+            failed = {failure.rank for failure in self._failures}
+            returned = [rank for rank in self._values if rank not in failed]
+            self._error = self._group.fail(self._failures, self._phase, list(self.waiting.values()), returned)
+        return self._error
+
+    def value(self) -> Any:
+        """The caller's value, once every rank has answered."""
+        results = {
+            rank: (self._values[rank], *refs[1:]) if refs[1:] else self._values[rank]
+            for rank, refs in self._refs.items()
+        }
+        return self._dispatch.collect(self._coords, results)
+
+    def _answer(self, rank: int, ref: Any) -> tuple[Failure | None, Any]:
+        try:
+            outcome: tuple[Failure | None, Any] = ray.get(ref)
+            return outcome
+        except ray.exceptions.RayActorError as error:
+            return self._group.death(rank, error), None
+        except ray.exceptions.RayError as error:
+            # The outcome itself did not travel: it cannot be pickled, or an argument is lost.
+            return Failure(rank, f"{type(error).__name__}: {error}".split("\n", 1)[0], str(error)), None
+
+
+def results(calls: Sequence[PendingCall], watch: Callable[[], None] | None = None) -> list[Any]:
+    """The values of calls to several groups that work at once.
+
+    Raises the error of the first that fails; a process that died is the cause rather than what others say of it.
+    """
+    _wait(calls, watch, patient=False)
+    failed = [call for call in calls if call.failed]
+    if failed:
+        raise next((call for call in failed if call.died), failed[0]).error()
+    return [call.value() for call in calls]
+
+
+def outcomes(
+    calls: Sequence[PendingCall], watch: Callable[[], None] | None = None
+) -> list[Any | QuintetError]:
+    """The values of calls to several groups, each waited for to its end; of one that failed, its error."""
+    _wait(calls, watch, patient=True)
+    return [call.error() if call.failed else call.value() for call in calls]
+
+
+def _wait(calls: Sequence[PendingCall], watch: Callable[[], None] | None, *, patient: bool) -> None:
+    """Until every call has ended. Not patient: a failure of one gives the others only the time to explain it."""
+    while True:
+        open_calls = [call for call in calls if not call.ended]
+        limits = [call.deadline for call in open_calls if call.deadline is not None]
+        if not patient and any(call.failed for call in calls):
+            if any(call.died for call in calls) and not limits:
+                return
+            limits.append(_told_by_others(calls))
+        waiting = {ref: call for call in open_calls for ref in call.waiting}
+        left = max(0.0, min(limits) - time.monotonic()) if limits else None
+        if not waiting or (left == 0.0 and not patient):
+            return
+        watching = watch is not None and left is None
+        done, _ = ray.wait(list(waiting), num_returns=1, timeout=WATCH_EVERY_S if watching else left)
+        if done:
+            waiting[done[0]].take(done[0])
+        elif watch is not None and watching:
+            watch()
+
+
+def _told_by_others(calls: Sequence[PendingCall]) -> float:
+    """Until when other groups may still tell the cause of a failure."""
+    first = min(call.deadline for call in calls if call.deadline is not None)
+    return first if len(calls) == 1 else first + GRACE_AFTER_ECHO_S
+
+
+def _grace(failure: Failure) -> float:
+    if not failure.communication:
+        return GRACE_AFTER_CAUSE_S
+    return GRACE_AFTER_TIMEOUT_S if failure.timed_out else GRACE_AFTER_ECHO_S
