@@ -122,7 +122,7 @@ class WorkerGroup:
         refs: dict[int, list[Any]] = {}
         for rank, rank_call in enumerate(dispatch.split(coords, args, kwargs)):
             if rank_call is not None:
-                refs[rank] = self._remote_call(rank, method, rank_call, num_returns)
+                refs[rank] = self._remote_call(rank, method, rank_call, phase or method, num_returns)
         return PendingCall(self, refs, dispatch, coords, phase or method)
 
     def coords(self) -> list[dict[str, int]]:
@@ -264,12 +264,16 @@ class WorkerGroup:
 
     # --- calling ---
 
-    def _remote_call(self, rank: int, method: str, rank_call: Call, num_returns: int) -> list[Any]:
+    def _remote_call(
+        self, rank: int, method: str, rank_call: Call, phase: str, num_returns: int
+    ) -> list[Any]:
         args, kwargs = rank_call
         seat_call = self._seats[rank].call
         if num_returns == 1:
-            return [seat_call.remote(method, args, kwargs)]
-        return list(seat_call.options(num_returns=num_returns).remote(method, args, kwargs, num_returns))
+            return [seat_call.remote(method, args, kwargs, phase)]
+        return list(
+            seat_call.options(num_returns=num_returns).remote(method, args, kwargs, phase, num_returns)
+        )
 
     def death(self, rank: int, error: ray.exceptions.RayError) -> Failure:
         """What is known of a rank whose process is gone."""

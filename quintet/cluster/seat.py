@@ -106,11 +106,14 @@ class Seat:
         except BaseException as error:  # sys.exit in a worker must be told like any other end
             return self._failure(error), None
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_returns: int = 1) -> Any:
+    def call(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str, num_returns: int = 1
+    ) -> Any:
         """Run a method of the worker with every object reference within its arguments resolved."""
         try:
             args, kwargs = resolve((args, kwargs))
-            value = getattr(self._worker, method)(*args, **kwargs)
+            with self._worker.peaks(phase):
+                value = getattr(self._worker, method)(*args, **kwargs)
             if num_returns == 1:
                 return None, value
             if not isinstance(value, tuple) or len(value) != num_returns:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from quintet.observe.memory import PhasePeaks
+
 STARTUP_TIMEOUT = timedelta(minutes=10)
 """Ranks come to the first meeting as far apart as their imports take, whatever the time limit of a collective."""
 
@@ -43,6 +45,7 @@ class Worker:
         self.rank = place.rank
         self.world_size = place.world_size
         self.device = place.device
+        self.peaks = PhasePeaks(place.device)
 
     def setup(self) -> None:
         """Join the default process group (gloo on CPU; gloo and NCCL by device on GPU)."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
 GIB = 1024.0**3
+PHASES = ("generate", "logprob", "train", "sync")
+"""Whose peaks are told apart."""
+EVERY_S = 0.05
+"""How often a phase's use of memory is looked at."""
 
 
 def memory_peaks() -> dict[str, float | None]:
@@ -19,15 +25,19 @@ def memory_peaks() -> dict[str, float | None]:
 
 
 def combine_peaks(peaks: Iterable[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """The peaks of several processes as metrics.
+    """The peaks of several processes as metrics, memory/ before each name; host_gib and device_gib are always there.
 
     Host memory is summed: an upper bound of what was needed at once, since peaks need not coincide. Device
     memory is the largest of any rank, the one that runs out first.
     """
-    peaks = list(peaks)
-    host = [value for one in peaks if (value := one.get("host_gib")) is not None]
-    device = [value for one in peaks if (value := one.get("device_gib")) is not None]
-    return {"memory/host_gib": sum(host) if host else None, "memory/device_gib": max(device, default=None)}
+    by_name: dict[str, list[float]] = {"host_gib": [], "device_gib": []}
+    for one in peaks:
+        for name, value in one.items():
+            by_name.setdefault(name, []).extend([] if value is None else [value])
+    return {
+        f"memory/{name}": (sum(found) if name.endswith("host_gib") else max(found)) if found else None
+        for name, found in by_name.items()
+    }
 
 
 def device_peak() -> float | None:
@@ -36,6 +46,74 @@ def device_peak() -> float | None:
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
     return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())) / GIB
+
+
+class PhasePeaks:
+    """Peaks of memory in each phase of a step: `with peaks("train"): …`, and `take` what there was since it was last asked.
+
+    Neither the kernel nor the device can be asked for the peak of a stretch of time, so a thread looks every few
+    milliseconds, while a phase lasts: at the resident memory of this process, and at what is in use on its device, whoever
+    uses it: a rollout in another process counts, and so does what torch holds without need. Without CUDA device peaks are None.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._peaks: dict[str, tuple[float, float | None]] = {}
+        self._phase: str | None = None
+        self._lock, self._on = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count to this phase for as long as the context lasts, if it is one of PHASES."""
+        if phase not in PHASES:
+            yield
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="memory peaks")
+            self._thread.start()
+        self._phase = phase
+        self._look()
+        self._on.set()
+        try:
+            yield
+        finally:
+            self._on.clear()
+            self._look()
+            self._phase = None
+
+    def take(self) -> dict[str, float | None]:
+        """`<phase>_host_gib` and `<phase>_device_gib` of the phases since the last call, which starts them anew."""
+        with self._lock:
+            peaks, self._peaks = self._peaks, {}
+        told: dict[str, float | None] = {}
+        for phase, (host, device) in peaks.items():
+            told |= {f"{phase}_host_gib": host, f"{phase}_device_gib": device}
+        return told
+
+    def _watch(self) -> None:
+        while self._on.wait():
+            self._look()
+            time.sleep(EVERY_S)
+
+    def _look(self) -> None:
+        host, device = psutil.Process().memory_info().rss / GIB, device_in_use(self._device)
+        with self._lock:
+            if (phase := self._phase) is None:
+                return
+            most, most_on_device = self._peaks.get(phase, (0.0, None))
+            if device is not None:
+                most_on_device = max(device, most_on_device or 0.0)
+            self._peaks[phase] = max(host, most), most_on_device
+
+
+def device_in_use(device: str) -> float | None:
+    """GiB in use on a CUDA device, by all processes; None for a CPU, and before this process has started CUDA."""
+    torch = sys.modules.get("torch")
+    if device == "cpu" or torch is None or not torch.cuda.is_initialized():
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return float((total - free) / GIB)
 
 
 class HostMemory:

@@ -267,8 +267,8 @@ class PolicyWorker(Worker):
             self.reference.load(reference)
 
     def memory(self) -> dict[str, float | None]:
-        """Peak memory of this rank so far."""
-        return memory_peaks()
+        """Peak memory of this rank so far, and of each phase since the last time it was asked."""
+        return memory_peaks() | self.peaks.take()
 
 
 def _nothing() -> Batch:

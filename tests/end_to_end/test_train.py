@@ -107,6 +107,8 @@ def test_steps_are_recorded_in_full(resharded):
         assert 0 < line["tokens_trained"] < line["tokens"]
         # Ranks alone: the controller's and Ray's processes are not in it.
         assert 0 < line["memory/host_gib"] < 8
+        for phase in ("generate", "train", "sync"):
+            assert 0 < line[f"memory/{phase}_host_gib"] <= 1.05 * line["memory/host_gib"]
     (first, *_) = [line for line in metrics(directory, "rl") if "eval/accuracy" in line]
     assert first["memory/host_gib"] > 0
     assert not [key for key in first if key.startswith("eval/memory")]

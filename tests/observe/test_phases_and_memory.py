@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
-from quintet.observe import PhaseTimer, combine_peaks, memory_peaks
-from quintet.observe.memory import HostMemory
+from quintet.observe import PhaseTimer, combine_peaks, memory, memory_peaks
+from quintet.observe.memory import HostMemory, PhasePeaks
 
 
 class Clock:
@@ -72,6 +73,10 @@ def test_peaks_of_ranks_combine() -> None:
     cpu = memory_peaks()
     assert cpu["host_gib"] is not None
     assert combine_peaks([cpu, cpu])["memory/host_gib"] == 2 * cpu["host_gib"]
+    phases = [{"train_host_gib": 1.0, "train_device_gib": value} for value in (3.0, 4.0)]
+    told = combine_peaks([*phases, {"sync_device_gib": None}])
+    assert told["memory/train_host_gib"] == 2.0
+    assert (told["memory/train_device_gib"], told["memory/sync_device_gib"]) == (4.0, None)
     assert combine_peaks([]) == {"memory/host_gib": None, "memory/device_gib": None}
 
 
@@ -88,3 +93,31 @@ def test_host_memory_counts_children_and_keeps_the_peak() -> None:
     child.communicate("\n")
     assert with_child > alone + 0.09
     assert memory.look() == with_child
+
+
+def test_each_phase_has_a_peak_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = [1.0]
+    monkeypatch.setattr(memory, "device_in_use", lambda device: used[0])
+    peaks = PhasePeaks("cuda:0")
+    with peaks("train"):
+        used[0] = 5.0  # of another process, for a while
+        time.sleep(4 * memory.EVERY_S)
+        used[0] = 2.0
+    with peaks("save"):
+        used[0] = 9.0
+    used[0] = 3.0
+    with peaks("generate"):
+        block = bytearray(120 * 2**20)
+        block[::4096] = b"x" * len(block[::4096])
+        time.sleep(4 * memory.EVERY_S)
+    told = peaks.take()
+    assert (told["train_device_gib"], told["generate_device_gib"]) == (5.0, 3.0)
+    assert told["generate_host_gib"] > told["train_host_gib"] + 0.1
+    assert len(told) == 4
+    del block
+    assert peaks.take() == {}
+    with pytest.raises(ValueError), peaks("train"):
+        raise ValueError
+    used[0] = 8.0
+    time.sleep(4 * memory.EVERY_S)
+    assert peaks.take()["train_device_gib"] == 3.0

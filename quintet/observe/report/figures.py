@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quintet.observe.memory import PHASES
 from quintet.observe.report.svg import Plot, Series
 
 Lines = Sequence[Mapping[str, Any]]
@@ -87,6 +88,15 @@ def _speed_plots(lines: Lines) -> list[Plot]:
             [_series(lines, "host", "memory/host_gib"), _series(lines, "device", "memory/device_gib")],
             note="GiB",
             from_zero=True,
+        ),
+        *(
+            Plot(
+                f"Memory peak by phase, {where}",
+                [_series(lines, phase, f"memory/{phase}_{where}_gib") for phase in PHASES],
+                note="GiB",
+                from_zero=True,
+            )
+            for where in ("host", "device")
         ),
     ]
 
