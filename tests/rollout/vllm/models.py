@@ -1,0 +1,25 @@
+"""Tiny models that vLLM runs: its attention on CPU has no heads of 16."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from tests.oracle.models import CONFIGS, MOE_CONFIGS, of_config
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def model(name: str, **changes: Any) -> Any:
+    """The oracle's model of this name with wider heads, in transformers; the same weights at each call."""
+    config = copy.deepcopy((CONFIGS | MOE_CONFIGS)[name])
+    for key, value in (HEADS | {"hidden_size": 128} | changes).items():
+        setattr(config, key, value)
+    return of_config(config)
+
+
+def save(name: str, path: Path, **changes: Any) -> Path:
+    """Write it as a Hugging Face directory."""
+    model(name, **changes).save_pretrained(path)
+    return path
