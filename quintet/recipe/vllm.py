@@ -50,32 +50,42 @@ def refusals(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
     if keys and t not in (0, 1):
         yield (
             (*keys, "rollout.temperature"),
-            f"{said} with rollout.temperature={t}: vLLM then tells log-probs of the cut distribution alone, and training needs "
-            "those with nothing cut; use rollout.temperature=1, or cut nothing, or rollout.backend=native",
+            (
+                f"{said} with rollout.temperature={t}: vLLM then tells log-probs of the cut distribution alone, and training needs "
+                "those with nothing cut; use rollout.temperature=1, or cut nothing, or rollout.backend=native"
+            ),
         )
     if rollout.min_p > 0 and rollout.top_p < 1:
         yield (
             ("rollout.min_p", "rollout.top_p"),
-            f"rollout.min_p={rollout.min_p} with rollout.top_p={rollout.top_p}: vLLM cuts by min_p first, quintet last; use one of "
-            "them, or rollout.backend=native",
+            (
+                f"rollout.min_p={rollout.min_p} with rollout.top_p={rollout.top_p}: vLLM cuts by min_p first, quintet last; use one of "
+                "them, or rollout.backend=native"
+            ),
         )
     if 0 < t < _LEAST_TEMPERATURE:
         yield (
             ("rollout.temperature",),
-            f"rollout.temperature={t}: vLLM would sample at {_LEAST_TEMPERATURE} instead; use 0 for greedy, or at least that",
+            (
+                f"rollout.temperature={t}: vLLM would sample at {_LEAST_TEMPERATURE} instead; use 0 for greedy, or at least that"
+            ),
         )
     if "speculative_config" in rollout.vllm and t not in (0, 1):
         yield (
             ("rollout.vllm.speculative_config", "rollout.temperature"),
-            f"rollout.vllm.speculative_config with rollout.temperature={t}: vLLM does not tell log-probs of drafted tokens at "
-            "another temperature than 1; use rollout.temperature=1, or no speculation",
+            (
+                f"rollout.vllm.speculative_config with rollout.temperature={t}: vLLM does not tell log-probs of drafted tokens at "
+                "another temperature than 1; use rollout.temperature=1, or no speculation"
+            ),
         )
     layout = rollout.layout
     if layout is not None and layout.ep not in (1, layout.tp):
         yield (
             ("rollout.layout.ep", "rollout.layout.tp"),
-            f"rollout.layout.ep={layout.ep}: vLLM spreads experts over the tensor-parallel ranks; use "
-            f"{'ep=1' if layout.tp == 1 else f'ep=1 or ep={layout.tp}'}, or another rollout.layout.tp",
+            (
+                f"rollout.layout.ep={layout.ep}: vLLM spreads experts over the tensor-parallel ranks; use "
+                f"{'ep=1' if layout.tp == 1 else f'ep=1 or ep={layout.tp}'}, or another rollout.layout.tp"
+            ),
         )
     for name in rollout.vllm:
         if name in DECIDED:

@@ -61,13 +61,13 @@ class Request:
 class Sample:
     """One response. Log-probs are of the sampled tokens: `logprobs` under the sampling distribution,
     `policy_logprobs` with the temperature but nothing cut (what the trainer computes again), `raw_logprobs` under the
-    model's own (temperature 1, nothing cut). `finish` is "stop" or "length", or "abort"
-    of one that was given up."""
+    model's own (temperature 1, nothing cut). A back end that cannot tell the first or the last says None; the policy's are
+    always there. `finish` is "stop" or "length", or "abort" of one that was given up."""
 
     response_ids: list[int]
-    logprobs: list[float]
+    logprobs: list[float] | None
     policy_logprobs: list[float]
-    raw_logprobs: list[float]
+    raw_logprobs: list[float] | None
     finish: str
     text: str = field(default="")
     routes: np.ndarray | None = None

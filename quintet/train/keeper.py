@@ -41,8 +41,8 @@ class Keeper:
                     response_tokens=len(s.response_ids),
                     finish=s.finish,
                     text=s.text,
-                    logprob=sum(s.logprobs),
-                    raw_logprob=sum(s.raw_logprobs),
+                    logprob=_total(s.logprobs),
+                    raw_logprob=_total(s.raw_logprobs),
                 )
                 for s in row
             ]
@@ -68,3 +68,7 @@ def cut(samples: Batch | None, chosen: list[list[int]], advantages: list[list[fl
         part["advantages"] = torch.tensor(values)
         parts.append(part)
     return parts
+
+
+def _total(logprobs: list[float] | None) -> float | None:
+    return None if logprobs is None else sum(logprobs)

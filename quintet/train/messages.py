@@ -16,9 +16,9 @@ class Generated:
     response_tokens: int
     finish: str
     text: str
-    logprob: float
-    """Of the response under the sampling distribution: the sum over its tokens."""
-    raw_logprob: float
+    logprob: float | None
+    """Of the response under the sampling distribution: the sum over its tokens. None where the rollout cannot tell."""
+    raw_logprob: float | None
     """The same under the model's own distribution (temperature 1, nothing cut)."""
 
 

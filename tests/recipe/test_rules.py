@@ -8,6 +8,7 @@ import pytest
 from quintet.recipe.rules import RULES
 from tests.models.directory import QWEN3, write_model
 from tests.recipe.broken_engine import BROKEN_ENGINE, OWN, named
+from tests.recipe.broken_vllm import BROKEN_VLLM
 
 
 @pytest.fixture
@@ -151,6 +152,7 @@ BROKEN = [
         ["needs train.eval_prompts > 0"],
     ),
     *BROKEN_ENGINE,
+    *BROKEN_VLLM,
 ]
 
 

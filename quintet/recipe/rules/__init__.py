@@ -21,6 +21,7 @@ from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in th
     model,
     optimizer,
     run,
+    vllm,
 )
 from quintet.recipe.rules.facts import RULES, Command, Facts, Problem, shape_of_built
 from quintet.recipe.schema import Recipe

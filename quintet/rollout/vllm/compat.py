@@ -69,6 +69,11 @@ def prepare(device: str) -> str:
     version = require()
     for name, value in (_ENVIRONMENT | (_ON_CPU if device == "cpu" else {})).items():
         os.environ.setdefault(name, value)
+    if device == "cpu":
+        import torch._dynamo
+
+        # This process may have read it already.
+        torch._dynamo.config.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
     return version
 
 

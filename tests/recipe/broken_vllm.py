@@ -1,0 +1,27 @@
+"""Recipes that ask vLLM for what it cannot do: rule → overrides of a valid recipe → parts of the message."""
+
+V = "rollout.backend=vllm"
+BROKEN_VLLM = [
+    (
+        "vllm_can_do_it",
+        [V, "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=5"],
+        ["rollout.top_p=0.9 and rollout.top_k=5 with rollout.temperature=0.7", "use rollout.temperature=1"],
+    ),
+    (
+        "vllm_can_do_it",
+        [V, "rollout.top_p=0.9", "rollout.min_p=0.1"],
+        ["rollout.min_p=0.1 with rollout.top_p=0.9", "by min_p first"],
+    ),
+    (
+        "vllm_can_do_it",
+        [V, "rollout.temperature=0.001"],
+        ["rollout.temperature=0.001", "would sample at 0.01"],
+    ),
+    (
+        "vllm_can_do_it",
+        [V, "rollout.temperature=0.7", "rollout.vllm.speculative_config={method: ngram}"],
+        ["speculative_config with rollout.temperature=0.7"],
+    ),
+    ("vllm_can_do_it", [V, "rollout.layout={tp: 4, ep: 2}"], ["rollout.layout.ep=2", "ep=1 or ep=4"]),
+    ("vllm_can_do_it", [V, "rollout.vllm.max_model_len=9"], ["rollout.vllm.max_model_len: it is data."]),
+]
