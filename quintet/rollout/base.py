@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from quintet.engine.fingerprint import Fingerprints as Fingerprints
 from quintet.models.mcore import Box
 from quintet.recipe import schema
 
@@ -101,10 +102,6 @@ class WeightSource(Protocol):
         """All that the receiver of this number takes (its place in `Rollout.receivers`), once, in any order. Exhausting
         the iterator tells the sender that all has arrived; closing it early tells that it has not."""
         ...
-
-
-Fingerprints = dict[tuple[str, Box], int]
-"""Fingerprints of parts of Hugging Face tensors: see `quintet.engine.fingerprint`."""
 
 
 class Rollout(Protocol):

@@ -10,34 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quintet.engine.hashing import GOLDEN, mix, shift
 from quintet.rollout.base import Sampling
-
-_MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-"""The constants of SplitMix64 (Steele, Lea, Flood 2014) as signed 64-bit numbers."""
-
-
-def mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 tensors (wrapping arithmetic): a well-spread hash of each number."""
-    x = (x ^ _shift(x, 30)) * _MIX[1]
-    x = (x ^ _shift(x, 27)) * _MIX[2]
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def sample_seeds(seeds: Tensor, numbers: Tensor) -> Tensor:
     """The seed of sample `numbers` of each request's seed; int64, any shape."""
-    return mix(seeds * _MIX[0] + mix(numbers + 1))
+    return mix(seeds * GOLDEN + mix(numbers + 1))
 
 
 def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Exponential(1) noise, fp32 [n, vocab], a function of (seed, position, token) alone. seeds, positions: int64 [n]."""
-    key = mix(seeds + mix(positions * _MIX[0]))
-    tokens = torch.arange(vocab_size, device=seeds.device, dtype=torch.int64) * _MIX[0]
-    bits = _shift(
+    key = mix(seeds + mix(positions * GOLDEN))
+    tokens = torch.arange(vocab_size, device=seeds.device, dtype=torch.int64) * GOLDEN
+    bits = shift(
         mix(key[:, None] + tokens[None]), 41
     )  # 23 bits and a half: exact in fp32, never 0 and never 1
     return -torch.log1p(-(bits.float() + 0.5) * 2.0**-23)
