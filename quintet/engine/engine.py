@@ -40,9 +40,11 @@ from quintet.engine.agree import agreed  # noqa: E402
 from quintet.engine.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from quintet.engine.context import gather_places  # noqa: E402
 from quintet.engine.device import upload  # noqa: E402
+from quintet.engine.fingerprint import Fingerprints, fingerprints  # noqa: E402
 from quintet.engine.head import VocabSlice, log_probs_and_entropy  # noqa: E402
 from quintet.engine.kernels import kernel_title  # noqa: E402
 from quintet.engine.layers import choose_backend  # noqa: E402
+from quintet.engine.masters import master_fingerprint  # noqa: E402
 from quintet.engine.model import PolicyModel  # noqa: E402
 from quintet.engine.offload import KINDS, Offloader  # noqa: E402
 from quintet.engine.optimizer import build_optimizer, set_learning_rate  # noqa: E402
@@ -175,8 +177,7 @@ class Engine:
     def save_hf(self, path: Path, companions: Path) -> None:
         """Write a Hugging Face directory, with adapters merged; `companions` gives config.json and the tokenizer.
         Collective."""
-        shards = self.shard_map() if self.lora is None else lora.merged(self.shard_map(), self.lora)
-        hf.save_hf(shards, self.shape, self.dtype, build.device(), path, companions)
+        hf.save_hf(self.exported(), self.shape, self.dtype, build.device(), path, companions)
 
     def save_adapters(self, path: Path, base: Path | None) -> None:
         """Write the adapters as a directory of peft's. base: the model they are for, if its place is known. Collective.
@@ -191,6 +192,26 @@ class Engine:
         """What this rank holds: see `quintet.engine.shards`."""
         self._require("params" if of == "param" else "grads")
         return shard_map(self.chunks, self.shape, self.mesh, of)
+
+    def exported(self, *, adapters: bool = False) -> list[Shard]:
+        """What others get of the weights: all, with adapters merged; or the adapters alone."""
+        shards = self.shard_map()
+        if self.lora is None:
+            return shards
+        return lora.apart(shards)[1] if adapters else lora.merged(shards, self.lora)
+
+    def fingerprints(self, *, adapters: bool = False) -> Fingerprints:
+        """Of the live weights on this rank, as they are `exported`. No collective."""
+        found = self.exported(adapters=adapters)
+        return fingerprints((one.name, one.shape, one.box, one.view) for one in found)
+
+    def master_fingerprint(self) -> int | None:
+        """One number over this rank's fp32 master weights, which changes when one of them does; None where parameters are
+        their own masters, or nothing is trained. No collective."""
+        self._require("optimizer")
+        if self._optimizer is None:
+            return None
+        return master_fingerprint(self._optimizer, [p for chunk in self.chunks for p in chunk.parameters()])
 
     def _require(self, *kinds: str) -> None:
         """Refuse weights that were read in part, and what is offloaded."""

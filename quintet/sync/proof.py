@@ -68,6 +68,26 @@ def mismatch(differences: Sequence[Difference], rollout: str) -> SyncMismatch:
     )
 
 
+@dataclass(frozen=True)
+class Told:
+    """What the trainer's ranks tell before a sync: fingerprints of what is exported and of the fp32 masters, rank by rank."""
+
+    exported: Sequence[Fingerprints]
+    masters: Sequence[int | None]
+
+
+def stuck(before: Told, now: Told) -> str | None:
+    """What to say when masters have changed since the last sync and no exported tensor has; None otherwise."""
+    changed = [i for i, (a, b) in enumerate(zip(before.masters, now.masters, strict=True)) if a != b]
+    if not changed or any(a != b for a, b in zip(before.exported, now.exported, strict=True)):
+        return None
+    return (
+        f"the master weights of {len(changed)} of {len(now.masters)} ranks have changed since the last sync, and none of "
+        "the tensors that the rollout gets has: it goes on with the old policy. Either steps are too small for the "
+        "parameters' type (raise optimizer.lr, or use model.dtype=fp32), or updated masters do not reach the parameters"
+    )
+
+
 _Parts = dict[Box, list[int]]
 """The values that ranks tell of each part of one tensor."""
 

@@ -16,7 +16,7 @@ from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box
 from quintet.models.shape import ModelShape, MoeShape
 from quintet.models.table import Names, decoder_weights
-from quintet.sync.proof import compare, mismatch, tensor_classes
+from quintet.sync.proof import Told, compare, mismatch, stuck, tensor_classes
 
 SHAPES = {"model.embed_tokens.weight": (12, 8), "model.norm.weight": (8,), "a.experts.up": (3, 4, 6)}
 
@@ -188,3 +188,14 @@ def test_classes_of_a_familys_tensors():
         "a.weight_scale_inv": "scale",
     }
     assert {name: kinds[name] for name in told} == told
+
+
+def test_masters_that_change_alone_raise_an_alarm():
+    one, other = held(WHOLE), held(WHOLE, 1, tensors(1))
+    before = Told([*one, *one], [5, 7])
+    assert stuck(before, Told([*one, *one], [5, 7])) is None
+    assert stuck(before, Told([*one, *other], [5, 8])) is None
+    assert stuck(Told(one, [None]), Told(one, [None])) is None
+    said = stuck(before, Told([*one, *one], [5, 8]))
+    assert said is not None
+    assert "1 of 2 ranks" in said
