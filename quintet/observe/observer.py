@@ -150,6 +150,11 @@ class Observer:
         with self._disk():
             self.directory.write_samples(step, samples)
 
+    def replay(self, step: int, data: bytes) -> None:
+        """Write samples of a step with their tokens and log-probs: the content of a file below replay/."""
+        with self._disk():
+            self.directory.write_replay(step, data)
+
     def note(self, text: str) -> None:
         """Print a line among the step lines."""
         self.console.print(text, soft_wrap=True, markup=False)

@@ -30,6 +30,10 @@ PACKAGES = (
 )
 
 
+REPLAYS = 16
+"""Steps whose samples for replay are kept in any case."""
+
+
 class RunDirectory:
     """Paths and writers of one run's directory.
 
@@ -42,6 +46,7 @@ class RunDirectory:
         self.recipe = path / "recipe.yaml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
+        self.replay = path / "replay"
         self.summary = path / "summary.json"
         self.environment = path / "environment.json"
         self.report = path / "report.html"
@@ -107,6 +112,10 @@ class RunDirectory:
         place = (stage != "sft", step)
         _cut(self.metrics, aside, lambda line: (line["stage"] != "sft", line["step"]) <= place)
         _cut(self.samples, aside, lambda line: (True, line["step"]) <= place)
+        for file in self._replays():
+            if (True, _step_of(file)) > place:
+                (aside / self.replay.name).mkdir(exist_ok=True)
+                file.rename(aside / self.replay.name / file.name)
         for file in (self.recipe, self.environment, self.summary, self.report):
             if file.exists():
                 file.rename(aside / file.name)
@@ -133,11 +142,46 @@ class RunDirectory:
         with open_to_append(self.samples) as file:
             append(file, "".join(lines))
 
+    def write_replay(self, step: int, data: bytes) -> None:
+        """Write a step's samples for replay, and remove those of earlier steps that nothing can be replayed with any more:
+        all but the newest REPLAYS, and those whose weights are there. Raises UserError when the disk does not take it.
+        """
+        file = self.replay / replay_name(step)
+        try:
+            self.replay.mkdir(exist_ok=True)
+            draft = file.with_name(f"{file.name}.part")
+            draft.write_bytes(data)
+            draft.replace(file)
+            for old in self._replays()[:-REPLAYS]:
+                if not self._has_weights(_step_of(old) - 1):
+                    old.unlink()
+        except OSError as error:
+            raise UserError(f"{file} cannot be written: {error.strerror}") from None
+
+    def _replays(self) -> list[Path]:
+        """Files with samples for replay, the oldest first."""
+        found = (file for file in self.replay.glob("step-*.safetensors") if file.stem[5:].isdigit())
+        return sorted(found, key=_step_of)
+
+    def _has_weights(self, step: int) -> bool:
+        """Whether the weights after a step are there: those before the first are what the run began with."""
+        name = f"step-{step:06d}"
+        return step == 0 or (self.checkpoints / name).is_dir() or (self.hf / name).is_dir()
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json in one move, so that a reader never sees half of it."""
         draft = self.summary.with_suffix(".json.part")
         draft.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
         draft.replace(self.summary)
+
+
+def replay_name(step: int) -> str:
+    """Name of the file with a step's samples for replay."""
+    return f"step-{step:06d}.safetensors"
+
+
+def _step_of(replay: Path) -> int:
+    return int(replay.stem.removeprefix("step-"))
 
 
 def _cut(file: Path, aside: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

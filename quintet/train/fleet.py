@@ -1,14 +1,15 @@
 """The verbs of the outer loop, spread over the ranks: generate, reward, train, sync, save.
 
 The controller plans from lengths and rewards alone. Tokens and log-probs stay on the ranks that generated them,
-go from there straight to the ranks that train on them, and are never on the controller.
+go from there straight to the ranks that train on them, and are never on the controller, but for those of the few samples
+that a step keeps for replay.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from quintet.packing import Plan, alignment, plan_microbatches, split_evenly
 from quintet.recipe import schema
 from quintet.rewards.load import RewardFunction
 from quintet.rollout import Request, Sampling
-from quintet.train.messages import Assignment, Updated
+from quintet.train.messages import Assignment, Trained, Updated
 from quintet.train.objective import Objective
 from quintet.train.rollouts import InProcess, Rollouts
 from quintet.train.samples import Samples
@@ -42,6 +43,8 @@ class StepResult:
     tally: Tally
     grad_norm: float
     lr: float
+    replayed: dict[int, Trained] = field(default_factory=dict)
+    """The step's first samples as they were trained on, by number."""
 
 
 class Fleet:
@@ -191,10 +194,16 @@ class Fleet:
                 worth[rollout][d].append(advantages[mini[i]])
         parts = self.rollouts.deal(chosen, worth)
         tokens = sum(samples.generated[i].response_tokens for i in mini)
+        few = self.recipe.agreement.replay_samples_per_step
         return [
             (
                 [parts[rollout][d] for rollout in rollouts if chosen[rollout][d]],
-                Assignment([[order[d][i] for i in row] for row in plan.microbatches[d]], tokens, len(mini)),
+                Assignment(
+                    [[order[d][i] for i in row] for row in plan.microbatches[d]],
+                    tokens,
+                    len(mini),
+                    {mini[i]: at for i, at in order[d].items() if mini[i] < few},
+                ),
             )
             for d in range(self.dp)
         ]
@@ -225,6 +234,7 @@ class Fleet:
     def update(self, objective: Objective, temperature: float = 1.0) -> StepResult:
         """One optimizer step a mini-batch. Loss and quantities are averaged over them, norm and rate the last's."""
         loss, tally = 0.0, Tally()
+        replayed: dict[int, Trained] = {}
         parts: list[Updated] = []
         for number in range(self._mini_batches):
             of = f", mini-batch {number + 1} of {self._mini_batches}" if self._mini_batches > 1 else ""
@@ -241,7 +251,8 @@ class Fleet:
                 )
             loss += sum(part.loss for part in parts) / self._mini_batches
             tally.merge(part.tally for part in parts)
-        return StepResult(loss, tally, parts[0].grad_norm, parts[0].lr)
+            replayed |= {number: one for part in parts for number, one in part.replayed.items()}
+        return StepResult(loss, tally, parts[0].grad_norm, parts[0].lr, replayed)
 
     def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int) -> None:
         """A fresh optimizer on the present weights."""

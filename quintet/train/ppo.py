@@ -17,6 +17,7 @@ from quintet.train.agreement import agreement_metrics, check_agreement
 from quintet.train.evaluate import evaluate
 from quintet.train.fleet import StepResult
 from quintet.train.objective import policy_objective
+from quintet.train.replay import pack, replay_of
 from quintet.train.samples import Samples
 from quintet.train.session import Session, session
 from quintet.train.sft import imitate
@@ -100,6 +101,8 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
         **s.fleet.memory(),
     }
     s.observer.step(step, metrics, total=s.recipe.train.steps)
+    if result.replayed:
+        s.observer.replay(step, pack(replay_of(step, s.sampling(), samples, result.replayed)))
     s.observer.samples(step, samples.shown(s.recipe.run.samples_logged_per_step))
 
 

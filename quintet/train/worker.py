@@ -34,7 +34,7 @@ from quintet.rewards.load import RewardFunction, RewardResult, score
 from quintet.rollout import Request, Sampling
 from quintet.rollout.native import NativeRollout
 from quintet.train.checkpoints import adapter_directory
-from quintet.train.keeper import Keeper
+from quintet.train.keeper import Keeper, trained_samples
 from quintet.train.messages import Assignment, Generated, Updated
 from quintet.train.objective import Objective
 
@@ -47,7 +47,7 @@ class PolicyWorker(Worker):
         self.recipe, self.model_dir, self.command = recipe, model_dir, command
         self.dtype = recipe.model.dtype or ("fp32" if place.device == "cpu" else "bf16")
         self._progress = Progress()
-        self.keeper = Keeper()
+        self.keeper = Keeper(recipe.agreement.replay_samples_per_step)
         self._mini_batches: list[tuple[Batch, Assignment]] = []
 
     def setup(self) -> None:
@@ -206,19 +206,29 @@ class PolicyWorker(Worker):
         """One optimizer step on a received mini-batch. Ranks of the last stage tell what it came to."""
         self._bring_back()
         batch, assignment = self._mini_batches[number]
-        counted = self._counted(objective)
+        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if assignment.replayed else None
+        counted = self._counted(objective, seen)
         result = self.engine.forward_backward(batch, assignment.microbatches, counted, temperature)
         step = self.engine.optimizer_step()
-        return None if result is None else Updated(result.loss, result.tally, step["grad_norm"], step["lr"])
+        if result is None:
+            return None
+        replayed = trained_samples(batch, assignment.replayed, seen or [])
+        return Updated(result.loss, result.tally, step["grad_norm"], step["lr"], replayed)
 
-    def _counted(self, objective: Objective) -> Loss:
-        """The objective, which is called once a micro-batch, counting as it is called."""
+    def _counted(
+        self, objective: Objective, seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> Loss:
+        """The objective, which is called once a micro-batch, counting as it is called. seen: gets the samples of its
+        tokens and their old log-probs."""
         self._progress.begin()
         done = itertools.count()
 
         def count(outputs: Any, fields: Any) -> Any:
             self._progress(next(done))
-            return objective(outputs, fields)
+            share = objective(outputs, fields)
+            if seen is not None:
+                seen.append((fields["sample"], fields["old_logprobs"]))
+            return share
 
         return count
 

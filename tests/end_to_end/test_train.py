@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from quintet.cli import main
+from quintet.observe.ledger import read_jsonl
+from quintet.train.replay import read, replay_file
 
 ROOT = Path(__file__).parents[2]
 DEMO = [
@@ -109,6 +111,14 @@ def test_steps_are_recorded_in_full(resharded):
         assert 0 < line["memory/host_gib"] < 8
         for phase in ("generate", "train", "sync"):
             assert 0 < line[f"memory/{phase}_host_gib"] <= 1.05 * line["memory/host_gib"]
+        replay = read(replay_file(directory, line["step"]))
+        shown = [one for one in read_jsonl(directory / "samples.jsonl") if one["step"] == line["step"]]
+        assert [s.response for s in replay.samples] == [one["response"] for one in shown]
+        for sample in replay.samples:
+            made, trained = sample.generated, sample.trained
+            assert (made.ids, made.prompt_tokens) == (trained.ids, trained.prompt_tokens)
+            assert made.logprobs == pytest.approx(trained.rollout_logprobs, abs=1e-6)
+            assert made.logprobs == pytest.approx(trained.old_logprobs, abs=1e-4)
     (first, *_) = [line for line in metrics(directory, "rl") if "eval/accuracy" in line]
     assert first["memory/host_gib"] > 0
     assert not [key for key in first if key.startswith("eval/memory")]

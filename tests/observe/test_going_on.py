@@ -7,7 +7,7 @@ import json
 import pytest
 
 from quintet.errors import UserError
-from quintet.observe import Observer
+from quintet.observe import Observer, run_directory
 from quintet.observe.ledger import read_jsonl, read_metrics
 
 
@@ -18,6 +18,7 @@ def steps(observer: Observer, stage: str, numbers: range, mark: str) -> None:
         observer.step(step, {"loss": 1.0 / step, "tokens_trained": 10}, stage=stage, show=False)
         if stage == "rl":
             observer.samples(step, [{"prompt": "a\u2028b", "response": mark}])
+            observer.replay(step, mark.encode())
 
 
 @pytest.fixture
@@ -47,6 +48,9 @@ def test_what_came_later_is_cut_off_and_kept_aside(recipe, ended, stage, step, k
     assert [one["step"] for one in read_jsonl(ended.directory.samples)] == list(range(1, few + 1))
     if few < len(shown):
         assert (aside / "samples.jsonl").read_text().split("\n")[:-1] == shown[few:]
+    left = [f"step-{number:06d}.safetensors" for number in range(1, len(shown) + 1)]
+    assert sorted(p.name for p in ended.directory.replay.iterdir()) == left[:few]
+    assert sorted(p.name for p in (aside / "replay").glob("*")) == left[few:]
     assert json.loads((aside / "summary.json").read_text())["status"] == "finished"
     with observer:
         pass
@@ -129,3 +133,24 @@ def test_tensorboard_shows_only_what_holds(recipe, observe):
     events = EventAccumulator(str(second.directory.path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5), (3, 7.0)]
     assert len(events.Scalars("sft/loss")) == 5
+
+
+def test_samples_for_replay_stay_while_their_weights_do(observe, monkeypatch):
+    monkeypatch.setattr(run_directory, "REPLAYS", 2)
+    observer, _ = observe()
+    with observer:
+        directory = observer.directory
+        for step in range(1, 7):
+            directory.write_replay(step, b"")
+            if step == 2:
+                (directory.checkpoints / "step-000002").mkdir(parents=True)
+        assert sorted(p.stem for p in directory.replay.iterdir()) == [
+            "step-000001", "step-000003", "step-000005", "step-000006",
+        ]  # fmt: skip
+        (directory.checkpoints / "step-000002").rmdir()
+        directory.write_replay(7, b"")
+        assert sorted(p.stem[-1] for p in directory.replay.iterdir()) == ["1", "6", "7"]
+        directory.replay.rename(directory.path / "elsewhere")
+        directory.replay.write_text("")
+        with pytest.raises(UserError, match=r"replay/step-000008\.safetensors cannot be written"):
+            observer.replay(8, b"")
