@@ -75,6 +75,12 @@ class SyncMismatch(QuintetError):
     exit_code = 5
 
 
+class SyncFailure(QuintetError):
+    """New weights did not reach a rollout. The message names the receiver, and what went wrong."""
+
+    exit_code = 3
+
+
 def _rebuild_worker_failure(
     message: str, rank: int | None, phase: str | None, traceback: str | None, stacks: dict[int, str]
 ) -> WorkerFailure:

@@ -75,16 +75,18 @@ def full_tensors(
     mine: dict[str, list[Shard]] = defaultdict(list)
     for shard in shards:
         mine[shard.name].append(shard)
-    everyone = [_by_name(one) for one in gather_holdings(shards, [])]
+    held = gather_holdings(shards, [])
+    everyone = [_by_name(one) for one in held]
     for batch in _batches(planned):
         names = [one.name for one in batch]
         holdings = [
             Holdings(
-                [piece for name in names for piece in held.get(name, ())],
+                [piece for name in names for piece in here.get(name, ())],
                 [(one.name, _whole(one)) for one in batch] if rank == 0 else [],
                 {one.name for one in batch if one.dtype != dtype},
+                held[rank].units,
             )
-            for rank, held in enumerate(everyone)
+            for rank, here in enumerate(everyone)
         ]
         targets = [
             Shard(one.name, one.shape, _whole(one), torch.empty(one.shape, dtype=one.dtype, device=device))

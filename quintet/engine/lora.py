@@ -284,6 +284,8 @@ def merged(shards: Iterable[Shard], lora: LoraShape) -> list[Shard]:
 class MergedShard(Shard):
     """A shard whose view is W + scale · B A, computed in fp32 each time it is asked for, in the type of W."""
 
+    standing = False
+
     def __init__(self, base: Shard, a: Shard, b: Shard, scale: float) -> None:
         self.name, self.shape, self.box, self.trained = base.name, base.shape, base.box, base.trained
         self._base, self._a, self._b, self._scale = base.view, a.view, b.view, scale
@@ -294,6 +296,15 @@ class MergedShard(Shard):
         delta = self._b.to(exact) @ self._a.to(exact)
         whole = self._base.to(exact).add(delta.view(self._base.shape), alpha=self._scale)
         return whole.to(self._base.dtype)
+
+    @property
+    def behind(self) -> tuple[Tensor, ...]:
+        """As `Shard.behind`: the weight and its adapters."""
+        return self._base, self._a, self._b
+
+    def unit(self, dim: int = 0) -> int:
+        """As `Shard.unit`; nothing is computed."""
+        return Shard(self.name, self.shape, self.box, self._base).unit(dim)
 
     def part(self, box: Box) -> Tensor:
         """As `Shard.part`; computed once."""

@@ -2,26 +2,30 @@
 
 Both sides describe what they hold as boxes of full tensors (`quintet.engine.shards`). Where a source box and a
 destination box meet, that part travels from one owner of the source box to the destination. Everything is
-planned once, from the boxes of all ranks; a transfer is then one all-to-all a bucket, and parts that stay on
-their rank are copied in place.
+planned once, from the boxes of all ranks. What stays on its rank is copied in place; what crosses ranks goes in rounds, an
+all-to-all each, so that memory for what is on its way is bounded.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quintet.engine.device import copy_all
 from quintet.engine.shards import Shard
-from quintet.models.mcore import Box, meet, volume
+from quintet.models.mcore import Box, meet, split, volume
 
 Holding = tuple[str, Box]
 """Name and box of a shard, without its data."""
+STAGED_ALIGNMENT = 16
+"""Bytes: parts of any type begin where vectors of them may."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +72,179 @@ def plan_transfers(
 
 @dataclass(frozen=True)
 class Holdings:
-    """What one rank brings to a plan and takes from it. buffers: names among them that are no parameters."""
+    """What one rank brings to a plan and takes from it. buffers: names among them that are no parameters. units: of those
+    whose parts are whole groups of rows (q, k and v; gate and up), the size of a group along each dim."""
 
     sources: list[Holding]
     targets: list[Holding]
     buffers: set[str]
+    units: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def gather_holdings(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[Holdings]:
     """Every rank's, in rank order. Collective."""
+    both = [*sources, *targets]
     mine = Holdings(
         [(one.name, one.box) for one in sources],
         [(one.name, one.box) for one in targets],
-        {one.name for one in [*sources, *targets] if not one.trained},
+        {one.name for one in both if not one.trained},
+        units_of(both),
     )
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, mine)
     return held
 
 
+def units_of(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
+    """The `Holdings.units` of shards."""
+    found: dict[str, tuple[int, ...]] = {}
+    for one in shards:
+        units = tuple(one.unit(dim) for dim in range(len(one.box)))
+        if any(unit > 1 for unit in units):
+            found[one.name] = _common(units, found.get(one.name, units))
+    return found
+
+
+def all_units(held: Iterable[Holdings]) -> dict[str, tuple[int, ...]]:
+    """Where every rank's shards of a tensor can be cut, by name; a tensor that is not named, anywhere."""
+    found: dict[str, tuple[int, ...]] = {}
+    for one in held:
+        for name, units in one.units.items():
+            found[name] = _common(units, found.get(name, units))
+    return found
+
+
+def _common(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.lcm(x, y) for x, y in zip(a, b, strict=True))
+
+
+def in_rounds(
+    transfers: Iterable[Transfer],
+    types: Callable[[str], torch.dtype],
+    units: dict[str, tuple[int, ...]],
+    limit: int,
+) -> list[list[Transfer]]:
+    """Transfers, cut where they must be, in rounds in which a rank sends at most `limit` bytes and gets as many.
+
+    The first round has all that stays on its rank. The same on every rank: it follows from the plan alone.
+    """
+    rounds: list[list[Transfer]] = []
+    at: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))  # round and bytes in it so far
+    for whole in transfers:
+        if whole.source == whole.target:
+            _put(rounds, 0, whole)
+            continue
+        size = types(whole.name).itemsize
+        for box in split(whole.box, units.get(whole.name, (1,) * len(whole.box)), limit // size):
+            count = volume(box) * size
+            ends = ("source", whole.source), ("target", whole.target)
+            number = max(at[end][0] for end in ends)
+            if any(at[end][0] == number and 0 < at[end][1] > limit - count for end in ends):
+                number += 1
+            for end in ends:
+                at[end] = number, count + (at[end][1] if at[end][0] == number else 0)
+            _put(rounds, number, replace(whole, box=box))
+    return rounds
+
+
+def _put(rounds: list[list[Transfer]], number: int, transfer: Transfer) -> None:
+    rounds.extend([] for _ in range(number + 1 - len(rounds)))
+    rounds[number].append(transfer)
+
+
+class Round:
+    """Transfers that are made together, seen from one rank. types: what each name travels as."""
+
+    def __init__(
+        self, transfers: Iterable[Transfer], types: Callable[[str], torch.dtype], rank: int, world: int
+    ) -> None:
+        self.own: list[Transfer] = []
+        self.crosses = False
+        sending: list[list[Transfer]] = [[] for _ in range(world)]
+        receiving: list[list[Transfer]] = [[] for _ in range(world)]
+        for t in transfers:
+            if t.source == t.target:
+                if t.source == rank:
+                    self.own.append(t)
+                continue
+            self.crosses = True
+            if t.source == rank:
+                sending[t.target].append(t)
+            elif t.target == rank:
+                receiving[t.source].append(t)
+        self.sending, self.sizes_out = _staged(sending, types)
+        self.receiving, self.sizes_in = _staged(receiving, types)
+
+    def run(
+        self,
+        read: Callable[[Transfer], Tensor],
+        write: Callable[[Transfer], Tensor],
+        device: torch.device,
+    ) -> None:
+        """Collective where any rank's part crosses. read, write: views of a transfer's part on either side."""
+        copy_all((write(t), read(t)) for t in self.own)
+        if not self.crosses:
+            return
+        out = torch.empty(sum(self.sizes_out), dtype=torch.uint8, device=device)
+        arrived = torch.empty(sum(self.sizes_in), dtype=torch.uint8, device=device)
+        copy_all((one.of(out), read(one.transfer)) for one in self.sending)
+        dist.all_to_all_single(arrived, out, self.sizes_in, self.sizes_out)
+        copy_all((write(one.transfer), one.of(arrived)) for one in self.receiving)
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A transfer's place among the bytes that leave or arrive."""
+
+    transfer: Transfer
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    def of(self, staging: Tensor) -> Tensor:
+        shape = [stop - start for start, stop in self.transfer.box]
+        return staging[self.start : self.stop].view(self.dtype).view(shape)
+
+
+def _staged(
+    by_rank: Sequence[Sequence[Transfer]], types: Callable[[str], torch.dtype]
+) -> tuple[list[_Staged], list[int]]:
+    """The places of all transfers, and how many bytes are each rank's."""
+    found, sizes, at = [], [], 0
+    for transfers in by_rank:
+        start = at
+        for t in transfers:
+            dtype = types(t.name)
+            nbytes = volume(t.box) * dtype.itemsize
+            found.append(_Staged(t, dtype, at, at + nbytes))
+            at += -(-nbytes // STAGED_ALIGNMENT) * STAGED_ALIGNMENT
+        sizes.append(at - start)
+    return found, sizes
+
+
+class Parts:
+    """Views of parts of one rank's shards, each looked for once."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = shards
+        self._views: dict[tuple[int, Box], Tensor] = {}
+
+    def __call__(self, index: int, box: Box) -> Tensor:
+        found = self._views.get((index, box))
+        if found is None:
+            shard = self.shards[index]
+            found = shard.part(box)
+            if shard.standing:
+                self._views[index, box] = found
+        return found
+
+
 class Resharder:
     """A standing plan between two sets of shards over the same ranks. Weights travel as `dtype`, buffers in fp32.
 
-    Collective to build and to run: every rank of the default group takes part, also one without shards. holdings: what
-    every rank holds, where that is known already; building is then no collective.
+    Collective to build and to run: every rank of the default group takes part, also one without shards. bucket_mib: of what
+    a rank sends, and of what it gets, at a time. holdings: what every rank holds, where that is known already; building is
+    then no collective.
     """
 
     def __init__(
@@ -104,59 +257,26 @@ class Resharder:
         bucket_mib: int = 256,
         holdings: Sequence[Holdings] | None = None,
     ) -> None:
-        self.sources, self.targets = sources, targets
         self._device = device
+        self._sources, self._targets = Parts(sources), Parts(targets)
         held = gather_holdings(sources, targets) if holdings is None else holdings
         buffers = set[str]().union(*(one.buffers for one in held))
+
+        def types(name: str) -> torch.dtype:
+            return torch.float32 if name in buffers else dtype
+
         transfers = plan_transfers([one.sources for one in held], [one.targets for one in held])
-        transfers.sort(key=lambda t: t.name in buffers)  # not back and forth between types
-        self.buckets: list[tuple[torch.dtype, list[Transfer]]] = []
-        room = 0
-        for transfer in transfers:  # the same cuts on every rank: they follow from the plan alone
-            kind = torch.float32 if transfer.name in buffers else dtype
-            if not self.buckets or room < volume(transfer.box) or self.buckets[-1][0] != kind:
-                self.buckets.append((kind, []))
-                room = (bucket_mib << 20) // kind.itemsize
-            self.buckets[-1][1].append(transfer)
-            room -= volume(transfer.box)
+        rounds = in_rounds(transfers, types, all_units(held), bucket_mib << 20)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.rounds = [Round(one, types, rank, world) for one in rounds]
 
     def run(self) -> None:
         """Copy every target's content from the sources."""
-        with torch.no_grad():
-            for dtype, bucket in self.buckets:
-                self._run(dtype, bucket)
+        for one in self.rounds:
+            one.run(self._read, self._write, self._device)
 
-    def _run(self, dtype: torch.dtype, bucket: list[Transfer]) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        sending: list[list[Tensor]] = [[] for _ in range(world)]
-        receiving: list[list[Tensor]] = [[] for _ in range(world)]
-        for t in bucket:
-            if t.source == rank == t.target:
-                source, target = self._source(t), self._target(t)
-                target.copy_(source.reshape(target.shape))
-            elif t.source == rank:
-                sending[t.target].append(self._source(t))
-            elif t.target == rank:
-                receiving[t.source].append(self._target(t))
-        if all(t.source == t.target for t in bucket):
-            return
-        sizes_out = [sum(p.numel() for p in parts) for parts in sending]
-        sizes_in = [sum(p.numel() for p in parts) for parts in receiving]
-        outgoing = [p.reshape(-1).to(dtype) for parts in sending for p in parts]
-        out = torch.cat(outgoing) if outgoing else self._empty(0, dtype)
-        arrived = self._empty(sum(sizes_in), dtype)
-        dist.all_to_all_single(arrived, out, sizes_in, sizes_out)
-        start = 0
-        for parts in receiving:
-            for part in parts:
-                part.copy_(arrived[start : start + part.numel()].view(part.shape))
-                start += part.numel()
+    def _read(self, t: Transfer) -> Tensor:
+        return self._sources(t.source_index, t.box)
 
-    def _source(self, t: Transfer) -> Tensor:
-        return self.sources[t.source_index].part(t.box)
-
-    def _target(self, t: Transfer) -> Tensor:
-        return self.targets[t.target_index].part(t.box)
-
-    def _empty(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(elements, dtype=dtype, device=self._device)
+    def _write(self, t: Transfer) -> Tensor:
+        return self._targets(t.target_index, t.box)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -38,6 +38,14 @@ class Shard:
     box: Box
     view: Tensor
     trained: bool = True
+
+    standing: ClassVar[bool] = True
+    """Whether the view is the same memory each time; what is not is computed when it is read."""
+
+    @property
+    def behind(self) -> tuple[Tensor, ...]:
+        """The tensors that the piece is read from."""
+        return (self.view,)
 
     @property
     def box_shape(self) -> tuple[int, ...]:

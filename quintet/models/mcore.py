@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from quintet.models.weight import Weight
@@ -151,6 +151,26 @@ def meet(a: Box, b: Box) -> Box | None:
     """What two boxes of one tensor share; None for nothing."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
+
+
+def split(box: Box, units: Sequence[int], limit: int) -> Iterator[Box]:
+    """A box in boxes of at most `limit` elements, in its order.
+
+    units: along each dim, cuts are at multiples of this; what cannot be cut any more may be larger than the limit.
+    """
+    if volume(box) <= limit:
+        yield box
+        return
+    for dim, ((start, stop), unit) in enumerate(zip(box, units, strict=True)):
+        if (start // unit + 1) * unit >= stop:
+            continue
+        step = max(limit * (stop - start) // volume(box) // unit, 1) * unit
+        while start < stop:
+            end = min(start // unit * unit + step, stop)
+            yield from split((*box[:dim], (start, end), *box[dim + 1 :]), units, limit)
+            start = end
+        return
+    yield box
 
 
 def volume(box: Box) -> int:

@@ -1,0 +1,121 @@
+"""Buckets: tensors laid one behind another in one stretch of memory, cut from a list of what a receiver is to get.
+
+Planning alone: no data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quintet.models.mcore import Box, split, volume
+
+ALIGNMENT = 256
+"""Bytes; every entry begins at a multiple."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`box` of the tensor `name`, whose full shape is `shape`, in a bucket from byte `offset` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    dtype: torch.dtype
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return volume(self.box) * self.dtype.itemsize
+
+    @cached_property
+    def box_shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.box_shape[dim + 1 :]) for dim in range(len(self.box)))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Entries that travel together, and how many bytes they take."""
+
+    entries: tuple[Entry, ...]
+    nbytes: int
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Of each entry, in the shape of its box. memory: bytes, a multiple of ALIGNMENT, from the bucket's first on."""
+        typed: dict[torch.dtype, Tensor] = {}
+        found = []
+        for one in self.entries:
+            flat = typed.get(one.dtype)
+            if flat is None:
+                flat = typed[one.dtype] = memory.view(one.dtype)
+            # One call, not three: there may be ten thousands.
+            found.append(flat.as_strided(one.box_shape, one.strides, one.offset // one.dtype.itemsize))
+        return found
+
+
+def in_buckets(
+    wanted: Iterable[Entry], bucket_bytes: int, units: Mapping[str, tuple[int, ...]] | None = None
+) -> list[Bucket]:
+    """Everything wanted, once and in order, in buckets of at most `bucket_bytes`.
+
+    units: None keeps each entry whole. Otherwise one that is larger than a bucket is cut into boxes, at multiples of its
+    units where it has any (`quintet.engine.reshard.Holdings`). What cannot be cut has a bucket of its own, as large as it is.
+    """
+    groups: list[list[Entry]] = []
+    end = 0
+    for whole in wanted:
+        for one in _pieces(whole, bucket_bytes, units):
+            if not groups or _aligned(end) + one.nbytes > bucket_bytes:
+                groups.append([])
+                end = 0
+            groups[-1].append(one)
+            end = _aligned(end) + one.nbytes
+    return [laid_out(entries) for entries in groups]
+
+
+def _pieces(whole: Entry, bucket_bytes: int, units: Mapping[str, tuple[int, ...]] | None) -> Iterator[Entry]:
+    if not whole.nbytes:  # a rank with nothing but the vocabulary's padding
+        return
+    if units is None:
+        yield whole
+        return
+    limit = bucket_bytes // whole.dtype.itemsize
+    for box in split(whole.box, units.get(whole.name, (1,) * len(whole.box)), limit):
+        yield replace(whole, box=box)
+
+
+def laid_out(entries: Iterable[Entry]) -> Bucket:
+    """A bucket of these entries, one behind another."""
+    placed, end = [], 0
+    for one in entries:
+        placed.append(replace(one, offset=_aligned(end)))
+        end = _aligned(end) + one.nbytes
+    return Bucket(tuple(placed), end)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def slots(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[int], tuple[int, int]]:
+    """Which of the two stretches of memory each bucket of a sequence is in, and how large the two must be.
+
+    They take turns, so that one is packed while another is read; but what is larger than a bucket is always in the first:
+    memory then holds one large bucket and one of the usual size, never two large ones.
+    """
+    found: list[int] = []
+    room = [ALIGNMENT, ALIGNMENT]
+    for size in sizes:
+        slot = 0 if size > bucket_bytes or not found else 1 - found[-1]
+        found.append(slot)
+        room[slot] = max(room[slot], _aligned(size))
+    return found, (room[0], room[1])

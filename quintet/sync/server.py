@@ -1,0 +1,232 @@
+"""The trainer's side of weight sync: one `WeightServer` in each rank that trains.
+
+    server = WeightServer(engine.shard_map, shape, dtype, device)
+    tickets = server.plan(assignments)      # whenever receivers join, leave or start anew
+    served = server.serve()                 # beside it, each rollout takes ChannelSource(tickets).pieces(number)
+
+All ranks fill bucket after bucket together, straight from their shards, each for the receivers it serves; while a bucket is
+loaded, the next is filled. Two are in memory at most, and only while serving.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quintet.engine.agree import agreed
+from quintet.engine.hf import planned_tensors
+from quintet.engine.reshard import all_units, gather_holdings
+from quintet.engine.shards import Shard
+from quintet.errors import UserError
+from quintet.models import ModelShape
+from quintet.rollout.base import Wanted
+from quintet.sync.buckets import Bucket, Entry, in_buckets, slots
+from quintet.sync.export import Export
+from quintet.sync.memory import Shared
+from quintet.sync.outlets import Outlet, Reception
+from quintet.sync.wire import Answer, Ticket
+
+STAGED_SHARE = 8
+"""What crosses ranks at a time is this part of a bucket."""
+
+
+@dataclass(frozen=True)
+class ReceiverSpec:
+    """Who takes weights: `id` names it in messages, `wanted` is what `Rollout.receivers` says, `colocated` whether it is on
+    the device of the trainer rank that serves it."""
+
+    id: str
+    wanted: list[Wanted] | None
+    colocated: bool
+
+
+@dataclass
+class Served:
+    """What one sync came to on one rank: bytes and buckets handed out, and receivers that went away: id → why."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+    buckets: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
+
+
+class WeightServer:
+    """One trainer rank's. `plan` and `serve` are collective over the default process group, whose ranks are the trainer's.
+
+    engine_shards: what this rank holds, asked for at each plan (adapters merged, or alone, as receivers want it). shape: the
+    model's. dtype: what parameters travel as; buffers are fp32. timeout_s: how long one side waits for the other to come, or
+    to take a bucket; less than a collective's time limit, for other ranks wait meanwhile.
+    """
+
+    def __init__(
+        self,
+        engine_shards: Callable[[], list[Shard]],
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        bucket_mib: int = 256,
+        *,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._engine_shards, self._shape, self._dtype, self._device = engine_shards, shape, dtype, device
+        self._bucket_bytes, self._timeout_s = bucket_mib << 20, timeout_s
+        self._reception = Reception(timeout_s)
+        self._export: Export | None = None
+        self._outlets: list[Outlet] = []
+        self._sequence: list[tuple[Outlet, int]] = []
+
+    def plan(self, assignments: Sequence[Sequence[ReceiverSpec]]) -> list[Ticket]:
+        """Plan for the receivers that each rank serves (one list a rank, the same on every rank); tickets for this rank's, in
+        order. Earlier tickets are void. Collective.
+
+        Raises UserError naming a receiver that wants what the engine does not hold.
+        """
+        rank, world = dist.get_rank(), dist.get_world_size()
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, list(assignments[rank]))
+        shards = agreed(self._engine_shards)
+        held = gather_holdings(shards, [])
+        tensors = self._tensors(shards)
+        units = all_units(held)
+        sets = [self._sets(specs, tensors, units) for specs in everyone]
+        sequences = [_in_turn([buckets for _, buckets in one]) for one in sets]
+        self._export = Export(
+            shards,
+            held,
+            [
+                [one[outlet][1][number] for outlet, number in seq]
+                for one, seq in zip(sets, sequences, strict=True)
+            ],
+            staging_bytes=self._bucket_bytes // STAGED_SHARE,
+            device=self._device,
+        )
+        self._outlets = [
+            Outlet([s.id for s in specs], buckets, self._timeout_s) for specs, buckets in sets[rank]
+        ]
+        self._sequence = [(self._outlets[outlet], number) for outlet, number in sequences[rank]]
+        plan = self._reception.expect(spec.id for spec in everyone[rank])
+        reception = self._reception
+        return [
+            Ticket(s.id, reception.address(s.colocated), plan, reception.key, self._timeout_s)
+            for s in everyone[rank]
+        ]
+
+    def _tensors(self, shards: Sequence[Shard]) -> dict[str, Entry]:
+        """Every tensor in full that the ranks' shards are of, in the family's order, adapters last. Collective."""
+        found = {
+            one.name: Entry(one.name, one.shape, tuple((0, n) for n in one.shape), one.dtype)
+            for one in planned_tensors(self._shape, self._dtype)
+        }
+        mine = {s.name: s.shape for s in shards if s.name not in found}
+        others: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(others, (mine, {s.name for s in shards}))
+        held = set[str]().union(*(names for _, names in others))
+        for more, _ in others:
+            for name, full in more.items():
+                found.setdefault(name, Entry(name, full, tuple((0, n) for n in full), self._dtype))
+        return {name: one for name, one in found.items() if name in held}
+
+    def _sets(
+        self, specs: Sequence[ReceiverSpec], tensors: dict[str, Entry], units: dict[str, tuple[int, ...]]
+    ) -> list[tuple[list[ReceiverSpec], list[Bucket]]]:
+        """A rank's receivers, those together that want the same in the same way, and the buckets of each set."""
+        alike: dict[Any, list[ReceiverSpec]] = defaultdict(list)
+        for spec in specs:
+            alike[spec.colocated, None if spec.wanted is None else tuple(spec.wanted)].append(spec)
+        found = []
+        for together in alike.values():
+            wanted = together[0].wanted
+            if wanted is None:
+                buckets = in_buckets(tensors.values(), self._bucket_bytes)
+            else:
+                entries = [_entry(together[0], one, tensors) for one in wanted]
+                buckets = in_buckets(entries, self._bucket_bytes, units)
+            found.append((together, buckets))
+        return found
+
+    def serve(self) -> Served:
+        """Hand out the present weights to this rank's receivers. Collective.
+
+        A receiver that goes away does not stop the others, nor other ranks; it is `lost`. Raises UserError on every rank when
+        weights are offloaded.
+        """
+        export = self._export
+        if export is None:
+            raise RuntimeError("plan comes before serve")
+        began = time.perf_counter()
+        here = self._reception.meet()
+        sizes = [outlet.buckets[number].nbytes for outlet, number in self._sequence]
+        place, room = slots(sizes, self._bucket_bytes)
+        memory: list[Shared] = []
+
+        def prepare() -> None:
+            export.check()
+            if self._sequence:
+                memory.extend(Shared(nbytes, self._device) for nbytes in room)
+
+        try:
+            agreed(prepare)
+            answer = Answer(room=room, bucket_bytes=self._bucket_bytes, device=self._device.type)
+            for outlet in self._outlets:
+                outlet.open(here, answer, memory)
+            self._hand_out(export, place, memory)
+            for outlet in self._outlets:
+                outlet.finish()
+        finally:
+            for outlet in self._outlets:
+                outlet.close()
+            for one in memory:
+                one.close()
+        lost = {receiver: why for outlet in self._outlets for receiver, why in outlet.lost.items()}
+        return Served(time.perf_counter() - began, sum(sizes), len(sizes), lost)
+
+    def _hand_out(self, export: Export, place: Sequence[int], memory: Sequence[Shared]) -> None:
+        """Every bucket in turn. Its memory is free once the bucket that was there before has been taken."""
+        busy: dict[int, tuple[Outlet, int]] = {}
+        for turn in range(export.count):
+            if turn >= len(self._sequence):
+                export.fill(turn, None)
+                continue
+            (outlet, number), slot = self._sequence[turn], place[turn]
+            if slot in busy:
+                former, before = busy.pop(slot)
+                former.wait(before)
+            export.fill(turn, memory[slot].bytes)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            outlet.offer(number, slot, memory[slot].bytes)
+            busy[slot] = outlet, number
+        for outlet, number in busy.values():
+            outlet.wait(number)
+
+    def close(self) -> None:
+        """Void all tickets and let nobody in any more."""
+        self._reception.close()
+        self._export = None
+
+
+def _entry(spec: ReceiverSpec, wanted: Wanted, tensors: dict[str, Entry]) -> Entry:
+    """What a receiver wants of a tensor."""
+    whole = tensors.get(wanted.name)
+    if whole is None:
+        raise UserError(f"receiver {spec.id} wants {wanted.name}, which the engine does not hand out")
+    fits = len(wanted.box) == len(whole.box) and all(
+        0 <= start <= stop <= size for (start, stop), size in zip(wanted.box, whole.shape, strict=True)
+    )
+    if not fits:
+        raise UserError(
+            f"receiver {spec.id} wants {wanted.box} of {wanted.name}, whose shape is {whole.shape}"
+        )
+    return Entry(wanted.name, whole.shape, wanted.box, whole.dtype)
+
+
+def _in_turn(sets: Sequence[Sequence[Bucket]]) -> list[tuple[int, int]]:
+    """(set, number) of all buckets, the first of each set, then the second of each, so that all receivers have work."""
+    longest = max((len(one) for one in sets), default=0)
+    return [(which, n) for n in range(longest) for which, one in enumerate(sets) if n < len(one)]

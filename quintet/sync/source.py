@@ -1,0 +1,174 @@
+"""Where a rollout gets its weights: opened, with a ticket, in the process that takes them.
+
+Runs beside any rollout engine and its own version of torch: neither megatron-core nor Ray is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from quintet.errors import SyncFailure
+from quintet.rollout.base import Piece
+from quintet.sync.buckets import Bucket, slots
+from quintet.sync.group import BulkGroup
+from quintet.sync.memory import Seen
+from quintet.sync.wire import END, Answer, Group, Hello, Ticket, call, ended
+
+
+@dataclass
+class _Standing:
+    """What a receiver keeps from one sync to the next, while the sender's plan is the same."""
+
+    plan: str
+    buckets: tuple[Bucket, ...]
+    group: BulkGroup | None = None
+
+    def joined(self, group: Group, timeout_s: float) -> BulkGroup:
+        """The group, which may be the last sync's."""
+        if self.group is None or self.group.group.name != group.name:
+            self.leave()
+            self.group = BulkGroup(group, group.rank, timeout_s)
+        return self.group
+
+    def leave(self) -> None:
+        if self.group is not None:
+            self.group.close()
+        self.group = None
+
+
+_STANDING: dict[str, _Standing] = {}
+
+
+class ChannelSource:
+    """A `quintet.rollout.WeightSource`: one ticket a receiver."""
+
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        self.tickets = list(tickets)
+
+    def pieces(self, receiver: int) -> Iterator[Piece]:
+        """All that receiver takes, once: see `WeightSource`. A piece is good until the next is asked for.
+
+        Raises SyncFailure naming the receiver when the trainer refuses the ticket, ends, or is silent for too long.
+        """
+        for batch in self.batches(receiver):
+            yield from batch
+
+    def batches(self, receiver: int) -> Iterator[list[Piece]]:
+        """The same, a bucket at a time: its pieces are good until the next list is asked for. On a GPU all that has been
+        queued on it by then is waited for."""
+        ticket = self.tickets[receiver]
+        known = _STANDING.get(ticket.receiver)
+        if known is not None and known.plan != ticket.plan:
+            known.leave()
+            del _STANDING[ticket.receiver]
+            known = None
+        name = None if known is None or known.group is None else known.group.group.name
+        connection = call(ticket, Hello(ticket.receiver, ticket.plan, known is not None, name))
+        try:
+            answer = _next(connection, ticket)
+            assert isinstance(answer, Answer)
+            if answer.refused is not None:
+                raise SyncFailure(f"receiver {ticket.receiver}: {answer.refused}")
+            if known is None:
+                assert answer.buckets is not None
+                known = _STANDING[ticket.receiver] = _Standing(ticket.plan, answer.buckets)
+            if answer.group is None:
+                yield from _through_memory(connection, ticket, known, answer)
+            else:
+                yield from _through_group(connection, ticket, known, answer)
+        finally:
+            connection.close()
+
+
+def _through_memory(
+    connection: Connection, ticket: Ticket, known: _Standing, answer: Answer
+) -> Iterator[list[Piece]]:
+    seen: list[Seen] = []
+    try:
+        seen.extend(Seen(connection, room, _device(answer)) for room in answer.room)
+        while (said := _next(connection, ticket)) != END:
+            number, slot = said
+            yield _pieces(known.buckets[number], seen[slot].bytes)
+            _wait_for_copies(answer)
+            _say(connection, ticket, number)
+        _say(connection, ticket, len(known.buckets))
+    finally:
+        for one in seen:
+            one.close()
+
+
+def _through_group(
+    connection: Connection, ticket: Ticket, known: _Standing, answer: Answer
+) -> Iterator[list[Piece]]:
+    """Two buckets' memory: while one is read, the next arrives."""
+    assert answer.group is not None
+    device, buckets = _device(answer), known.buckets
+    place, room = slots([bucket.nbytes for bucket in buckets], answer.bucket_bytes)
+    memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in room]
+    posted: list[Any] = []
+    try:
+        group = known.joined(answer.group, ticket.timeout_s)
+        for number, bucket in enumerate(buckets):
+            for ahead in range(len(posted), min(number + 2, len(buckets))):
+                if ahead > number and place[ahead] == place[number]:
+                    break  # its memory is being read
+                posted.append(group.take(memory[place[ahead]][: buckets[ahead].nbytes]))
+            group.wait(posted[number], lambda: not ended(connection))
+            yield _pieces(bucket, memory[place[number]])
+            _wait_for_copies(answer)
+        if _next(connection, ticket) != END:
+            raise SyncFailure(f"receiver {ticket.receiver}: the trainer has other buckets than it announced")
+        _say(connection, ticket, len(known.buckets))
+    except RuntimeError as error:
+        known.leave()
+        raise SyncFailure(
+            f"receiver {ticket.receiver}: weights stopped coming from the trainer: {error}"
+        ) from None
+    except BaseException:
+        known.leave()
+        raise
+
+
+def _pieces(bucket: Bucket, memory: torch.Tensor) -> list[Piece]:
+    views = bucket.views(memory)
+    return [
+        Piece(one.name, one.shape, one.box, view) for one, view in zip(bucket.entries, views, strict=True)
+    ]
+
+
+def _device(answer: Answer) -> torch.device:
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if answer.device == "cuda" else torch.device("cpu")
+    )
+
+
+def _wait_for_copies(answer: Answer) -> None:
+    if answer.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _next(connection: Connection, ticket: Ticket) -> Any:
+    try:
+        if connection.poll(ticket.timeout_s):
+            return connection.recv()
+    except (EOFError, OSError):
+        raise SyncFailure(
+            f"receiver {ticket.receiver}: the trainer went away before all weights had arrived, or gave this receiver up"
+        ) from None
+    raise SyncFailure(
+        f"receiver {ticket.receiver}: nothing came from the trainer within {ticket.timeout_s:g} s"
+    )
+
+
+def _say(connection: Connection, ticket: Ticket, what: Any) -> None:
+    try:
+        connection.send(what)
+    except OSError:
+        raise SyncFailure(
+            f"receiver {ticket.receiver}: the trainer went away before all weights had arrived, or gave this receiver up"
+        ) from None
