@@ -21,6 +21,7 @@ from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in th
     model,
     optimizer,
     run,
+    sglang,
     vllm,
 )
 from quintet.recipe.rules.facts import RULES, Command, Facts, Problem, shape_of_built

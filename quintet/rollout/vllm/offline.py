@@ -10,8 +10,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quintet.rollout.death import Watch
 from quintet.rollout.vllm import compat
-from quintet.rollout.vllm.death import Watch
 from quintet.rollout.vllm.jobs import Answer, Job, Progress, answer
 from quintet.rollout.vllm.sampling import told
 
@@ -25,7 +25,7 @@ class OfflineEngine:
 
         self._params, self._prompt, self._final = SamplingParams, TokensPrompt, RequestOutputKind.FINAL_ONLY
         devices = arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"]
-        with Watch.over_children() as self._watch:
+        with Watch.over_children("vLLM") as self._watch:
             self._engine = compat.make_offline(arguments, processes=devices > 1)
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # one thread at a time is in the engine

@@ -14,6 +14,7 @@ from pathlib import Path
 from quintet.errors import QuintetError, UserError
 from quintet.recipe import schema
 from quintet.rollout.base import Part, Request, Sample, Sampling, Wanted, WeightSource
+from quintet.rollout.policy_sample import policy_sample
 from quintet.rollout.seeds import sample_seed
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.jobs import Answer, Engine, Job, Progress
@@ -72,7 +73,11 @@ class VllmRollout:
             for number in range(request.samples)
         ]
         answers = iter(self._run(jobs))
-        return [[self._sample(next(answers), sampling) for _ in range(r.samples)] for r in requests]
+        made = [[next(answers) for _ in range(r.samples)] for r in requests]
+        return [
+            [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in row]
+            for row in made
+        ]
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
@@ -110,16 +115,6 @@ class VllmRollout:
                 f"made for {self._longest} in all: raise data.max_prompt_tokens or rollout.max_response_tokens"
             )
         return Job(list(request.prompt_ids), asked)
-
-    def _sample(self, made: Answer, sampling: Sampling) -> Sample:
-        text = self._decode(made.response_ids)
-        for stop in sampling.stop:
-            text = text.split(stop)[0]
-        told, greedy = made.logprobs, sampling.temperature == 0
-        cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-        raw = told if sampling.temperature in (0, 1) else None
-        drawn = [0.0] * len(told) if greedy else None if cut else told
-        return Sample(made.response_ids, drawn, told, raw, made.finish, text)
 
     def pause(self) -> None:
         """Hold requests that are under way, and start no others, until `resume`."""

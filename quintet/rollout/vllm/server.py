@@ -8,7 +8,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from quintet.rollout.vllm.death import Watch
+from quintet.rollout.death import Watch
 from quintet.rollout.vllm.jobs import Answer, Job, Progress, answer
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ class ServerEngine:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm-server", daemon=True).start()
-        with Watch.over_children() as self._watch:
+        with Watch.over_children("vLLM") as self._watch:
             self._engine = self._do(_start(arguments))
         self._numbers = itertools.count()
         self._under_way: set[str] = set()

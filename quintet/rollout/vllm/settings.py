@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from quintet.errors import UserError
 from quintet.models import read_shape
 from quintet.models.shape import ModelShape
 from quintet.recipe import schema
 from quintet.recipe.vllm import DECIDED
+from quintet.rollout.options import passed_through
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.sampling import mode_of
 
@@ -50,26 +49,14 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
     if rollout.quantization is not None:
         arguments["quantization"] = rollout.quantization
-    return arguments | _passed_through(rollout.vllm)
+    known = compat.engine_fields() if rollout.vllm else frozenset()
+    names = f"the EngineArgs of vLLM {compat.require()}"
+    return arguments | passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
 
 
 def longest(recipe: schema.Recipe) -> int:
     """Most tokens of a sequence in vLLM: the recipe's longest sample, and one more, which scoring it asks vLLM for."""
     return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + 1
-
-
-def _passed_through(options: dict[str, Any]) -> dict[str, Any]:
-    known = compat.engine_fields() if options else frozenset()
-    for name in options:
-        if name in DECIDED:
-            raise UserError(f"rollout.vllm.{name}: {DECIDED[name]}; remove it")
-        if name not in known:
-            near = difflib.get_close_matches(name, known - set(DECIDED), 1)
-            raise UserError(
-                f"rollout.vllm.{name}: the EngineArgs of vLLM {compat.require()} have no such field"
-                f"{f'; did you mean {near[0]}?' if near else '; remove it'}"
-            )
-    return options
 
 
 def _kv_bytes(recipe: schema.Recipe, model_dir: Path, dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""Whose death ended it: vLLM says that its engine is dead, and this says which of its processes died first."""
+"""Whose death ended it: an engine says that it is dead, or nothing at all, and this says which of its processes died first."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from quintet.errors import WorkerFailure
 
 
 class Watch:
-    """Watches the processes that an engine started, by their pidfds (Linux, as vLLM)."""
+    """Watches the processes that an engine started, by their pidfds (Linux). engine: what messages call it."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
         self._names: dict[int, str] = {}
         self._first: str | None = None
         self._seen = threading.Event()
@@ -24,9 +25,9 @@ class Watch:
 
     @classmethod
     @contextmanager
-    def over_children(cls) -> Iterator[Watch]:
+    def over_children(cls, engine: str) -> Iterator[Watch]:
         """Watch what is started within the context."""
-        watch = cls()
+        watch = cls(engine)
         before = {child.pid for child in psutil.Process().children(recursive=True)}
         yield watch
         for child in psutil.Process().children(recursive=True):
@@ -34,7 +35,7 @@ class Watch:
                 if child.pid not in before and "resource_tracker" not in "".join(child.cmdline()):
                     watch._names[os.pidfd_open(child.pid)] = f"{_title(child)} (process {child.pid})"
         if watch._names:
-            threading.Thread(target=watch._wait, name="vllm-watch", daemon=True).start()
+            threading.Thread(target=watch._wait, name="engine-watch", daemon=True).start()
 
     def _wait(self) -> None:
         ready = multiprocessing.connection.wait([*self._names, self._stop])
@@ -51,11 +52,19 @@ class Watch:
         try:
             yield
         except Exception as error:
-            # vLLM may notice before the watch does; a live engine's errors pass as they are.
+            # The engine may notice before the watch does; a live engine's errors pass as they are.
             if self._names and (self._seen.wait(1.0 if _of_death(error) else 0) or _of_death(error)):
-                who = self._first or "a process of its engine"
-                raise WorkerFailure(f"vLLM: {who} died", phase="generate") from error
+                raise self._failure() from error
             raise
+
+    def check(self) -> None:
+        """Raise the WorkerFailure that names the process if one has died: for engines that then wait for ever."""
+        if self._seen.is_set():
+            raise self._failure()
+
+    def _failure(self) -> WorkerFailure:
+        who = self._first or "a process of its engine"
+        return WorkerFailure(f"{self._engine}: {who} died", phase="generate")
 
     def close(self) -> None:
         """Stop watching: what dies now is meant to."""

@@ -1,0 +1,28 @@
+"""A sample from the policy's log-probs alone, for back ends that tell one log-prob a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quintet.rollout.base import Sample, Sampling
+
+
+def policy_sample(
+    response_ids: list[int],
+    policy_logprobs: list[float],
+    finish: str,
+    sampling: Sampling,
+    decode: Callable[[list[int]], str],
+) -> Sample:
+    """The sample, with what follows from the policy's log-probs (the temperature applied, nothing cut).
+
+    The model's own are the same at temperature 1, and where sampling is greedy; those sampled under are the same where
+    nothing is cut, and 0 where sampling is greedy. What does not follow is None.
+    """
+    text = decode(response_ids)
+    for stop in sampling.stop:
+        text = text.split(stop)[0]
+    cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    raw = policy_logprobs if sampling.temperature in (0, 1) else None
+    drawn = [0.0] * len(policy_logprobs) if sampling.temperature == 0 else None if cut else policy_logprobs
+    return Sample(response_ids, drawn, policy_logprobs, raw, finish, text)

@@ -1,0 +1,5 @@
+"""Generation by SGLang. Untested on GPUs: see quintet.rollout.sglang.rollout."""
+
+from quintet.rollout.sglang.rollout import SglangRollout
+
+__all__ = ["SglangRollout"]

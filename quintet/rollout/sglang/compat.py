@@ -1,0 +1,155 @@
+"""SGLang's versions: which is supported, and every place where quintet relies on how it is made inside.
+
+Nothing else in quintet imports SGLang or looks at its version. What is said of its inside was read in the source of
+0.5.17; none of it was run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quintet.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SUPPORTED = ("0.5.17",)
+"""The versions of the distribution `sglang` that quintet was written for."""
+
+_ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+
+_ENVIRONMENT = {
+    # The context is a few tokens longer than a sample, as SGLang keeps some back; a model's limit counts without those.
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+}
+
+
+def installed() -> str | None:
+    """Version of the SGLang that is installed, or None."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def require() -> str:
+    """Version of the installed SGLang. Raises UserError where there is none, or one that is not supported."""
+    supported, found = ", ".join(SUPPORTED), installed()
+    if found is None:
+        raise UserError(
+            f"rollout.backend=sglang: SGLang is not installed; supported is sglang {supported}: pip install 'quintet[sglang]' on "
+            "a machine with NVIDIA GPUs. Or use rollout.backend=native"
+        )
+    # A local part names a build, not a version.
+    if found.split("+")[0] not in SUPPORTED:
+        raise UserError(
+            f"rollout.backend=sglang: sglang {found} is installed, and not supported; supported is sglang {supported}. Install "
+            "that, or use rollout.backend=native"
+        )
+    return found
+
+
+def prepare(device: str) -> str:
+    """Set what SGLang reads from the environment when it is imported, where the user has not; returns its version.
+
+    Raises UserError where there are no GPUs, and for a setting under which it tells other log-probs than training needs.
+    """
+    version = require()
+    if device == "cpu":
+        raise UserError(
+            "rollout.backend=sglang needs NVIDIA GPUs; use rollout.backend=native, or cluster.device=cuda"
+        )
+    if os.environ.get(_ORIGINAL, "").lower() in ("1", "true", "yes", "y"):
+        raise UserError(
+            f"{_ORIGINAL} is set: SGLang would tell log-probs of temperature 1, and training needs those of "
+            "rollout.temperature; unset it"
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return version
+
+
+def engine_fields() -> frozenset[str]:
+    """Names of the fields of SGLang's ServerArgs."""
+    import dataclasses
+
+    from sglang.srt.server_args import ServerArgs
+
+    return frozenset(field.name for field in dataclasses.fields(ServerArgs))
+
+
+def make_engine(arguments: Mapping[str, Any]) -> Any:
+    """SGLang's offline engine. Its event loop is `loop`, which is that of the calling thread."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+    # Devices are named by what they are in CUDA's handles, not by their number: the processes may number them otherwise.
+    monkey_patch_torch_reductions()
+    return Engine(**arguments)
+
+
+def was_aborted(error: BaseException) -> bool:
+    """Whether this is how SGLang ends a request that is aborted before its scheduler has it."""
+    return type(error).__name__ == "RequestAbortedError"
+
+
+def abort_all(engine: Any) -> None:
+    """Give up everything that SGLang has. To be called in its loop. Engine itself has no such method."""
+    engine.tokenizer_manager.abort_request(abort_all=True)
+
+
+async def flush(engine: Any) -> bool:
+    """Empty the prefix cache; False where the scheduler is not idle yet."""
+    return bool((await engine.tokenizer_manager.flush_cache()).success)
+
+
+async def release(engine: Any, parts: Sequence[str]) -> None:
+    """Give up memory. The scheduler dies of it where it is not idle: `flush` tells."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+    await engine.tokenizer_manager.release_memory_occupation(
+        ReleaseMemoryOccupationReqInput(tags=list(parts)), None
+    )
+
+
+async def restore(engine: Any, parts: Sequence[str]) -> None:
+    """Take memory again that was given up: the scheduler dies of a part that was not."""
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+    await engine.tokenizer_manager.resume_memory_occupation(
+        ResumeMemoryOccupationReqInput(tags=list(parts)), None
+    )
+
+
+async def load(
+    engine: Any,
+    flat: Tensor,
+    entries: Sequence[tuple[str, tuple[int, ...], torch.dtype, int, int]],
+    ranks: int,
+) -> tuple[bool, str]:
+    """Hand a bucket to the workers: bytes on a GPU, of which each entry says name, shape, dtype, start and end.
+
+    Each rank gets a handle of its own, and gives it back when its model has taken the tensors. Whether that went well, and
+    what SGLang says of it. The prefix cache stays as it is.
+    """
+    import torch
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    metadata = [
+        FlattenedTensorMetadata(name, torch.Size(shape), dtype, start, stop, stop - start)
+        for name, shape, dtype, start, stop in entries
+    ]
+    bucket = {"flattened_tensor": flat, "metadata": metadata}
+    asked = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket) for _ in range(ranks)],
+        load_format="flattened_bucket",
+        flush_cache=False,
+    )
+    success, message = await engine.tokenizer_manager.update_weights_from_tensor(asked, None)
+    return success, message

@@ -1,0 +1,240 @@
+"""SGLang's engine in a thread of its own, where its event loop runs; other threads ask from outside.
+
+SGLang empties its caches, gives memory up and takes weights only when it has no requests at all. So what is paused is
+taken from it, and kept here with what it has come to; after `resume` it goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from quintet.errors import QuintetError
+from quintet.rollout.death import Watch
+from quintet.rollout.sglang import compat
+from quintet.rollout.sglang.sampling import Answer, Job, answer
+
+Progress = Callable[[int], None]
+"""Told how many jobs of a call are done."""
+
+_LOOK_S = 0.2
+"""How often a waiting thread looks whether SGLang's processes live, and how far they are."""
+
+_IDLE_TIMEOUT_S = 60.0
+"""SGLang has nothing to do within this time of its last request; longer is an error."""
+
+
+class SglangEngine:
+    """One SGLang engine. `arguments` are those of its ServerArgs. Its methods may be called from several threads."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._ready = threading.Event()
+        self._failed: BaseException | None = None
+        self._before: Any = signal.SIG_DFL
+        if _in_main_thread():
+            # A process of SGLang that fails sends this, which would end the whole process; the watch tells who it was.
+            self._before = signal.signal(signal.SIGQUIT, lambda number, frame: None)
+        with Watch.over_children("SGLang") as self._watch:
+            # SGLang's processes end with the thread that started them: it stays as long as they are needed.
+            threading.Thread(target=self._drive, args=(arguments,), name="sglang", daemon=True).start()
+            while not self._ready.wait(_LOOK_S):
+                pass
+            if self._failed is not None:
+                raise self._failed
+        self._calls = threading.Lock()  # one thread at a time has jobs in it
+        self._running = self._ask(_event())
+        self._inside = 0  # requests that SGLang has
+        self._pauses = self._aborts = 0
+
+    def _drive(self, arguments: Mapping[str, Any]) -> None:
+        try:
+            self._engine = compat.make_engine(arguments)
+            self._loop: asyncio.AbstractEventLoop = self._engine.loop
+            self._ranks = int(arguments["tp_size"])
+        except BaseException as error:
+            self._failed = error
+            return
+        finally:
+            self._ready.set()
+        self._loop.run_forever()
+
+    def _ask(self, coroutine: Coroutine[Any, Any, Any], progress: Callable[[], None] = lambda: None) -> Any:
+        """Run it in the loop's thread and wait; WorkerFailure when a process of SGLang dies meanwhile."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        while True:
+            try:
+                return future.result(_LOOK_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+                self._watch.check()
+            finally:
+                progress()
+
+    # jobs
+
+    def run(self, jobs: Sequence[Job], progress: Progress) -> list[Answer]:
+        """Do all jobs; returns when each is done or aborted."""
+        done: list[int] = []
+        told = 0
+
+        def tell() -> None:
+            nonlocal told
+            if len(done) > told:
+                told = len(done)
+                progress(told)
+
+        with self._calls:
+            return list(self._ask(self._all(jobs, done), tell))
+
+    async def _all(self, jobs: Sequence[Job], done: list[int]) -> list[Answer]:
+        tasks = [asyncio.create_task(self._one(job, self._aborts, done)) for job in jobs]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            compat.abort_all(self._engine)  # nothing of it may be left for the next call
+            raise
+
+    async def _one(self, job: Job, begun: int, done: list[int]) -> Answer:
+        """The answer of a job, through any number of pauses. begun: how often all was aborted before it."""
+        made = Answer([], [], "abort", [], None, {})
+        while True:
+            await self._running.wait()
+            if self._aborts != begun:
+                break
+            pauses = self._pauses
+            part = await self._send(job, made)
+            made = _joined(made, part)
+            if made.finish != "abort" or self._aborts != begun:
+                break
+            if self._pauses == pauses:
+                raise QuintetError("SGLang gave a request up that nobody aborted")
+            if job.parameters.get("stop"):
+                made = replace(
+                    made, response_ids=[], logprobs=[]
+                )  # the string may lie across the place of the pause
+        done.append(1)
+        return made
+
+    async def _send(self, job: Job, made: Answer) -> Answer:
+        """What comes of the job from here on."""
+        left = job.parameters["max_new_tokens"] - len(made.response_ids)
+        rest = replace(job, parameters=job.parameters | {"max_new_tokens": left})
+        self._inside += 1
+        try:
+            result = await self._engine.async_generate(
+                input_ids=[*job.prompt_ids, *made.response_ids],
+                sampling_params=dict(rest.parameters),
+                return_logprob=True,
+                logprob_start_len=-1 if job.start is None else job.start,
+                return_routed_experts=job.routes,
+            )
+        except Exception as error:
+            if not compat.was_aborted(error):
+                raise
+            return Answer([], [], "abort", [], None, {})
+        finally:
+            self._inside -= 1
+        return answer(result, rest)
+
+    def pause(self) -> None:
+        """Take everything from SGLang, and hold it until `resume`."""
+        self._ask(self._pause())
+
+    async def _pause(self) -> None:
+        self._running.clear()
+        self._pauses += 1
+        await self._emptied()
+
+    def resume(self) -> None:
+        self._loop.call_soon_threadsafe(self._running.set)
+
+    def abort(self) -> None:
+        """End the jobs of all calls under way, with what they have come to."""
+        self._ask(self._abort())
+
+    async def _abort(self) -> None:
+        self._aborts += 1
+        await self._emptied()
+        self._running.set()
+
+    async def _emptied(self) -> None:
+        """Once is not enough: a request on its way to the scheduler is not yet there to be given up."""
+        while self._inside:
+            compat.abort_all(self._engine)
+            await asyncio.sleep(0.02)
+
+    # weights and memory
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache. Raises QuintetError while requests are under way that are not held."""
+        self._ask(self._idle())
+
+    async def _idle(self) -> None:
+        if self._inside:
+            raise QuintetError(
+                "SGLang takes weights and gives memory up only without requests: pause or abort them first"
+            )
+        until = time.monotonic() + _IDLE_TIMEOUT_S
+        while not await compat.flush(self._engine):
+            if time.monotonic() > until:
+                raise QuintetError(f"SGLang was not idle {_IDLE_TIMEOUT_S:.0f} s after its last request")
+            await asyncio.sleep(0.02)
+
+    def release(self, parts: Sequence[str]) -> None:
+        self._ask(self._release(parts))
+
+    async def _release(self, parts: Sequence[str]) -> None:
+        await self._idle()
+        await compat.release(self._engine, parts)
+
+    def restore(self, parts: Sequence[str]) -> None:
+        self._ask(compat.restore(self._engine, parts))
+
+    def load(self, flat: Any, entries: Sequence[Any]) -> None:
+        """A bucket of weights, see `compat.load`; returns when all workers have taken it."""
+        success, message = self._ask(compat.load(self._engine, flat, entries, self._ranks))
+        if not success:
+            raise QuintetError(f"SGLang did not take new weights: {message}")
+
+    def close(self) -> None:
+        """Stop SGLang's processes: all that this process has started."""
+        self._watch.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._engine.shutdown()
+        if _in_main_thread():
+            signal.signal(signal.SIGQUIT, self._before)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+async def _event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+def _joined(first: Answer, second: Answer) -> Answer:
+    """A response and what came after it."""
+    counts = {
+        name: first.counts.get(name, 0.0) + second.counts.get(name, 0.0)
+        for name in first.counts | second.counts
+    }
+    return Answer(
+        first.response_ids + second.response_ids,
+        first.logprobs + second.logprobs,
+        second.finish,
+        second.prompt_logprobs,
+        second.routes,
+        counts,
+    )

@@ -1,0 +1,48 @@
+"""A recipe as arguments of SGLang's engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quintet.recipe import schema
+from quintet.recipe.sglang import DECIDED, deterministic
+from quintet.rollout.options import passed_through
+from quintet.rollout.sglang import compat
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_KEPT_BACK = 8
+"""Tokens of the context that SGLang gives to no request (srt/managers/tp_worker.py: max_req_len, max_req_input_len)."""
+
+
+def engine_arguments(recipe: schema.Recipe, model_dir: Path) -> dict[str, Any]:
+    """Arguments of SGLang's ServerArgs. Raises UserError for an option in rollout.sglang that SGLang does not know."""
+    rollout = recipe.rollout
+    layout = rollout.layout or schema.RolloutLayout()
+    arguments: dict[str, Any] = {
+        "model_path": str(model_dir),
+        # Prompts come as tokens. Only stop strings are looked for in text.
+        "skip_tokenizer_init": not rollout.stop,
+        "dtype": _DTYPES[recipe.model.dtype or "bf16"],
+        "random_seed": recipe.run.seed,
+        "tp_size": layout.tp,
+        "ep_size": layout.ep,
+        "context_length": longest(recipe) + _KEPT_BACK,
+        "max_running_requests": rollout.sequences_per_rank,
+        "mem_fraction_static": rollout.memory_fraction,
+        "enable_memory_saver": True,
+        # What becomes of weights that are given up is fixed when they are loaded first.
+        "enable_weights_cpu_backup": rollout.sleep_level == 1,
+        "enable_return_routed_experts": rollout.return_routes,
+        "enable_deterministic_inference": deterministic(rollout),
+        "sampling_defaults": "openai",  # and not the model's generation_config.json
+        "log_level": "warning",
+    }
+    known = compat.engine_fields() if rollout.sglang else frozenset()
+    names = f"the ServerArgs of sglang {', '.join(compat.SUPPORTED)}"
+    return arguments | passed_through("rollout.sglang", rollout.sglang, DECIDED, known, names)
+
+
+def longest(recipe: schema.Recipe) -> int:
+    """Most tokens of a sequence: the recipe's longest sample, and one more, which scoring it may ask for."""
+    return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + 1

@@ -1,0 +1,104 @@
+"""SGLang's engine as its source describes it (sglang 0.5.17), without a model: what its verbs answer, and what it dies of.
+
+A response is the numbers that follow the last token, a token a tick; each one's log-prob is its negative. Where SGLang's
+scheduler would die of an assertion, this raises AssertionError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+TICK_S = 0.002
+LAYERS, TOP_K = 4, 2
+
+
+class Engine:
+    """srt/entrypoints/engine.py: what quintet calls of it. `tokenizer_manager` is the engine itself."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer_manager = self
+        self.requests: set[SimpleNamespace] = set()
+        self.log: list[str] = []
+        self.asleep: set[str] = set()
+        self.busy_flushes = 2  # its scheduler is idle a little later than its last answer
+        self.stopped = False
+
+    async def async_generate(
+        self, *, input_ids, sampling_params, return_logprob, logprob_start_len, return_routed_experts
+    ) -> dict[str, Any]:
+        assert return_logprob
+        assert not self.asleep
+        request = Request()
+        self.requests.add(request)
+        self.log.append(f"generate {len(input_ids)}")
+        ids: list[int] = []
+        try:
+            reason = {"type": "length", "length": sampling_params["max_new_tokens"]}
+            while len(ids) < sampling_params["max_new_tokens"]:
+                await asyncio.sleep(TICK_S)
+                if request.aborted:
+                    reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+                    break
+                ids.append((input_ids[-1] + len(ids) + 1) % 100)
+                # `update_finish_state`: the length is looked at first
+                if len(ids) == sampling_params["max_new_tokens"]:
+                    break
+                if ids[-1] in sampling_params["stop_token_ids"] and not sampling_params["ignore_eos"]:
+                    reason = {"type": "stop", "matched": ids[-1]}
+                    break
+        finally:
+            self.requests.discard(request)
+        meta: dict[str, Any] = {
+            "id": "0",
+            "finish_reason": reason,
+            "prompt_tokens": len(input_ids),
+            "cached_tokens": 1,
+            "completion_tokens": len(ids),
+            "output_token_logprobs": [(-float(token), token, None) for token in ids],
+            "input_token_logprobs": [],
+        }
+        if logprob_start_len >= 0:
+            told = [None, *(-float(token) for token in input_ids[1:])]
+            meta["input_token_logprobs"] = [(v, t, None) for v, t in zip(told, input_ids, strict=True)]
+        if return_routed_experts:
+            tokens = len(input_ids) + len(ids) - 1
+            routes = np.arange(tokens * LAYERS * TOP_K, dtype=np.int32)
+            meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
+        return {"text": "", "output_ids": ids, "meta_info": meta}
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        assert abort_all
+        for request in self.requests:
+            request.aborted = True
+
+    async def flush_cache(self) -> SimpleNamespace:
+        self.log.append("flush")
+        if not self.requests and self.busy_flushes:
+            self.busy_flushes -= 1
+            return SimpleNamespace(success=False)
+        return SimpleNamespace(success=not self.requests)
+
+    async def release(self, parts: list[str]) -> None:
+        assert not self.requests
+        self.asleep |= set(parts)
+        self.log.append(f"release {' '.join(parts)}")
+
+    async def restore(self, parts: list[str]) -> None:
+        assert set(parts) <= self.asleep
+        self.asleep -= set(parts)
+        self.log.append(f"restore {' '.join(parts)}")
+
+    def shutdown(self) -> None:
+        self.stopped = True
+
+
+class Request(SimpleNamespace):
+    aborted = False
+    __hash__ = object.__hash__

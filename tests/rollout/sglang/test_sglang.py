@@ -1,0 +1,437 @@
+"""The SGLang adapter without SGLang: what it asks, how it reads what is told, and its order around pauses and syncs."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from quintet.errors import QuintetError, UserError
+from quintet.models.shape import ModelShape, MoeShape
+from quintet.recipe import schema
+from quintet.recipe.sglang import DECIDED, refusals
+from quintet.rollout.base import Piece, Request, Sampling
+from quintet.rollout.sglang import compat
+from quintet.rollout.sglang.buckets import in_buckets
+from quintet.rollout.sglang.engine import SglangEngine
+from quintet.rollout.sglang.sampling import Job, answer, parameters, routes_of
+from quintet.rollout.sglang.settings import engine_arguments
+from tests.rollout.sglang import stand_in
+
+# what is asked
+
+
+def test_sampling_is_asked_in_its_words():
+    sampling = Sampling(0.7, 0.9, 0, 0.0, 16, stop=("\n",), stop_token_ids=(7,))
+    asked = parameters(sampling, Request([1], samples=2, max_response_tokens=(3, 4)), 1, 99)
+    assert asked == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.0,
+        "sampling_seed": 99,
+        "max_new_tokens": 4,
+        "stop": ["\n"],
+        "stop_token_ids": [7],
+        "ignore_eos": False,
+        "skip_special_tokens": False,
+    }
+
+
+def test_going_on_past_the_end_leaves_out_all_that_ends_a_response():
+    asked = parameters(Sampling(ignore_end=True, stop_token_ids=(7,)), Request([1]), 0, 0)
+    assert asked["ignore_eos"] is True
+    assert asked["stop_token_ids"] == []
+
+
+def recipe(**rollout) -> schema.Recipe:
+    return schema.Recipe(rollout=schema.Rollout(backend="sglang", **rollout))
+
+
+@pytest.mark.parametrize("name", sorted(DECIDED))
+def test_options_that_quintet_decides_are_refused(name):
+    (problem,) = refusals(recipe(sglang={name: 1}).rollout)
+    assert problem[0] == (f"rollout.sglang.{name}",)
+    assert problem[1].endswith("; remove it")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "names"),
+    [
+        ({"top_k": 5, "top_p": 0.5}, "top_k=5 with rollout.top_p=0.5"),
+        ({"min_p": 0.1}, "min_p=0.1: SGLang has no min_p for requests with a seed"),
+        ({"mode": "server"}, "rollout.mode=server is of vllm"),
+        ({"quantization": "fp8"}, "rollout.quantization=fp8 with SGLang"),
+        ({"layout": {"pp": 2}}, "rollout.layout.pp=2 with SGLang"),
+        ({"layout": {"tp": 4, "ep": 3}}, "an ep that divides tp=4"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_with_what_to_do(rollout, names):
+    ((_, sentence),) = refusals(recipe(**rollout).rollout)
+    assert names in sentence
+    assert "; use " in sentence
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.7, "top_k": 9},
+        {"min_p": 0.1, "top_p": 0.9, "sglang": {"enable_deterministic_inference": False}},
+        {"layout": {"tp": 4, "ep": 2}, "sglang": {"attention_backend": "fa3"}},
+    ],
+)
+def test_what_it_can_do_is_not_refused(rollout):
+    assert not list(refusals(recipe(**rollout).rollout))
+
+
+def test_a_recipe_becomes_its_arguments(monkeypatch, tmp_path):
+    monkeypatch.setattr(compat, "engine_fields", lambda: frozenset({"attention_backend", "tp_size"}))
+    one = recipe(layout={"tp": 2}, sleep_level=1, return_routes=True, sglang={"attention_backend": "fa3"})
+    arguments = engine_arguments(one, tmp_path)
+    assert arguments["tp_size"] == 2
+    assert arguments["enable_weights_cpu_backup"]
+    assert arguments["enable_return_routed_experts"]
+    assert arguments["enable_deterministic_inference"]
+    assert arguments["attention_backend"] == "fa3"
+    assert arguments["context_length"] > one.data.max_prompt_tokens + one.rollout.max_response_tokens + 1
+    with pytest.raises(
+        UserError, match=r"attention_backand: the ServerArgs .* did you mean attention_backend"
+    ):
+        engine_arguments(recipe(sglang={"attention_backand": "fa3"}), tmp_path)
+
+
+# versions
+
+
+def test_without_sglang_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(compat, "installed", lambda: None)
+    with pytest.raises(
+        UserError, match=r"not installed; supported is sglang 0\.5\.17: pip install 'quintet\[sglang\]'"
+    ):
+        compat.prepare("cuda")
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.17.post1", "0.6.0"])
+def test_another_version_is_refused_by_name(monkeypatch, version):
+    monkeypatch.setattr(compat, "installed", lambda: version)
+    with pytest.raises(
+        UserError, match=rf"sglang {version} is installed, and not supported; supported is sglang 0\.5\.17"
+    ):
+        compat.prepare("cuda")
+
+
+def test_it_needs_gpus_and_log_probs_of_the_policy(monkeypatch):
+    monkeypatch.setattr(compat, "installed", lambda: "0.5.17+cu130")
+    with pytest.raises(UserError, match="needs NVIDIA GPUs"):
+        compat.prepare("cpu")
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "true")
+    with pytest.raises(UserError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set.*unset it"):
+        compat.prepare("cuda")
+
+
+def test_the_extra_is_the_version_supported():
+    import tomllib
+    from pathlib import Path
+
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["sglang"] == [f"sglang=={compat.SUPPORTED[0]}"]
+
+
+# what is told: results of the shape of srt/managers/tokenizer_manager.py of sglang 0.5.17
+
+
+def result(ids, reason, **meta):
+    told = [(-0.5, token, None) for token in ids]
+    return {
+        "text": "",
+        "output_ids": list(ids),
+        "meta_info": {"id": "x", "finish_reason": reason, "output_token_logprobs": told, **meta},
+    }
+
+
+JOB = Job([1, 2, 3], {"max_new_tokens": 3}, ends=frozenset({9}))
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason", "finish"),
+    [
+        ([4, 9], {"type": "stop", "matched": 9}, "stop"),
+        ([4, 5], {"type": "stop", "matched": "\n\n"}, "stop"),
+        ([4, 5, 6], {"type": "length", "length": 3}, "length"),
+        ([4, 5, 9], {"type": "length", "length": 3}, "stop"),
+        ([4], ABORTED, "abort"),
+        ([], {"type": "abort", "message": "Abort in waiting queue"}, "abort"),
+        ([4, 9], ABORTED, "stop"),
+        ([4, 5, 6], ABORTED, "length"),
+    ],
+)
+def test_the_finish_is_what_ended_the_response(ids, reason, finish):
+    made = answer(result(ids, reason), JOB)
+    assert made.finish == finish
+    assert made.response_ids == ids
+    assert made.logprobs == [-0.5] * len(ids)
+
+
+def test_a_scored_prompt_has_no_log_prob_of_its_first_token():
+    told = [(None, 1, None), (-2.0, 2, None), (-3.0, 3, None)]
+    job = Job([1, 2, 3], {"max_new_tokens": 0}, start=0)
+    made = answer(result([], {"type": "length", "length": 0}, input_token_logprobs=told), job)
+    assert made.prompt_logprobs == [-2.0, -3.0]
+    assert answer(result([], ABORTED), job).finish == "abort"
+
+
+def test_counts_are_named_as_those_of_vllm():
+    meta = {
+        "prompt_tokens": 8,
+        "cached_tokens": 6,
+        "spec_verify_ct": 3,
+        "spec_num_proposed_drafts": 9,
+        "spec_num_correct_drafts": 5,
+    }
+    made = answer(result([4], {"type": "length", "length": 1}, **meta), JOB)
+    assert made.counts == {
+        "prefix_cache_queries": 8,
+        "prefix_cache_hits": 6,
+        "drafts": 3,
+        "draft_tokens": 9,
+        "accepted_tokens": 5,
+    }
+
+
+def test_log_probs_of_other_tokens_are_an_error():
+    wrong = result([4, 5], {"type": "stop", "matched": 5})
+    wrong["meta_info"]["output_token_logprobs"][1] = (-0.5, 6, None)
+    with pytest.raises(QuintetError, match="not those of the 2 it generated"):
+        answer(wrong, JOB)
+    del wrong["meta_info"]["output_token_logprobs"]
+    with pytest.raises(QuintetError, match="log-probs of 0 tokens"):
+        answer(wrong, JOB)
+
+
+def test_routes_are_of_layers_with_experts():
+    moe = MoeShape(experts=8, top_k=2, ffn_hidden_size=8, dense_layers=(0,))
+    shape = ModelShape(
+        family="qwen3_moe",
+        layers=3,
+        hidden_size=8,
+        ffn_hidden_size=8,
+        heads=2,
+        kv_heads=2,
+        head_dim=4,
+        vocab_size=16,
+        max_positions=64,
+        tied_embeddings=False,
+        norm_eps=1e-6,
+        moe=moe,
+    )
+    flat = np.arange(4 * 3 * 2, dtype=np.int32)
+    routes = routes_of(flat, shape, 5)
+    assert routes.dtype == np.int16
+    assert (routes == flat.reshape(4, 3, 2)[:, 1:]).all()
+    with pytest.raises(QuintetError, match="24 routes of 6 tokens"):
+        routes_of(flat, shape, 6)
+
+
+# weights
+
+
+def whole(name, tensor):
+    return Piece(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape), tensor)
+
+
+def unpacked(buckets):
+    return {
+        name: bucket.flat[start:stop].view(dtype).view(shape).clone()
+        for bucket in buckets
+        for name, shape, dtype, start, stop in bucket.entries
+    }
+
+
+def test_buckets_hold_every_tensor_bit_by_bit():
+    torch.manual_seed(0)
+    tensors = {
+        "a": torch.randn(300, 1000),
+        "b": torch.randn(7, dtype=torch.bfloat16),
+        "large": torch.randn(600, 1000),
+        "c": torch.randint(-9, 9, (5, 3), dtype=torch.int8),
+        "d": torch.randn(3, dtype=torch.float64),
+    }
+
+    def pieces():
+        for name, tensor in tensors.items():
+            passing = tensor.clone()
+            yield whole(name, passing)
+            passing.zero_()  # its memory is the next piece's
+
+    buckets = list(in_buckets(pieces(), 1, torch.device("cpu")))
+    assert [[name for name, *_ in bucket.entries] for bucket in buckets] == [
+        ["a"],
+        ["b"],
+        ["large"],
+        ["c", "d"],
+    ]
+    assert max(len(bucket.flat) for bucket in buckets) < 600 * 1000 * 4 + 512
+    found = unpacked(buckets)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_tensors_that_sglang_joins_share_a_bucket():
+    layer = "model.layers.{}.self_attn.{}.weight"
+    names = [
+        layer.format(0, "q_a_proj"),
+        layer.format(0, "o_proj"),
+        layer.format(1, "kv_a_proj_with_mqa"),
+        layer.format(0, "kv_a_proj_with_mqa"),
+        layer.format(1, "q_a_proj"),
+        layer.format(2, "kv_a_proj_with_mqa"),
+    ]
+    big = 150_000  # of which one bucket of 1 MiB holds one
+    pieces = [whole(name, torch.full((big,), float(at))) for at, name in enumerate(names)]
+    buckets = list(in_buckets(pieces, 1, torch.device("cpu")))
+    held = [{name for name, *_ in bucket.entries} for bucket in buckets]
+    for at in (0, 1):
+        pair = {layer.format(at, "q_a_proj"), layer.format(at, "kv_a_proj_with_mqa")}
+        assert any(pair <= bucket for bucket in held)
+    assert {name: float(tensor[0]) for name, tensor in unpacked(buckets).items()} == {
+        name: float(at) for at, name in enumerate(names)
+    }
+
+
+def test_a_part_of_a_tensor_is_refused():
+    part = Piece("a", (4, 4), ((0, 2), (0, 4)), torch.zeros(2, 4))
+    with pytest.raises(QuintetError, match="a: SGLang takes whole tensors"):
+        list(in_buckets([part], 1, torch.device("cpu")))
+
+
+# pauses, aborts, sleep
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    made = {}
+
+    def make(arguments):
+        made["engine"] = stand_in.Engine(**arguments)
+        return made["engine"]
+
+    monkeypatch.setattr(compat, "make_engine", make)
+    monkeypatch.setattr(compat, "release", lambda engine, parts: engine.release(list(parts)))
+    monkeypatch.setattr(compat, "restore", lambda engine, parts: engine.restore(list(parts)))
+    one = SglangEngine({"tp_size": 1})
+    one.inner = made["engine"]
+    yield one
+    one.close()
+
+
+def jobs(n, tokens=50, **changes):
+    return [
+        Job([1, at], {"max_new_tokens": tokens, "stop_token_ids": [], "ignore_eos": False} | changes)
+        for at in range(n)
+    ]
+
+
+class Running:
+    """A call of `run` in a thread of its own."""
+
+    def __init__(self, engine, work):
+        self.told, self.answers = [], None
+        self._thread = threading.Thread(target=self._run, args=(engine, work))
+        self._thread.start()
+        while not engine.inner.requests:
+            time.sleep(0.001)
+
+    def _run(self, engine, work):
+        self.answers = engine.run(work, self.told.append)
+
+    def done(self):
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.answers
+
+
+def test_jobs_are_answered_in_order(engine):
+    told = []
+    answers = engine.run(jobs(5), told.append)
+    assert [a.response_ids for a in answers] == [[(at + k + 1) % 100 for k in range(50)] for at in range(5)]
+    assert {a.finish for a in answers} == {"length"}
+    assert told[-1] == 5
+
+
+def test_what_is_paused_goes_on_where_it_was(engine):
+    expected = engine.run(jobs(3), lambda done: None)
+    running = Running(engine, jobs(3))
+    time.sleep(0.03)
+    engine.pause()
+    assert not engine.inner.requests
+    before = len(engine.inner.log)
+    time.sleep(0.05)
+    assert len(engine.inner.log) == before, "something ran while paused"
+    engine.resume()
+    assert [(a.response_ids, a.logprobs, a.finish) for a in running.done()] == [
+        (a.response_ids, a.logprobs, a.finish) for a in expected
+    ]
+    resumed = [int(line.split()[1]) for line in engine.inner.log[before:]]
+    assert min(resumed) > 2, "what was generated before the pause was not kept"
+
+
+def test_with_stop_strings_a_paused_response_begins_anew(engine):
+    running = Running(engine, jobs(2, stop=["x"]))
+    time.sleep(0.03)
+    engine.pause()
+    engine.inner.log.clear()
+    engine.resume()
+    assert all(len(a.response_ids) == 50 for a in running.done())
+    assert engine.inner.log == ["generate 2"] * 2
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_what_is_aborted_has_the_tokens_it_came_to(engine, paused):
+    running = Running(engine, jobs(3, tokens=5000))
+    time.sleep(0.03)
+    if paused:
+        engine.pause()
+    engine.abort()
+    answers = running.done()
+    assert {a.finish for a in answers} == {"abort"}
+    assert all(0 < len(a.response_ids) == len(a.logprobs) < 5000 for a in answers)
+    assert len(engine.run(jobs(1), lambda done: None)[0].response_ids) == 50, "it goes on after an abort"
+
+
+def test_memory_is_given_up_and_weights_taken_only_without_requests(engine):
+    running = Running(engine, jobs(2, tokens=300))
+    with pytest.raises(QuintetError, match="only without requests: pause or abort them first"):
+        engine.release(["kv_cache", "weights"])
+    with pytest.raises(QuintetError, match="only without requests"):
+        engine.forget_prefixes()
+    engine.pause()
+    engine.inner.log.clear()
+    engine.release(["kv_cache", "weights"])
+    assert engine.inner.log == ["flush"] * 3 + ["release kv_cache weights"]
+    engine.restore(["weights"])
+    engine.restore(["kv_cache"])
+    engine.resume()
+    assert all(len(a.response_ids) == 300 for a in running.done())
+
+
+def test_a_request_that_fails_leaves_nothing_behind(engine):
+    bad = Job([1], {"max_new_tokens": 5})  # no stop_token_ids: the stand-in fails of it
+    with pytest.raises(KeyError):
+        engine.run([*jobs(3, tokens=5000), bad], lambda done: None)
+    assert not engine.inner.requests
+    assert len(engine.run(jobs(1), lambda done: None)) == 1
+
+
+def test_an_engine_that_does_not_start_says_why(monkeypatch):
+    def fails(arguments):
+        raise RuntimeError("no room for the KV cache")
+
+    monkeypatch.setattr(compat, "make_engine", fails)
+    with pytest.raises(RuntimeError, match="no room"):
+        SglangEngine({"tp_size": 1})
