@@ -4,7 +4,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-nightly lint bench-laptop lock lock-trl clean
+.PHONY: help setup demo test test-slow test-vllm test-nightly lint bench-laptop lock lock-trl clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,6 +33,11 @@ test: $(STAMP)  ## the tests (under 10 minutes on two cores); ARGS="-k name" is 
 test-slow: $(STAMP)  ## the tests that take minutes each
 	@$(BIN)/python -m pytest -n 2 -m slow -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
 
+# Its versions of torch and transformers are those that vLLM for CPU was built for, so it has an environment of its own.
+test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 6 minutes on two cores)
+	@export QUINTET_TORCH=cpu; $(BOOTSTRAP) --venv .venv-vllm --constraints tests/vllm-constraints.txt -- --no-deps -r tests/vllm-constraints.txt -e .
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m vllm $(ARGS)
+
 test-nightly: $(STAMP)  ## the tests that take many minutes or large downloads
 	@$(BIN)/python -m pytest -m nightly -o timeout=7200 $(ARGS) || [ $$? -eq 5 ]
 
@@ -53,4 +58,4 @@ lock-trl:  ## the same for the benchmark's TRL environment
 	@$(BOOTSTRAP) --venv .venv-lock --lock --constraints benchmarks/trl-constraints.txt -- trl && rm -rf .venv-lock
 
 clean:  ## remove the environments and caches, not the runs
-	@rm -rf .venv .venv-trl .venv-lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
+	@rm -rf .venv .venv-vllm .venv-trl .venv-lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info

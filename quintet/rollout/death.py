@@ -73,8 +73,9 @@ class Watch:
 
 
 def _title(process: psutil.Process) -> str:
-    return " ".join(process.cmdline()[:1]).strip() or process.name()
+    """vLLM gives its processes titles, such as VLLM::Worker_TP1."""
+    return (process.cmdline() or [process.name()])[0].strip()
 
 
 def _of_death(error: BaseException) -> bool:
-    return type(error).__name__ in ("EngineDeadError", "EngineGenerateError")
+    return type(error).__name__ == "EngineDeadError"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from quintet.rollout.death import Watch
@@ -17,84 +18,103 @@ from quintet.rollout.vllm.sampling import told
 
 
 class OfflineEngine:
-    """See `jobs.Engine`. `arguments` are those of vLLM's EngineArgs."""
+    """See `jobs.Engine`. `arguments` are those of vLLM's EngineArgs. With one device the engine lives in this process, with
+    more its core and its workers have processes of their own."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
-        self._params, self._prompt, self._final = SamplingParams, TokensPrompt, RequestOutputKind.FINAL_ONLY
         devices = arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"]
         with Watch.over_children("vLLM") as self._watch:
             self._engine = compat.make_offline(arguments, processes=devices > 1)
         self._numbers = itertools.count()
-        self._lock = threading.RLock()  # one thread at a time is in the engine
-        self._running = threading.Event()
-        self._running.set()
-        self._calls = threading.Lock()  # and one at a time has jobs in it
+        self._calls = threading.Lock()  # one call of `run` at a time
+        # One thread at a time is in the engine. `run` is in it all the time, but for when others wait.
+        self._turn = threading.Condition(threading.RLock())
+        self._waiting = 0
+        self._counting = threading.Lock()
+        self._paused = False
         self._under_way: set[str] = set()
         self._aborted: dict[str, Answer] = {}
 
     def run(self, jobs: Sequence[Job], progress: Progress) -> list[Answer]:
         with self._calls, self._watch.named():
             names = [f"q{next(self._numbers)}" for _ in jobs]
-            with self._lock:
-                for name, job in zip(names, jobs, strict=True):
-                    params = self._params(**job.parameters, output_kind=self._final)
-                    self._engine.add_request(name, self._prompt(prompt_token_ids=job.prompt_ids), params)
-                    self._under_way.add(name)
             try:
-                answers = self._step_through(set(names), progress)
+                with self._turn:
+                    self._add(names, jobs)
+                return self._step_through(names, progress)
             finally:
-                with self._lock:
-                    if self._under_way:  # an error: nothing of it may be left for the next call
-                        self.abort()
+                with self._turn:
                     self._aborted.clear()
-            return [answers[name] for name in names]
+                    if self._under_way:  # an error: nothing of it may be left for the next call
+                        with suppress(Exception):  # a dead engine's second error would hide its first
+                            self._engine.abort_request(list(self._under_way))
+                        self._under_way.clear()
 
-    def _step_through(self, names: set[str], progress: Progress) -> dict[str, Answer]:
+    def _add(self, names: Sequence[str], jobs: Sequence[Job]) -> None:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        for name, job in zip(names, jobs, strict=True):
+            params = SamplingParams(**job.parameters, output_kind=RequestOutputKind.FINAL_ONLY)
+            self._under_way.add(name)
+            self._engine.add_request(name, TokensPrompt(prompt_token_ids=job.prompt_ids), params)
+
+    def _step_through(self, names: Sequence[str], progress: Progress) -> list[Answer]:
         answers: dict[str, Answer] = {}
         while len(answers) < len(names):
-            self._running.wait()
-            with self._lock:
-                if not self._running.is_set():
-                    continue
-                before = len(answers)
-                if self._under_way:
+            before = len(answers)
+            with self._turn:
+                while self._waiting or (self._paused and not self._aborted):
+                    self._turn.wait()
+                answers |= self._aborted
+                self._aborted.clear()
+                if self._under_way and not self._paused:
                     for output in self._engine.step():
                         if output.finished and output.request_id in self._under_way:
                             answers[output.request_id] = answer(output)
                             self._under_way.discard(output.request_id)
-                answers |= self._aborted
             if len(answers) > before:
                 progress(len(answers))
-        return answers
+        return [answers[name] for name in names]
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        with self._counting:
+            self._waiting += 1
+        with self._turn:
+            with self._counting:
+                self._waiting -= 1
+            try:
+                with self._watch.named():
+                    yield
+            finally:
+                self._turn.notify_all()
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        with self._lock, self._watch.named():
+        with self._between_steps():
             return list(self._engine.collective_rpc(method, args=args))
 
     def forget_prefixes(self) -> None:
-        with self._lock, self._watch.named():
+        with self._between_steps():
             self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def pause(self) -> None:
-        with self._lock:  # a step under way ends first
-            self._running.clear()
+        with self._between_steps():
+            self._paused = True
 
     def resume(self) -> None:
-        self._running.set()
+        with self._between_steps():
+            self._paused = False
 
     def abort(self) -> None:
-        with self._lock:
+        with self._between_steps():
             for name in self._under_way:
                 ids, logprobs = compat.unfinished(self._engine, name)
                 self._aborted[name] = Answer(ids, told(logprobs), "abort", [])
             self._engine.abort_request(list(self._under_way))
             self._under_way.clear()
-        self._running.set()
 
     def close(self) -> None:
         self._watch.close()
-        with self._lock:
+        with self._between_steps():
             self._engine.engine_core.shutdown()

@@ -19,7 +19,8 @@ class ServerEngine:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="vllm-server", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-server", daemon=True)
+        self._thread.start()
         with Watch.over_children("vLLM") as self._watch:
             self._engine = self._do(_start(arguments))
         self._numbers = itertools.count()
@@ -90,8 +91,9 @@ class ServerEngine:
 
     def close(self) -> None:
         self._watch.close()
-        self._loop.call_soon_threadsafe(self._engine.shutdown)
+        self._engine.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
 
 async def _start(arguments: Mapping[str, Any]) -> Any:
