@@ -54,7 +54,8 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
                 wanted[i : i + SAMPLES_PER_PROMPT] for i in range(0, len(wanted), SAMPLES_PER_PROMPT)
             ]
             began = time.perf_counter()
-            samples = fleet.generate(chosen, sampling, SAMPLES_PER_PROMPT, f"bench/{step}", by_prompt)
+            with fleet.generating():
+                samples = fleet.generate(chosen, sampling, SAMPLES_PER_PROMPT, f"bench/{step}", by_prompt)
             generated = time.perf_counter()
             rewards = torch.tensor(fleet.reward(samples, reward))
             fleet.deal(samples, grpo_advantages(rewards, torch.tensor(samples.groups)))

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
@@ -95,6 +95,18 @@ class Cluster:
     def adopt(self, group: WorkerGroup) -> None:
         """Close `group` together with the cluster."""
         self._groups.append(group)
+
+    def check_devices(self, wanted: Mapping[str, int], otherwise: str) -> None:
+        """Raise a UserError when the cluster has fewer devices than several recipe keys ask for together."""
+        kind = "GPU" if self.device == "cuda" else "CPU"
+        if kind == "CPU" and self.is_local:  # ranks share its cores
+            return
+        there, needed = int(ray.cluster_resources().get(kind, 0)), sum(wanted.values())
+        if there < needed:
+            asked = " and ".join(f"{key}={count}" for key, count in wanted.items())
+            raise UserError(
+                f"{asked} need {needed} {kind}s, and the cluster has {there}. Lower one of them, {otherwise}."
+            )
 
     def _connect(self) -> None:
         if ray.is_initialized():

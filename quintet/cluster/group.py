@@ -36,7 +36,8 @@ class WorkerGroup:
 
     A class named as text, "module:Class", is imported on the ranks alone, so the controller is spared its imports.
     `layout` (of the recipe) decides whether CUDA needs a single connection; `name` names the logs, and with `told` the
-    ranks in messages too ("rollout-1 rank 0"). A rank has `devices_per_rank` devices of its own; or, with `beside`, those of
+    ranks in messages too ("rollout-1 rank 0"); `pack` puts them on as few nodes as hold them, whatever
+    cluster.ranks_per_node says. A rank has `devices_per_rank` devices of its own; or, with `beside`, those of
     the ranks of another group that it sits beside, on their node. Raises UserError when the cluster cannot hold the ranks,
     WorkerFailure when a rank fails to start.
     """
@@ -50,6 +51,7 @@ class WorkerGroup:
         layout: Layout | None = None,
         name: str | None = None,
         told: bool = False,
+        pack: bool = False,
         devices_per_rank: int = 1,
         beside: Sequence[Sequence[Location]] | None = None,
         **kwargs: Any,
@@ -68,7 +70,10 @@ class WorkerGroup:
         began = time.perf_counter()
         cluster.adopt(self)
         try:
-            self.locations = self._place(devices_per_rank) if beside is None else self._place_beside(beside)
+            per_node = None if pack else cluster.settings.ranks_per_node
+            self.locations = (
+                self._place(devices_per_rank, per_node) if beside is None else self._place_beside(beside)
+            )
             """Where each rank is."""
             self._build(worker_class, layout, kwargs)
         except BaseException:
@@ -165,11 +170,10 @@ class WorkerGroup:
 
     # --- starting ---
 
-    def _place(self, devices_per_rank: int) -> list[Location]:
+    def _place(self, devices_per_rank: int, per_node: int | None) -> list[Location]:
         """Start one actor a rank; `self._seats` and the returned locations are in rank order."""
-        n_ranks, settings = self.n_ranks, self.cluster.settings
+        n_ranks = self.n_ranks
         resources = placement.rank_resources(self.cluster.device, self.cluster.is_local, devices_per_rank)
-        per_node = settings.ranks_per_node
         bundles, strategy = placement.bundles(n_ranks, per_node, resources)
         _wait_for_room(n_ranks, per_node, resources)
         self._placement = placement_group(bundles, strategy=strategy)

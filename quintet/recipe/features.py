@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quintet.models.shape import ModelShape
+from quintet.recipe.rollout import own_processes
 from quintet.recipe.schema import Optimizer, Recipe
 
 IsOn = Callable[[Recipe, ModelShape | None], bool]
@@ -100,6 +101,8 @@ def data_parallel(recipe: Recipe) -> int:
 def shares_weights(recipe: Recipe) -> bool:
     """Whether the rollout reads the engine's own parameters: its layout is the training layout."""
     layout, rollout = recipe.layout, recipe.rollout.layout
+    if own_processes(recipe):
+        return False
     return rollout is None or type(layout)(tp=rollout.tp, pp=rollout.pp).model_dump() == layout.model_dump()
 
 

@@ -14,9 +14,10 @@ def evaluate(s: Session, step: int) -> dict[str, float]:
     count = s.recipe.train.eval_samples_per_prompt
     with s.observer.phase("evaluate"):
         seed = f"{s.recipe.run.seed}/eval"
-        sampled = s.fleet.generate(prompts, s.sampling(), count, seed, title="evaluation, sampled")
+        with s.fleet.generating():
+            sampled = s.fleet.generate(prompts, s.sampling(), count, seed, title="evaluation, sampled")
+            greedy = s.fleet.generate(prompts, s.sampling(greedy=True), 1, seed, title="evaluation, greedy")
         s.fleet.reward(sampled, s.inputs.reward)
-        greedy = s.fleet.generate(prompts, s.sampling(greedy=True), 1, seed, title="evaluation, greedy")
         s.fleet.reward(greedy, s.inputs.reward)
     metrics = {
         "accuracy": sampled.mean(),

@@ -8,7 +8,8 @@ that a step keeps for replay.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +27,13 @@ from quintet.observe.memory import combine_peaks
 from quintet.observe.progress import Progress
 from quintet.packing import Plan, alignment, plan_microbatches, split_evenly
 from quintet.recipe import schema
+from quintet.recipe.rollout import own_processes
 from quintet.rewards.load import RewardFunction
 from quintet.rollout import Request, Sampling
-from quintet.train.messages import Assignment, Trained, Updated
+from quintet.train.hybrid import Hybrid
+from quintet.train.messages import Assignment, Generated, Trained, Updated
 from quintet.train.objective import Objective
+from quintet.train.replicas import Replicas, check_room
 from quintet.train.rollouts import InProcess, Rollouts
 from quintet.train.samples import Samples
 from quintet.train.watched import watched
@@ -58,7 +62,9 @@ class Fleet:
         shape: ModelShape,
         progress: Progress | None = None,
         command: str = "train",
+        phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
+        check_room(cluster, recipe, command)
         self.recipe, self._progress = recipe, progress
         self.ranks = recipe.cluster.ranks
         self.workers = WorkerGroup(
@@ -78,13 +84,30 @@ class Fleet:
         self._quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (
             2 * shape.flops_per_token(0.0)
         )
-        self.rollouts: Rollouts = InProcess(self.workers)
+        self._hybrid: Hybrid | None = None
+        if command != "sft":  # the one that generates nothing
+            self.rollouts: Rollouts = (
+                Replicas(cluster, recipe, model_dir.absolute(), self.workers)
+                if own_processes(recipe)
+                else InProcess(self.workers)
+            )
+            log = cluster.log_dir / "hybrid.log"
+            self._hybrid = Hybrid(self.workers, self.rollouts, recipe, phase, log)
 
     def describe(self) -> str:
         """Which layers and kernels the ranks compute with."""
         return str(self.workers.call("describe", dispatch=rank_zero))
 
     # generation
+
+    @property
+    def hybrid(self) -> Hybrid:
+        assert self._hybrid is not None, "this command generates nothing"
+        return self._hybrid
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Rollouts are awake, with the present weights, for as long as the context lasts: see `Hybrid`."""
+        return self.hybrid.generating()
 
     def generate(
         self,
@@ -96,7 +119,7 @@ class Fleet:
         *,
         title: str = "rollout",
     ) -> Samples:
-        """Generate `samples_per_prompt` responses to each prompt. `seed` keys all noise of this call.
+        """Generate `samples_per_prompt` responses to each prompt, within `generating`. `seed` keys all noise of this call.
 
         lengths: most response tokens of each sample, by prompt, where they differ from the sampling's.
         """
@@ -111,14 +134,19 @@ class Fleet:
         ]
         shares = split_evenly(len(requests), self.rollouts.count)
         total = len(requests) * samples_per_prompt
+        owed = {n: requests[share.start : share.stop] for n, share in enumerate(shares)}
+        answers: dict[int, list[list[Generated]]] = {}
         with watched(self._progress, title, total, "sequences", self.rollouts.posted) as watch:
-            answers = self.rollouts.generate(
-                [requests[share.start : share.stop] for share in shares], sampling, watch
-            )
+            while (
+                owed
+            ):  # again, by rollouts made anew: their noise is keyed by request, so the samples are the same
+                self.hybrid.ready()
+                answers |= self.rollouts.generate(owed, sampling, watch)
+                owed = {n: share for n, share in owed.items() if n not in answers}
         samples = Samples(list(prompts), [], [], [], [])
-        for rollout, rows in enumerate(answers):
+        for rollout in range(self.rollouts.count):
             kept = 0
-            for row in rows:
+            for row in answers[rollout]:
                 for generated in row:
                     samples.groups.append(len(samples.generated) // samples_per_prompt)
                     samples.generated.append(generated)
@@ -259,8 +287,9 @@ class Fleet:
         self.workers.call("start_optimizer", optimizer, total_steps, phase="optimizer")
 
     def sync(self) -> None:
-        """Bring the trained weights to the rollout."""
-        self.workers.call("sync", phase="sync")
+        """There are new weights for the rollout: see `Hybrid.weights_changed`."""
+        if self._hybrid is not None:
+            self._hybrid.weights_changed()
 
     def save(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory."""
@@ -291,7 +320,8 @@ class Fleet:
 
     def memory(self) -> dict[str, float | None]:
         """Memory peaks over the ranks, as metrics."""
-        return combine_peaks(self.workers.call("memory"))
+        ranks = self.workers.call("memory")
+        return combine_peaks(ranks if self._hybrid is None else ranks + self.rollouts.memory())
 
     def _trained(self) -> int:
         """Micro-batches done in the call under way, by one rank with the loss: every dp rank has as many, at one pace."""

@@ -14,9 +14,10 @@ def generate(recipe: Recipe, prompts: list[str]) -> list[dict[str, Any]]:
     """Responses to texts: one dict a sample with prompt, response, response_tokens, finish and log-probs (sums)."""
     with session(recipe, "generate") as s:
         ready: list[Prompt] = make_prompts(prompts, recipe.data, s.inputs.tokenizer)
-        samples = s.fleet.generate(
-            ready, s.sampling(), recipe.rollout.samples_per_prompt, f"{recipe.run.seed}/generate"
-        )
+        with s.fleet.generating():
+            samples = s.fleet.generate(
+                ready, s.sampling(), recipe.rollout.samples_per_prompt, f"{recipe.run.seed}/generate"
+            )
         return [
             {
                 "prompt": prompts[group],

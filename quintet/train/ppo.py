@@ -48,7 +48,7 @@ def reinforce(s: Session) -> None:
         evaluate(s, 0)
 
     for step in range(done + 1, recipe.train.steps + 1):
-        with phase("generate"):
+        with phase("generate"), fleet.generating():
             prompts = stream.take(recipe.train.prompts_per_step)
             seed = f"{recipe.run.seed}/train/{step}"
             samples = fleet.generate(prompts, s.sampling(), recipe.rollout.samples_per_prompt, seed)
@@ -98,6 +98,7 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
         "truncated": statistics.fmean(g.finish == "length" for g in samples.generated),
         "tokens": sum(g.tokens for g in samples.generated),
         "tokens_trained": sum(responses),
+        **s.fleet.hybrid.metrics,
         **s.fleet.memory(),
     }
     s.observer.step(step, metrics, total=s.recipe.train.steps)

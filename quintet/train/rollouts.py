@@ -1,17 +1,19 @@
-"""Who generates, seen from the controller: rollouts in the trainer's processes."""
+"""Who generates, seen from the controller: what fleet and hybrid ask of rollouts, and those in the trainer's processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from quintet.cluster.dispatch import all_to_all
 from quintet.cluster.group import WorkerGroup
-from quintet.rollout import Request, Sampling
+from quintet.rollout import Part, Request, Sampling
+from quintet.train.hybrid import Sleepers
 from quintet.train.messages import Generated
 
 
-class Rollouts(Protocol):
+class Rollouts(Sleepers, Protocol):
     """Copies of the rollout, numbered; each keeps the samples that it generated last."""
 
     @property
@@ -20,9 +22,10 @@ class Rollouts(Protocol):
         ...
 
     def generate(
-        self, shares: list[list[Request]], sampling: Sampling, watch: Callable[[], None]
-    ) -> list[list[list[Generated]]]:
-        """Generate each rollout's share of the requests: what came out, by rollout, request and sample."""
+        self, shares: Mapping[int, list[Request]], sampling: Sampling, watch: Callable[[], None]
+    ) -> dict[int, list[list[Generated]]]:
+        """Generate each rollout's share of the requests: what came out, by rollout, request and sample. One that died
+        meanwhile, where it may, has no entry."""
         ...
 
     def posted(self) -> int:
@@ -33,9 +36,15 @@ class Rollouts(Protocol):
         """Cut kept samples: by rollout and dp rank, positions and advantages; references to what each dp rank gets."""
         ...
 
+    def memory(self) -> list[dict[str, float | None]]:
+        """Memory peaks of ranks that do nothing else."""
+        ...
+
 
 class InProcess:
     """Rollouts in the trainer's processes: one a dp rank of the rollout's layout."""
+
+    colocated = True
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
@@ -49,8 +58,8 @@ class InProcess:
         return len(self._owners)
 
     def generate(
-        self, shares: list[list[Request]], sampling: Sampling, watch: Callable[[], None]
-    ) -> list[list[list[Generated]]]:
+        self, shares: Mapping[int, list[Request]], sampling: Sampling, watch: Callable[[], None]
+    ) -> dict[int, list[list[Generated]]]:
         answers = self._workers.call(
             "generate",
             [shares[c["dp"]] for c in self._coords],
@@ -59,7 +68,7 @@ class InProcess:
             phase="generate",
             watch=watch,
         )
-        return [answers[rank] for rank in self._owners]
+        return {number: answers[rank] for number, rank in enumerate(self._owners)}
 
     def posted(self) -> int:
         return self._workers.posted(self._owners)
@@ -78,3 +87,27 @@ class InProcess:
             num_returns=1 + receivers,
         )
         return [list(parts[rank][1:]) for rank in self._owners]
+
+    def missing(self) -> bool:
+        return False
+
+    def start(self) -> None:
+        """They live and die with the trainer's ranks."""
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake(self, part: Part) -> None: ...
+
+    def pause(self) -> None:
+        """Nothing is under way between two calls."""
+
+    def resume(self) -> None:
+        """Nothing was held."""
+
+    def take_weights(self) -> dict[str, float]:
+        began = time.perf_counter()
+        self._workers.call("sync", phase="sync")
+        return {"sync/seconds": time.perf_counter() - began}
+
+    def memory(self) -> list[dict[str, float | None]]:
+        return []

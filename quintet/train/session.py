@@ -231,6 +231,7 @@ def _ranks(recipe: schema.Recipe, command: Command, inputs: Inputs, observer: Ob
     with ExitStack() as stack:
         with observer.phase("start"), observer.progress.task(f"starting {recipe.cluster.ranks} ranks"):
             stack.enter_context(cluster)
-            fleet = Fleet(cluster, recipe, inputs.model_dir, inputs.shape, observer.progress, command)
+            shown, phase = observer.progress, observer.phase
+            fleet = Fleet(cluster, recipe, inputs.model_dir, inputs.shape, shown, command, phase)
         observer.note(fleet.describe())
         yield fleet

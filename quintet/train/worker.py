@@ -1,4 +1,4 @@
-"""One rank of a run: the engine, a rollout, and, with a KL term, a reference policy.
+"""One rank that trains: the engine, with a KL term a reference policy, and a rollout unless that has its own processes.
 
 The controller calls these methods on all ranks (`quintet.train.fleet`). Samples stay on the ranks that generated
 them until the controller has planned who trains on what; then each rank cuts out what each other rank needs.
@@ -7,7 +7,7 @@ them until the controller has planned who trains on what; then each rank cuts ou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,13 @@ from quintet.models import read_shape
 from quintet.observe.memory import memory_peaks
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
+from quintet.recipe.rollout import own_processes
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, RewardResult, score
 from quintet.rollout import Request, Sampling
 from quintet.rollout.native import NativeRollout
 from quintet.train.checkpoints import adapter_directory
-from quintet.train.keeper import Keeper, trained_samples
+from quintet.train.keeper import Keeper, cut, trained_samples
 from quintet.train.messages import Assignment, Generated, Updated
 from quintet.train.objective import Objective
 
@@ -63,7 +64,8 @@ class PolicyWorker(Worker):
         self.reference: Engine | AdapterReference | None = None
         if self.command == "train" and recipe.algorithm.kl_coef > 0:
             self.reference = self._engine(None) if self.lora is None else AdapterReference(self.engine)
-        self.rollout = self._rollout()
+        if self.command != "sft" and not own_processes(recipe):
+            self.rollout = self._rollout()
         self._saving: Engine | AdapterReference = self.engine
 
     def _engine(self, optimizer: schema.Optimizer | None) -> Engine:
@@ -91,7 +93,7 @@ class PolicyWorker(Worker):
                 (model,) = build.build_chunks(self.shape, layout, mesh, dtype, recipe.engine, self.lora)
                 model.requires_grad_(False)
                 update = self._transfer(shard_map([model], self.shape, mesh))
-        rollout = NativeRollout(
+        return NativeRollout(
             model,
             mesh,
             slots=recipe.rollout.sequences_per_rank,
@@ -99,8 +101,6 @@ class PolicyWorker(Worker):
             update=update,
             progress=self._progress,
         )
-        rollout.update_weights()
-        return rollout
 
     def _transfer(self, targets: list[Shard]) -> Callable[[], None]:
         """What brings the engine's weights to the rollout's; with adapters, the frozen rest comes once, now."""
@@ -131,25 +131,10 @@ class PolicyWorker(Worker):
     def generate(self, requests: list[Request], sampling: Sampling) -> list[list[Generated]] | None:
         """Generate and keep the samples; the rank that owns the output tells what came out, others None."""
         self._progress.begin()
-        self._make_room()
         answered = self.rollout.generate(requests, sampling)
         if not self.rollout.mesh.owns_output:
             return None
         return self.keeper.keep(requests, answered)
-
-    def _make_room(self) -> None:
-        """Take the recipe's shares of what generation does not need off the device; training brings them back."""
-        asked = self.recipe.engine
-        self.engine.offload(
-            params=asked.offload_params, grads=asked.offload_grads, optimizer=asked.offload_optimizer
-        )
-        if self.reference is not None:
-            self.reference.offload(params=asked.offload_params)
-
-    def _bring_back(self) -> None:
-        self.engine.reload()
-        if self.reference is not None:
-            self.reference.reload()
 
     def reward(
         self, function: RewardFunction, prompts: list[str], responses: list[str], answers: list[str]
@@ -161,11 +146,16 @@ class PolicyWorker(Worker):
         """Cut what this rank keeps: see `Keeper.deal`."""
         return self.keeper.deal(chosen, advantages)
 
+    def deal_spare(
+        self, samples: list[Batch], chosen: list[list[int]], advantages: list[list[float]]
+    ) -> tuple[Any, ...]:
+        """Cut samples whose keeper died, from the copy that it left."""
+        return None, *cut(samples[0], chosen, advantages)
+
     # training
 
     def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int) -> None:
         """A fresh optimizer on the present weights; the reference policy becomes the present policy."""
-        self._bring_back()
         self.engine.start_optimizer(optimizer, total_steps)
         if self.reference is not None:
             self.reference.follow(self.engine)
@@ -184,7 +174,6 @@ class PolicyWorker(Worker):
 
     def score_samples(self, old: bool, temperature: float) -> None:
         """Log-probs of all received samples under the present (`old`) and the reference policy."""
-        self._bring_back()
         for batch, assignment in self._mini_batches:
             found = {}
             if old:
@@ -204,7 +193,6 @@ class PolicyWorker(Worker):
 
     def update(self, number: int, objective: Objective, temperature: float) -> Updated | None:
         """One optimizer step on a received mini-batch. Ranks of the last stage tell what it came to."""
-        self._bring_back()
         batch, assignment = self._mini_batches[number]
         seen: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if assignment.replayed else None
         counted = self._counted(objective, seen)
@@ -232,14 +220,26 @@ class PolicyWorker(Worker):
 
         return count
 
+    # the devices change hands: see `quintet.train.hybrid`
+
+    def leave(self, kinds: Sequence[str]) -> None:
+        """Take the recipe's shares of these kinds of training state off the device."""
+        self.engine.offload(**{kind: getattr(self.recipe.engine, f"offload_{kind}") for kind in kinds})
+        if self.reference is not None and "params" in kinds:
+            self.reference.offload(params=self.recipe.engine.offload_params)
+
+    def come_back(self) -> None:
+        """Bring back what left."""
+        self.engine.reload()
+        if self.reference is not None:
+            self.reference.reload()
+
     def sync(self) -> None:
-        """Bring the engine's weights to the rollout."""
-        self._bring_back()
+        """Bring the engine's weights to the rollout in this process."""
         self.rollout.update_weights()
 
     def save(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory, and its adapters as one of peft's beside it."""
-        self._bring_back()
         self.engine.save_hf(path, self.model_dir)
         if self.lora is not None:
             self.engine.save_adapters(adapter_directory(path), self.model_dir.absolute())
@@ -252,7 +252,6 @@ class PolicyWorker(Worker):
 
     def save_checkpoint(self, path: Path, reference: bool) -> str | None:
         """Copy this rank's state and begin to write it; what went wrong, or None."""
-        self._bring_back()
         engine = self.reference if reference else self.engine
         assert engine is not None
         self._saving = engine
@@ -271,7 +270,6 @@ class PolicyWorker(Worker):
 
     def load_checkpoint(self, path: Path, reference: Path | None) -> None:
         """Take up a saved state; the reference policy is what `start_optimizer` made it, unless one was stored."""
-        self._bring_back()
         self.engine.load(path)
         if self.reference is not None and reference is not None:
             self.reference.load(reference)

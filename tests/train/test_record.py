@@ -38,7 +38,10 @@ def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
     tally.add(agreement(torch.zeros(4), torch.zeros(4), torch.ones(4), 0.5), torch.ones(4))
     told: dict[str, Any] = {}
     session = SimpleNamespace(
-        fleet=SimpleNamespace(memory=lambda: {"memory/host_gib": 2.0, "memory/device_gib": 30.0}),
+        fleet=SimpleNamespace(
+            memory=lambda: {"memory/host_gib": 2.0, "memory/device_gib": 30.0},
+            hybrid=SimpleNamespace(metrics={}),
+        ),
         observer=SimpleNamespace(
             step=lambda step, metrics, total: told.update(metrics),
             samples=lambda step, rows: told.update(rows=rows),

@@ -1,0 +1,39 @@
+"""Where a recipe's rollouts run: in the trainer's processes or in their own, how many copies, of which size."""
+
+from __future__ import annotations
+
+from quintet.recipe.schema import Recipe, RolloutLayout
+
+
+def own_processes(recipe: Recipe) -> bool:
+    """Whether rollouts have processes of their own; otherwise the trainer's ranks generate."""
+    rollout = recipe.rollout
+    return rollout.backend != "native" or rollout.placement == "separate" or rollout.own_processes
+
+
+def layout_of_copy(recipe: Recipe) -> RolloutLayout:
+    """The layout of one copy in processes of its own: rollout.layout, or one device."""
+    return recipe.rollout.layout or RolloutLayout()
+
+
+def devices_of_copy(recipe: Recipe) -> int:
+    """Devices of one copy in processes of its own."""
+    layout = layout_of_copy(recipe)
+    return layout.tp * layout.pp
+
+
+def processes_of_copy(recipe: Recipe) -> int:
+    """Ranks of one copy: native has one a device, the others' engines make their own workers."""
+    return devices_of_copy(recipe) if recipe.rollout.backend == "native" else 1
+
+
+def copies(recipe: Recipe) -> int:
+    """Copies in processes of their own; meaningful once their size divides the devices."""
+    rollout = recipe.rollout
+    devices = rollout.ranks if rollout.placement == "separate" else recipe.cluster.ranks
+    return (devices or 0) // devices_of_copy(recipe)
+
+
+def forgets(recipe: Recipe) -> bool:
+    """Whether a rollout that sleeps must be given its weights anew."""
+    return recipe.rollout.placement == "colocated" and recipe.rollout.sleep_level == 2

@@ -1,0 +1,28 @@
+"""The back end that a recipe names, in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from quintet.recipe.schema import Recipe
+from quintet.rollout.base import Rollout
+
+
+def make_rollout(
+    recipe: Recipe,
+    model_dir: Path,
+    *,
+    device: str,
+    decode: Callable[[list[int]], str],
+    progress: Callable[[int], None] = lambda done: None,
+) -> Rollout:
+    """The rollout of this process. Its weights are good from the first `update_weights` on.
+
+    model_dir: a Hugging Face directory. device: cpu, or the cuda device of this process. decode: token ids → text.
+    progress: told how many samples of a call are done. Native takes part in the default process group, whose ranks are its
+    layout's; the others make workers of their own.
+    """
+    from quintet.rollout.native.alone import native_rollout
+
+    return native_rollout(recipe, model_dir, device=device, decode=decode, progress=progress)

@@ -1,0 +1,159 @@
+"""Who has the devices: training or generation. Memory changes hands here, and weights with it.
+
+    with hybrid.generating():
+        ...
+
+Within the block rollouts are awake, with the present weights; outside of it training state is on the devices. Where the two
+share devices, the order is always the same, and every step of it is told to `hybrid.log`, among the run's logs:
+
+    gradients and optimizer state leave → weights of the rollout wake → weights are brought, and proved → parameters leave, if
+    the recipe says so → the KV cache wakes   …   the rollout sleeps → training state comes back
+
+The rollout sleeps, its KV cache released, whenever training state is there: so nothing is held twice, and buckets are
+allocated while neither KV cache nor optimizer state is. A rollout on devices of its own takes weights as soon as there are new
+ones, and holds what is under way meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from quintet.cluster.group import WorkerGroup
+from quintet.errors import QuintetError, WorkerFailure
+from quintet.recipe import schema
+from quintet.recipe.rollout import forgets
+from quintet.rollout import Part
+
+TRAINING = ("grads", "optimizer", "params")
+"""What training keeps on its devices: shares of each leave, engine.offload_*."""
+
+
+class Sleepers(Protocol):
+    """Rollouts, as far as they take and give memory."""
+
+    colocated: bool
+
+    def missing(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake(self, part: Part) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def take_weights(self) -> dict[str, float]: ...
+
+
+class Hybrid:
+    """Hands the devices over. phase: times a part of the run; log: where each step of a hand-over is written."""
+
+    def __init__(
+        self,
+        policy: WorkerGroup,
+        rollouts: Sleepers,
+        recipe: schema.Recipe,
+        phase: Callable[[str], AbstractContextManager[None]],
+        log: Path,
+    ) -> None:
+        self._policy, self._rollouts, self._phase, self._log = policy, rollouts, phase, log
+        self._level, self._forgets = recipe.rollout.sleep_level, forgets(recipe)
+        self._shares = {kind: getattr(recipe.engine, f"offload_{kind}") for kind in TRAINING}
+        self._due = True
+        self._awake = not rollouts.colocated
+        self._began = time.monotonic()
+        self.metrics: dict[str, float] = {}
+        """Of the last time weights were brought."""
+        self._start_missing()
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Rollouts are awake with the present weights; training state is away as the recipe says, and comes back, also
+        when the body raises. After a process has died nothing is brought back: the run ends."""
+        self.ready()
+        try:
+            yield
+        except WorkerFailure:
+            raise
+        except Exception:
+            with suppress(QuintetError):  # the first error tells more
+                self._to_training()
+            raise
+        self._to_training()
+
+    def weights_changed(self) -> None:
+        """There are new weights: a rollout on its own devices takes them now, one that sleeps when it wakes."""
+        self._due = True
+        if not self._rollouts.colocated:
+            self.ready()
+
+    def ready(self) -> None:
+        """Have every rollout awake with the present weights; one that died is made anew."""
+        self._to_rollouts()
+        while self._rollouts.missing():
+            self._to_training()
+            self._start_missing()
+            self._to_rollouts()
+
+    def _start_missing(self) -> None:
+        """Start rollouts while training state is away, for they take memory at once; and put them to sleep."""
+        if not self._rollouts.missing():
+            return
+        self._leave(*TRAINING)
+        while self._rollouts.missing():
+            self._rollouts.start()
+        self._told("rollouts started")
+        self._due = True
+        self._to_training()
+
+    def _to_rollouts(self) -> None:
+        rollouts = self._rollouts
+        if self._awake and not self._due:
+            return
+        if self._awake:
+            rollouts.pause()
+            self._told("rollouts paused")
+        self._leave("grads", "optimizer")
+        if rollouts.colocated:
+            rollouts.wake("weights")
+            self._told("rollouts woke: weights")
+        if self._due:
+            with self._phase("sync"):
+                self.metrics = rollouts.take_weights()
+            self._told("weights brought")
+            self._due = rollouts.missing()
+        self._leave("params")
+        if rollouts.colocated:
+            rollouts.wake("kv_cache")
+            self._told("rollouts woke: kv_cache")
+        rollouts.resume()
+        self._awake = True
+
+    def _to_training(self) -> None:
+        rollouts = self._rollouts
+        if not rollouts.colocated:
+            return
+        rollouts.sleep(self._level)
+        self._told("rollouts sleep")
+        self._awake = False
+        self._due = self._due or self._forgets
+        if any(self._shares.values()):
+            self._policy.call("come_back", phase="reload")
+            self._told("training state is back")
+
+    def _leave(self, *kinds: str) -> None:
+        kinds = tuple(kind for kind in kinds if self._shares[kind])
+        if self._rollouts.colocated and kinds:
+            self._policy.call("leave", kinds, phase="offload")
+            self._told(f"training state left: {', '.join(kinds)}")
+
+    def _told(self, event: str) -> None:
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(f"{time.monotonic() - self._began:10.3f} s  {event}\n")

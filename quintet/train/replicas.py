@@ -1,0 +1,228 @@
+"""Rollouts in processes of their own, seen from the controller: one worker group a copy, so that one can die alone.
+
+One that dies ends the run; or, with rollout.restart, it is made anew before anything else is generated. Nothing it
+generated is lost by then: a copy of its samples is in the object store until they are dealt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from quintet.cluster.calls import PendingCall, outcomes, results
+from quintet.cluster.cluster import Cluster
+from quintet.cluster.dispatch import Dispatch, megatron_compute, one_to_all, rank_zero
+from quintet.cluster.group import WorkerGroup
+from quintet.cluster.seat import Location
+from quintet.errors import QuintetError, UserError, WorkerFailure
+from quintet.recipe import schema
+from quintet.recipe.rollout import copies, devices_of_copy, processes_of_copy
+from quintet.rollout import Part, Request, Sampling
+from quintet.train.messages import Generated
+
+RESTARTS_IN_A_ROW = 3
+"""How often a rollout is made anew before it has generated anything; then the run ends."""
+
+
+def check_room(cluster: Cluster, recipe: schema.Recipe, command: str) -> None:
+    """Raise a UserError, before anything starts, when the cluster cannot hold trainer and separate rollouts."""
+    rollout = recipe.rollout
+    if command != "sft" and rollout.placement == "separate" and rollout.ranks is not None:
+        wanted = {"cluster.ranks": recipe.cluster.ranks, "rollout.ranks": rollout.ranks}
+        cluster.check_devices(
+            wanted, "or set rollout.placement=colocated, which shares the trainer's devices"
+        )
+
+
+class Replicas:
+    """All rollouts of a run. policy: the trainer's ranks, on whose devices colocated ones sit."""
+
+    def __init__(self, cluster: Cluster, recipe: schema.Recipe, model_dir: Path, policy: WorkerGroup) -> None:
+        self._cluster, self._recipe, self._model_dir, self._policy = cluster, recipe, model_dir, policy
+        self.colocated = recipe.rollout.placement == "colocated"
+        self.groups: list[WorkerGroup | None] = [None] * copies(recipe)
+        self._spares: list[Any] = [None] * len(self.groups)
+        self._restarts = [0] * len(self.groups)
+
+    @property
+    def count(self) -> int:
+        return len(self.groups)
+
+    def missing(self) -> bool:
+        """Whether one is not there: not started yet, or lost."""
+        return None in self.groups
+
+    # life and death
+
+    def start(self) -> None:
+        """Start those that are missing, all at once."""
+        absent = [number for number, group in enumerate(self.groups) if group is None]
+        pool = ThreadPoolExecutor(len(absent))
+        try:
+            made = list(pool.map(self._start_one, absent))
+        finally:  # Ctrl-C: what still starts is cut off when its cluster goes
+            pool.shutdown(wait=False, cancel_futures=True)
+        for number, group in zip(absent, made, strict=True):
+            if isinstance(group, QuintetError):
+                self._lose(number, group)
+            else:
+                self.groups[number] = group
+
+    def _start_one(self, number: int) -> WorkerGroup | QuintetError:
+        ranks, size = processes_of_copy(self._recipe), devices_of_copy(self._recipe)
+        beside = None
+        if self.colocated:
+            there = self._policy.locations[number * size : (number + 1) * size]
+            beside = [[one] for one in there] if ranks == size else [there]
+            self._check_node(number, beside)
+        try:
+            return WorkerGroup(
+                self._cluster,
+                "quintet.train.rollout_worker:RolloutWorker",
+                ranks,
+                name=f"rollout-{number}",
+                told=True,
+                pack=True,
+                devices_per_rank=size // ranks,
+                beside=beside,
+                recipe=self._recipe,
+                model_dir=self._model_dir,
+            )
+        except WorkerFailure as failure:
+            return failure
+
+    def _check_node(self, number: int, beside: Sequence[Sequence[Location]]) -> None:
+        """One process drives devices of its own node alone."""
+        for others in beside:
+            if len({other.node_id for other in others}) > 1:
+                raise UserError(
+                    f"rollout-{number}: rollout.layout.tp × pp = {len(others)} devices of a {self._recipe.rollout.backend} rollout "
+                    f"are to be on one node, and the ranks it sits beside are not; set cluster.ranks_per_node to a multiple of "
+                    f"{len(others)}, or use a smaller rollout.layout"
+                )
+
+    def _lose(self, number: int, failure: QuintetError) -> None:
+        """Note that one is gone; raises its failure where it is not to be made anew."""
+        if not self._recipe.rollout.restart or not isinstance(failure, WorkerFailure):
+            raise failure
+        self._restarts[number] += 1
+        if self._restarts[number] > RESTARTS_IN_A_ROW:
+            failure.message += f"\nrollout-{number} was started anew {RESTARTS_IN_A_ROW} times in a row before; the run ends."
+            raise failure
+        group, self.groups[number] = self.groups[number], None
+        if group is not None:
+            group.close()
+        told = failure.message.split("\n", 1)[0]
+        self._cluster.say(f"{told}. It is started anew ({self._restarts[number]} of {RESTARTS_IN_A_ROW})")
+
+    def _everywhere(self, method: str, *args: Any, phase: str) -> None:
+        """Call a method on all that are there; who fails is missing afterwards."""
+        alive = {number: group for number, group in enumerate(self.groups) if group is not None}
+        self._gathered({n: group.submit(method, *args, phase=phase) for n, group in alive.items()})
+
+    def _gathered(
+        self, calls: Mapping[int, PendingCall], watch: Callable[[], None] | None = None
+    ) -> dict[int, Any]:
+        """Values by rollout, of those that did not fail meanwhile."""
+        if not self._recipe.rollout.restart:
+            return dict(zip(calls, results(list(calls.values()), watch), strict=True))
+        found = dict(zip(calls, outcomes(list(calls.values()), watch), strict=True))
+        for number, value in found.items():
+            if isinstance(value, QuintetError):
+                self._lose(number, value)
+        return {number: value for number, value in found.items() if not isinstance(value, QuintetError)}
+
+    # memory
+
+    def sleep(self, level: int) -> None:
+        """Give up the devices: see `Rollout.sleep`."""
+        self._everywhere("sleep", level, phase="sleep")
+
+    def wake(self, part: Part) -> None:
+        """Take the devices again: see `Rollout.wake`."""
+        self._everywhere("wake", part, phase="wake")
+
+    def pause(self) -> None:
+        """Hold what is under way."""
+        self._everywhere("pause", phase="pause")
+
+    def resume(self) -> None:
+        """Go on."""
+        self._everywhere("resume", phase="resume")
+
+    def memory(self) -> list[dict[str, float | None]]:
+        """Peaks of every rank that answers."""
+        alive = {number: group for number, group in enumerate(self.groups) if group is not None}
+        found = self._gathered({n: group.submit("memory") for n, group in alive.items()})
+        return [rank for ranks in found.values() for rank in ranks]
+
+    # generation
+
+    def generate(
+        self, shares: Mapping[int, list[Request]], sampling: Sampling, watch: Callable[[], None]
+    ) -> dict[int, list[list[Generated]]]:
+        """What came out of these rollouts' shares, but of those that died: they are missing afterwards."""
+        calls = {
+            number: self._there(number).submit(
+                "generate",
+                [requests],
+                sampling=sampling,
+                dispatch=megatron_compute,
+                phase="generate",
+                num_returns=2,
+            )
+            for number, requests in shares.items()
+        }
+        made = {}
+        for number, (answer,) in self._gathered(calls, watch).items():
+            made[number], self._spares[number] = answer
+            self._restarts[number] = 0
+        return made
+
+    def posted(self) -> int:
+        return sum(group.posted([group.n_ranks - 1]) for group in self.groups if group is not None)
+
+    def deal(self, chosen: list[list[list[int]]], worth: list[list[list[float]]]) -> list[list[Any]]:
+        receivers = len(chosen[0])
+        calls = {
+            number: group.submit(
+                "deal",
+                [chosen[number]],
+                [worth[number]],
+                dispatch=megatron_compute,
+                phase="deal",
+                num_returns=1 + receivers,
+            )
+            for number, group in enumerate(self.groups)
+            if group is not None
+        }
+        dealt = {number: list(parts[1:]) for number, (parts,) in self._gathered(calls).items()}
+        for number in set(range(self.count)) - dealt.keys():
+            _, *dealt[number] = self._policy.call(
+                "deal_spare",
+                [self._spares[number]],
+                chosen[number],
+                worth[number],
+                dispatch=rank_zero,
+                phase="deal",
+                num_returns=1 + receivers,
+            )
+        return [dealt[number] for number in range(self.count)]
+
+    def _there(self, number: int) -> WorkerGroup:
+        group = self.groups[number]
+        assert group is not None, f"rollout-{number} is gone"
+        return group
+
+    # weights
+
+    def ask(
+        self, method: str, *args: Any, phase: str, dispatch: Dispatch = one_to_all
+    ) -> dict[int, list[Any]]:
+        """What each rank answers, by rollout, of those that do not die."""
+        alive = {number: group for number, group in enumerate(self.groups) if group is not None}
+        return self._gathered(
+            {n: group.submit(method, *args, phase=phase, dispatch=dispatch) for n, group in alive.items()}
+        )
