@@ -34,6 +34,11 @@ def copies(recipe: Recipe) -> int:
     return (devices or 0) // devices_of_copy(recipe)
 
 
-def forgets(recipe: Recipe) -> bool:
-    """Whether a rollout that sleeps must be given its weights anew."""
-    return recipe.rollout.placement == "colocated" and recipe.rollout.sleep_level == 2
+def adapters_alone(recipe: Recipe) -> bool:
+    """Whether adapters alone travel to the rollout, which has the frozen weights already; others get them merged."""
+    return recipe.lora is not None and recipe.rollout.backend == "native"
+
+
+def sleep_level(recipe: Recipe) -> int:
+    """What a colocated rollout does with its weights while training: frozen ones, which do not come again, are kept."""
+    return 1 if adapters_alone(recipe) else recipe.rollout.sleep_level

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from quintet.recipe.schema import Recipe
 from quintet.rollout.base import Rollout
@@ -25,4 +26,5 @@ def make_rollout(
     """
     from quintet.rollout.native.alone import native_rollout
 
-    return native_rollout(recipe, model_dir, device=device, decode=decode, progress=progress)
+    made: Any = native_rollout(recipe, model_dir, device=device, decode=decode, progress=progress)
+    return made

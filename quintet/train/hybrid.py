@@ -25,7 +25,7 @@ from typing import Protocol
 from quintet.cluster.group import WorkerGroup
 from quintet.errors import QuintetError, WorkerFailure
 from quintet.recipe import schema
-from quintet.recipe.rollout import forgets
+from quintet.recipe.rollout import sleep_level
 from quintet.rollout import Part
 
 TRAINING = ("grads", "optimizer", "params")
@@ -49,6 +49,8 @@ class Sleepers(Protocol):
 
     def resume(self) -> None: ...
 
+    def weights_changed(self) -> None: ...
+
     def take_weights(self) -> dict[str, float]: ...
 
 
@@ -64,7 +66,7 @@ class Hybrid:
         log: Path,
     ) -> None:
         self._policy, self._rollouts, self._phase, self._log = policy, rollouts, phase, log
-        self._level, self._forgets = recipe.rollout.sleep_level, forgets(recipe)
+        self._level = sleep_level(recipe)
         self._shares = {kind: getattr(recipe.engine, f"offload_{kind}") for kind in TRAINING}
         self._due = True
         self._awake = not rollouts.colocated
@@ -91,6 +93,7 @@ class Hybrid:
     def weights_changed(self) -> None:
         """There are new weights: a rollout on its own devices takes them now, one that sleeps when it wakes."""
         self._due = True
+        self._rollouts.weights_changed()
         if not self._rollouts.colocated:
             self.ready()
 
@@ -143,7 +146,7 @@ class Hybrid:
         rollouts.sleep(self._level)
         self._told("rollouts sleep")
         self._awake = False
-        self._due = self._due or self._forgets
+        self._due = self._due or self._level == 2
         if any(self._shares.values()):
             self._policy.call("come_back", phase="reload")
             self._told("training state is back")

@@ -13,7 +13,7 @@ from typing import Any
 
 from quintet.cluster.calls import PendingCall, outcomes, results
 from quintet.cluster.cluster import Cluster
-from quintet.cluster.dispatch import Dispatch, megatron_compute, one_to_all, rank_zero
+from quintet.cluster.dispatch import megatron_compute, rank_zero
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.seat import Location
 from quintet.errors import QuintetError, UserError, WorkerFailure
@@ -21,6 +21,7 @@ from quintet.recipe import schema
 from quintet.recipe.rollout import copies, devices_of_copy, processes_of_copy
 from quintet.rollout import Part, Request, Sampling
 from quintet.train.messages import Generated
+from quintet.train.weights import WeightSync
 
 RESTARTS_IN_A_ROW = 3
 """How often a rollout is made anew before it has generated anything; then the run ends."""
@@ -45,6 +46,7 @@ class Replicas:
         self.groups: list[WorkerGroup | None] = [None] * copies(recipe)
         self._spares: list[Any] = [None] * len(self.groups)
         self._restarts = [0] * len(self.groups)
+        self._weights = WeightSync(policy, self, recipe, cluster.say)
 
     @property
     def count(self) -> int:
@@ -117,45 +119,46 @@ class Replicas:
         told = failure.message.split("\n", 1)[0]
         self._cluster.say(f"{told}. It is started anew ({self._restarts[number]} of {RESTARTS_IN_A_ROW})")
 
-    def _everywhere(self, method: str, *args: Any, phase: str) -> None:
-        """Call a method on all that are there; who fails is missing afterwards."""
-        alive = {number: group for number, group in enumerate(self.groups) if group is not None}
-        self._gathered({n: group.submit(method, *args, phase=phase) for n, group in alive.items()})
-
-    def _gathered(
-        self, calls: Mapping[int, PendingCall], watch: Callable[[], None] | None = None
+    def gathered(
+        self,
+        calls: Mapping[int, PendingCall],
+        beside: PendingCall | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> dict[int, Any]:
-        """Values by rollout, of those that did not fail meanwhile."""
+        """Values by rollout, of those that do not fail meanwhile. beside: what the trainer's ranks do at the same time."""
+        waited = [*calls.values(), *([] if beside is None else [beside])]
         if not self._recipe.rollout.restart:
-            return dict(zip(calls, results(list(calls.values()), watch), strict=True))
-        found = dict(zip(calls, outcomes(list(calls.values()), watch), strict=True))
-        for number, value in found.items():
+            return dict(zip(calls, results(waited, watch), strict=False))
+        found = outcomes(waited, watch)
+        if beside is not None and isinstance(found[-1], QuintetError):
+            raise found[-1]
+        values = dict(zip(calls, found, strict=False))
+        for number, value in values.items():
             if isinstance(value, QuintetError):
                 self._lose(number, value)
-        return {number: value for number, value in found.items() if not isinstance(value, QuintetError)}
+        return {number: value for number, value in values.items() if not isinstance(value, QuintetError)}
 
     # memory
 
     def sleep(self, level: int) -> None:
         """Give up the devices: see `Rollout.sleep`."""
-        self._everywhere("sleep", level, phase="sleep")
+        self.ask("sleep", level, phase="sleep")
 
     def wake(self, part: Part) -> None:
         """Take the devices again: see `Rollout.wake`."""
-        self._everywhere("wake", part, phase="wake")
+        self.ask("wake", part, phase="wake")
 
     def pause(self) -> None:
         """Hold what is under way."""
-        self._everywhere("pause", phase="pause")
+        self.ask("pause", phase="pause")
 
     def resume(self) -> None:
         """Go on."""
-        self._everywhere("resume", phase="resume")
+        self.ask("resume", phase="resume")
 
     def memory(self) -> list[dict[str, float | None]]:
         """Peaks of every rank that answers."""
-        alive = {number: group for number, group in enumerate(self.groups) if group is not None}
-        found = self._gathered({n: group.submit("memory") for n, group in alive.items()})
+        found = self.ask("memory", phase="memory")
         return [rank for ranks in found.values() for rank in ranks]
 
     # generation
@@ -176,7 +179,7 @@ class Replicas:
             for number, requests in shares.items()
         }
         made = {}
-        for number, (answer,) in self._gathered(calls, watch).items():
+        for number, (answer,) in self.gathered(calls, watch=watch).items():
             made[number], self._spares[number] = answer
             self._restarts[number] = 0
         return made
@@ -198,7 +201,7 @@ class Replicas:
             for number, group in enumerate(self.groups)
             if group is not None
         }
-        dealt = {number: list(parts[1:]) for number, (parts,) in self._gathered(calls).items()}
+        dealt = {number: list(parts[1:]) for number, (parts,) in self.gathered(calls).items()}
         for number in set(range(self.count)) - dealt.keys():
             _, *dealt[number] = self._policy.call(
                 "deal_spare",
@@ -218,11 +221,15 @@ class Replicas:
 
     # weights
 
-    def ask(
-        self, method: str, *args: Any, phase: str, dispatch: Dispatch = one_to_all
-    ) -> dict[int, list[Any]]:
+    def weights_changed(self) -> None:
+        """The trainer has taken a step."""
+        self._weights.changed()
+
+    def take_weights(self) -> dict[str, float]:
+        """Bring the present weights to all that are there: see `WeightSync.bring`."""
+        return self._weights.bring()
+
+    def ask(self, method: str, *args: Any, phase: str) -> dict[int, list[Any]]:
         """What each rank answers, by rollout, of those that do not die."""
         alive = {number: group for number, group in enumerate(self.groups) if group is not None}
-        return self._gathered(
-            {n: group.submit(method, *args, phase=phase, dispatch=dispatch) for n, group in alive.items()}
-        )
+        return self.gathered({n: group.submit(method, *args, phase=phase) for n, group in alive.items()})

@@ -29,7 +29,7 @@ class RolloutWorker(Worker):
     def __init__(self, place: Place, recipe: schema.Recipe, model_dir: Path) -> None:
         super().__init__(place)
         self.recipe, self.model_dir = recipe, model_dir
-        self.keeper = Keeper()
+        self.keeper = Keeper(recipe.agreement.replay_samples_per_step)
         self._progress = Progress()
 
     def setup(self) -> None:

@@ -104,6 +104,9 @@ class InProcess:
     def resume(self) -> None:
         """Nothing was held."""
 
+    def weights_changed(self) -> None:
+        """They take them where they are."""
+
     def take_weights(self) -> dict[str, float]:
         began = time.perf_counter()
         self._workers.call("sync", phase="sync")

@@ -7,7 +7,7 @@ take what comes. Then both sides tell fingerprints of what they hold, and nothin
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quintet.cluster.calls import PendingCall
@@ -15,8 +15,8 @@ from quintet.cluster.dispatch import all_to_all
 from quintet.cluster.group import WorkerGroup
 from quintet.recipe import schema
 from quintet.recipe.rollout import devices_of_copy
-from quintet.rollout import Wanted
-from quintet.sync.proof import compare, mismatch
+from quintet.rollout import Fingerprints, Wanted
+from quintet.sync.proof import Told, compare, mismatch, stuck
 from quintet.sync.server import ReceiverSpec
 from quintet.sync.source import ChannelSource
 from quintet.train.messages import EngineWeights
@@ -31,16 +31,31 @@ class Receiving(Protocol):
 
     def ask(self, method: str, *args: Any, phase: str) -> dict[int, list[Any]]: ...
 
-    def gathered(self, calls: dict[int, PendingCall]) -> dict[int, Any]: ...
+    def gathered(
+        self, calls: Mapping[int, PendingCall], beside: PendingCall | None = None
+    ) -> dict[int, Any]: ...
 
 
 class WeightSync:
-    """Brings the trainer's weights to all rollouts."""
+    """Brings the trainer's weights to all rollouts. say: tells the user what is odd."""
 
-    def __init__(self, policy: WorkerGroup, rollouts: Receiving, recipe: schema.Recipe) -> None:
-        self._policy, self._rollouts, self._recipe = policy, rollouts, recipe
+    def __init__(
+        self,
+        policy: WorkerGroup,
+        rollouts: Receiving,
+        recipe: schema.Recipe,
+        say: Callable[[str], None],
+    ) -> None:
+        self._policy, self._rollouts, self._recipe, self._say = policy, rollouts, recipe, say
+        self._masters: list[int | None] | None = None
+        self._told: Told | None = None
         self._planned: list[WorkerGroup | None] = []
         self._sources: dict[int, list[ChannelSource]] = {}
+
+    def changed(self) -> None:
+        """The trainer has taken a step, and its optimizer state is still there to be looked at."""
+        if self._recipe.rollout.sync_proof:
+            self._masters = self._policy.call("masters", phase="sync")
 
     def bring(self) -> dict[str, float]:
         """Transfer and prove, and tell what it took; rollouts that died are missing afterwards.
@@ -52,13 +67,11 @@ class WeightSync:
             self._plan()
         serving = self._policy.submit("serve", phase="sync")
         taking = {
-            number: group.submit(
-                "update_weights", self._sources[number], dispatch=all_to_all, phase="sync"
-            )
+            number: group.submit("update_weights", self._sources[number], dispatch=all_to_all, phase="sync")
             for number, group in enumerate(self._rollouts.groups)
             if group is not None and number in self._sources
         }
-        self._rollouts.gathered(taking, serving)
+        self._rollouts.gathered(taking, beside=serving)
         served = serving.result()
         told = {
             "sync/seconds": time.perf_counter() - began,
@@ -66,7 +79,7 @@ class WeightSync:
         }
         if self._recipe.rollout.sync_proof:
             began = time.perf_counter()
-            self._prove()
+            told["sync/masters_alone"] = self._prove()
             told["sync/proof_seconds"] = time.perf_counter() - began
         return told
 
@@ -95,9 +108,7 @@ class WeightSync:
         }
         self._planned = groups
 
-    def _spec(
-        self, number: int, rank: int, device: int, boxes: list[Wanted] | None
-    ) -> ReceiverSpec:
+    def _spec(self, number: int, rank: int, device: int, boxes: list[Wanted] | None) -> ReceiverSpec:
         colocated = self._recipe.rollout.placement == "colocated"
         return ReceiverSpec(_id(number, rank, device), boxes, colocated)
 
@@ -108,19 +119,28 @@ class WeightSync:
             return 0
         return here % self._policy.n_ranks
 
-    def _prove(self) -> None:
-        """Compare both sides' fingerprints."""
-        asked = self._policy.submit("fingerprints", phase="sync")
+    def _prove(self) -> float:
+        """Compare both sides' fingerprints. Returns 1 where master weights have changed and nothing that is handed out has."""
+        asked = self._policy.submit("weights", phase="sync")
         told = self._rollouts.ask("fingerprints", phase="sync")
         held: Sequence[EngineWeights] = asked.result()
         shapes = {name: shape for rank in held for name, shape in rank.shapes.items()}
+        prints = [rank.fingerprints for rank in held]
         for number, ranks in told.items():
             unreadable = {name for _, names in ranks for name in names}
-            found = compare(
-                [rank.fingerprints for rank in held], [prints for prints, _ in ranks], shapes, unreadable
-            )
+            found = compare(prints, [of_rank for of_rank, _ in ranks], shapes, unreadable)
             if found:
                 raise mismatch(found, f"rollout-{number}")
+        return self._look_at_masters(prints)
+
+    def _look_at_masters(self, exported: Sequence[Fingerprints]) -> float:
+        if self._masters is None:
+            return 0.0
+        before, self._told = self._told, Told(exported, self._masters)
+        alarm = None if before is None else stuck(before, self._told)
+        if alarm is not None:
+            self._say(f"warning: {alarm}")
+        return float(alarm is not None)
 
 
 def _id(number: int, rank: int, device: int) -> str:

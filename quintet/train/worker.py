@@ -29,15 +29,20 @@ from quintet.models import read_shape
 from quintet.observe.memory import memory_peaks
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.rollout import own_processes
+from quintet.recipe.rollout import adapters_alone, own_processes
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, RewardResult, score
 from quintet.rollout import Request, Sampling
 from quintet.rollout.native import NativeRollout
+from quintet.sync.server import ReceiverSpec, Served, WeightServer
+from quintet.sync.wire import Ticket
 from quintet.train.checkpoints import adapter_directory
 from quintet.train.keeper import Keeper, cut, trained_samples
-from quintet.train.messages import Assignment, Generated, Updated
+from quintet.train.messages import Assignment, EngineWeights, Generated, Updated
 from quintet.train.objective import Objective
+
+SYNC_TIMEOUT_S = 60.0
+"""How long a rollout may take to come for weights, or to take a bucket."""
 
 
 class PolicyWorker(Worker):
@@ -49,6 +54,7 @@ class PolicyWorker(Worker):
         self.dtype = recipe.model.dtype or ("fp32" if place.device == "cpu" else "bf16")
         self._progress = Progress()
         self.keeper = Keeper(recipe.agreement.replay_samples_per_step)
+        self._server: WeightServer | None = None
         self._mini_batches: list[tuple[Batch, Assignment]] = []
 
     def setup(self) -> None:
@@ -233,6 +239,34 @@ class PolicyWorker(Worker):
         self.engine.reload()
         if self.reference is not None:
             self.reference.reload()
+
+    def masters(self) -> int | None:
+        """A fingerprint of the fp32 master weights: see `Engine.master_fingerprint`."""
+        return self.engine.master_fingerprint()
+
+    def plan_sync(self, assignments: list[list[ReceiverSpec]]) -> list[Ticket]:
+        """Who takes weights from which rank from now on: tickets for those that take them from this one."""
+        if self._server is None:
+            self._server = WeightServer(
+                lambda: self.engine.exported(adapters=adapters_alone(self.recipe)),
+                self.shape,
+                DTYPES[self.dtype],
+                build.device(),
+                self.recipe.rollout.bucket_mib,
+                timeout_s=min(SYNC_TIMEOUT_S, self.place.collective_timeout_s / 2),
+            )
+        return self._server.plan(assignments)
+
+    def serve(self) -> Served:
+        """Hand the present weights to the receivers planned for."""
+        assert self._server is not None, "plan_sync comes first"
+        return self._server.serve()
+
+    def weights(self) -> EngineWeights:
+        """What this rank hands out, to be compared with what rollouts hold."""
+        alone = adapters_alone(self.recipe)
+        shapes = {one.name: one.shape for one in self.engine.exported(adapters=alone)}
+        return EngineWeights(self.engine.fingerprints(adapters=alone), shapes)
 
     def sync(self) -> None:
         """Bring the engine's weights to the rollout in this process."""
