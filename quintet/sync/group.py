@@ -26,16 +26,16 @@ class BulkGroup:
     Raises RuntimeError, as do the methods, when another member does not come within the time limit, or goes.
     """
 
-    def __init__(self, group: Group, rank: int, timeout_s: float, store: Any = None) -> None:
+    def __init__(self, group: Group, timeout_s: float, store: Any = None) -> None:
         self.group, self.timeout_s = group, timeout_s
         timeout = timedelta(seconds=timeout_s)
         if store is None:
             store = dist.TCPStore(group.host, group.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
         store = dist.PrefixStore(group.name, store)  # type: ignore[attr-defined]
         if group.backend == "gloo":
-            self._group: Any = dist.ProcessGroupGloo(store, rank, group.size, timeout)
+            self._group: Any = dist.ProcessGroupGloo(store, group.rank, group.size, timeout)
         else:
-            self._group = _nccl(store, rank, group.size, timeout)
+            self._group = _nccl(store, group.rank, group.size, timeout)
 
     def give(self, data: Tensor) -> Any:
         """Begin to send to every receiver; what comes back is to be waited for."""

@@ -10,15 +10,33 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from quintet.sync.buckets import Bucket
+from quintet.sync.group import BulkGroup
 from quintet.sync.memory import Shared
-from quintet.sync.wire import END, Address, Answer, Hello, admit, host_address, listen, local_address
+from quintet.sync.wire import (
+    END,
+    Address,
+    Answer,
+    Group,
+    Hello,
+    admit,
+    ended,
+    host_address,
+    listen,
+    local_address,
+)
 
+MEETS_S = 1.0
+"""A process that died takes its sockets with it, one a little before the other."""
 GONE = "its connection closed: it died, or gave up, before everything had arrived"
 
 
@@ -109,22 +127,27 @@ class Outlet:
     def open(
         self, here: dict[str, tuple[Connection, Hello]], answer: Answer, memory: Sequence[Shared]
     ) -> None:
-        """Greet those receivers that came, and show them the memory."""
-        self.lost = {
-            one: "it did not come for its weights in time" for one in self.receivers if one not in here
-        }
+        """Greet those receivers that came, and show them the memory. answer: what all of them are told."""
+        self._meet(here)
+        for one in list(self._lines):
+            self._answer(here[one], answer, memory)
+
+    def _meet(self, here: dict[str, tuple[Connection, Hello]]) -> None:
+        late = f"it did not come for its weights within {self.timeout_s:g} s"
+        self.lost = {one: late for one in self.receivers if one not in here}
         self._lines = {one: here[one][0] for one in self.receivers if one in here}
         self._heard = dict.fromkeys(self._lines, -1)
-        for one, connection in list(self._lines.items()):
-            buckets = None if here[one][1].knows else self.buckets
-            try:
-                connection.send(Answer(None, buckets, None, answer.room, answer.bucket_bytes, answer.device))
-                for shared in memory:
-                    shared.show(connection)
-            except OSError:
-                self._lose(one, GONE)
 
-    def offer(self, number: int, slot: int, memory: torch.Tensor) -> None:
+    def _answer(self, one: tuple[Connection, Hello], answer: Answer, memory: Sequence[Shared] = ()) -> None:
+        connection, hello = one
+        try:
+            connection.send(replace(answer, buckets=None if hello.knows else self.buckets))
+            for shared in memory:
+                shared.show(connection)
+        except OSError:
+            self._lose(hello.receiver, GONE)
+
+    def offer(self, number: int, slot: int, memory: Tensor) -> None:
         """Hand over the bucket of this number, which is in `memory`, the slot's bytes."""
         for one in list(self._lines):
             if not _say(self._lines[one], (number, slot)):
@@ -142,10 +165,13 @@ class Outlet:
         self._hear(len(self.buckets))
 
     def close(self) -> None:
-        """Let go of the receivers; what they keep for the next sync stays."""
+        """Let go of the receivers until the next sync; what both sides keep for it stays."""
         for connection in self._lines.values():
             connection.close()
         self._lines = {}
+
+    def leave(self) -> None:
+        """There is no next sync: give up what was kept."""
 
     def _hear(self, wanted: int) -> None:
         """Every receiver's word that it has taken that bucket; of earlier ones it came before."""
@@ -163,6 +189,106 @@ class Outlet:
     def _lose(self, receiver: str, reason: str) -> None:
         self.lost[receiver] = reason
         self._lines.pop(receiver).close()
+
+
+class GroupOutlet(Outlet):
+    """The same, through a process group of the sender (rank 0) and the receivers that came, which stays while these are the
+    same. Where one receiver goes, the group is broken, and all in it are lost to this sync."""
+
+    def __init__(
+        self,
+        receivers: Sequence[str],
+        buckets: Sequence[Bucket],
+        timeout_s: float,
+        store: Store,
+        backend: str,
+    ) -> None:
+        super().__init__(receivers, buckets, timeout_s)
+        self._store, self._backend = store, backend
+        self._group: BulkGroup | None = None
+        self._members: list[str] = []
+        self._work: dict[int, Any] = {}
+
+    def open(
+        self, here: dict[str, tuple[Connection, Hello]], answer: Answer, memory: Sequence[Shared]
+    ) -> None:
+        """Greet those receivers that came, and meet them in the group."""
+        self._meet(here)
+        self._work, members = {}, list(self._lines)
+        held = {here[one][1].group for one in members}
+        if self._group is not None and (members != self._members or held != {self._group.group.name}):
+            self.leave()
+        if not members:
+            return
+        store, name = self._store, secrets.token_hex(8) if self._group is None else self._group.group.name
+        group = Group(name, store.host, store.port, 0, 1 + len(members), self._backend)
+        for rank, one in enumerate(members, start=1):
+            self._answer(here[one], replace(answer, group=replace(group, rank=rank)))
+        try:
+            if self._group is None:
+                self._group = BulkGroup(group, self.timeout_s, store.store)
+            self._members = members
+        except RuntimeError as error:
+            self._break(error)
+
+    def offer(self, number: int, slot: int, memory: Tensor) -> None:
+        """Begin to send the bucket of this number."""
+        if self._group is not None and self._lines:
+            try:
+                self._work[number] = self._group.give(memory[: self.buckets[number].nbytes])
+            except RuntimeError as error:
+                self._break(error)
+
+    def wait(self, number: int) -> None:
+        """Until that bucket has left: its memory is free then."""
+        work = self._work.pop(number, None)
+        if work is not None and self._group is not None:
+            try:
+                self._group.wait(work, lambda: not any(ended(one) for one in self._lines.values()))
+            except RuntimeError as error:
+                self._break(error)
+
+    def leave(self) -> None:
+        """As `Outlet.leave`: the group."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._work = None, {}
+
+    def _break(self, error: RuntimeError) -> None:
+        """Find out whose end it was, and give everyone up."""
+        deadline = time.monotonic() + MEETS_S
+        gone: list[str] = []
+        while not gone and time.monotonic() < deadline:
+            gone = [one for one, connection in self._lines.items() if ended(connection)]
+            time.sleep(0.01)
+        why = (
+            f"of its process group {', '.join(gone)} went away"
+            if gone
+            else f"its process group broke: {error}"
+        )
+        for one in list(self._lines):
+            self._lose(one, GONE if one in gone else why)
+        self.leave()
+
+
+class Store:
+    """Where the members of this rank's groups find each other; made when it is first needed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    @cached_property
+    def host(self) -> str:
+        return host_address()
+
+    @cached_property
+    def store(self) -> Any:
+        wait = timedelta(seconds=self._timeout_s)
+        return dist.TCPStore(self.host, 0, is_master=True, timeout=wait, wait_for_workers=False)  # type: ignore[attr-defined]
+
+    @property
+    def port(self) -> int:
+        return int(self.store.port)
 
 
 def _say(connection: Connection, what: Any) -> bool:

@@ -29,7 +29,7 @@ from quintet.rollout.base import Wanted
 from quintet.sync.buckets import Bucket, Entry, in_buckets, slots
 from quintet.sync.export import Export
 from quintet.sync.memory import Shared
-from quintet.sync.outlets import Outlet, Reception
+from quintet.sync.outlets import GroupOutlet, Outlet, Reception, Store
 from quintet.sync.wire import Answer, Ticket
 
 STAGED_SHARE = 8
@@ -76,7 +76,7 @@ class WeightServer:
     ) -> None:
         self._engine_shards, self._shape, self._dtype, self._device = engine_shards, shape, dtype, device
         self._bucket_bytes, self._timeout_s = bucket_mib << 20, timeout_s
-        self._reception = Reception(timeout_s)
+        self._reception, self._store = Reception(timeout_s), Store(timeout_s)
         self._export: Export | None = None
         self._outlets: list[Outlet] = []
         self._sequence: list[tuple[Outlet, int]] = []
@@ -106,16 +106,23 @@ class WeightServer:
             staging_bytes=self._bucket_bytes // STAGED_SHARE,
             device=self._device,
         )
-        self._outlets = [
-            Outlet([s.id for s in specs], buckets, self._timeout_s) for specs, buckets in sets[rank]
-        ]
-        self._sequence = [(self._outlets[outlet], number) for outlet, number in sequences[rank]]
+        for outlet in self._outlets:
+            outlet.leave()
+        self._outlets = [self._outlet(specs, buckets) for specs, buckets in sets[rank]]
+        self._sequence = [(self._outlets[which], number) for which, number in sequences[rank]]
         plan = self._reception.expect(spec.id for spec in everyone[rank])
         reception = self._reception
         return [
             Ticket(s.id, reception.address(s.colocated), plan, reception.key, self._timeout_s)
             for s in everyone[rank]
         ]
+
+    def _outlet(self, specs: Sequence[ReceiverSpec], buckets: Sequence[Bucket]) -> Outlet:
+        ids = [one.id for one in specs]
+        if specs[0].colocated:
+            return Outlet(ids, buckets, self._timeout_s)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        return GroupOutlet(ids, buckets, self._timeout_s, self._store, backend)
 
     def _tensors(self, shards: Sequence[Shard]) -> dict[str, Entry]:
         """Every tensor in full that the ranks' shards are of, in the family's order, adapters last. Collective."""
@@ -208,7 +215,9 @@ class WeightServer:
     def close(self) -> None:
         """Void all tickets and let nobody in any more."""
         self._reception.close()
-        self._export = None
+        for outlet in self._outlets:
+            outlet.leave()
+        self._export, self._outlets, self._sequence = None, [], []
 
 
 def _entry(spec: ReceiverSpec, wanted: Wanted, tensors: dict[str, Entry]) -> Entry:

@@ -32,7 +32,7 @@ class _Standing:
         """The group, which may be the last sync's."""
         if self.group is None or self.group.group.name != group.name:
             self.leave()
-            self.group = BulkGroup(group, group.rank, timeout_s)
+            self.group = BulkGroup(group, timeout_s)
         return self.group
 
     def leave(self) -> None:

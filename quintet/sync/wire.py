@@ -50,7 +50,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group to join: sender and receivers of one set of buckets. rank: the receiver's; the sender is 0."""
+    """A process group to join: sender and receivers of one set of buckets. rank: whose copy this is; the sender is 0."""
 
     name: str
     host: str
