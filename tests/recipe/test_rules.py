@@ -23,6 +23,16 @@ def model(tmp_path: Path) -> Path:
 BROKEN = [
     ("backend_options_are_read", ["rollout.vllm.enforce_eager=true"], ["rollout.vllm has options", "native"]),
     ("backend_options_are_read", ["rollout.sglang.x=1"], ["rollout.sglang has options"]),
+    (
+        "vllm_can_do_it",
+        ["rollout.backend=vllm", "rollout.temperature=0.7", "rollout.top_p=0.9"],
+        ["rollout.top_p=0.9 with rollout.temperature=0.7", "use rollout.temperature=1"],
+    ),
+    (
+        "sglang_can_do_it",
+        ["rollout.backend=sglang", "rollout.sglang.tp_size=2"],
+        ["rollout.sglang.tp_size: it is rollout.layout.tp; remove it"],
+    ),
     ("one_model", ["model.build=null"], ["no model", "model.path", "model.build"]),
     ("one_model", ["model.path={model}"], ["both model.path and model.build"]),
     (
