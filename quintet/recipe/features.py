@@ -273,6 +273,29 @@ _LOOP = [
         engine=False,
     ),
     Feature(
+        "own_process_rollout",
+        "rollouts in processes of their own",
+        ("rollout.own_processes", "rollout.backend", "rollout.placement"),
+        lambda r, s: own_processes(r),
+        needs=("own_rollout",),
+        engine=False,
+    ),
+    Feature(
+        "separate_rollout",
+        "rollouts on devices of their own",
+        ("rollout.placement",),
+        lambda r, s: r.rollout.placement == "separate",
+        needs=("own_process_rollout",),
+        engine=False,
+    ),
+    Feature(
+        "fp8_rollout",
+        "an 8-bit rollout",
+        ("rollout.quantization",),
+        lambda r, s: r.rollout.quantization == "fp8",
+        engine=False,
+    ),
+    Feature(
         "reference",
         "a reference policy",
         ("algorithm.kl_coef",),
@@ -297,6 +320,16 @@ REFUSED_PAIRS = [
         "the rollout generates with the very parameters that would be away",
         "set rollout.layout.tp to another size than layout.tp, so that it has weights of its own, or engine.offload_params=0",
         _GENERATES,
+    ),
+    *(
+        RefusedPair(
+            f"offload_{kind}",
+            "separate_rollout",
+            "training state and rollout both keep their devices, and nothing has to make room",
+            f"set engine.offload_{kind}=0",
+            _GENERATES,
+        )
+        for kind in ("params", "grads", "optimizer")
     ),
     RefusedPair(
         "sgd",
@@ -359,6 +392,7 @@ NEEDS_GPU = [
         "on CPU ranks all of the optimizer is on the CPU already, and megatron-core's hybrid optimizer does not run there",
         "set cpu_fraction=0",
     ),
+    NeedsGpu("fp8_rollout", "its kernels run on CUDA alone", "set rollout.quantization=null"),
 ]
 """What CPU ranks cannot do."""
 
@@ -370,24 +404,12 @@ def _available_later(id: str, name: str, keys: tuple[str, ...], is_on: IsOn, ins
 NOT_AVAILABLE = [
     _available_later(
         "rollout_ep",
-        "expert parallelism in the rollout",
-        ("rollout.layout.ep",),
-        lambda r, s: r.rollout.layout is not None and r.rollout.layout.ep > 1,
-        "use rollout.layout.ep=1: every rank of the rollout then holds all experts",
-    ),
-    _available_later(
-        "vllm",
-        "the vLLM rollout",
-        ("rollout.backend",),
-        lambda r, s: r.rollout.backend == "vllm",
-        "use rollout.backend=native",
-    ),
-    _available_later(
-        "sglang",
-        "the SGLang rollout",
-        ("rollout.backend",),
-        lambda r, s: r.rollout.backend == "sglang",
-        "use rollout.backend=native",
+        "expert parallelism in the native rollout",
+        ("rollout.layout.ep", "rollout.backend"),
+        lambda r, s: (
+            r.rollout.backend == "native" and r.rollout.layout is not None and r.rollout.layout.ep > 1
+        ),
+        "use rollout.layout.ep=1: every rank of the rollout then holds all experts; or rollout.backend=vllm",
     ),
     _available_later(
         "muon",

@@ -1,4 +1,4 @@
-"""The back end that a recipe names, in a process of its own."""
+"""The back end that a recipe names: whether it is there, and one of it in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from typing import Any
 
 from quintet.recipe.schema import Recipe
 from quintet.rollout.base import Rollout
+
+
+def check_installed(backend: str) -> None:
+    """Raise UserError where the package of a back end is missing, or of a version that is not supported."""
+    if backend == "vllm":
+        from quintet.rollout.vllm import compat as vllm
+
+        vllm.require()
+    elif backend == "sglang":
+        from quintet.rollout.sglang import compat as sglang
+
+        sglang.require()
 
 
 def make_rollout(
@@ -24,6 +36,16 @@ def make_rollout(
     progress: told how many samples of a call are done. Native takes part in the default process group, whose ranks are its
     layout's; the others make workers of their own.
     """
+    kind = device.split(":")[0]
+    if recipe.rollout.backend == "vllm":
+        from quintet.rollout.vllm import VllmRollout
+
+        vllm: Any = VllmRollout(recipe, model_dir, device=kind, decode=decode, progress=progress)
+        return vllm
+    if recipe.rollout.backend == "sglang":
+        from quintet.rollout.sglang import SglangRollout
+
+        return SglangRollout(recipe, model_dir, device=kind, decode=decode, progress=progress)
     from quintet.rollout.native.alone import native_rollout
 
     made: Any = native_rollout(recipe, model_dir, device=device, decode=decode, progress=progress)

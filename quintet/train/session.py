@@ -26,6 +26,7 @@ from quintet.recipe.features import FEATURES, NEEDS_GPU
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, load_reward
 from quintet.rollout import Sampling
+from quintet.rollout.make import check_installed
 from quintet.train.resume import Resume, check_again, find_resume
 from quintet.train.saver import Saver
 from quintet.train.stop import StopRequest
@@ -60,6 +61,8 @@ def prepare(recipe: schema.Recipe, command: Command, scratch: Path, resume: Resu
     """Read and check everything the command will need. A model to be built is written to `scratch`, unless the run goes on
     and has it."""
     _check_device(recipe)
+    if command != "sft" and recipe.cluster.address is None:  # another cluster's machines have what they have
+        check_installed(recipe.rollout.backend)
     use_family(recipe.model.family)
     model_dir = recipe.model.path
     if recipe.model.build is not None and resume is not None and resume.run is not None:

@@ -5,13 +5,7 @@ OWN = "rollout.layout.tp=1"
 
 # rule → overrides of a valid recipe that break it ("@moe" names a model) → parts of the message
 BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
-    ("only_available_features", ["rollout.layout.ep=2"], ["expert parallelism in the rollout"]),
-    (
-        "only_available_features",
-        ["rollout.backend=vllm"],
-        ["vLLM rollout is not available", "rollout.backend=native"],
-    ),
-    ("only_available_features", ["rollout.backend=sglang"], ["SGLang rollout is not available"]),
+    ("only_available_features", ["rollout.layout.ep=2"], ["expert parallelism in the native rollout"]),
     (
         "only_available_features",
         ["optimizer.name=muon"],

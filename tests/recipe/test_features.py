@@ -15,6 +15,7 @@ from quintet.recipe.keys import all_keys
 from quintet.recipe.megatron import FREE, REFUSED, transformer_config_fields
 from quintet.recipe.rules import shape_of
 from tests.recipe.broken_engine import BROKEN_ENGINE, OWN, named
+from tests.recipe.broken_rollout import BROKEN_ROLLOUT
 
 
 def test_features_name_their_keys() -> None:
@@ -25,10 +26,10 @@ def test_features_name_their_keys() -> None:
 
 
 def test_every_refused_pair_is_of_two_features_and_is_refused(refuse, models) -> None:
-    """Both ways round, by a sentence that names both keys; and a recipe of `BROKEN_ENGINE` has each."""
+    """Both ways round, by a sentence that names both keys; and a recipe of those tables has each."""
     refused = "\n".join(
         refuse(*named(overrides, models))
-        for rule, overrides, _ in BROKEN_ENGINE
+        for rule, overrides, _ in [*BROKEN_ENGINE, *BROKEN_ROLLOUT]
         if rule == "features_go_together"
     )
     for pair in REFUSED_PAIRS:

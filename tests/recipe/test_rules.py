@@ -8,6 +8,7 @@ import pytest
 from quintet.recipe.rules import RULES
 from tests.models.directory import QWEN3, write_model
 from tests.recipe.broken_engine import BROKEN_ENGINE, OWN, named
+from tests.recipe.broken_rollout import BROKEN_ROLLOUT
 from tests.recipe.broken_vllm import BROKEN_VLLM
 
 
@@ -162,6 +163,7 @@ BROKEN = [
         ["needs train.eval_prompts > 0"],
     ),
     *BROKEN_ENGINE,
+    *BROKEN_ROLLOUT,
     *BROKEN_VLLM,
 ]
 

@@ -20,6 +20,7 @@ from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in th
     lora,
     model,
     optimizer,
+    rollout,
     run,
     sglang,
     vllm,

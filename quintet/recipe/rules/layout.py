@@ -19,6 +19,8 @@ def ranks_divide(facts: Facts) -> Iterator[Problem]:
             f"cluster.ranks={ranks} is not divisible by layout.tp × pp × cp = {layout.tp} × {layout.pp} × {layout.cp} = {size}; "
             f"use {_multiples(ranks, size)} ranks, or a smaller layout",
         )
+    if facts.recipe.rollout.placement == "separate":
+        return  # its devices are counted apart
     if rollout is not None and ranks % (size := rollout.tp * rollout.pp):
         yield Problem(
             ("cluster.ranks", "rollout.layout.tp", "rollout.layout.pp"),

@@ -1,0 +1,148 @@
+"""Rules of where rollouts run, and which of their keys are read there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from quintet.recipe.features import shares_weights
+from quintet.recipe.rollout import adapters_alone, devices_of_copy, own_processes
+from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.schema import Rollout
+
+
+def _said(rollout: Rollout, name: str) -> str | None:
+    """`rollout.name=value` where a key is set to another value than the default, which the resolved recipe writes out."""
+    given: Any = getattr(rollout, name)
+    if given == Rollout.model_fields[name].default:
+        return None
+    return f"rollout.{name}={str(given).lower() if isinstance(given, bool) else given}"
+
+
+@rule
+def separate_rollouts_have_devices(facts: Facts) -> Iterator[Problem]:
+    """Devices of a separate rollout are counted by rollout.ranks, in whole copies; no other rollout has any."""
+    rollout = facts.recipe.rollout
+    keys = ("rollout.ranks", "rollout.placement")
+    if rollout.placement == "colocated":
+        if rollout.ranks is not None:
+            yield Problem(
+                keys,
+                f"rollout.ranks={rollout.ranks} is not read by a colocated rollout, which is on the cluster.ranks devices that "
+                "train; remove it, or set rollout.placement=separate",
+            )
+        return
+    if rollout.ranks is None:
+        yield Problem(
+            keys,
+            "rollout.placement=separate needs rollout.ranks: how many devices generate, beside the cluster.ranks that train",
+        )
+    elif rollout.ranks % (size := devices_of_copy(facts.recipe)):
+        yield Problem(
+            ("rollout.ranks", "rollout.layout.tp", "rollout.layout.pp"),
+            f"rollout.ranks={rollout.ranks} is not divisible by rollout.layout.tp × pp = {size}; every copy has as many devices",
+        )
+
+
+@rule
+def own_processes_are_chosen_once(facts: Facts) -> Iterator[Problem]:
+    """Rollouts are put into processes of their own only where they could be in the trainer's."""
+    rollout = facts.recipe.rollout
+    if not rollout.own_processes:
+        return
+    if rollout.backend != "native":
+        yield Problem(
+            ("rollout.own_processes", "rollout.backend"),
+            f"rollout.own_processes=true is of the native rollout: {rollout.backend} always has processes of its own; remove it",
+        )
+    elif rollout.placement == "separate":
+        yield Problem(
+            ("rollout.own_processes", "rollout.placement"),
+            "rollout.own_processes=true says nothing of a separate rollout, which always has processes of its own; remove it",
+        )
+
+
+@rule
+def restart_needs_own_processes(facts: Facts) -> Iterator[Problem]:
+    """What shares the trainer's process dies with it."""
+    if facts.recipe.rollout.restart and not own_processes(facts.recipe):
+        yield Problem(
+            ("rollout.restart", "rollout.own_processes"),
+            "rollout.restart=true needs a rollout in processes of its own: one in the trainer's dies with it, and "
+            "`resume=auto` goes on from the last checkpoint; set rollout.own_processes=true, or rollout.restart=false",
+        )
+
+
+@rule
+def sleep_level_is_read(facts: Facts) -> Iterator[Problem]:
+    """What a rollout keeps in sleep is said only of one that sleeps, and has weights of its own that come anew."""
+    recipe = facts.recipe
+    said = _said(recipe.rollout, "sleep_level")
+    if said is None:
+        return
+    keys = ("rollout.sleep_level", "rollout.placement", "rollout.layout")
+    if recipe.rollout.placement == "separate":
+        yield Problem(keys, f"{said} is not read by a separate rollout, which never sleeps; remove it")
+    elif shares_weights(recipe):
+        yield Problem(
+            keys,
+            f"{said} is not read by a rollout on the engine's own parameters, which it could not keep or forget; remove it",
+        )
+    elif adapters_alone(recipe):
+        yield Problem(
+            ("rollout.sleep_level", "lora"),
+            f"{said} is what a native rollout does with adapters in any case: the frozen weights come once; remove it",
+        )
+
+
+@rule
+def sync_keys_are_read(facts: Facts) -> Iterator[Problem]:
+    """How weights travel is said only where they do; the probe, where weights may be unreadable and are proved."""
+    recipe, rollout = facts.recipe, facts.recipe.rollout
+    if shares_weights(recipe):
+        for name in ("bucket_mib", "sync_proof"):
+            if said := _said(rollout, name):
+                yield Problem(
+                    (f"rollout.{name}", "rollout.layout"),
+                    f"{said} is not read by a rollout on the engine's own parameters: nothing travels; remove it",
+                )
+    if said := _said(rollout, "probe_tolerance"):
+        if rollout.backend == "native":
+            yield Problem(
+                ("rollout.probe_tolerance", "rollout.backend"),
+                f"{said} is not read by the native rollout, whose weights can all be read back; remove it",
+            )
+        elif not rollout.sync_proof:
+            yield Problem(
+                ("rollout.probe_tolerance", "rollout.sync_proof"),
+                f"{said} is not read with rollout.sync_proof=false; remove one of them",
+            )
+
+
+@rule
+def native_reads_its_keys(facts: Facts) -> Iterator[Problem]:
+    """Keys of the engines that native is not are not given to it."""
+    rollout = facts.recipe.rollout
+    if rollout.backend != "native":
+        return
+    reasons = {
+        "mode": "of vllm",
+        "quantization": "of vllm: native generates in the type that trains",
+        "memory_fraction": "of vllm and sglang: native takes what its sequences need",
+    }
+    for name, reason in reasons.items():
+        if said := _said(rollout, name):
+            yield Problem(
+                (f"rollout.{name}", "rollout.backend"),
+                f"{said} is {reason}; remove it, or choose that rollout.backend",
+            )
+
+
+@rule
+def routes_need_experts(facts: Facts) -> Iterator[Problem]:
+    """Only a model with experts has routes."""
+    if facts.recipe.rollout.return_routes and facts.shape is not None and facts.shape.moe is None:
+        yield Problem(
+            ("rollout.return_routes",),
+            "rollout.return_routes=true: the model has no experts to send tokens to; remove it",
+        )

@@ -1,0 +1,101 @@
+"""Recipes that break a rule of where rollouts run: data for test_rules.py."""
+
+SEPARATE = ["rollout.placement=separate", "rollout.ranks=2"]
+
+# rule → overrides of a valid recipe that break it ("@moe" names a model) → parts of the message
+BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
+    (
+        "separate_rollouts_have_devices",
+        ["rollout.ranks=2"],
+        ["rollout.ranks=2 is not read by a colocated rollout", "rollout.placement=separate"],
+    ),
+    (
+        "separate_rollouts_have_devices",
+        ["rollout.placement=separate"],
+        ["rollout.placement=separate needs rollout.ranks"],
+    ),
+    (
+        "separate_rollouts_have_devices",
+        ["rollout.placement=separate", "rollout.ranks=3", "rollout.layout.tp=2"],
+        ["rollout.ranks=3 is not divisible by rollout.layout.tp × pp = 2"],
+    ),
+    (
+        "own_processes_are_chosen_once",
+        ["rollout.own_processes=true", "rollout.backend=vllm"],
+        ["rollout.own_processes=true is of the native rollout: vllm always has processes of its own"],
+    ),
+    (
+        "own_processes_are_chosen_once",
+        ["rollout.own_processes=true", *SEPARATE],
+        ["says nothing of a separate rollout"],
+    ),
+    (
+        "restart_needs_own_processes",
+        ["rollout.restart=true"],
+        ["dies with it", "`resume=auto` goes on from the last checkpoint", "rollout.own_processes=true"],
+    ),
+    (
+        "restart_needs_own_processes",
+        ["rollout.restart=true", "rollout.layout.tp=1", "layout.tp=2", "cluster.ranks=2"],
+        ["rollout.restart=true needs a rollout in processes of its own"],
+    ),
+    (
+        "sleep_level_is_read",
+        ["rollout.sleep_level=1", *SEPARATE],
+        ["rollout.sleep_level=1 is not read by a separate rollout, which never sleeps"],
+    ),
+    (
+        "sleep_level_is_read",
+        ["rollout.sleep_level=1"],
+        ["rollout.sleep_level=1 is not read by a rollout on the engine's own parameters"],
+    ),
+    (
+        "sleep_level_is_read",
+        ["rollout.sleep_level=1", "rollout.own_processes=true", "lora.rank=4"],
+        ["what a native rollout does with adapters in any case"],
+    ),
+    (
+        "sync_keys_are_read",
+        ["rollout.bucket_mib=64"],
+        ["rollout.bucket_mib=64 is not read by", "nothing travels"],
+    ),
+    ("sync_keys_are_read", ["rollout.sync_proof=false"], ["rollout.sync_proof=false is not read by"]),
+    (
+        "sync_keys_are_read",
+        ["rollout.probe_tolerance=0.1", "rollout.own_processes=true"],
+        ["rollout.probe_tolerance=0.1 is not read by the native rollout"],
+    ),
+    (
+        "sync_keys_are_read",
+        ["rollout.probe_tolerance=0.1", "rollout.backend=vllm", "rollout.sync_proof=false"],
+        ["rollout.probe_tolerance=0.1 is not read with rollout.sync_proof=false"],
+    ),
+    ("native_reads_its_keys", ["rollout.mode=server"], ["rollout.mode=server is of vllm"]),
+    ("native_reads_its_keys", ["rollout.quantization=fp8"], ["native generates in the type that trains"]),
+    (
+        "native_reads_its_keys",
+        ["rollout.memory_fraction=0.7"],
+        ["rollout.memory_fraction=0.7 is of vllm and"],
+    ),
+    ("routes_need_experts", ["@dense", "rollout.return_routes=true"], ["the model has no experts"]),
+    (
+        "features_go_together",
+        ["engine.offload_optimizer=1.0", *SEPARATE],
+        [
+            "engine.offload_optimizer (offload of optimizer state) does not go with rollout.placement",
+            "keep their devices",
+        ],
+    ),
+    ("features_go_together", ["engine.offload_params=1.0", *SEPARATE], ["offload of parameters"]),
+    ("features_go_together", ["engine.offload_grads=1.0", *SEPARATE], ["offload of gradients"]),
+    (
+        "devices_suffice",
+        ["rollout.backend=vllm", "rollout.quantization=fp8", "cluster.device=cpu"],
+        ["rollout.quantization (an 8-bit rollout) needs GPUs"],
+    ),
+    (
+        "ranks_divide",
+        ["rollout.own_processes=true", "rollout.layout.tp=2", "cluster.ranks=3"],
+        ["cluster.ranks=3 is not divisible by rollout.layout.tp × pp = 2 × 1 = 2"],
+    ),
+]
