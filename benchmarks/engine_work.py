@@ -26,14 +26,18 @@ class Lengths:
     shortest: int
     longest: int
 
+    def one(self, generator: random.Random) -> int:
+        """One length."""
+        drawn = round(generator.lognormvariate(math.log(self.median), self.sigma))
+        return min(max(drawn, self.shortest), self.longest)
+
     def row(self, tokens: int, generator: random.Random) -> list[int]:
         """Lengths that fill a row of `tokens` exactly: the last one is cut to what is left, and when that would be
         below `shortest`, what is left goes to the shortest sequence."""
         lengths: list[int] = []
         left = tokens
         while left >= self.shortest or not lengths:
-            drawn = round(generator.lognormvariate(math.log(self.median), self.sigma))
-            lengths.append(min(max(drawn, self.shortest), self.longest, left))
+            lengths.append(min(self.one(generator), left))
             left -= lengths[-1]
         lengths[lengths.index(min(lengths))] += left
         return lengths

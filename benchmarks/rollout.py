@@ -1,0 +1,243 @@
+"""Tokens a second of the rollout back ends, native and vLLM, through quintet's own adapters, on the same prompts.
+
+    python -m benchmarks.rollout --gpus 1                  Qwen2.5-1.5B's shape on one GPU
+    python -m benchmarks.rollout --gpus 2 --only native    one side alone, over two GPUs (tensor parallel)
+    python -m benchmarks.rollout --tiny                    a dry run on a CPU, where vLLM for CPU is installed
+
+Random weights, the same for both sides; 128 prompts of 256 random tokens, 4 samples of each; temperature 1, nothing cut,
+log-probs told. End-of-sequence is ignored, so that every response has the length that was drawn for it beforehand: 512
+tokens, or in the case long-tail log-normal from 32 to 2048 (median 256). Each side runs in processes of its own, one side
+after the other; starting, and the first call of `generate`, are not counted. The value is the response tokens of a call by
+the median of its seconds. What is measured and how: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import RESULTS, ROOT, merged, record, write_records
+from benchmarks.rollout_work import CASES, CONFIGS, Case
+
+SIDES = ("native", "vllm")
+UNIT = "tokens/s"
+
+
+def measure(rollout: Any, case: Case, vocab_size: int, rounds: int) -> list[float]:
+    """Seconds of each round's call of `generate`, after one that is not counted. SystemExit for a response of another
+    length than was asked."""
+    from quintet.rollout import Request, Sampling
+
+    sampling = Sampling(max_response_tokens=case.longest, ignore_end=True)
+    asked = case.response_tokens()
+    seconds = []
+    for turn in range(rounds + 1):
+        requests = [
+            # Another seed each time; other tokens too, so that no prompt is found in a cache.
+            Request(
+                [(i + turn) % vocab_size for i in ids],
+                len(lengths),
+                seed=turn * 1000 + at,
+                max_response_tokens=lengths,
+            )
+            for at, (ids, lengths) in enumerate(zip(case.prompt_ids(vocab_size), asked, strict=True))
+        ]
+        start = time.perf_counter()
+        samples = rollout.generate(requests, sampling)
+        seconds.append(time.perf_counter() - start)
+        made = [tuple(len(s.response_ids) for s in row) for row in samples]
+        if made != asked:
+            raise SystemExit("a response has another length than was asked")
+        if any(len(s.policy_logprobs) != len(s.response_ids) for row in samples for s in row):
+            raise SystemExit("a response came without a log-prob for each token")
+    return seconds[1:]
+
+
+def native(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tuple[Any, Callable[[], None]]:
+    """The native back end of one rank, as `torchrun` would start it, and what ends it."""
+    import torch
+    import torch.distributed as dist
+
+    from quintet.engine.engine import Engine
+    from quintet.models import read_shape
+    from quintet.recipe import schema
+    from quintet.rollout.native import NativeRollout
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    settings = schema.Engine(tokens_per_microbatch_per_rank=16384)
+    layout = schema.Layout(tp=args.gpus)
+    engine = Engine(
+        read_shape(model), layout, engine=settings, optimizer=None, dtype="bf16" if on_gpu else "fp32"
+    )
+    engine.load_hf(model)
+    slots = max(case.prompts * case.samples_per_prompt for case in cases)
+    return NativeRollout(engine.model, engine.mesh, slots=slots, decode=str), dist.destroy_process_group
+
+
+def vllm(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tuple[Any, Callable[[], None]]:
+    """vLLM behind quintet's adapter, and what ends it."""
+    import torch
+
+    from quintet.recipe import schema
+    from quintet.rollout.vllm import VllmRollout
+
+    on_gpu = torch.cuda.is_available()
+    recipe = schema.Recipe.model_validate(
+        {
+            "model": {"dtype": "bf16" if on_gpu else "fp32"},
+            "data": {"max_prompt_tokens": max(case.prompt_tokens for case in cases)},
+            "rollout": {
+                "backend": "vllm",
+                "max_response_tokens": max(case.longest for case in cases),
+                "sequences_per_rank": max(case.prompts * case.samples_per_prompt for case in cases),
+                "layout": {"tp": args.gpus},
+            },
+        }
+    )
+    rollout = VllmRollout(recipe, model, device="cuda" if on_gpu else "cpu", decode=str)
+    return rollout, rollout.close
+
+
+def write_model(path: Path, config: dict[str, Any], dtype: str) -> None:
+    """Random weights of a config's shape, as a Hugging Face directory."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    architecture = config["architectures"][0]
+    made = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**config)
+    getattr(transformers, architecture)._from_config(made, dtype=getattr(torch, dtype)).save_pretrained(path)
+
+
+def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
+    """Be one process of a side, or the one that writes the weights."""
+    cases, config = CASES[args.tiny], CONFIGS[args.shape]
+    if args.worker == "write":
+        import torch
+
+        write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
+        return
+    rollout, end = {"native": native, "vllm": vllm}[args.worker](args, model, cases)
+    found = [measure(rollout, case, config["vocab_size"], args.rounds) for case in cases]
+    if os.environ.get("RANK", "0") == "0":
+        answer.write_text(json.dumps(found))
+    end()
+
+
+def run_side(name: str, ranks: int, model: Path, args: argparse.Namespace) -> list[list[float]]:
+    """Seconds of each case's rounds. SystemExit with the end of its log when a process fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answer, logs, processes = model.parent / f"{name}.json", [], []
+    for rank in range(ranks):
+        logs.append((model.parent / f"{name}-{rank}.log").open("w+"))
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+        # What torchrun would set; vLLM starts processes for its devices itself.
+        place = {key: str(n) for key, n in numbers.items()} if name == "native" else {}
+        processes.append(
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.rollout",
+                    *sys.argv[1:],
+                    "--worker",
+                    name,
+                    "--model",
+                    str(model),
+                ],
+                cwd=ROOT,
+                env=os.environ | {"MASTER_ADDR": "127.0.0.1"} | place,
+                stdout=logs[-1],
+                stderr=subprocess.STDOUT,
+            )
+        )
+    try:
+        for process in processes:
+            process.wait(args.timeout_s)
+    except subprocess.TimeoutExpired:
+        print(f"{name} took longer than {args.timeout_s:.0f} s", file=sys.stderr)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, log in zip(processes, logs, strict=True):
+        if process.returncode:
+            log.seek(0)
+            raise SystemExit(f"{name} failed:\n{log.read()[-6000:]}")
+    return json.loads(answer.read_text()) if answer.exists() else []
+
+
+def records_of(args: argparse.Namespace, seconds: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
+    """A record a case and side, with the other side's value as its baseline; prints them."""
+    records = []
+    for at, case in enumerate(CASES[args.tiny]):
+        tokens = sum(sum(lengths) for lengths in case.response_tokens())
+        values = {side: tokens / statistics.median(found[at]) for side, found in seconds.items()}
+        for side, value in values.items():
+            name = "/".join(part for part in (args.shape, f"{args.gpus}gpu", case.name, side) if part)
+            other = next((v for s, v in values.items() if s != side), None)
+            records.append(record("rollout", name, "tokens_per_second", value, UNIT, baseline=other))
+            rounds = ", ".join(f"{s:.2f}" for s in seconds[side][at])
+            print(f"{name}: {value:,.0f} {UNIT} ({tokens} response tokens in {rounds} s)", flush=True)
+    return records
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--shape", choices=[name for name in CONFIGS if name != "tiny"], default="qwen2.5-1.5b")
+    add("--gpus", type=int, default=1, help="GPUs of one rollout, tensor parallel (default 1)")
+    add(
+        "--tiny",
+        action="store_true",
+        help="a dry run with tiny sizes, on a CPU where there is no GPU; writes no records",
+    )
+    add("--only", choices=SIDES, help="one side alone; its records have no baseline")
+    add("--rounds", type=int, default=3, help="measured calls of each case (default 3)")
+    add("--timeout-s", type=float, default=900.0, help="longest that a side may take (default 900)")
+    add("--out", type=Path, default=RESULTS / "rollout.json", help="records are merged into this file")
+    add("--worker", choices=("write", *SIDES), help=argparse.SUPPRESS)
+    add("--model", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.tiny:
+        args.shape = "tiny"
+    return args
+
+
+def main() -> None:
+    """Run the sides one after the other, print what came out, and write the records."""
+    args = arguments()
+    if args.worker:
+        work(args, args.model, args.model.parent / f"{args.worker}.json")
+        return
+    with tempfile.TemporaryDirectory(prefix="quintet-rollout-") as directory:
+        model = Path(directory) / "model"
+        run_side("write", 1, model, args)
+        sides = [args.only] if args.only else list(SIDES)
+        seconds = {side: run_side(side, args.gpus if side == "native" else 1, model, args) for side in sides}
+    import torch  # noqa: F401  (names the GPUs in records; only now, as it takes memory of them)
+
+    records = records_of(args, seconds)
+    if not args.tiny:
+        write_records(args.out, merged(args.out, records))
+
+
+if __name__ == "__main__":
+    main()

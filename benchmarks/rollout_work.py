@@ -1,0 +1,64 @@
+"""The work both sides of the rollout benchmark do: model shapes, prompts, and how long each response is.
+
+Imports without torch: the parent process plans with it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.engine_work import MODELS, Lengths
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2.5-1.5b": MODELS["qwen2.5-1.5b"].config,
+    "qwen3-8b": MODELS["qwen3-8b"].config,
+    # Heads of 32: vLLM's attention on CPU has none smaller.
+    "tiny": MODELS["tiny"].config
+    | {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts and responses of one call of `generate`. responses: a length for all, or their distribution."""
+
+    name: str
+    prompts: int
+    samples_per_prompt: int
+    prompt_tokens: int
+    responses: int | Lengths
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a response."""
+        return self.responses if isinstance(self.responses, int) else self.responses.longest
+
+    def prompt_ids(self, vocab_size: int) -> list[list[int]]:
+        """Random tokens, the same at each call."""
+        generator = random.Random(0)
+        return [
+            [generator.randrange(vocab_size) for _ in range(self.prompt_tokens)] for _ in range(self.prompts)
+        ]
+
+    def response_tokens(self) -> list[tuple[int, ...]]:
+        """How long each sample of each prompt is made, the same at each call."""
+        drawn = self._lengths()
+        return [tuple(next(drawn) for _ in range(self.samples_per_prompt)) for _ in range(self.prompts)]
+
+    def _lengths(self) -> Iterator[int]:
+        generator = random.Random(1)
+        while True:
+            yield self.responses if isinstance(self.responses, int) else self.responses.one(generator)
+
+
+LONG_TAIL = Lengths(median=256, sigma=0.8, shortest=32, longest=2048)
+SMALL_TAIL = Lengths(median=16, sigma=0.8, shortest=4, longest=64)
+
+CASES = {
+    False: (Case("", 128, 4, 256, 512), Case("long-tail", 128, 4, 256, LONG_TAIL)),
+    True: (Case("", 8, 4, 16, 16), Case("long-tail", 8, 4, 16, SMALL_TAIL)),
+}
+"""Of a real shape, and of the tiny one."""
