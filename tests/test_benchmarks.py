@@ -239,3 +239,15 @@ def test_native_generation_is_measured_on_a_cpu() -> None:
 def test_vllm_generation_is_measured_beside_it() -> None:
     told = generates()
     assert all(re.search(rf"tiny/1gpu/{side}: [\d,]+ tokens/s", told) for side in ("native", "vllm"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # four processes that import torch and megatron-core
+def test_weight_sync_is_measured_on_a_cpu() -> None:
+    """A dry run: the weights that arrive are compared, and every number comes out."""
+    command = [sys.executable, "-m", "benchmarks.sync", "--device", "cpu", "--tiny", "--gpus", "2"]
+    done = subprocess.run([*command, "--rounds", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for metric in ("seconds", "gb_s", "copy_limit_share", "peak_extra_gib", "plan_seconds"):
+        assert re.search(rf"tiny/2cpu +{metric} ", done.stdout), metric
+    assert "written to" not in done.stdout
