@@ -26,7 +26,7 @@ CUT_BYTES = 512
 
 @dataclass
 class _Away:
-    """A storage of which the bytes from `kept` on are not on the device. host: where they are; none for gradients."""
+    """A storage of which the bytes from `kept` on are not on the device. host: where they are; none of what is lost."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -51,14 +51,17 @@ class Offloader:
             module = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
             module.register_forward_pre_hook(lambda *_: self.require("params"))
 
-    def offload(self, *, params: float = 0.0, grads: float = 0.0, optimizer: float = 0.0) -> None:
+    def offload(
+        self, *, params: float = 0.0, grads: float = 0.0, optimizer: float = 0.0, forget: bool = False
+    ) -> None:
         """Free this share of the bytes of each kind on the device (whole tensors, the last one cut).
 
-        What is away already stays as it is. Gradients are lost. No collective.
+        What is away already stays as it is. Gradients are lost; with `forget` all is, and comes back undefined. No
+        collective.
         """
         fractions = {"params": params, "grads": grads, "optimizer": optimizer}
         leaving = {
-            kind: list(self._leave(kind, fraction))
+            kind: list(self._leave(kind, fraction, kept=kind != "grads" and not forget))
             for kind, fraction in fractions.items()
             if fraction > 0 and kind not in self._away
         }
@@ -90,18 +93,19 @@ class Offloader:
         if away:
             raise RuntimeError(f"{' and '.join(away)} are offloaded: call reload() before they are used")
 
-    def _leave(self, kind: str, fraction: float) -> Iterator[_Away]:
-        """Choose storages in their fixed order until `fraction` of the kind's bytes is reached, and host memory."""
+    def _leave(self, kind: str, fraction: float, *, kept: bool) -> Iterator[_Away]:
+        """Choose storages in their fixed order until `fraction` of the kind's bytes is reached, and host memory for what is
+        kept."""
         storages = list(self._storages(kind))
         left = int(fraction * sum(s.nbytes() for s in storages))
         for storage in storages:
             if left <= 0:
                 return
             size = storage.nbytes()
-            kept = max(size - left, 0) // CUT_BYTES * CUT_BYTES
-            left -= size - kept
-            host = [] if kind == "grads" else self._host[kind].take(size - kept)
-            yield _Away(storage, size, kept, host)
+            staying = max(size - left, 0) // CUT_BYTES * CUT_BYTES
+            left -= size - staying
+            host = self._host[kind].take(size - staying) if kept else []
+            yield _Away(storage, size, staying, host)
 
     def _storages(self, kind: str) -> Iterator[torch.UntypedStorage]:
         """The storages of a kind on the device, each once."""

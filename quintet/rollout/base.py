@@ -73,7 +73,8 @@ class Sample:
     text: str = field(default="")
     routes: np.ndarray | None = None
     """Chosen experts of a mixture-of-experts model where they are asked for, int16 [tokens - 1, layers, top-k]: those of each
-    token that was read, which is every token but the last."""
+    token that was read, which is every token but the last, in no certain order. Layers are those with experts, in their
+    order: layer 0 here is the first that has any."""
 
 
 @dataclass(frozen=True)

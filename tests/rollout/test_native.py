@@ -49,7 +49,7 @@ def generate(
     engine.load_hf(path)
     out = []
     for requests, sampling, slots in runs:
-        rollout = NativeRollout(engine.model, engine.mesh, slots=slots, decode=text)
+        rollout = NativeRollout(engine.model, engine.mesh, slots=slots, decode=text, update=lambda: None)
         out.append(rollout.generate(requests, sampling))
     if not recheck:
         return out

@@ -84,6 +84,13 @@ class Scheduler:
             free, tokens = free - size, tokens + length
         return groups
 
+    def give_up(self) -> None:
+        """All that are not done end here, the waiting ones without a token."""
+        for row in self.sequences:
+            for draft in row:
+                draft.finish = draft.finish or "abort"
+        self._waiting.clear()
+
     def retire(self) -> tuple[list[int], list[int]]:
         """Drop finished sequences and close the gaps from the end. Returns moves (from slots, to slots)."""
         keep = sum(not s.finish for s in self.active)

@@ -1,0 +1,79 @@
+"""Which experts the tokens of each sample were sent to, put together from all ranks that share its requests.
+
+A stage knows the routes of its own layers, a rank under sequence parallelism those of its own tokens. Each rank writes what
+it alone knows into zeros, so that the sum over ranks is the whole; it is taken once, when all samples are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quintet.engine.mesh import Mesh
+from quintet.engine.model import PolicyModel
+from quintet.engine.router import overheard
+from quintet.rollout.base import Sample
+from quintet.rollout.native.scheduler import Draft
+
+REDUCED_BYTES = 1 << 26
+"""Summed over ranks at a time."""
+
+
+class Routes:
+    """The routes of one `generate`. Layers are those with experts, in their order: DeepSeek's first ones, which are dense,
+    are not counted."""
+
+    def __init__(self, model: PolicyModel, mesh: Mesh) -> None:
+        moe = model.shape.moe
+        assert moe is not None
+        self._mesh, self._device = mesh, model.device
+        layers = [i for i in range(model.shape.layers) if model.shape.is_moe(i)]
+        self._place = {layer: i for i, layer in enumerate(layers)}
+        self._top_k = moe.top_k
+        self._sliced = model.config.sequence_parallel and mesh.sizes.tp > 1
+        self._heard: dict[int, Tensor] = {}
+        self._of: dict[int, list[np.ndarray]] = {}  # by draft: pieces [tokens, layers, top-k]
+
+    @contextmanager
+    def listening(self, model: PolicyModel) -> Iterator[None]:
+        """Hear the routers of this rank's model."""
+        with overheard([model], self._heard.__setitem__):
+            yield
+
+    def keep(self, rows: Sequence[tuple[Draft, int, int]], total: int) -> None:
+        """What was heard belongs to drafts: to each the row tokens start:stop. total: of the row, padding included."""
+        mesh = self._mesh
+        pieces = np.zeros((total, len(self._place), self._top_k), dtype=np.int16)
+        if self._heard and (self._sliced or mesh.at("tp") == 0):  # without slices tp ranks hear the same
+            layers = [self._place[layer] for layer in self._heard]
+            heard = torch.stack(list(self._heard.values()), dim=1).to(torch.int16).cpu().numpy()
+            first = mesh.at("tp") * len(heard) if self._sliced else 0
+            pieces[first : first + len(heard), layers] = heard
+        self._heard.clear()
+        for draft, start, stop in rows:
+            self._of.setdefault(id(draft), []).append(pieces[start:stop])
+
+    def tell(self, drafts: Sequence[Sequence[Draft]], samples: Sequence[Sequence[Sample]]) -> None:
+        """Give each sample its draft's: int16 [tokens that were read, layers, top-k]. Collective over the ranks that share
+        the requests."""
+        nothing = np.zeros((0, len(self._place), self._top_k), dtype=np.int16)
+        group = self._mesh.groups.mp
+        for row, answers in zip(drafts, samples, strict=True):
+            for draft, sample in zip(row, answers, strict=True):
+                sample.routes = np.concatenate([nothing, *self._of.pop(id(draft), ())])
+                if group.size() > 1:
+                    self._sum(sample.routes, group)
+
+    def _sum(self, routes: np.ndarray, group: dist.ProcessGroup) -> None:
+        """In place, as bytes: of each all ranks but one have 0."""
+        flat = routes.reshape(-1).view(np.uint8)
+        for start in range(0, len(flat), REDUCED_BYTES):
+            piece = torch.from_numpy(flat[start : start + REDUCED_BYTES])
+            there = piece.to(self._device)
+            dist.all_reduce(there, group=group)
+            piece.copy_(there)

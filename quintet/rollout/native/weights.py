@@ -1,0 +1,144 @@
+"""The weights of a native rollout that has a model of its own: taken from a source, proved, put to sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quintet.engine.fingerprint import Fingerprints, fingerprints
+from quintet.engine.lora import apart
+from quintet.engine.mesh import Mesh
+from quintet.engine.model import PolicyModel
+from quintet.engine.offload import Offloader
+from quintet.engine.shards import Shard, shard_map
+from quintet.errors import SyncMismatch
+from quintet.models.mcore import Box, meet, volume
+from quintet.rollout.base import Piece, Wanted, WeightSource
+
+
+class Weights:
+    """One rank's. brought: whether a source brings them. Of a model with adapters these alone are brought; the rest is the
+    model's from the start."""
+
+    def __init__(self, model: PolicyModel, mesh: Mesh, *, brought: bool) -> None:
+        self._model, self._mesh = model, mesh
+        self._offloader = Offloader([model]) if brought else None
+        self.undefined: str | None = "none have been brought yet" if brought else None
+        """Why the weights are none, when they are."""
+
+        # Made while the weights are there: storage that is away has no views, and those that there are stay good.
+        self._standing = self._held() if brought else None
+
+    def wanted(self) -> list[Wanted]:
+        """The parts that this rank holds."""
+        return [Wanted(shard.name, shard.box) for shard in self.shards()]
+
+    def fingerprints(self) -> Fingerprints:
+        """Of the live weights."""
+        return fingerprints((one.name, one.shape, one.box, one.view) for one in self.shards())
+
+    def shards(self) -> list[Shard]:
+        """What is brought of the model, as far as this rank holds any of it."""
+        return self._held() if self._standing is None else self._standing
+
+    def _held(self) -> list[Shard]:
+        held = shard_map([self._model], self._model.shape, self._mesh)
+        if self._model.adapters is not None:
+            held = apart(held)[1]
+        return [shard for shard in held if volume(shard.box)]
+
+    def take(self, source: WeightSource) -> None:
+        """Copy every piece into place. Until all have come the weights are undefined.
+
+        Raises SyncMismatch naming a tensor that did not come whole, came twice, or is none of this rank's; and one that
+        comes in another type than the rollout has it in.
+        """
+        self.undefined = "the last ones did not arrive whole"
+        taking = _Taking(self.shards())
+        with torch.no_grad():
+            for piece in source.pieces(0):
+                taking.take(piece)
+        taking.check()
+        self.undefined = None
+
+    def sleep(self, level: int) -> None:
+        """Off the device. The frozen part of a model with adapters is not brought again: it is never forgotten."""
+        forget = level == 2 and self._model.adapters is None
+        assert self._offloader is not None
+        self._offloader.offload(params=1.0, forget=forget)
+        if forget and self.undefined is None:
+            self.undefined = "they were forgotten in sleep (level 2)"
+
+    def wake(self) -> None:
+        """On the device again."""
+        assert self._offloader is not None
+        self._offloader.reload()
+
+
+class _Taking:
+    """One update: which parts have come."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = {(shard.name, shard.box): shard for shard in shards}
+        self._came: dict[tuple[str, Box], list[Box]] = {key: [] for key in self._shards}
+        self._by_name: dict[str, list[tuple[str, Box]]] = {}
+        for key in self._shards:
+            self._by_name.setdefault(key[0], []).append(key)
+
+    def take(self, piece: Piece) -> None:
+        if tuple(piece.tensor.shape) != tuple(stop - start for start, stop in piece.box):
+            raise SyncMismatch(
+                f"{piece.name}: {list(piece.tensor.shape)} elements came for its part {list(piece.box)}"
+            )
+        key = (piece.name, piece.box)
+        placed = [
+            self._place(one, piece)
+            for one in ([key] if key in self._shards else self._by_name.get(key[0], ()))
+        ]
+        if not any(placed) and volume(piece.box):
+            raise SyncMismatch(
+                f"{piece.name}: {list(piece.box)} came, and is no part of what this rank holds"
+            )
+
+    def _place(self, key: tuple[str, Box], piece: Piece) -> bool:
+        """Copy what a piece has of a shard, if anything."""
+        shard, came = self._shards[key], self._came[key]
+        part = meet(piece.box, shard.box) if len(piece.box) == len(shard.box) else None
+        if part is None:
+            return False
+        target = shard.part(part)
+        if piece.shape != shard.shape or piece.tensor.dtype != target.dtype:
+            raise SyncMismatch(
+                f"{piece.name}: the trainer sends {_told(piece.shape, piece.tensor)}, the rollout holds "
+                f"{_told(shard.shape, target)}"
+            )
+        if any(meet(part, other) for other in came):
+            raise SyncMismatch(f"{piece.name}: {list(part)} came twice")
+        target.copy_(_within(piece, part).reshape(target.shape))
+        came.append(part)
+        return True
+
+    def check(self) -> None:
+        """Raise SyncMismatch unless all have."""
+        lacking = [
+            (shard, missing)
+            for key, shard in self._shards.items()
+            if (missing := volume(shard.box) - sum(map(volume, self._came[key])))
+        ]
+        if lacking:
+            shard, missing = lacking[0]
+            raise SyncMismatch(
+                f"{shard.name}: {missing} of {volume(shard.box)} elements did not come, and {len(lacking) - 1} other "
+                "tensors are incomplete: the rollout's weights are undefined until all are brought"
+            )
+
+
+def _told(shape: tuple[int, ...], tensor: Tensor) -> str:
+    return f"{list(shape)} in {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _within(piece: Piece, part: Box) -> Tensor:
+    at = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(part, piece.box, strict=True))
+    return piece.tensor[at]
