@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -155,3 +155,17 @@ def load_again(model: Any, weights: Iterator[tuple[str, torch.Tensor]], config: 
         initialize_layerwise_reload(model)
         model.load_weights(weights)
         finalize_layerwise_reload(model, config)
+
+
+def listen_to_routers(model: torch.nn.Module, make: Callable[[list[int]], Any]) -> Any:
+    """Have the `capture` of what `make` makes of the numbers of layers with experts called by each router; returns that.
+
+    vLLM 0.32.0 tells routes itself only with a runner that needs Triton, which its CPU build has not
+    (test_routes.py::test_routes_are_those_of_transformers).
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+    listener = make([module.layer_id for module in model.modules() if isinstance(module, MoERunner)])
+    bind_routed_experts_capturer(model, listener)
+    return listener

@@ -183,11 +183,13 @@ def _form(
     if kernel is not None:
         return Form(kernel, plain=False, signed=False)
     held = getattr(layer, attribute)
+    # What quantised layers derive from their parameters is not known here.
+    writable = held.dtype == dtype and (packed.quantisation(layer) or "Unquantized").startswith("Unquantized")
     forms = []
     if tuple(held.shape) == shape:
-        forms.append(Form(lambda: getattr(layer, attribute).data.to(dtype), plain=held.dtype == dtype))
+        forms.append(Form(lambda: getattr(layer, attribute).data.to(dtype), writable))
     if held.dim() >= 2 and tuple(held.mT.shape) == shape:
-        forms.append(Form(lambda: getattr(layer, attribute).data.mT.to(dtype), plain=held.dtype == dtype))
+        forms.append(Form(lambda: getattr(layer, attribute).data.mT.to(dtype), writable))
     reordered = packed.experts(layer, attribute, shape)
     if reordered is not None:
         forms.append(Form(reordered, plain=False))

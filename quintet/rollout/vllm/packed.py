@@ -14,11 +14,13 @@ ROWS = 1024
 
 def sure(layer: Any) -> bool:
     """Whether a layer is known to keep its parameters as they were loaded, on GPUs."""
+    return quantisation(layer) in (None, "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+def quantisation(layer: Any) -> str | None:
+    """What vLLM calls the way in which a layer keeps its weights."""
     method = getattr(layer, "quant_method", None)
-    return method is None or type(method).__name__ in (
-        "UnquantizedLinearMethod",
-        "UnquantizedEmbeddingMethod",
-    )
+    return None if method is None else type(method).__name__
 
 
 def linear(layer: Any, shape: tuple[int, ...]) -> Callable[[], Tensor] | None:

@@ -9,11 +9,13 @@ import re
 from collections.abc import Generator, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quintet.rollout.base import Wanted, WeightSource
 from quintet.rollout.vllm import compat
+from quintet.rollout.vllm.routes import Listener
 from quintet.rollout.vllm.weights import Reading, Taken, Weights
 
 EXTENSION = f"{__name__}.WeightWorker"
@@ -27,6 +29,7 @@ class WeightWorker:
     model_runner: Any
     rank: int
     _weights_held: Weights
+    _routes_heard: Listener
 
     def take_weights(self, source: WeightSource) -> Taken:
         """Take what the source has for this worker (its rank among tp · pp is the receiver's number). See `weights.check`."""
@@ -47,6 +50,17 @@ class WeightWorker:
     def wanted_weights(self) -> list[Wanted] | None:
         """The parts of tensors that this worker takes, known after a first `take_weights`; None for whole tensors."""
         return self._held().wanted()
+
+    def listen_for_routes(self) -> None:
+        """From now on write down the experts of every token of every request (on CPU: see `routes`)."""
+        runner = self.model_runner
+        self._routes_heard = compat.listen_to_routers(
+            runner.get_model(), lambda layers: Listener(runner, layers)
+        )
+
+    def take_routes(self) -> dict[str, np.ndarray]:
+        """Routes of the requests since the last call: see `routes.heard`."""
+        return self._routes_heard.take()
 
     def _held(self) -> Weights:
         if not hasattr(self, "_weights_held"):

@@ -1,0 +1,81 @@
+"""The experts that each token was sent to.
+
+vLLM tells them with its samples on GPUs. Its runner for the CPU does not; there they are written down inside its worker, at the
+routers. A token found in the prefix cache passes no router, so on CPU that cache is off where routes are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from quintet.errors import QuintetError
+from quintet.models.shape import ModelShape
+
+ROOM = 64
+"""Tokens by which a request's memory grows at least."""
+
+
+class Listener:
+    """Writes down the routes of all requests of one worker. runner: vLLM's; layers: the numbers of its layers with experts."""
+
+    def __init__(self, runner: Any, layers: Sequence[int]) -> None:
+        self._runner = runner
+        self._place = {layer: at for at, layer in enumerate(sorted(layers))}
+        self._of: dict[str, np.ndarray] = {}
+
+    def capture(self, layer_id: int, topk_ids: Tensor) -> None:
+        """Called by a router in the middle of a step, with the experts of all its tokens [tokens, top-k]: those of one
+        request after another, each from its first token that was not computed before."""
+        chosen = topk_ids.cpu().numpy()
+        batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
+        for at, request in enumerate(batch.req_ids):
+            rows = chosen[starts[at] : starts[at + 1]]
+            first = int(batch.num_computed_tokens_cpu[at])
+            self._room(request, first + len(rows), rows.shape[1])[
+                first : first + len(rows), self._place[layer_id]
+            ] = rows
+
+    def take(self) -> dict[str, np.ndarray]:
+        """int16 [tokens, layers with experts, top-k] of each request since the last call, by vLLM's names for them; -1 where a
+        token was not seen."""
+        found, self._of = self._of, {}
+        return found
+
+    def _room(self, request: str, tokens: int, top_k: int) -> np.ndarray:
+        held = self._of.get(request)
+        if held is None or len(held) < tokens:
+            more = tokens + max(ROOM, tokens // 2)
+            grown = np.full((more, len(self._place), top_k), -1, np.int16)
+            if held is not None:
+                grown[: len(held)] = held
+            held = self._of[request] = grown
+        return held
+
+
+def heard(workers: Sequence[dict[str, np.ndarray]], tp: int) -> dict[str, np.ndarray]:
+    """The routes of all layers, of what each worker heard: one stage after another, whose tp workers hear the same."""
+    stages = workers[::tp]
+    return {request: np.concatenate([stage[request] for stage in stages], axis=1) for request in stages[0]}
+
+
+def routes_of(told: np.ndarray, shape: ModelShape, tokens: int) -> np.ndarray:
+    """`Sample.routes` of a sequence of `tokens` tokens: int16 [tokens - 1, layers with experts, top-k].
+
+    told: [at least tokens - 1, layers, top-k], where layers without experts may be among them, whose numbers say nothing.
+    Raises QuintetError where a token's routes are not known.
+    """
+    assert shape.moe is not None
+    layers = [layer for layer in range(shape.layers) if shape.moe.is_moe(layer)]
+    if told.shape[1] == shape.layers:
+        told = told[:, layers]
+    routes = told[: tokens - 1].astype(np.int16)
+    if routes.shape != (tokens - 1, len(layers), shape.moe.top_k) or (routes < 0).any():
+        raise QuintetError(
+            f"vLLM told routes {list(told.shape)} of {tokens} tokens: those of every token but the last are needed, for "
+            f"{len(layers)} layers with experts and {shape.moe.top_k} experts a token"
+        )
+    return routes
