@@ -1,0 +1,89 @@
+"""The proof where weights cannot be read back: both sides say how likely fixed tokens are, and must agree.
+
+The tokens are drawn once from the vocabulary, the same on every machine. They are random, so nearly every row of the embedding is
+another and all experts get some: a part that is wrong shows in the log-probs of the tokens that pass it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quintet.errors import SyncMismatch
+
+if TYPE_CHECKING:
+    from quintet.engine.engine import Engine
+
+SEQUENCES = 8
+TOKENS = 64
+"""Of each sequence, where the model and the rollout take that many."""
+SEED = 20
+TOLERANCES = {"fp32": 0.002, "bf16": 0.25}
+"""Largest difference of a log-prob that rounding explains; recipe key rollout.probe_tolerance."""
+
+Scores = list[list[float]]
+"""Of each sequence, the log-probs of its tokens but the first."""
+
+
+def sequences(vocab_size: int, most_tokens: int) -> list[list[int]]:
+    """The fixed sequences. most_tokens: that the rollout takes at once.
+
+    Raises ValueError for fewer than 2: then nothing can be told.
+    """
+    if most_tokens < 2:
+        raise ValueError(f"a log-prob needs two tokens, not {most_tokens}")
+    drawn = random.Random(SEED)
+    return [[drawn.randrange(vocab_size) for _ in range(min(TOKENS, most_tokens))] for _ in range(SEQUENCES)]
+
+
+def engine_scores(engine: Engine, sequences: Sequence[list[int]]) -> Scores | None:
+    """What the engine says of sequences, all ranks of it the same ones. Ranks of the last stage return it, others None.
+    Collective."""
+    from quintet.data.batch import make_batch
+
+    budget = engine.recipe.tokens_per_microbatch_per_rank * engine.mesh.sizes.cp
+    together = max(budget // engine.alignment.row([max(map(len, sequences))]), 1)
+    order = list(range(len(sequences)))
+    microbatches = [order[i : i + together] for i in range(0, len(order), together)]
+    batch = make_batch(list(sequences), [1] * len(sequences))
+    found = engine.forward(batch, microbatches)
+    if found is None:
+        return None
+    flat, scores = found.logprobs.tolist(), []
+    for one in sequences:
+        scores.append(flat[1 : len(one)])  # the first token has none
+        flat = flat[len(one) :]
+    return scores
+
+
+def check(
+    engine: Scores, rollout: Scores, sequences: Sequence[list[int]], tolerance: float, name: str
+) -> float:
+    """The largest difference of a log-prob.
+
+    Raises SyncMismatch saying where it is, when it is above the tolerance or no number. name: the rollout's.
+    """
+    apart = [
+        (_distance(a, b), number, at)
+        for number, (mine, its) in enumerate(zip(engine, rollout, strict=True))
+        for at, (a, b) in enumerate(zip(mine, its, strict=True))
+    ]
+    largest, number, at = max(apart)
+    if largest <= tolerance:
+        return largest
+    above = sum(one > tolerance for one, _, _ in apart)
+    raise SyncMismatch(
+        f"{name} does not compute what the trainer computes after the sync: of {len(apart)} fixed tokens the log-probs of "
+        f"{above} differ by more than {tolerance:g} (rollout.probe_tolerance). The largest difference is {largest:.3g}, in "
+        f"sequence {number} at position {at + 1} (token {sequences[number][at + 1]}): {engine[number][at]:.4f} of the trainer, "
+        f"{rollout[number][at]:.4f} of the rollout. Weights that it keeps in a form of its own did not arrive as they "
+        "were sent, or its kernels compute something else"
+    )
+
+
+def _distance(a: float, b: float) -> float:
+    """|a - b|, infinite where either is no number."""
+    apart = abs(a - b)
+    return math.inf if math.isnan(apart) else apart
