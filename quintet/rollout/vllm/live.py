@@ -99,11 +99,21 @@ class Live:
             for region in regions:
                 if region.name in self.unreadable:
                     continue
-                part = region.view(tensor)
+                part = self._as_it_came(region, tensor)
                 if not form.signed and region.name in negative_zeros:
                     negative = negative_zeros[region.name][tuple(slice(*side) for side in region.box)]
                     part = torch.where(negative & (part == 0), -0.0, part)
                 yield region.name, region.shape, region.box, part
+
+    def _as_it_came(self, region: Region, parameter: Tensor) -> Tensor:
+        """A part in the type it arrived in. Raises SyncMismatch where it is nothing that arrived in that."""
+        part = region.view(parameter)
+        narrow = part.to(region.dtype)
+        if region.dtype != region.kept and not torch.equal(narrow.to(region.kept), part):
+            raise SyncMismatch(
+                f"{region.name}: vLLM holds values that are no {region.dtype}, as the engine's are"
+            )
+        return narrow
 
     def _names_in(self, layer: Any) -> set[str]:
         held = {
@@ -196,7 +206,9 @@ def _form(
     tried = [r for r in regions if r.exact][:: max(1, len(regions) // TRIED)]
     for form in forms:
         tensor = form.read()
-        if any(torch.equal(fingerprint(r.view(tensor), r.shape, r.box), arrived[r]) for r in tried):
+        if any(
+            torch.equal(fingerprint(r.view(tensor).to(r.dtype), r.shape, r.box), arrived[r]) for r in tried
+        ):
             return form
     # What is known to be plain and does not read back is wrong, and is to be found so.
     return forms[0] if forms and packed.sure(layer) and tuple(held.shape) == shape else None

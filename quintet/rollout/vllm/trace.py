@@ -27,8 +27,8 @@ from quintet.models.mcore import Box, volume
 class Region:
     """`box` of the Hugging Face tensor `name` (of `shape`) is `held` of the parameter `parameter`.
 
-    dims: for each dim of `box` longer than one, the parameter's dim it lies along; None for the others. exact: whether the
-    copy keeps the type, and so every bit.
+    dims: for each dim of `box` longer than one, the parameter's dim it lies along; None for the others. dtype: what it
+    arrived in; kept: what the parameter has.
     """
 
     name: str
@@ -37,7 +37,13 @@ class Region:
     parameter: str
     held: Box
     dims: tuple[int | None, ...]
-    exact: bool
+    dtype: torch.dtype
+    kept: torch.dtype
+
+    @property
+    def exact(self) -> bool:
+        """Whether the parameter's type holds every bit of what arrived."""
+        return torch.promote_types(self.dtype, self.kept) == self.kept
 
     def view(self, parameter: Tensor) -> Tensor:
         """The region in a tensor of the parameter's shape, with the dims of `box`."""
@@ -289,7 +295,7 @@ def _region(origin: _Tensor, source: Tensor, name: str, place: _Tensor, target: 
             dim = origin.dims[a]
             assert dim is not None  # a dim longer than one is a dim of the Hugging Face tensor
             dims[dim] = b
-    return Region(origin.name, origin.shape, box, name, write.box, tuple(dims), source.dtype == target.dtype)
+    return Region(origin.name, origin.shape, box, name, write.box, tuple(dims), source.dtype, target.dtype)
 
 
 def _aligned(origin: _Tensor, source: Tensor, region: Region) -> Tensor:

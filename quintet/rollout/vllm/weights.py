@@ -64,8 +64,12 @@ class Weights:
         self._negative_zeros: dict[str, Tensor] = {}
 
     def wanted(self) -> list[Wanted] | None:
-        """The parts of tensors that this worker copies; None for whole ones, which the loaders take."""
-        return self._live.wanted() if self._live and self._live.copyable else None
+        """The parts of tensors that this worker copies; None for whole ones, which the loaders take. What no model here uses
+        because none drafts comes all the same, so that it is proved to have come."""
+        if self._live is None or not self._live.copyable:
+            return None
+        idle = [Wanted(name, _box(self._shapes[name])) for name in sorted(self._untaken) if self._idle(name)]
+        return self._live.wanted() + idle
 
     def take(self, pieces: Iterator[Piece]) -> Taken:
         """New weights. What is wrong with them is told, not raised: `check` sees all workers' answers."""
@@ -92,8 +96,11 @@ class Weights:
 
     def _copy(self, live: Live, pieces: Iterator[Piece]) -> Taken:
         taken, copying = Taken(untaken=set(self._untaken)), live.begin()
+        self._arrived = {}
         for piece in pieces:
             taken.bytes += piece.tensor.nbytes
+            if piece.name in self._untaken:
+                self._arrived[piece.name, piece.box] = fingerprint(piece.tensor, piece.shape, piece.box)
             if self._shapes.get(piece.name) == piece.shape:
                 copying.put(piece)
             elif piece.name in self._shapes:
@@ -152,8 +159,8 @@ class Weights:
     def _arrive(self, name: str, tensor: Tensor, kept: set[str] | None) -> None:
         """Note of a tensor on its way what cannot be read later. kept: names of which to; None is all."""
         if kept is None or name in kept:
-            whole = tuple((0, n) for n in tensor.shape)
-            self._arrived[name, whole] = fingerprint(tensor, tuple(tensor.shape), whole)
+            shape = tuple(tensor.shape)
+            self._arrived[name, _box(shape)] = fingerprint(tensor, shape, _box(shape))
         if tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
             negative = (tensor == 0) & torch.signbit(tensor)
             if negative.any():
@@ -213,6 +220,10 @@ def _whole(pieces: Iterator[Piece], taken: Taken) -> Iterator[tuple[str, Tensor]
         else:
             yield piece.name, whole
     taken.odd += [f"{name} ({left} of {whole.numel()} elements)" for name, (whole, left) in parts.items()]
+
+
+def _box(shape: tuple[int, ...]) -> Box:
+    return tuple((0, n) for n in shape)
 
 
 def _reshaped(piece: Piece, before: tuple[int, ...]) -> str:

@@ -108,5 +108,7 @@ def test_a_view_beyond_the_tensor_is_no_part_of_it() -> None:
 
 def test_a_region_is_a_view_with_the_tensors_dims() -> None:
     parameter = torch.arange(24.0).view(2, 3, 4)
-    region = Region("hf", (4, 3), ((1, 3), (0, 3)), "p", ((1, 2), (0, 3), (1, 3)), (2, 1), True)
+    region = Region(
+        "hf", (4, 3), ((1, 3), (0, 3)), "p", ((1, 2), (0, 3), (1, 3)), (2, 1), torch.float32, torch.float32
+    )
     assert torch.equal(region.view(parameter), parameter[1, :, 1:3].T)

@@ -160,7 +160,6 @@ def test_a_tensor_that_the_model_does_not_know_is_named(first: bool) -> None:
     _, held = make()
     if not first:
         check([held.take(pieces(weights_of(0)))])
-    check([held.take(pieces(weights_of(0) | {"mtp.weight": torch.ones(2)}))])  # no model drafts
     with pytest.raises(SyncMismatch, match=r"no place for layers\.0\.bias"):
         check([held.take(pieces(weights_of(0) | {"layers.0.bias": torch.ones(2)}))])
 
@@ -191,3 +190,35 @@ def test_what_changes_after_loading_is_named() -> None:
 def test_nothing_is_told_before_weights_came() -> None:
     with pytest.raises(SyncMismatch, match="has not taken any weights yet"):
         make()[1].read()
+
+
+def test_what_would_draft_is_proved_to_have_come() -> None:
+    _, held = make()
+    for seed in range(2):
+        named = weights_of(seed) | {"mtp.weight": torch.randn(2)}
+        check([held.take(pieces(named))])
+        assert not differing([held], named)
+    wanted = held.wanted()
+    assert wanted is not None
+    assert "mtp.weight" in {w.name for w in wanted}
+
+
+def test_a_wider_type_is_read_as_what_came() -> None:
+    model, held = make()
+    named = {name: tensor.bfloat16() for name, tensor in weights_of(0).items()}
+    for _ in range(2):
+        check([held.take(pieces(named))])
+        assert not differing([held], named)
+    model.layers[0].norm.weight[0] += 1e-6  # type: ignore[union-attr, operator, index]
+    with pytest.raises(SyncMismatch, match=r"layers\.0\.norm: vLLM holds values that are no torch\.bfloat16"):
+        held.read()
+
+
+def test_a_narrower_type_cannot_be_read_and_what_arrived_is_told() -> None:
+    model, held = make()
+    model.bfloat16()
+    named = weights_of(0)
+    check([held.take(pieces(named))])
+    found, unreadable = combine([held.read()])
+    assert set(unreadable) == set(named)
+    assert found == fingerprints((n, tuple(t.shape), whole(t.shape), t) for n, t in named.items())
