@@ -27,7 +27,7 @@ from quintet.models.mcore import meet, volume
 from quintet.recipe import schema
 from quintet.rollout.base import Piece, Wanted
 from quintet.sync.buckets import ALIGNMENT, Bucket, Entry, laid_out
-from quintet.sync.export import Export
+from quintet.sync.export import Export, made
 from quintet.sync.server import ReceiverSpec, WeightServer
 from quintet.sync.source import ChannelSource
 
@@ -128,7 +128,7 @@ class Trainer(_Side):
                 dtype = self.dtype if trained else torch.float32
                 whole[name] = Entry(name, full, tuple((0, n) for n in full), dtype)
         self._tensors: list[Bucket] = [laid_out([one]) for one in whole.values()]
-        sequences = [self._tensors] * self.setup.ranks
+        sequences = [[made(one) for one in self._tensors]] * self.setup.ranks
         self._serial = Export(
             self.shards, held, sequences, staging_bytes=1 << 40, device=self.device
         )  # nothing is cut

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,53 @@ from quintet.engine.reshard import Holdings, Parts, Round, Transfer, all_units, 
 from quintet.engine.shards import Shard
 from quintet.errors import UserError
 from quintet.models.mcore import Box
-from quintet.sync.buckets import Bucket
+from quintet.sync import fp8
+from quintet.sync.buckets import ALIGNMENT, Bucket, Entry, laid_out
+
+
+@dataclass(frozen=True)
+class Made:
+    """A bucket as it is sent, and how it is made: what is quantized is first gathered beside it, in `raw`."""
+
+    sent: Bucket
+    raw: Bucket
+
+    @cached_property
+    def _plain(self) -> list[int]:
+        """Entries of what is sent that are gathered in their place."""
+        other = {name for one in self.raw.entries for name in (one.name, one.name + fp8.SCALE)}
+        return [i for i, one in enumerate(self.sent.entries) if one.name not in other]
+
+    @cached_property
+    def gathered(self) -> list[Entry]:
+        """What comes from the ranks' shards."""
+        return [*(self.sent.entries[i] for i in self._plain), *self.raw.entries]
+
+    def fill(self, sent: Sequence[Tensor], raw: Sequence[Tensor]) -> list[Tensor]:
+        """Where it is gathered, given the views of both buckets."""
+        return [*(sent[i] for i in self._plain), *raw]
+
+    def finish(self, sent: Sequence[Tensor], raw: Sequence[Tensor]) -> None:
+        """Quantize what has been gathered beside."""
+        views = {one.name: view for one, view in zip(self.sent.entries, sent, strict=True)}
+        for one, matrix in zip(self.raw.entries, raw, strict=True):
+            fp8.quantize(matrix, views[one.name], views[one.name + fp8.SCALE])
+
+
+def made(bucket: Bucket, quantized: Collection[str] = ()) -> Made:
+    """How a bucket of the engine's tensors is sent, those of the names given in 8 bits."""
+    raw = [one for one in bucket.entries if one.name in quantized]
+    if not raw:
+        return Made(bucket, Bucket((), 0))
+    sent: list[Entry] = []
+    for one in bucket.entries:
+        if one.name not in quantized:
+            sent.append(one)
+            continue
+        scales = fp8.scales_shape(one.shape)
+        sent.append(replace(one, dtype=fp8.DTYPE))
+        sent.append(Entry(one.name + fp8.SCALE, scales, tuple((0, n) for n in scales), torch.float32))
+    return Made(laid_out(sent), laid_out(raw))
 
 
 class Export:
@@ -26,32 +74,30 @@ class Export:
         self,
         sources: list[Shard],
         held: Sequence[Holdings],
-        sequences: Sequence[Sequence[Bucket]],
+        sequences: Sequence[Sequence[Made]],
         *,
         staging_bytes: int,
         device: torch.device,
     ) -> None:
         self.count = max(len(one) for one in sequences)
         """Of times that every rank calls `fill`: as often as the rank with most buckets."""
-        self._device, self._sources, self._parts = device, sources, Parts(sources)
         rank, world = dist.get_rank(), dist.get_world_size()
+        self._device, self._parts = device, Parts(sources)
         self._mine = list(sequences[rank])
         numbers = [
-            [(n, i) for n, one in enumerate(buckets) for i in range(len(one.entries))]
-            for buckets in sequences
+            [(n, i) for n, one in enumerate(sequence) for i in range(len(one.gathered))]
+            for sequence in sequences
         ]
         self._places = numbers[rank]
-        wanted = [[(e.name, e.box) for one in buckets for e in one.entries] for buckets in sequences]
-        types = {e.name: e.dtype for buckets in sequences for one in buckets for e in one.entries}
+        wanted = [[e for one in sequence for e in one.gathered] for sequence in sequences]
+        types = {e.name: e.dtype for entries in wanted for e in entries}
         transfers: list[list[Transfer]] = [[] for _ in range(self.count)]
-        for t in plan_transfers([one.sources for one in held], wanted):
+        boxes = [[(e.name, e.box) for e in entries] for entries in wanted]
+        for t in plan_transfers([one.sources for one in held], boxes):
             transfers[numbers[t.target][t.target_index][0]].append(t)
-        units = all_units(held)
+        units, type_of = all_units(held), types.__getitem__
         self._rounds = [
-            [
-                Round(one, types.__getitem__, rank, world)
-                for one in in_rounds(ts, types.__getitem__, units, staging_bytes)
-            ]
+            [Round(one, type_of, rank, world) for one in in_rounds(ts, type_of, units, staging_bytes)]
             for ts in transfers
         ]
         self._storages = _storages(sources)
@@ -64,11 +110,20 @@ class Export:
 
     def fill(self, number: int, memory: Tensor | None) -> None:
         """Fill this rank's bucket of that number in `memory`, bytes; None where it has none. Collective."""
-        views = self._mine[number].views(memory) if memory is not None else []
+        if memory is None:
+            self._gather(number, [])
+            return
+        mine = self._mine[number]
+        room = -(-mine.raw.nbytes // ALIGNMENT) * ALIGNMENT
+        beside = torch.empty(room, dtype=torch.uint8, device=self._device)
+        sent, raw = mine.sent.views(memory), mine.raw.views(beside)
+        self._gather(number, mine.fill(sent, raw))
+        mine.finish(sent, raw)
 
+    def _gather(self, number: int, views: Sequence[Tensor]) -> None:
         def write(t: Transfer) -> Tensor:
             bucket, index = self._places[t.target_index]
-            return _part(views[index], self._mine[bucket].entries[index].box, t.box)
+            return _part(views[index], self._mine[bucket].gathered[index].box, t.box)
 
         for one in self._rounds[number]:
             one.run(lambda t: self._parts(t.source_index, t.box), write, self._device)

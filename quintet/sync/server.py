@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,9 @@ from quintet.engine.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape
 from quintet.rollout.base import Wanted
-from quintet.sync.buckets import Bucket, Entry, in_buckets, slots
-from quintet.sync.export import Export
+from quintet.sync.buckets import Entry, in_buckets, slots
+from quintet.sync.export import Export, Made, made
+from quintet.sync.fp8 import quantized_names
 from quintet.sync.memory import Shared
 from quintet.sync.outlets import GroupOutlet, Outlet, Reception, Store
 from quintet.sync.wire import Answer, Ticket
@@ -60,7 +61,8 @@ class WeightServer:
     """One trainer rank's. `plan` and `serve` are collective over the default process group, whose ranks are the trainer's.
 
     engine_shards: what this rank holds, asked for at each plan (adapters merged, or alone, as receivers want it). shape: the
-    model's. dtype: what parameters travel as; buffers are fp32. timeout_s: how long one side waits for the other to come, or
+    model's. dtype: what parameters travel as; buffers are fp32. quantization: of the matrices of whole tensors, see
+    `quintet.sync.fp8`. timeout_s: how long one side waits for the other to come, or
     to take a bucket; less than a collective's time limit, for other ranks wait meanwhile.
     """
 
@@ -72,10 +74,12 @@ class WeightServer:
         device: torch.device,
         bucket_mib: int = 256,
         *,
+        quantization: Literal["fp8"] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self._engine_shards, self._shape, self._dtype, self._device = engine_shards, shape, dtype, device
         self._bucket_bytes, self._timeout_s = bucket_mib << 20, timeout_s
+        self._quantized = quantized_names(shape) if quantization == "fp8" else set[str]()
         self._reception, self._store = Reception(timeout_s), Store(timeout_s)
         self._export: Export | None = None
         self._outlets: list[Outlet] = []
@@ -117,12 +121,12 @@ class WeightServer:
             for s in everyone[rank]
         ]
 
-    def _outlet(self, specs: Sequence[ReceiverSpec], buckets: Sequence[Bucket]) -> Outlet:
-        ids = [one.id for one in specs]
+    def _outlet(self, specs: Sequence[ReceiverSpec], buckets: Sequence[Made]) -> Outlet:
+        ids, sent = [one.id for one in specs], [one.sent for one in buckets]
         if specs[0].colocated:
-            return Outlet(ids, buckets, self._timeout_s)
+            return Outlet(ids, sent, self._timeout_s)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        return GroupOutlet(ids, buckets, self._timeout_s, self._store, backend)
+        return GroupOutlet(ids, sent, self._timeout_s, self._store, backend)
 
     def _tensors(self, shards: Sequence[Shard]) -> dict[str, Entry]:
         """Every tensor in full that the ranks' shards are of, in the family's order, adapters last. Collective."""
@@ -141,7 +145,7 @@ class WeightServer:
 
     def _sets(
         self, specs: Sequence[ReceiverSpec], tensors: dict[str, Entry], units: dict[str, tuple[int, ...]]
-    ) -> list[tuple[list[ReceiverSpec], list[Bucket]]]:
+    ) -> list[tuple[list[ReceiverSpec], list[Made]]]:
         """A rank's receivers, those together that want the same in the same way, and the buckets of each set."""
         alike: dict[Any, list[ReceiverSpec]] = defaultdict(list)
         for spec in specs:
@@ -152,9 +156,13 @@ class WeightServer:
             if wanted is None:
                 buckets = in_buckets(tensors.values(), self._bucket_bytes)
             else:
+                if self._quantized:
+                    raise UserError(
+                        f"receiver {together[0].id} wants parts of tensors: with rollout.quantization=fp8 they go whole"
+                    )
                 entries = [_entry(together[0], one, tensors) for one in wanted]
                 buckets = in_buckets(entries, self._bucket_bytes, units)
-            found.append((together, buckets))
+            found.append((together, [made(one, self._quantized) for one in buckets]))
         return found
 
     def serve(self) -> Served:
@@ -235,7 +243,7 @@ def _entry(spec: ReceiverSpec, wanted: Wanted, tensors: dict[str, Entry]) -> Ent
     return Entry(wanted.name, whole.shape, wanted.box, whole.dtype)
 
 
-def _in_turn(sets: Sequence[Sequence[Bucket]]) -> list[tuple[int, int]]:
+def _in_turn(sets: Sequence[Sequence[Made]]) -> list[tuple[int, int]]:
     """(set, number) of all buckets, the first of each set, then the second of each, so that all receivers have work."""
     longest = max((len(one) for one in sets), default=0)
     return [(which, n) for n in range(longest) for which, one in enumerate(sets) if n < len(one)]

@@ -1,0 +1,95 @@
+"""Cutting into buckets: everything once, in order, aligned, and no larger than asked for where it can be cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quintet.engine.reshard import Round, in_rounds, plan_transfers
+from quintet.models.mcore import split, volume
+from quintet.sync.buckets import ALIGNMENT, Entry, in_buckets, slots
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+
+
+@st.composite
+def entries(draw) -> tuple[Entry, tuple[int, ...]]:
+    """A tensor, and its units."""
+    units = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    shape = tuple(unit * draw(st.integers(1, 12)) for unit in units)
+    return Entry("", shape, tuple((0, n) for n in shape), draw(st.sampled_from(DTYPES))), units
+
+
+wanted = st.lists(entries(), max_size=12)
+
+
+@given(wanted, st.integers(1, 4096), st.booleans())
+def test_buckets_hold_everything_once_in_order(wanted, size, cut):
+    named = [Entry(str(i), e.shape, e.box, e.dtype) for i, (e, _) in enumerate(wanted)]
+    units = {str(i): units for i, (_, units) in enumerate(wanted)}
+    buckets = in_buckets(named, size, units if cut else None)
+    parts: dict[str, list[Entry]] = {}
+    for bucket in buckets:
+        end = 0
+        memory = torch.zeros(-(-bucket.nbytes // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8)
+        for one, view in zip(bucket.entries, bucket.views(memory), strict=True):
+            assert one.offset % ALIGNMENT == 0
+            assert end <= one.offset < end + ALIGNMENT
+            end = one.offset + one.nbytes
+            parts.setdefault(one.name, []).append(one)
+            assert view.data_ptr() == memory.data_ptr() + one.offset
+            assert (tuple(view.shape), view.dtype) == (one.box_shape, one.dtype)
+        assert end == bucket.nbytes
+        assert end <= size or len(bucket.entries) == 1
+    assert list(parts) == [one.name for one in named]
+    for whole in named:
+        covered = torch.zeros(whole.shape, dtype=torch.int64)
+        for part in parts[whole.name]:
+            covered[tuple(slice(*ends) for ends in part.box)] += 1
+            edges = zip(part.box, units[whole.name], strict=True)
+            assert all(start % unit == stop % unit == 0 for (start, stop), unit in edges)
+        assert (covered == 1).all()
+        assert cut or len(parts[whole.name]) == 1
+
+
+@given(entries(), st.integers(1, 200))
+def test_parts_are_no_larger_than_they_must_be(entry, limit):
+    one, units = entry
+    smallest = volume(tuple((0, unit) for unit in units))
+    assert all(volume(box) <= max(limit, smallest) for box in split(one.box, units, limit))
+
+
+@given(st.lists(st.integers(1, 5000), max_size=30))
+def test_two_buckets_in_turn_and_never_two_large_ones(sizes):
+    place, room = slots(sizes, 1024)
+    for number, (size, slot) in enumerate(zip(sizes, place, strict=True)):
+        assert size <= room[slot]
+        assert size > 1024 or number == 0 or slot != place[number - 1]
+    assert room[1] <= 1024  # of the usual size
+
+
+@given(st.integers(2, 4), st.integers(1, 60), st.integers(4, 400), st.data())
+def test_rounds_bound_what_a_rank_sends_and_gets(world, rows, limit, data):
+    cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=6))})
+    sources: list[list] = [[] for _ in range(world)]
+    for start, stop in itertools.pairwise(cuts):
+        sources[data.draw(st.integers(0, world - 1))].append(("w", ((start, stop), (0, 3))))
+    targets = [[("w", ((0, rows), (0, 3)))] for _ in range(world)]
+    rounds = in_rounds(plan_transfers(sources, targets), lambda name: torch.float32, {}, limit)
+    counted = [torch.zeros(rows, 3, dtype=torch.int64) for _ in range(world)]
+    for transfers in rounds:
+        out, in_ = [0] * world, [0] * world
+        for t in transfers:
+            counted[t.target][tuple(slice(*ends) for ends in t.box)] += 1
+            if t.source != t.target:
+                out[t.source] += 4 * volume(t.box)
+                in_[t.target] += 4 * volume(t.box)
+        assert max(out + in_) <= max(limit, 4)
+        crossing = [
+            Round(transfers, lambda name: torch.float32, rank, world).crosses for rank in range(world)
+        ]
+        assert len(set(crossing)) == 1  # all ranks meet, or none does
+    assert all((one == 1).all() for one in counted)
