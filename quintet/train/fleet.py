@@ -33,6 +33,7 @@ from quintet.rollout import Request, Sampling
 from quintet.train.hybrid import Hybrid
 from quintet.train.messages import Assignment, Generated, Trained, Updated
 from quintet.train.objective import Objective
+from quintet.train.proof import Proof
 from quintet.train.replicas import Replicas, check_room
 from quintet.train.rollouts import InProcess, Rollouts
 from quintet.train.samples import Samples
@@ -86,10 +87,11 @@ class Fleet:
         )
         self._hybrid: Hybrid | None = None
         if command != "sft":  # the one that generates nothing
+            proof = Proof(self.workers, recipe, shape.vocab_size, cluster.say)
             self.rollouts: Rollouts = (
-                Replicas(cluster, recipe, model_dir.absolute(), self.workers)
+                Replicas(cluster, recipe, model_dir.absolute(), self.workers, proof)
                 if own_processes(recipe)
-                else InProcess(self.workers)
+                else InProcess(self.workers, recipe, proof)
             )
             log = cluster.log_dir / "hybrid.log"
             self._hybrid = Hybrid(self.workers, self.rollouts, recipe, phase, log)

@@ -53,6 +53,8 @@ class Sleepers(Protocol):
 
     def take_weights(self) -> dict[str, float]: ...
 
+    def probe(self) -> dict[str, float]: ...
+
 
 class Hybrid:
     """Hands the devices over. phase: times a part of the run; log: where each step of a hand-over is written."""
@@ -127,7 +129,8 @@ class Hybrid:
         if rollouts.colocated:
             rollouts.wake("weights")
             self._told("rollouts woke: weights")
-        if self._due:
+        came = self._due
+        if came:
             with self._phase("sync"):
                 self.metrics = rollouts.take_weights()
             self._told("weights brought")
@@ -138,6 +141,9 @@ class Hybrid:
             self._told("rollouts woke: kv_cache")
         rollouts.resume()
         self._awake = True
+        if came:
+            with self._phase("sync"):
+                self.metrics |= rollouts.probe()
 
     def _to_training(self) -> None:
         rollouts = self._rollouts

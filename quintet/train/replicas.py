@@ -21,6 +21,7 @@ from quintet.recipe import schema
 from quintet.recipe.rollout import copies, devices_of_copy, processes_of_copy
 from quintet.rollout import Part, Request, Sampling
 from quintet.train.messages import Generated
+from quintet.train.proof import Proof
 from quintet.train.weights import WeightSync
 
 RESTARTS_IN_A_ROW = 3
@@ -40,13 +41,16 @@ def check_room(cluster: Cluster, recipe: schema.Recipe, command: str) -> None:
 class Replicas:
     """All rollouts of a run. policy: the trainer's ranks, on whose devices colocated ones sit."""
 
-    def __init__(self, cluster: Cluster, recipe: schema.Recipe, model_dir: Path, policy: WorkerGroup) -> None:
+    def __init__(
+        self, cluster: Cluster, recipe: schema.Recipe, model_dir: Path, policy: WorkerGroup, proof: Proof
+    ) -> None:
         self._cluster, self._recipe, self._model_dir, self._policy = cluster, recipe, model_dir, policy
         self.colocated = recipe.rollout.placement == "colocated"
         self.groups: list[WorkerGroup | None] = [None] * copies(recipe)
         self._spares: list[Any] = [None] * len(self.groups)
         self._restarts = [0] * len(self.groups)
-        self._weights = WeightSync(policy, self, recipe, cluster.say)
+        self._proof = proof
+        self._weights = WeightSync(policy, self, recipe, proof)
 
     @property
     def count(self) -> int:
@@ -223,11 +227,18 @@ class Replicas:
 
     def weights_changed(self) -> None:
         """The trainer has taken a step."""
-        self._weights.changed()
+        self._proof.changed()
 
     def take_weights(self) -> dict[str, float]:
         """Bring the present weights to all that are there: see `WeightSync.bring`."""
         return self._weights.bring()
+
+    def probe(self) -> dict[str, float]:
+        """Prove by log-probs what could not be read back."""
+        if not self._proof.sequences:
+            return {}
+        told = self.ask("score", self._proof.sequences, phase="sync")
+        return self._proof.of_probe({f"rollout-{number}": ranks[-1] for number, ranks in told.items()})
 
     def ask(self, method: str, *args: Any, phase: str) -> dict[int, list[Any]]:
         """What each rank answers, by rollout, of those that do not die."""

@@ -8,9 +8,12 @@ from typing import Any, Protocol
 
 from quintet.cluster.dispatch import all_to_all
 from quintet.cluster.group import WorkerGroup
+from quintet.recipe import schema
+from quintet.recipe.features import shares_weights
 from quintet.rollout import Part, Request, Sampling
 from quintet.train.hybrid import Sleepers
 from quintet.train.messages import Generated
+from quintet.train.proof import Proof
 
 
 class Rollouts(Sleepers, Protocol):
@@ -46,8 +49,9 @@ class InProcess:
 
     colocated = True
 
-    def __init__(self, workers: WorkerGroup) -> None:
-        self._workers = workers
+    def __init__(self, workers: WorkerGroup, recipe: schema.Recipe, proof: Proof) -> None:
+        self._workers, self._proof = workers, proof
+        self._travel = not shares_weights(recipe)
         self._coords: list[dict[str, int]] = workers.call("rollout_coords")
         last = max(c["pp"] for c in self._coords)
         owners = [r for r, c in enumerate(self._coords) if (c["tp"], c["cp"], c["pp"]) == (0, 0, last)]
@@ -94,9 +98,11 @@ class InProcess:
     def start(self) -> None:
         """They live and die with the trainer's ranks."""
 
-    def sleep(self, level: int) -> None: ...
+    def sleep(self, level: int) -> None:
+        self._workers.call("sleep_rollout", level, phase="sleep")
 
-    def wake(self, part: Part) -> None: ...
+    def wake(self, part: Part) -> None:
+        self._workers.call("wake_rollout", part, phase="wake")
 
     def pause(self) -> None:
         """Nothing is under way between two calls."""
@@ -105,12 +111,27 @@ class InProcess:
         """Nothing was held."""
 
     def weights_changed(self) -> None:
-        """They take them where they are."""
+        if self._travel:
+            self._proof.changed()
 
     def take_weights(self) -> dict[str, float]:
+        if not self._travel:  # the proof is that both are one storage
+            return {}
         began = time.perf_counter()
         self._workers.call("sync", phase="sync")
-        return {"sync/seconds": time.perf_counter() - began}
+        told = {"sync/seconds": time.perf_counter() - began}
+        if self._proof.asked:
+            began = time.perf_counter()
+            held = self._workers.call("rollout_fingerprints", phase="sync")
+            copies: dict[str, list[Any]] = {}
+            for of_rank, at in zip(held, self._coords, strict=True):
+                copies.setdefault(f"the rollout of dp rank {at['dp']}", []).append(of_rank)
+            told |= self._proof.of(copies)
+            told["sync/proof_seconds"] = time.perf_counter() - began
+        return told
+
+    def probe(self) -> dict[str, float]:
+        return {}
 
     def memory(self) -> list[dict[str, float | None]]:
         return []

@@ -1,13 +1,13 @@
 """Weights from the trainer's ranks to rollouts in processes of their own, and the proof that they arrived.
 
 Each rank that trains serves the receivers beside it (`quintet.sync.server`), straight from the ranks' shards, while the rollouts
-take what comes. Then both sides tell fingerprints of what they hold, and nothing is generated before they are equal.
+take what comes. Nothing is generated before the proof (`quintet.train.proof`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from quintet.cluster.calls import PendingCall
@@ -15,11 +15,10 @@ from quintet.cluster.dispatch import all_to_all
 from quintet.cluster.group import WorkerGroup
 from quintet.recipe import schema
 from quintet.recipe.rollout import devices_of_copy
-from quintet.rollout import Fingerprints, Wanted
-from quintet.sync.proof import Told, compare, mismatch, stuck
+from quintet.rollout import Wanted
 from quintet.sync.server import ReceiverSpec
 from quintet.sync.source import ChannelSource
-from quintet.train.messages import EngineWeights
+from quintet.train.proof import Proof
 
 GIB = 1024.0**3
 
@@ -37,25 +36,18 @@ class Receiving(Protocol):
 
 
 class WeightSync:
-    """Brings the trainer's weights to all rollouts. say: tells the user what is odd."""
+    """Brings the trainer's weights to all rollouts."""
 
     def __init__(
         self,
         policy: WorkerGroup,
         rollouts: Receiving,
         recipe: schema.Recipe,
-        say: Callable[[str], None],
+        proof: Proof,
     ) -> None:
-        self._policy, self._rollouts, self._recipe, self._say = policy, rollouts, recipe, say
-        self._masters: list[int | None] | None = None
-        self._told: Told | None = None
+        self._policy, self._rollouts, self._recipe, self._proof = policy, rollouts, recipe, proof
         self._planned: list[WorkerGroup | None] = []
         self._sources: dict[int, list[ChannelSource]] = {}
-
-    def changed(self) -> None:
-        """The trainer has taken a step, and its optimizer state is still there to be looked at."""
-        if self._recipe.rollout.sync_proof:
-            self._masters = self._policy.call("masters", phase="sync")
 
     def bring(self) -> dict[str, float]:
         """Transfer and prove, and tell what it took; rollouts that died are missing afterwards.
@@ -77,9 +69,10 @@ class WeightSync:
             "sync/seconds": time.perf_counter() - began,
             "sync/gib": sum(one.bytes for one in served) / GIB,
         }
-        if self._recipe.rollout.sync_proof:
+        if self._proof.asked:
             began = time.perf_counter()
-            told["sync/masters_alone"] = self._prove()
+            held = self._rollouts.ask("fingerprints", phase="sync")
+            told |= self._proof.of({f"rollout-{number}": ranks for number, ranks in held.items()})
             told["sync/proof_seconds"] = time.perf_counter() - began
         return told
 
@@ -118,29 +111,6 @@ class WeightSync:
         if self._recipe.rollout.placement == "separate" and boxes is None:
             return 0
         return here % self._policy.n_ranks
-
-    def _prove(self) -> float:
-        """Compare both sides' fingerprints. Returns 1 where master weights have changed and nothing that is handed out has."""
-        asked = self._policy.submit("weights", phase="sync")
-        told = self._rollouts.ask("fingerprints", phase="sync")
-        held: Sequence[EngineWeights] = asked.result()
-        shapes = {name: shape for rank in held for name, shape in rank.shapes.items()}
-        prints = [rank.fingerprints for rank in held]
-        for number, ranks in told.items():
-            unreadable = {name for _, names in ranks for name in names}
-            found = compare(prints, [of_rank for of_rank, _ in ranks], shapes, unreadable)
-            if found:
-                raise mismatch(found, f"rollout-{number}")
-        return self._look_at_masters(prints)
-
-    def _look_at_masters(self, exported: Sequence[Fingerprints]) -> float:
-        if self._masters is None:
-            return 0.0
-        before, self._told = self._told, Told(exported, self._masters)
-        alarm = None if before is None else stuck(before, self._told)
-        if alarm is not None:
-            self._say(f"warning: {alarm}")
-        return float(alarm is not None)
 
 
 def _id(number: int, rank: int, device: int) -> str:

@@ -7,7 +7,7 @@ them until the controller has planned who trains on what; then each rank cuts ou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,7 @@ from quintet.data.batch import Batch, concat, make_batch, sample_ids, set_tokens
 from quintet.data.tokenizer import load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES, Engine, Loss
-from quintet.engine.lora import apart
 from quintet.engine.reference import AdapterReference
-from quintet.engine.reshard import Resharder
-from quintet.engine.shards import Shard, shard_map
 from quintet.errors import UserError
 from quintet.models import read_shape
 from quintet.observe.memory import memory_peaks
@@ -32,11 +29,12 @@ from quintet.recipe.lora import lora_shape
 from quintet.recipe.rollout import adapters_alone, own_processes
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, RewardResult, score
-from quintet.rollout import Request, Sampling
-from quintet.rollout.native import NativeRollout
+from quintet.rollout import Fingerprints, Part, Request, Sampling
+from quintet.sync.probe import Scores, engine_scores
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.wire import Ticket
 from quintet.train.checkpoints import adapter_directory
+from quintet.train.in_the_trainer import InTheTrainer
 from quintet.train.keeper import Keeper, cut, trained_samples
 from quintet.train.messages import Assignment, EngineWeights, Generated, Updated
 from quintet.train.objective import Objective
@@ -71,7 +69,7 @@ class PolicyWorker(Worker):
         if self.command == "train" and recipe.algorithm.kl_coef > 0:
             self.reference = self._engine(None) if self.lora is None else AdapterReference(self.engine)
         if self.command != "sft" and not own_processes(recipe):
-            self.rollout = self._rollout()
+            self.rollout = InTheTrainer(self.engine, recipe, self._text, self._progress)
         self._saving: Engine | AdapterReference = self.engine
 
     def _engine(self, optimizer: schema.Optimizer | None) -> Engine:
@@ -87,35 +85,6 @@ class PolicyWorker(Worker):
         adapters = recipe.lora.path if recipe.lora is not None else None
         engine.load_hf(self.model_dir, adapters=adapters, seed=recipe.run.seed)
         return engine
-
-    def _rollout(self) -> NativeRollout:
-        recipe, engine = self.recipe, self.engine
-        model, mesh, update = engine.model, engine.mesh, lambda: None
-        wanted = recipe.rollout.layout
-        if wanted is not None:
-            layout = schema.Layout(tp=wanted.tp, pp=wanted.pp)
-            if layout.model_dump() != recipe.layout.model_dump():
-                mesh, dtype = build.mesh_of(layout, self.world_size), DTYPES[self.dtype]
-                (model,) = build.build_chunks(self.shape, layout, mesh, dtype, recipe.engine, self.lora)
-                model.requires_grad_(False)
-                update = self._transfer(shard_map([model], self.shape, mesh))
-        return NativeRollout(
-            model,
-            mesh,
-            slots=recipe.rollout.sequences_per_rank,
-            decode=self._text,
-            update=update,
-            progress=self._progress,
-        )
-
-    def _transfer(self, targets: list[Shard]) -> Callable[[], None]:
-        """What brings the engine's weights to the rollout's; with adapters, the frozen rest comes once, now."""
-        sources, dtype, device = self.engine.shard_map(), DTYPES[self.dtype], build.device()
-        if self.lora is not None:
-            base, sources = apart(sources)
-            of_rollout, targets = apart(targets)
-            Resharder(base, of_rollout, dtype=dtype, device=device).run()
-        return Resharder(sources, targets, dtype=dtype, device=device).run
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -268,9 +237,27 @@ class PolicyWorker(Worker):
         shapes = {one.name: one.shape for one in self.engine.exported(adapters=alone)}
         return EngineWeights(self.engine.fingerprints(adapters=alone), shapes)
 
+    def score(self, sequences: list[list[int]]) -> Scores | None:
+        """Log-probs of fixed tokens, for rollouts whose weights cannot be read back."""
+        return engine_scores(self.engine, sequences)
+
+    # the rollout in this process
+
     def sync(self) -> None:
-        """Bring the engine's weights to the rollout in this process."""
-        self.rollout.update_weights()
+        """Bring it the engine's weights."""
+        self.rollout.sync()
+
+    def sleep_rollout(self, level: int) -> None:
+        """Take its memory."""
+        self.rollout.sleep(level)
+
+    def wake_rollout(self, part: Part) -> None:
+        """Give it memory again."""
+        self.rollout.wake(part)
+
+    def rollout_fingerprints(self) -> tuple[Fingerprints, list[str]]:
+        """Of its live weights."""
+        return self.rollout.fingerprints()
 
     def save(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory, and its adapters as one of peft's beside it."""

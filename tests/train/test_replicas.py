@@ -8,13 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from quintet.algorithms.advantages import grpo_advantages
-from quintet.errors import SyncMismatch, WorkerFailure
+from quintet.errors import WorkerFailure
 from quintet.recipe import load_recipe
 from quintet.train.objective import policy_objective
 from quintet.train.samples import Samples
@@ -27,7 +26,12 @@ TINY = [
     # Weights that no step changes: what is generated and trained twice must come to the same.
     *("optimizer.lr=1.0e-30", "optimizer.warmup_steps=0"),
 ]
-OWN = ["rollout.own_processes=true", "engine.offload_grads=1", "engine.offload_optimizer=1", "engine.offload_params=1"]
+OWN = [
+    "rollout.own_processes=true",
+    "engine.offload_grads=1",
+    "engine.offload_optimizer=1",
+    "engine.offload_params=1",
+]
 SEPARATE = ["rollout.placement=separate", "rollout.ranks=2"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -85,7 +89,9 @@ def log_of(s: Session) -> str:
     return (s.observer.directory.path / "logs" / "hybrid.log").read_text()
 
 
-@pytest.mark.parametrize("placement", [[*OWN, "rollout.layout.tp=1"], SEPARATE], ids=["colocated", "separate"])
+@pytest.mark.parametrize(
+    "placement", [[*OWN, "rollout.layout.tp=1"], SEPARATE], ids=["colocated", "separate"]
+)
 def test_what_a_killed_rollout_owed_is_generated_again(tmp_path: Path, placement: list[str]) -> None:
     with run(tmp_path, "rollout.restart=true", "layout.tp=2", *placement) as s:
         samples = generate(s)
@@ -116,14 +122,19 @@ def test_without_restart_the_run_ends_and_names_the_process(tmp_path: Path, when
         "sleep": "rollout-0 rank 0 died in wake: ",
     }
     with pytest.raises(WorkerFailure, match=said[when]), run(tmp_path, *OWN) as s:
-        generate(s)
-        if when == "generate":
-            with s.fleet.generating():
-                kill_soon(process_of(s, "rollout-0"))
-                assert s.inputs.train is not None
-                s.fleet.generate(list(s.inputs.train)[:2], s.sampling(), 2, "seed")
-        elif when == "sync":
-            when_it_syncs(s, lambda: kill_soon(process_of(s, "rollout-0")))
-        else:
-            os.kill(process_of(s, "rollout-0"), signal.SIGKILL)
-        generate(s)
+        lose(s, when)
+
+
+def lose(s: Session, when: str) -> None:
+    """Generate, and once more while the only rollout dies."""
+    generate(s)
+    if when == "generate":
+        with s.fleet.generating():
+            kill_soon(process_of(s, "rollout-0"))
+            assert s.inputs.train is not None
+            s.fleet.generate(list(s.inputs.train)[:2], s.sampling(), 2, "seed")
+    elif when == "sync":
+        when_it_syncs(s, lambda: kill_soon(process_of(s, "rollout-0")))
+    else:
+        os.kill(process_of(s, "rollout-0"), signal.SIGKILL)
+    generate(s)

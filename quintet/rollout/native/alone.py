@@ -41,5 +41,10 @@ def native_rollout(
         base, _ = apart(shard_map([model], shape, mesh))
         hf.fill_hf(base, hf.check_hf(shape, model_dir))
     return NativeRollout(
-        model, mesh, slots=recipe.rollout.sequences_per_rank, decode=decode, progress=progress
+        model,
+        mesh,
+        slots=recipe.rollout.sequences_per_rank,
+        decode=decode,
+        progress=progress,
+        return_routes=recipe.rollout.return_routes,
     )
