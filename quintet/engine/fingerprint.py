@@ -35,6 +35,8 @@ SALTS = (0x243F6A8885A308D3, 0x13198A2E03707344)
 """What tells the hash of row n from that of column n: without it, a transpose would not be seen (digits of π)."""
 CHUNK = 1 << 18
 """Most elements that torch takes at once; each becomes a few 64-bit numbers."""
+KEPT = 4096
+"""Most numbers whose hashes are kept for the next tensor, 32 KiB."""
 BATCH_BYTES = 1 << 30
 """Most bytes of tensors that wait for one launch: they may be temporary."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -210,9 +212,19 @@ def _piece(values: Tensor, walk: Walk) -> Tensor:
 
 def _weights(walk: Walk, axis: int, device: torch.device) -> Tensor:
     """a(r) of the walk's rows, or b(c) of its columns, int64 with the walk's dims (1 along the other axis')."""
-    numbers = torch.tensor(walk.first[axis], device=device)
-    for i, dim in enumerate(walk.dims):
-        if dim.axis == axis:
-            steps = torch.arange(dim.size, device=device) * dim.step
-            numbers = numbers + steps.view(-1, *[1] * (len(walk.dims) - 1 - i))
+    steps = tuple((dim.size, dim.step) if dim.axis == axis else (1, 0) for dim in walk.dims)
+    if math.prod(size for size, _ in steps) > KEPT:
+        return _hashes(walk.first[axis], steps, axis, device)
+    return _kept_hashes(walk.first[axis], steps, axis, device)
+
+
+def _hashes(first: int, steps: tuple[tuple[int, int], ...], axis: int, device: torch.device) -> Tensor:
+    numbers = torch.full([1] * len(steps), first, device=device)
+    for i, (size, step) in enumerate(steps):
+        if size > 1:
+            along = torch.arange(size, device=device) * step
+            numbers = numbers + along.view(-1, *[1] * (len(steps) - 1 - i))
     return mix(numbers * GOLDEN + SALTS[axis]) | 1
+
+
+_kept_hashes = lru_cache(maxsize=1024)(_hashes)  # the same sizes come again and again
