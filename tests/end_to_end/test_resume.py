@@ -51,7 +51,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 def run(*arguments: str, code: int = 0) -> str:
     process = start(*arguments)
-    output, _ = process.communicate(timeout=400)
+    output, _ = process.communicate(timeout=800)
     assert process.returncode == code, output
     return output
 
@@ -141,9 +141,11 @@ def test_kill_9_of_one_worker_during_a_save(straight, tmp_path):
         p for p in psutil.Process(process.pid).children(recursive=True) if p.name().startswith("ray::Seat")
     )
     worker.kill()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 3, output
-    assert re.search(r"error: Rank \d died in \w+: ended without a word: killed from outside", output)
+    assert re.search(
+        r"error: Rank \d died in \w+: (killed by SIGKILL|ended without a word: killed from outside)", output
+    )
     newest, _ = Checkpoints(path.parent).latest()
     assert newest is not None
     again = run("train", *SMALL, "train.steps=16", f"run.dir={tmp_path}", "resume=auto")
@@ -244,7 +246,7 @@ def fill(disk: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_verify_resume_proves_it_and_finds_what_is_wrong(tmp_path):
     recipe = [*SMALL[:-1], f"run.dir={tmp_path}"]
     output = run("verify-resume", *recipe, "--steps", "2")

@@ -261,7 +261,7 @@ def test_adapters_learn_and_stand_for_themselves(tmp_path):
     rest = ["recipes/laptop_demo.yaml", "model.build=null", *sums]
     rest += ["train.eval_prompts=32", "train.eval_samples_per_prompt=1", "train.prompts_per_step=16"]
     learn = [
-        "sft.steps=30",
+        "sft.steps=80",
         "sft.stop_at_loss=null",
         "sft.optimizer.lr=0.01",
         "lora.rank=8",
