@@ -48,13 +48,21 @@ def quantize(matrix: Tensor, quantized: Tensor, scales: Tensor) -> None:
     """Write a matrix [rows, columns] into `quantized`, float8 of the same shape, and `scales`, fp32 (`scales_shape`)."""
     for rows, of_blocks in _chunks(matrix):
         blocks = _in_blocks(matrix[rows])
-        largest = blocks.abs().amax((1, 3))
-        scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+        scale = scale_of(blocks.abs().amax((1, 3)))
         scales[of_blocks] = scale
-        # Rounding of the scale may put the largest a little beyond the type's range, where it would be NaN.
-        blocks.div_(scale[:, None, :, None]).clamp_(-LARGEST, LARGEST)
         height, width = matrix[rows].shape
-        quantized[rows] = blocks.flatten(2).flatten(0, 1)[:height, :width].to(DTYPE)
+        quantized[rows] = rounded(blocks, scale[:, None, :, None]).flatten(2).flatten(0, 1)[:height, :width]
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """The scales of blocks of these largest magnitudes, fp32."""
+    return torch.where(largest > 0, largest / LARGEST, 1.0)
+
+
+def rounded(numbers: Tensor, scale: Tensor) -> Tensor:
+    """fp32 numbers, which are overwritten, in 8 bits, given each one's scale."""
+    # Rounding of the scale may put the largest a little beyond the type's range, where it would be NaN.
+    return numbers.div_(scale).clamp_(-LARGEST, LARGEST).to(DTYPE)
 
 
 def dequantize(quantized: Tensor, scales: Tensor) -> Tensor:
