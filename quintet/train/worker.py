@@ -30,6 +30,7 @@ from quintet.recipe.rollout import adapters_alone, own_processes
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, RewardResult, score
 from quintet.rollout import Fingerprints, Part, Request, Sampling
+from quintet.sync.fp8_proof import quantized_fingerprints
 from quintet.sync.probe import Scores, engine_scores
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.wire import Ticket
@@ -222,6 +223,7 @@ class PolicyWorker(Worker):
                 DTYPES[self.dtype],
                 build.device(),
                 self.recipe.rollout.bucket_mib,
+                quantization=self.recipe.rollout.quantization,
                 timeout_s=min(SYNC_TIMEOUT_S, self.place.collective_timeout_s / 2),
             )
         return self._server.plan(assignments)
@@ -234,6 +236,8 @@ class PolicyWorker(Worker):
     def weights(self) -> EngineWeights:
         """What this rank hands out, to be compared with what rollouts hold."""
         alone = adapters_alone(self.recipe)
+        if self.recipe.rollout.quantization == "fp8":
+            return EngineWeights(*quantized_fingerprints(self.engine.exported(), self.shape, build.device()))
         shapes = {one.name: one.shape for one in self.engine.exported(adapters=alone)}
         return EngineWeights(self.engine.fingerprints(adapters=alone), shapes)
 
