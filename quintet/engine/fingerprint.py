@@ -39,7 +39,8 @@ KEPT = 4096
 """Most numbers whose hashes are kept for the next tensor, 32 KiB."""
 BATCH_BYTES = 1 << 30
 """Most bytes of tensors that wait for one launch: they may be temporary."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What an element's bit pattern is read as, by its bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Dim:
     axis: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # looked up by identity: most tensors share theirs
 class Walk:
     """The elements of a part: the first at `offset` (elements), row and column `first`; the others along `dims`."""
 
@@ -170,20 +171,15 @@ def _merged(dims: list[Dim]) -> Iterator[Dim]:
         yield dim
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """The tensor's bit patterns as numbers; those of 16 and 32 bits with a sign."""
-    return tensor.detach().view(_BITS[tensor.element_size()])
-
-
 def _fused(parts: list[tuple[Tensor, Walk]]) -> Tensor:
     """Of tensors on one GPU: int64 [n] there."""
     from quintet.engine.fingerprint_kernel import sums
 
-    return sums([(bits(tensor), walk) for tensor, walk in parts])
+    return sums(parts)
 
 
 def _plain(tensor: Tensor, walk: Walk) -> Tensor:
-    values = bits(tensor)
+    values = tensor.detach().view(BITS[tensor.element_size()])  # of 16 and 32 bits with a sign
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     waiting = [walk] if tensor.numel() else []
     while waiting:

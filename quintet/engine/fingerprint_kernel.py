@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quintet.engine.fingerprint import COLUMNS, ROWS, SALTS, Dim, Walk
+from quintet.engine.fingerprint import BITS, COLUMNS, ROWS, SALTS, Dim, Walk
 from quintet.engine.hashing import FIRST, GOLDEN, SECOND
 
 OUTER, INNER = 64, 1024
@@ -101,20 +102,21 @@ def _sum_kernel(
 
 
 def sums(parts: list[tuple[Tensor, Walk]]) -> Tensor:
-    """Fingerprints of tensors on one GPU, given as unsigned numbers of their width: int64 [n] there."""
-    device = parts[0][0].device
-    groups: dict[tuple[torch.dtype, int], tuple[list[int], list[tuple[int, ...]]]] = {}
-    for place, (bits, walk) in enumerate(parts):
-        for offset, table in _tables(walk):
-            start = bits.data_ptr() + offset * bits.element_size()
-            vector = VECTOR_BYTES // bits.element_size()
-            aligned = vector if start % VECTOR_BYTES == 0 and _whole_vectors(table, vector) else 0
-            places, tables = groups.setdefault((bits.dtype, aligned), ([], []))
+    """Fingerprints of tensors on one GPU: int64 [n] there."""
+    groups: dict[tuple[int, int], tuple[list[int], array[int]]] = {}
+    for place, (tensor, walk) in enumerate(parts):
+        start, size = tensor.data_ptr(), tensor.element_size()
+        for offset, vectors, table in _tables(walk, VECTOR_BYTES // size):
+            first = start + offset * size
+            aligned = vectors if first % VECTOR_BYTES == 0 else 0
+            places, tables = groups.setdefault((size, aligned), ([], array("q")))
             places.append(place)
-            tables.append((start, *table))
-    out = torch.zeros(len(parts), dtype=torch.int64, device=device)
-    for (dtype, aligned), (places, tables) in groups.items():
-        _launch(out, torch.tensor(places), torch.tensor(tables), dtype, aligned)
+            tables.append(first)
+            tables.extend(table)
+    out = torch.zeros(len(parts), dtype=torch.int64, device=parts[0][0].device)
+    for (size, aligned), (places, numbers) in groups.items():
+        tables_of_group = torch.frombuffer(numbers, dtype=torch.int64).view(-1, _FIELDS)
+        _launch(out, torch.tensor(places), tables_of_group, BITS[size], aligned)
     return out
 
 
@@ -156,8 +158,9 @@ _TYPES = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, t
 
 
 @lru_cache(maxsize=4096)
-def _tables(walk: Walk) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """A walk as tables: (elements before it, salt, first row and two dims of the outer axis, the same of the inner)."""
+def _tables(walk: Walk, vector: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """A walk as tables: (elements before it; `vector` where it is of whole vectors as far as sizes tell, else 0; salt, first
+    number and two dims of the outer axis, the same of the inner)."""
     dims = walk.dims
     inner = min(dims, key=lambda dim: dim.stride).axis if dims else COLUMNS
     axes = (ROWS, COLUMNS) if inner == COLUMNS else (COLUMNS, ROWS)
@@ -173,7 +176,7 @@ def _tables(walk: Walk) -> tuple[tuple[int, tuple[int, ...]], ...]:
     tables = []
     for offset, first in _starts(walk, other):
         fields = tuple(x for axis in axes for x in (SALTS[axis], first[axis], *kept[axis]))
-        tables.append((offset, fields))
+        tables.append((offset, vector if _whole_vectors(fields, vector) else 0, fields))
     return tuple(tables)
 
 
