@@ -13,6 +13,7 @@ from typing import Any
 
 from quintet.rollout.death import Watch
 from quintet.rollout.vllm import compat
+from quintet.rollout.vllm.extension import answers, call
 from quintet.rollout.vllm.jobs import Answer, Job, Progress, answer
 from quintet.rollout.vllm.sampling import told
 
@@ -92,7 +93,7 @@ class OfflineEngine:
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         with self._between_steps():
-            return list(self._engine.collective_rpc(method, args=args))
+            return answers(self._engine.collective_rpc("called", args=(call(method, args),)))
 
     def forget_prefixes(self) -> None:
         with self._between_steps():

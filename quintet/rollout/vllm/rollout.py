@@ -7,7 +7,6 @@ sample depends on the drafts' length as well.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -60,6 +59,7 @@ class VllmRollout:
             ServerEngine(arguments) if recipe.rollout.mode == "server" else OfflineEngine(arguments)
         )
         self._asleep: set[Part] = set()
+        self._held = self._forgot = False
         self._counted = dict.fromkeys(COUNTERS.values(), 0.0)
 
     # generation
@@ -103,6 +103,10 @@ class VllmRollout:
             raise QuintetError(
                 f"the rollout's {' and '.join(sorted(self._asleep))} are asleep: wake them before it generates"
             )
+        if self._forgot:
+            raise QuintetError(
+                "the rollout forgot its weights when it slept: it generates after update_weights"
+            )
         return self._engine.run(jobs, self._progress if tell else lambda done: None) if jobs else []
 
     def _job(self, at: int, request: Request, number: int, sampling: Sampling) -> Job:
@@ -118,11 +122,14 @@ class VllmRollout:
 
     def pause(self) -> None:
         """Hold requests that are under way, and start no others, until `resume`."""
+        self._held = True
         self._engine.pause()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
-        self._engine.resume()
+        """Go on after `pause`; asleep, once all is awake."""
+        self._held = False
+        if not self._asleep:
+            self._engine.resume()
 
     def abort(self) -> None:
         """Give up requests that are under way: their samples end with finish "abort", with the tokens they have."""
@@ -144,22 +151,29 @@ class VllmRollout:
 
     def update_weights(self, source: WeightSource) -> None:
         """Take new weights. The prefix cache is emptied; requests that are held begin anew with the new weights."""
-        self._engine.rpc("take_weights", pickle.dumps(source))
+        self._engine.rpc("take_weights", source)
         self._engine.forget_prefixes()
+        self._forgot = False
 
     def sleep(self, level: int) -> None:
-        """Give up the KV cache and the weights; level 1 keeps a copy on the host, level 2 forgets them."""
+        """Give up the KV cache and the weights; level 1 keeps a copy on the host, level 2 forgets them. Requests under way
+        are held, and begin anew when all is awake again. On CPU the weights stay (see `extension`)."""
         if self._asleep:
             return
+        self._engine.pause()
         self._engine.forget_prefixes()
-        self._engine.rpc("sleep", level)
+        self._engine.rpc("fall_asleep", level)
         self._asleep = {"weights", "kv_cache"}
+        self._forgot = self._forgot or level == 2
 
     def wake(self, part: Part) -> None:
         """Take memory again. After level 2 the weights are undefined until `update_weights`."""
-        if part in self._asleep:
-            self._engine.rpc("wake_up", [part])
-            self._asleep.discard(part)
+        if part not in self._asleep:
+            return
+        self._engine.rpc("wake_part", part)
+        self._asleep.discard(part)
+        if not self._asleep and not self._held:
+            self._engine.resume()
 
     def close(self) -> None:
         """Stop the engine and its processes."""

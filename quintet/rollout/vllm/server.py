@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from quintet.rollout.death import Watch
+from quintet.rollout.vllm.extension import answers, call
 from quintet.rollout.vllm.jobs import Answer, Job, Progress, answer
 
 T = TypeVar("T")
@@ -68,7 +69,7 @@ class ServerEngine:
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         with self._watch.named():
-            return list(self._do(self._engine.collective_rpc(method, args=args)))
+            return answers(self._do(self._engine.collective_rpc("called", args=(call(method, args),))))
 
     def forget_prefixes(self) -> None:
         with self._watch.named():
@@ -92,6 +93,7 @@ class ServerEngine:
     def close(self) -> None:
         self._watch.close()
         self._engine.shutdown()
+        self._do(_end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -101,3 +103,10 @@ async def _start(arguments: Mapping[str, Any]) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+async def _end_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

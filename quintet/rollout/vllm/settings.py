@@ -13,6 +13,7 @@ from quintet.recipe import schema
 from quintet.recipe.vllm import DECIDED
 from quintet.rollout.options import passed_through
 from quintet.rollout.vllm import compat
+from quintet.rollout.vllm.extension import EXTENSION
 from quintet.rollout.vllm.sampling import mode_of
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -39,6 +40,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         "generation_config": "vllm",  # what ends a response is said with each request
         "logprobs_mode": mode_of(rollout),
         "disable_log_stats": False,  # counters of speculation
+        "worker_extension_cls": EXTENSION,
     }
     if layout.tp * layout.pp > 1:
         arguments["distributed_executor_backend"] = "mp"

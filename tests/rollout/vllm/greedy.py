@@ -1,0 +1,35 @@
+"""What transformers says."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tests.rollout.vllm.models import model
+
+PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7], [40, 41], [60, 0, 60, 0, 60]]
+
+
+@functools.cache
+def made(name: str):
+    return model(name)
+
+
+def greedy_by_transformers(name: str, tokens: int) -> list[list[int]]:
+    """Its greedy responses to PROMPTS."""
+    rows = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(tokens):
+                ids.append(int(made(name)(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        rows.append(ids[len(prompt) :])
+    return rows
+
+
+def logprobs_by_transformers(name: str, ids: list[int]) -> list[float]:
+    """Its log-probs of every token but the first, given those before it."""
+    with torch.no_grad():
+        rows = made(name)(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()

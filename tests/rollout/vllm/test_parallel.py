@@ -1,0 +1,63 @@
+"""vLLM on two devices: the same greedy tokens, its memory given up and taken, and a worker that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+import torch
+
+from quintet.errors import WorkerFailure
+from quintet.rollout import Request, Sampling
+from tests.rollout.vllm.conftest import DEVICE
+from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers
+from tests.rollout.vllm.threads import Call
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@pytest.fixture(scope="module", params=["offline-qwen3", "server-qwen3_moe"])
+def rollout(start, request):
+    mode, model = request.param.split("-")
+    return start(model, mode=mode, layout={"tp": 2, "ep": 2 if model == "qwen3_moe" else 1})
+
+
+def greedy(rollout):
+    rows = rollout.generate([Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=8))
+    return [sample.response_ids for (sample,) in rows]
+
+
+def name_of(rollout):
+    return "qwen3_moe" if rollout._recipe.layout.ep > 1 else "qwen3"
+
+
+def test_greedy_equals_transformers(rollout):
+    assert greedy(rollout) == greedy_by_transformers(name_of(rollout), 8)
+    assert len(rollout.receivers()) == 2
+
+
+def test_sleeps_and_wakes(rollout):
+    rollout.sleep(1)
+    rollout.sleep(1)
+    rollout.wake("weights")
+    rollout.wake("kv_cache")
+    assert greedy(rollout) == greedy_by_transformers(name_of(rollout), 8)
+
+
+def test_a_worker_that_dies_is_named(rollout):
+    """The last: nothing of this engine works afterwards."""
+    children = psutil.Process().children(recursive=True)
+    (worker,) = [c for c in children if "Worker_TP1" in " ".join(c.cmdline())]
+    sampling = Sampling(max_response_tokens=32, ignore_end=True)
+    call = Call(rollout.generate, [Request([k % 60], samples=8, seed=k) for k in range(200)], sampling)
+    call.wait_for_some()
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerFailure, match=rf"vLLM: VLLM::Worker_TP1\S* \(process {worker.pid}\) died"):
+        call.result(timeout_s=60)
+    with pytest.raises(WorkerFailure, match="Worker_TP1"):
+        rollout.generate([Request([1])], sampling)
