@@ -34,6 +34,10 @@ DECIDED = {
 }
 """Options of vLLM's engine that quintet decides, and by what."""
 
+CPU_EXPERTS = (
+    "vLLM for CPU does not spread experts over ranks; use ep=1, every rank then holds a part of each expert"
+)
+
 _LEAST_TEMPERATURE = 0.01
 
 

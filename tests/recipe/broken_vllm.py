@@ -23,5 +23,10 @@ BROKEN_VLLM = [
         ["speculative_config with rollout.temperature=0.7"],
     ),
     ("vllm_can_do_it", [V, "rollout.layout={tp: 4, ep: 2}"], ["rollout.layout.ep=2", "ep=1 or ep=4"]),
+    (
+        "vllm_can_do_it",
+        [V, "rollout.layout={tp: 2, ep: 2}", "cluster.device=cpu", "cluster.ranks=2"],
+        ["ep=2: vLLM for CPU"],
+    ),
     ("vllm_can_do_it", [V, "rollout.vllm.max_model_len=9"], ["rollout.vllm.max_model_len: it is data."]),
 ]

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from quintet.rollout.base import Part
+from quintet.rollout.vllm.worker import WeightWorker
 
 EXTENSION = f"{__name__}.Extension"
 
 
-class Extension:
+class Extension(WeightWorker):
     """Called by `Engine.rpc`, in each worker. Its names are apart from those of vLLM's worker."""
 
     device: torch.device
-    model_runner: Any
     _kv_bytes: list[tuple[torch.UntypedStorage, int]]
 
     def called(self, message: bytes) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quintet.errors import QuintetError, UserError
 from quintet.recipe import schema
-from quintet.rollout.base import Part, Request, Sample, Sampling, Wanted, WeightSource
+from quintet.rollout.base import Fingerprints, Part, Request, Sample, Sampling, Wanted, WeightSource
 from quintet.rollout.policy_sample import policy_sample
 from quintet.rollout.seeds import sample_seed
 from quintet.rollout.vllm import compat
@@ -21,6 +21,8 @@ from quintet.rollout.vllm.offline import OfflineEngine
 from quintet.rollout.vllm.sampling import check, mode_of, parameters
 from quintet.rollout.vllm.server import ServerEngine
 from quintet.rollout.vllm.settings import engine_arguments, longest
+from quintet.rollout.vllm.weights import check as check_taken
+from quintet.rollout.vllm.weights import combine
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",
@@ -53,7 +55,6 @@ class VllmRollout:
         self._recipe, self._decode, self._progress = recipe.rollout, decode, progress
         self._mode, self._longest = mode_of(recipe.rollout), longest(recipe)
         arguments = engine_arguments(recipe, model_dir, device)
-        self._devices: int = arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"]
         self._engine: Engine
         self._engine = (
             ServerEngine(arguments) if recipe.rollout.mode == "server" else OfflineEngine(arguments)
@@ -67,6 +68,10 @@ class VllmRollout:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
         """Responses of each request, in order. Raises WorkerFailure when a process of the engine dies."""
         check(sampling, self._mode)
+        if sampling.stop and not self._recipe.stop:
+            raise UserError(
+                "vLLM was made without a tokenizer, which stop strings need: give at least one in rollout.stop"
+            )
         jobs = [
             self._job(at, request, number, sampling)
             for at, request in enumerate(requests)
@@ -146,14 +151,21 @@ class VllmRollout:
     # weights and memory
 
     def receivers(self) -> list[list[Wanted] | None]:
-        """One a device: each takes whole tensors, and vLLM's own loading cuts out its part."""
-        return [None] * self._devices
+        """One a device: whole tensors, out of which vLLM's own loading cuts its part; or, once that has shown which parts
+        those are and vLLM keeps them as they are, the parts."""
+        wanted: list[list[Wanted] | None] = self._engine.rpc("wanted_weights")
+        return wanted
 
     def update_weights(self, source: WeightSource) -> None:
-        """Take new weights. The prefix cache is emptied; requests that are held begin anew with the new weights."""
-        self._engine.rpc("take_weights", source)
+        """Take new weights. The prefix cache is emptied; requests that are held begin anew with the new weights. Raises
+        SyncMismatch naming tensors that did not come, or that vLLM's model has no place for."""
+        check_taken(self._engine.rpc("take_weights", source))
         self._engine.forget_prefixes()
         self._forgot = False
+
+    def fingerprints(self) -> tuple[Fingerprints, list[str]]:
+        """Fingerprints of the workers' live weights, and the names of tensors that vLLM keeps in another form."""
+        return combine(self._engine.rpc("read_fingerprints"))
 
     def sleep(self, level: int) -> None:
         """Give up the KV cache and the weights; level 1 keeps a copy on the host, level 2 forgets them. Requests under way

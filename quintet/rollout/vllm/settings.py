@@ -7,10 +7,12 @@ from typing import Any
 
 import psutil
 
+from quintet.errors import UserError
 from quintet.models import read_shape
 from quintet.models.shape import ModelShape
 from quintet.recipe import schema
-from quintet.recipe.vllm import DECIDED
+from quintet.recipe.rollout import layout_of_copy
+from quintet.recipe.vllm import CPU_EXPERTS, DECIDED
 from quintet.rollout.options import passed_through
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.extension import EXTENSION
@@ -23,7 +25,9 @@ _BLOCK = 128  # tokens: the largest block of vLLM's KV caches
 def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dict[str, Any]:
     """Arguments of vLLM's EngineArgs. Raises UserError for an option in rollout.vllm that vLLM does not know."""
     rollout = recipe.rollout
-    layout = rollout.layout or schema.RolloutLayout()
+    layout = layout_of_copy(recipe)
+    if device == "cpu" and layout.ep > 1:
+        raise UserError(f"rollout.layout.ep={layout.ep}: {CPU_EXPERTS}")
     dtype = recipe.model.dtype or ("fp32" if device == "cpu" else "bf16")
     arguments: dict[str, Any] = {
         "model": str(model_dir),
@@ -63,7 +67,7 @@ def longest(recipe: schema.Recipe) -> int:
 
 def _kv_bytes(recipe: schema.Recipe, model_dir: Path, dtype: str) -> int:
     """KV cache on CPU, a rank: every slot's longest sequence, within its share of the machine's memory."""
-    layout = recipe.rollout.layout or schema.RolloutLayout()
+    layout = layout_of_copy(recipe)
     shape = read_shape(model_dir)
     blocks = recipe.rollout.sequences_per_rank * -(-longest(recipe) // _BLOCK) + 1
     values = blocks * _BLOCK * _kv_values(shape, layout.tp) * -(-shape.layers // layout.pp)

@@ -1,6 +1,6 @@
 """What runs inside vLLM's worker processes: its methods are called by `collective_rpc`.
 
-vLLM mixes `WeightWorker` into its own worker class (`worker_extension_cls`). One worker is one receiver of weights.
+vLLM mixes it into its own worker class, with what else `extension` has. One worker is one receiver of weights.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from quintet.rollout.base import Wanted, WeightSource
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.routes import Listener
 from quintet.rollout.vllm.weights import Reading, Taken, Weights
-
-EXTENSION = f"{__name__}.WeightWorker"
-"""What vLLM's `worker_extension_cls` is told."""
 
 
 class WeightWorker:

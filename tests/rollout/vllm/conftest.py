@@ -46,4 +46,6 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., An
     yield one
     for rollout in made:
         rollout.close()
+    for child in multiprocessing.active_children():
+        child.join(30)
     assert not multiprocessing.active_children()

@@ -12,24 +12,25 @@ PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7], [40, 41], [60, 0, 60, 0, 60]]
 
 
 @functools.cache
-def made(name: str):
-    return model(name)
+def made(name: str, seed: int = 0):
+    return model(name, seed=seed)
 
 
-def greedy_by_transformers(name: str, tokens: int) -> list[list[int]]:
+@functools.cache
+def greedy_by_transformers(name: str, tokens: int, seed: int = 0) -> list[list[int]]:
     """Its greedy responses to PROMPTS."""
     rows = []
     for prompt in PROMPTS:
         ids = list(prompt)
         with torch.no_grad():
             for _ in range(tokens):
-                ids.append(int(made(name)(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+                ids.append(int(made(name, seed)(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
         rows.append(ids[len(prompt) :])
     return rows
 
 
-def logprobs_by_transformers(name: str, ids: list[int]) -> list[float]:
+def logprobs_by_transformers(name: str, ids: list[int], temperature: float = 1.0) -> list[float]:
     """Its log-probs of every token but the first, given those before it."""
     with torch.no_grad():
-        rows = made(name)(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        rows = (made(name)(input_ids=torch.tensor([ids])).logits[0, :-1] / temperature).log_softmax(-1)
     return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()

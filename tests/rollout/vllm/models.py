@@ -11,12 +11,12 @@ from tests.oracle.models import CONFIGS, MOE_CONFIGS, of_config
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
-def model(name: str, **changes: Any) -> Any:
-    """The oracle's model of this name with wider heads, in transformers; the same weights at each call."""
+def model(name: str, *, seed: int = 0, **changes: Any) -> Any:
+    """The oracle's model of this name with wider heads, in transformers; the same weights at each call of a seed."""
     config = copy.deepcopy((CONFIGS | MOE_CONFIGS)[name])
     for key, value in (HEADS | {"hidden_size": 128} | changes).items():
         setattr(config, key, value)
-    return of_config(config)
+    return of_config(config, seed)
 
 
 def save(name: str, path: Path, **changes: Any) -> Path:

@@ -1,42 +1,44 @@
-"""vLLM's synchronous engine says what transformers says, and what it is asked for."""
+"""vLLM's synchronous engine says what transformers says, and does what it is asked."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
+from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
+from quintet.errors import UserError
 from quintet.rollout import Request, Sampling
 from tests.rollout.vllm.conftest import TOLERANCE
-from tests.rollout.vllm.models import model
+from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, logprobs_by_transformers
+from tests.rollout.vllm.models import save
 
 pytestmark = pytest.mark.vllm
 
-PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7], [40, 41], [60, 0, 60, 0, 60]]
+ALPHABET = "".join(chr(ord("0") + k) for k in range(58))  # with pad, end and unknown, the models' 61 tokens
 
 
 @pytest.fixture(scope="module")
-def rollout(start):
-    return start("qwen3")
+def path(tmp_path_factory):
+    path = save("qwen3", tmp_path_factory.mktemp("qwen3"))
+    build_char_tokenizer(ALPHABET, path)
+    return path
 
 
-def logprobs_of(name: str, ids: list[int]) -> torch.Tensor:
-    """Transformers' log-probs of every token but the first, given those before it."""
-    with torch.no_grad():
-        rows = model(name)(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+@pytest.fixture(scope="module")
+def rollout(start, path):
+    made = start("qwen3", path, stop=["never"])  # a rollout with stop strings reads the tokenizer
+    tokenizer = load_tokenizer(path)
+    made._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    return made
 
 
 def test_greedy_equals_transformers(rollout):
-    made = model("qwen3")
     rows = rollout.generate([Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=8))
-    for prompt, (sample,) in zip(PROMPTS, rows, strict=True):
-        ids = list(prompt)
-        with torch.no_grad():
-            for _ in range(8):
-                ids.append(int(made(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-        assert sample.response_ids == ids[len(prompt) :]
-        expected = logprobs_of("qwen3", ids)[len(prompt) - 1 :]
-        torch.testing.assert_close(torch.tensor(sample.policy_logprobs), expected, atol=TOLERANCE, rtol=0)
+    expected = greedy_by_transformers("qwen3", 8)
+    for prompt, (sample,), ids in zip(PROMPTS, rows, expected, strict=True):
+        assert sample.response_ids == ids
+        told = logprobs_by_transformers("qwen3", prompt + ids)[len(prompt) - 1 :]
+        assert sample.policy_logprobs == pytest.approx(told, abs=TOLERANCE)
+        assert sample.raw_logprobs == sample.policy_logprobs
         assert sample.logprobs == [0.0] * 8
         assert sample.finish == "length"
 
@@ -46,4 +48,124 @@ def test_score_is_what_was_told(rollout):
     scored = rollout.score([[5, 9, 2, *s.response_ids] for s in row] + [[7], [7, 8]])
     for sample, logprobs in zip(row, scored[:3], strict=True):
         assert logprobs[2:] == pytest.approx(sample.raw_logprobs, abs=TOLERANCE)
+        assert logprobs == pytest.approx(
+            logprobs_by_transformers("qwen3", [5, 9, 2, *sample.response_ids]), abs=TOLERANCE
+        )
     assert [len(s) for s in scored] == [12, 12, 12, 0, 1]
+    longest = rollout.score([[k % 61 for k in range(64)]])
+    assert len(longest[0]) == 63
+    with pytest.raises(UserError, match=r"sequence 1 has 65 tokens.*data\.max_prompt_tokens"):
+        rollout.score([[1, 2], [1] * 65])
+
+
+def test_seeds_tell_samples_apart_and_bring_them_back(rollout):
+    sampling = Sampling(max_response_tokens=6)
+    (row,) = rollout.generate([Request([5, 9], samples=6, seed=4)], sampling)
+    assert len({tuple(s.response_ids) for s in row}) == 6
+    again, other = rollout.generate(
+        [Request([5, 9], samples=3, seed=4), Request([5, 9], samples=3, seed=5)], sampling
+    )
+    assert [s.response_ids for s in again] == [s.response_ids for s in row[:3]]
+    assert all(a.response_ids != b.response_ids for a, b in zip(again, other, strict=True))
+
+
+def test_each_sample_has_a_limit_of_its_own(rollout):
+    (row,) = rollout.generate([Request([5], samples=3, max_response_tokens=(1, 7, 32))], Sampling())
+    assert [len(s.response_ids) for s in row] == [1, 7, 32]
+
+
+def test_a_stop_token_ends_a_response_and_is_part_of_it(rollout):
+    (ids,) = greedy_by_transformers("qwen3", 8)[:1]
+    asked = Sampling(temperature=0, max_response_tokens=8, stop_token_ids=(ids[3],))
+    ((sample,),) = rollout.generate([Request(PROMPTS[0])], asked)
+    assert sample.response_ids == ids[: ids.index(ids[3]) + 1]
+    assert sample.finish == "stop"
+    ((on,),) = rollout.generate(
+        [Request(PROMPTS[0])],
+        Sampling(temperature=0, max_response_tokens=8, stop_token_ids=(ids[3],), ignore_end=True),
+    )
+    assert on.response_ids == ids
+    assert on.finish == "length"
+
+
+def test_a_stop_string_ends_a_response_and_is_cut_from_its_text(rollout):
+    (ids,) = greedy_by_transformers("qwen3", 8)[:1]
+    whole = rollout._decode(ids)
+    stop = whole[2:4]
+    asked = Sampling(temperature=0, max_response_tokens=8, stop=(stop,))
+    ((sample,),) = rollout.generate([Request(PROMPTS[0])], asked)
+    assert sample.response_ids == ids[: len(sample.response_ids)]
+    assert rollout._decode(sample.response_ids).endswith(stop)
+    assert sample.text == whole.split(stop)[0]
+    assert sample.finish == "stop"
+    assert len(sample.policy_logprobs) == len(sample.response_ids)
+
+
+def test_cut_sampling_keeps_the_policys_log_probs(rollout):
+    """At temperature 1 the policy's log-probs are the model's own; those sampled under cannot be told."""
+    for cut in ({"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.4}):
+        (row,) = rollout.generate(
+            [Request([5, 9, 2], samples=3, seed=3)], Sampling(max_response_tokens=6, **cut)
+        )
+        for sample in row:
+            told = logprobs_by_transformers("qwen3", [5, 9, 2, *sample.response_ids])[2:]
+            assert sample.policy_logprobs == pytest.approx(told, abs=TOLERANCE)
+            assert sample.logprobs is None
+    ((one,),) = rollout.generate([Request(PROMPTS[0])], Sampling(top_k=1, max_response_tokens=8))
+    assert one.response_ids == greedy_by_transformers("qwen3", 8)[0]
+
+
+@pytest.mark.parametrize(
+    ("request_", "sampling", "said"),
+    [
+        (Request([]), Sampling(max_response_tokens=4), "prompt 0 has no tokens"),
+        (
+            Request([1] * 34),
+            Sampling(max_response_tokens=32),
+            "prompt 0 has 34 tokens and its response may have 32",
+        ),
+        (Request([1]), Sampling(temperature=0.5), "at temperature 0.5.*an engine made for raw_logprobs"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_runs(rollout, request_, sampling, said):
+    with pytest.raises(UserError, match=said):
+        rollout.generate([request_], sampling)
+    assert rollout.generate([Request([1])], Sampling(max_response_tokens=1))[0][0].finish == "length"
+
+
+def test_the_prefix_cache_is_used_and_counted(rollout):
+    prompt = [k % 60 for k in range(32)]
+    rollout.metrics()
+    rollout.generate([Request(prompt, samples=4)], Sampling(max_response_tokens=2))
+    counted = rollout.metrics()
+    assert counted["prefix_cache_queries"] >= 4 * 32
+    assert counted["drafts"] == 0
+    assert rollout.metrics()["prefix_cache_queries"] == 0
+
+
+def test_stop_strings_need_a_rollout_with_stop_strings(start, path):
+    made = start("qwen3", path, temperature=0.7)
+    with pytest.raises(UserError, match=r"stop strings.*rollout\.stop"):
+        made.generate([Request([1])], Sampling(temperature=0.7, stop=("a",)))
+    # And while it is there: at another temperature than 1 the policy's log-probs are those of the scaled logits.
+    (row,) = made.generate([Request([5, 9], samples=2)], Sampling(temperature=0.7, max_response_tokens=5))
+    for sample in row:
+        told = logprobs_by_transformers("qwen3", [5, 9, *sample.response_ids], temperature=0.7)[1:]
+        assert sample.policy_logprobs == pytest.approx(told, abs=TOLERANCE)
+        assert sample.logprobs == sample.policy_logprobs
+        assert sample.raw_logprobs is None
+    ((greedy,),) = made.generate([Request(PROMPTS[0])], Sampling(temperature=0, max_response_tokens=8))
+    assert greedy.response_ids == greedy_by_transformers("qwen3", 8)[0]
+    told = logprobs_by_transformers("qwen3", PROMPTS[0] + greedy.response_ids)[2:]
+    assert greedy.policy_logprobs == pytest.approx(told, abs=TOLERANCE)
+    with pytest.raises(UserError, match="cut only at temperature 1"):
+        made.generate([Request([1])], Sampling(temperature=0.7, top_p=0.5))
+
+
+def test_unknown_options_name_the_near_one(start, path):
+    with pytest.raises(
+        UserError, match=r"rollout\.vllm\.enforce_eagr: the EngineArgs of vLLM .* did you mean enforce_eager"
+    ):
+        start("qwen3", path, vllm={"enforce_eagr": True})
+    with pytest.raises(UserError, match=r"rollout\.vllm\.seed: each request has its own"):
+        start("qwen3", path, vllm={"seed": 3})

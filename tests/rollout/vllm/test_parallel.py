@@ -21,10 +21,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["offline-qwen3", "server-qwen3_moe"])
-def rollout(start, request):
-    mode, model = request.param.split("-")
-    return start(model, mode=mode, layout={"tp": 2, "ep": 2 if model == "qwen3_moe" else 1})
+MODEL = "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def rollout(start):
+    # vLLM for CPU does not spread experts over ranks.
+    return start(MODEL, layout={"tp": 2, "ep": 2 if DEVICE == "cuda" else 1})
 
 
 def greedy(rollout):
@@ -32,12 +35,8 @@ def greedy(rollout):
     return [sample.response_ids for (sample,) in rows]
 
 
-def name_of(rollout):
-    return "qwen3_moe" if rollout._recipe.layout.ep > 1 else "qwen3"
-
-
 def test_greedy_equals_transformers(rollout):
-    assert greedy(rollout) == greedy_by_transformers(name_of(rollout), 8)
+    assert greedy(rollout) == greedy_by_transformers(MODEL, 8)
     assert len(rollout.receivers()) == 2
 
 
@@ -46,7 +45,7 @@ def test_sleeps_and_wakes(rollout):
     rollout.sleep(1)
     rollout.wake("weights")
     rollout.wake("kv_cache")
-    assert greedy(rollout) == greedy_by_transformers(name_of(rollout), 8)
+    assert greedy(rollout) == greedy_by_transformers(MODEL, 8)
 
 
 def test_a_worker_that_dies_is_named(rollout):

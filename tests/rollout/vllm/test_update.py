@@ -1,0 +1,120 @@
+"""New weights between sleeping and waking: what is generated is theirs, and memory stays what it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+import torch
+
+from quintet.errors import QuintetError, SyncMismatch
+from quintet.rollout import Piece, Request, Sampling
+from tests.oracle.models import hub_names
+from tests.rollout.vllm.conftest import DEVICE
+from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, made
+from tests.rollout.vllm.models import model
+from tests.rollout.vllm.threads import Call
+
+pytestmark = pytest.mark.vllm
+
+
+@dataclass
+class Source:
+    """Weights as whole tensors. It pickles."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def pieces(self, receiver: int) -> Iterator[Piece]:
+        for name, tensor in self.tensors.items():
+            shape = tuple(tensor.shape)
+            yield Piece(name, shape, tuple((0, n) for n in shape), tensor.to(DEVICE))
+
+
+def weights_of(name: str, seed: int = 0) -> Source:
+    return Source(
+        {k: v.detach().clone() for k, v in hub_names(model(name, seed=seed).named_parameters()).items()}
+    )
+
+
+@pytest.fixture(scope="module", params=["offline", "server"])
+def rollout(start, request):
+    return start("qwen3", mode=request.param)
+
+
+def greedy(rollout):
+    rows = rollout.generate([Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=8))
+    return [sample.response_ids for (sample,) in rows]
+
+
+def sync(rollout, source, level=2):
+    rollout.sleep(level)
+    rollout.wake("weights")
+    rollout.update_weights(source)
+    rollout.wake("kv_cache")
+
+
+def test_weights_that_were_forgotten_are_not_used(rollout):
+    rollout.sleep(2)
+    with pytest.raises(QuintetError, match="kv_cache and weights are asleep"):
+        greedy(rollout)
+    rollout.wake("weights")
+    rollout.wake("kv_cache")
+    with pytest.raises(QuintetError, match="forgot its weights"):
+        greedy(rollout)
+    rollout.update_weights(weights_of("qwen3"))
+    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+
+
+def test_new_weights_are_what_generates(rollout):
+    sync(rollout, weights_of("qwen3", seed=7))
+    other = greedy_by_transformers("qwen3", 8, seed=7)
+    assert greedy(rollout) == other != greedy_by_transformers("qwen3", 8)
+    found, unreadable = rollout.fingerprints()
+    assert len({name for name, _ in found}) + len(unreadable) >= len(list(made("qwen3").named_parameters()))
+    sync(rollout, weights_of("qwen3"), level=1)
+    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+
+
+def test_a_missing_tensor_is_named(rollout):
+    source = weights_of("qwen3")
+    del source.tensors["model.layers.2.mlp.down_proj.weight"]
+    with pytest.raises(SyncMismatch, match=r"layers\.2\.mlp\.down_proj"):
+        rollout.update_weights(source)
+    rollout.update_weights(weights_of("qwen3"))
+    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+
+
+def test_requests_under_way_go_on_with_the_new_weights(rollout):
+    sampling = Sampling(temperature=0, max_response_tokens=32)
+    call = Call(rollout.generate, [Request([k % 60, 1]) for k in range(120)], sampling)
+    call.wait_for_some()
+    rollout.pause()
+    sync(rollout, weights_of("qwen3", seed=7))
+    assert not call.ended
+    rollout.resume()
+    rows = call.result()
+    assert {s.finish for (s,) in rows} == {"length"}
+    assert all(len(s.response_ids) == 32 == len(s.policy_logprobs) for (s,) in rows)
+    sync(rollout, weights_of("qwen3"))
+    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+
+
+def memory() -> int:
+    """Bytes of this process and of those it started, on the host; on a GPU, of the device."""
+    if DEVICE == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    me = psutil.Process(os.getpid())
+    return sum(p.memory_info().rss for p in [me, *me.children(recursive=True)])
+
+
+def test_twenty_cycles_leave_memory_as_it_was(rollout):
+    source, seen = weights_of("qwen3"), []
+    for _ in range(20):
+        greedy(rollout)
+        sync(rollout, source)
+        seen.append(memory())
+    assert seen[-1] <= seen[1] * 1.01
