@@ -100,6 +100,15 @@ def make_offline(arguments: Mapping[str, Any], *, processes: bool) -> Any:
     return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=processes)
 
 
+def end_offline(engine: Any) -> None:
+    """End a synchronous engine. One that lives in this process leaves vLLM's process groups behind, in which another model may
+    not fit (vLLM 0.32.0: one with experts; test_families.py)."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+
+
 def unfinished(engine: Any, name: str) -> tuple[list[int], Any]:
     """Token ids and log-probs of what a request of the synchronous engine has come to so far.
 

@@ -118,4 +118,4 @@ class OfflineEngine:
     def close(self) -> None:
         self._watch.close()
         with self._between_steps():
-            self._engine.engine_core.shutdown()
+            compat.end_offline(self._engine)

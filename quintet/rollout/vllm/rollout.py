@@ -60,7 +60,7 @@ class VllmRollout:
             ServerEngine(arguments) if recipe.rollout.mode == "server" else OfflineEngine(arguments)
         )
         self._asleep: set[Part] = set()
-        self._held = self._forgot = False
+        self._held = self._forgot = self._closed = False
         self._counted = dict.fromkeys(COUNTERS.values(), 0.0)
 
     # generation
@@ -188,5 +188,7 @@ class VllmRollout:
             self._engine.resume()
 
     def close(self) -> None:
-        """Stop the engine and its processes."""
-        self._engine.close()
+        """Stop the engine and its processes, once."""
+        if not self._closed:
+            self._closed = True
+            self._engine.close()
