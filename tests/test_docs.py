@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from quintet.train.checkpoints import Checkpoints
 from tests.shown import commands, run_as_shown
@@ -49,6 +50,7 @@ def test_every_recipe_loads(recipe, tmp_path):
         "docs/lora.md",
         "docs/models.md",
         "docs/checkpoints.md",
+        "docs/mismatch.md",
         "docs/convert.md",
         "docs/benchmarks.md",
     ],
@@ -215,3 +217,22 @@ def test_layout_guide_names_what_is_free():
 
     _, _, free = LAYOUTS.partition("## What megatron-core has besides")
     assert set(re.findall(r"`(\w+)`", free.partition("Every other field")[0])) == FREE
+
+
+def test_the_mismatch_guide_names_every_metric_and_place():
+    from quintet.algorithms.aggregation import Tally
+    from quintet.algorithms.kl import agreement
+    from quintet.observe.memory import PHASES
+    from quintet.train.agreement import agreement_metrics
+    from quintet.train.diagnosis import ADVICE
+
+    page = (ROOT / "docs" / "mismatch.md").read_text()
+    tally, ones = Tally(), torch.ones(1)
+    tally.add(agreement(ones, ones, ones, 0.5), ones)
+    for metric in agreement_metrics(tally):
+        short = re.sub(r"^mismatch/ratio_(?!p1$)", "_", metric)
+        assert f"`{short}`" in page, metric
+    for place in ADVICE:
+        assert f"| {place} |" in page
+    for phase in PHASES:
+        assert phase in page.partition("## Memory by phase")[2]

@@ -1,7 +1,9 @@
 """The command line: `quintet COMMAND RECIPE.yaml [key=value ...]`, one thin file a command.
 
 Nothing heavy is imported before a command has read its recipe: `--help` and `check` stay instant.
-Exit codes: 0 done, 1 a bug, 2 something for the user to put right, 3 a worker failed, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 a bug, 2 something for the user to put right, 3 a worker failed, 4 what was compared
+differs (verify-resume, diagnose), 5 a rollout has other weights than the trainer, 6 their log-probs part (agreement.stop_above_kl),
+130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quintet.cli import check, convert, eval, generate, sft, train, verify_resume
+from quintet.cli import check, convert, diagnose, eval, generate, sft, train, verify_resume
 from quintet.cli.command import Command
 from quintet.errors import QuintetError
 
@@ -25,6 +27,7 @@ COMMANDS: dict[str, Command] = {
         check.COMMAND,
         verify_resume.COMMAND,
         convert.COMMAND,
+        diagnose.COMMAND,
     )
 }
 

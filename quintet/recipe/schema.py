@@ -239,7 +239,7 @@ class Rollout(Section):
 
 
 class Agreement(Section):
-    """How far rollout and trainer may part in the log-probs of the same tokens: see docs/hybrid.md."""
+    """How far rollout and trainer may part in the log-probs of the same tokens: see docs/mismatch.md."""
 
     token_threshold: PositiveFloat = 0.5
     """|Δ log-prob| above which a token counts as parted (metric mismatch/over_threshold)."""

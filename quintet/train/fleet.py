@@ -255,11 +255,34 @@ class Fleet:
         self._mini_batches = 1
         self._microbatches = [len(plan.microbatches[0])]
 
-    def score_samples(self, temperature: float) -> None:
-        """Old and reference log-probs, where the step needs them."""
-        old = self._mini_batches > 1
+    def score_samples(self, temperature: float, *, old: bool = False) -> None:
+        """Old and reference log-probs, where the step needs them, or old ones are asked for."""
+        old = old or self._mini_batches > 1
         if old or self.recipe.algorithm.kl_coef > 0:
             self.workers.call("score_samples", old=old, temperature=temperature, phase="logprob")
+
+    def replayed(self) -> dict[int, Trained]:
+        """The first samples that were dealt, with their old log-probs as scored, by number."""
+        parts = self.workers.call("replayed", dispatch=megatron_compute, phase="logprob")
+        return {number: one for part in parts for number, one in part.items()}
+
+    def logprobs(self, ids: list[list[int]], prompts: list[int], temperature: float) -> list[Tensor]:
+        """Of these samples' responses under the present policy, fp32 [response tokens] each."""
+        plan = self._plan([len(one) for one in ids])
+        shares = [plan.samples_of(d) for d in range(self.dp)]
+        answers = self.workers.call(
+            "logprobs",
+            [[ids[i] for i in share] for share in shares],
+            [[prompts[i] for i in share] for share in shares],
+            [plan.local(d) for d in range(self.dp)],
+            temperature=temperature,
+            dispatch=megatron_compute,
+            phase="logprob",
+        )
+        found: dict[int, Tensor] = {}
+        for share, flat in zip(shares, answers, strict=True):
+            found |= zip(share, flat.split([len(ids[i]) - prompts[i] for i in share]), strict=True)
+        return [found[i] for i in range(len(ids))]
 
     def update(self, objective: Objective, temperature: float = 1.0) -> StepResult:
         """One optimizer step a mini-batch. Loss and quantities are averaged over them, norm and rate the last's."""

@@ -68,6 +68,10 @@ class InTheTrainer:
         """See `Rollout.generate`."""
         return self._rollout.generate(requests, sampling)
 
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """See `Rollout.score`."""
+        return self._rollout.score(sequences)
+
     def sync(self) -> None:
         """Bring the engine's weights to the copy."""
         self._rollout.update_weights()

@@ -13,7 +13,8 @@ import torch
 from quintet.algorithms.advantages import grpo_advantages
 from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Recipe
-from quintet.train.agreement import agreement_metrics, check_agreement
+from quintet.train.agreement import agreement_metrics
+from quintet.train.closing import closing_replay, stop_if_parted
 from quintet.train.evaluate import evaluate
 from quintet.train.fleet import StepResult
 from quintet.train.objective import policy_objective
@@ -32,6 +33,7 @@ def train(recipe: Recipe, stop_after: int | None = None, again: Path | None = No
         if recipe.sft is not None and not s.saver.skips("sft"):
             imitate(s, recipe.sft, recipe.sft.optimizer)
         reinforce(s)
+        closing_replay(s, recipe.train.steps)
         return s.finish()
 
 
@@ -65,7 +67,7 @@ def reinforce(s: Session) -> None:
         with phase("sync"):
             fleet.sync()
         record(s, step, samples, result)
-        check_agreement(recipe.agreement, result.tally, step, s.observer.directory.path)
+        stop_if_parted(s, step, result)
         every, last = recipe.train.eval_every_steps, step == recipe.train.steps
         if last or (every and step % every == 0):
             evaluate(s, step)

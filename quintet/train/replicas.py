@@ -218,6 +218,12 @@ class Replicas:
             )
         return [dealt[number] for number in range(self.count)]
 
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """By the first of them."""
+        answers = self._there(0).call("score", sequences, phase="generate")
+        found: list[list[float]] = answers[-1]
+        return found
+
     def _there(self, number: int) -> WorkerGroup:
         group = self.groups[number]
         assert group is not None, f"rollout-{number} is gone"

@@ -39,6 +39,10 @@ class Rollouts(Sleepers, Protocol):
         """Cut kept samples: by rollout and dp rank, positions and advantages; references to what each dp rank gets."""
         ...
 
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """What one of them makes of these tokens: see `Rollout.score`."""
+        ...
+
     def memory(self) -> list[dict[str, float | None]]:
         """Memory peaks of ranks that do nothing else."""
         ...
@@ -91,6 +95,12 @@ class InProcess:
             num_returns=1 + receivers,
         )
         return [list(parts[rank][1:]) for rank in self._owners]
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        by_rank = [sequences if c["dp"] == 0 else [] for c in self._coords]
+        answers = self._workers.call("rollout_scores", by_rank, dispatch=all_to_all, phase="generate")
+        found: list[list[float]] = answers[self._owners[0]]
+        return found
 
     def missing(self) -> bool:
         return False

@@ -37,7 +37,7 @@ from quintet.sync.wire import Ticket
 from quintet.train.checkpoints import adapter_directory
 from quintet.train.in_the_trainer import InTheTrainer
 from quintet.train.keeper import Keeper, cut, trained_samples
-from quintet.train.messages import Assignment, EngineWeights, Generated, Updated
+from quintet.train.messages import Assignment, EngineWeights, Generated, Trained, Updated
 from quintet.train.objective import Objective
 
 SYNC_TIMEOUT_S = 60.0
@@ -128,6 +128,10 @@ class PolicyWorker(Worker):
         """Cut samples whose keeper died, from the copy that it left."""
         return None, *cut(samples[0], chosen, advantages)
 
+    def rollout_scores(self, sequences: list[list[int]]) -> list[list[float]]:
+        """What the rollout makes of these tokens: see `Rollout.score`."""
+        return self.rollout.score(sequences)
+
     # training
 
     def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int) -> None:
@@ -166,6 +170,23 @@ class PolicyWorker(Worker):
         return (
             scored.logprobs if scored is not None else torch.zeros(token_count(batch))
         )  # unread before the last stage
+
+    def replayed(self) -> dict[int, Trained]:
+        """Received samples whose number is asked for, with the old log-probs as scored."""
+        told: dict[int, Trained] = {}
+        for batch, assignment in self._mini_batches:
+            on = tokens(batch, "loss_mask") > 0
+            seen = (sample_ids(batch)[on], tokens(batch, "old_logprobs")[on])
+            told |= trained_samples(batch, assignment.replayed, [seen])
+        return told
+
+    def logprobs(
+        self, ids: list[list[int]], prompts: list[int], microbatches: list[list[int]], temperature: float
+    ) -> torch.Tensor:
+        """Of these samples' responses under the present policy, one after another; unread before the last stage."""
+        batch = make_batch(ids, prompts)
+        found = self._logprobs(self.engine, batch, Assignment(microbatches, 0, len(ids)), temperature)
+        return found[tokens(batch, "loss_mask") > 0]
 
     def update(self, number: int, objective: Objective, temperature: float) -> Updated | None:
         """One optimizer step on a received mini-batch. Ranks of the last stage tell what it came to."""

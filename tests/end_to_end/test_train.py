@@ -18,7 +18,7 @@ import pytest
 
 from quintet.cli import main
 from quintet.observe.ledger import read_jsonl
-from quintet.train.replay import read, replay_file
+from quintet.train.replay import pack, read, replay_file
 
 ROOT = Path(__file__).parents[2]
 DEMO = [
@@ -284,3 +284,29 @@ def test_adapters_learn_and_stand_for_themselves(tmp_path):
     beside = greedy(f"model.path={base}/checkpoint", f"lora.path={trained}/adapter")
     assert beside == greedy(f"model.path={trained}/checkpoint")
     assert beside == json.loads((trained / "summary.json").read_text())["greedy_after"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_agrees_and_one_that_does_not_are_diagnosed(resharded, tmp_path):
+    """The trainer on tp 2, the rollout on dp 2; then with the rollout's log-probs one token late."""
+    run_of = tmp_path / "run"
+    shutil.copytree(resharded[0], run_of)
+    output = run("diagnose", "mismatch", str(run_of))
+    assert "Step 3, 4 samples" in output  # of the trained model
+    assert "Rollout and trainer agree" in output
+    for line in (
+        "recorded: rollout ↔ trainer",
+        "engine in its layout, now",
+        "now: rollout's scores ↔ engine's",
+    ):
+        assert re.search(rf"{line}.* agree *$", output, re.MULTILINE), output
+    replay = read(replay_file(run_of, 2))
+    for sample in replay.samples:
+        for numbers in (sample.generated.logprobs, sample.trained.rollout_logprobs):
+            numbers[:] = [numbers[0], *numbers[:-1]]
+    replay_file(run_of, 2).write_bytes(pack(replay))
+    output = run("diagnose", "mismatch", str(run_of), "--step", "2", code=4)
+    assert (
+        "They part at: tokens. The rollout's log-probs are those of the token one position before" in output
+    )

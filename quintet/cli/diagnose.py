@@ -1,0 +1,100 @@
+"""`quintet diagnose mismatch`: where do the rollout's and the trainer's log-probs of the same tokens part?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quintet.cli.command import Command
+from quintet.errors import UserError
+
+if TYPE_CHECKING:
+    from quintet.train.diagnose import Found
+
+NAMED = 4
+"""Exit code where a place was named."""
+
+
+@dataclass(frozen=True)
+class _Diagnose(Command):
+    """Takes a run directory instead of a recipe."""
+
+    def parser(self) -> argparse.ArgumentParser:
+        """What is to be diagnosed, the run, and which step of it."""
+        parser = argparse.ArgumentParser(
+            prog="quintet diagnose",
+            usage="quintet diagnose mismatch RUN [--step N]",
+            description=self.description,
+            epilog=f"examples:\n{self.examples}\n\nexit codes: 0 they agree, 4 a place was named, 2 something to put right, 3 a "
+            "worker failed, 130 Ctrl-C",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.add_argument("what", choices=["mismatch"], help="rollout and trainer disagree in log-probs")
+        parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
+        parser.add_argument(
+            "--step",
+            metavar="N",
+            type=int,
+            help="the step whose samples are replayed (default: the newest that can be)",
+        )
+        return parser
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Bad options end the program with code 2."""
+        return self.parser().parse_intermixed_args(list(arguments))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from quintet.train.diagnose import diagnose
+
+    if arguments.step is not None and arguments.step < 1:
+        raise UserError(f"--step {arguments.step}: steps count from 1")
+    found = diagnose(arguments.run, arguments.step, lambda text: print(text, file=sys.stderr, flush=True))
+    _print(found)
+    return 0 if found.diagnosis.place is None else NAMED
+
+
+def _print(found: Found) -> None:
+    """The table of evidence, and the one conclusion."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from quintet.observe.numbers import short
+
+    diagnosis = found.diagnosis
+    print(
+        f"Step {found.step}, {found.samples} samples, {found.tokens} response tokens; weights: {found.weights}"
+    )
+    if diagnosis.lines:
+        table = Table(box=None, pad_edge=False)
+        for name in ("compared", "mean |Δ|", "largest", ""):
+            table.add_column(name, justify="right" if name in ("mean |Δ|", "largest") else "left")
+        for line in diagnosis.lines:
+            table.add_row(line.compared, short(line.mean), short(line.most), line.says)
+        # A file or a pipe has no width of its own.
+        Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 180).print(table)
+    if diagnosis.place is None:
+        print(diagnosis.sentence)
+        return
+    print(f"They part at: {diagnosis.place}. {diagnosis.sentence}\nWhat to do: {diagnosis.advice}")
+
+
+COMMAND = _Diagnose(
+    name="diagnose",
+    summary="where rollout and trainer part, from a run's saved samples",
+    description="""\
+Replay samples of a run and name the first place where rollout and trainer part: tokens, weights, routes, temperature and
+filters, kernels and precision. The samples are those below RUN/replay; the weights that generated them must be there: a
+checkpoint or an export of the step before, the trained model, or, for step 1, the model that the run began with. Their
+log-probs are computed by the recipe's engine in its own layout, scored by its rollout, and computed once more in fp32 on one
+rank; then with every cause that could explain what was recorded. It needs the devices of the run.""",
+    examples="""\
+  quintet diagnose mismatch runs/demo-20261121-100000
+  quintet diagnose mismatch runs/demo-20261121-100000 --step 12""",
+    run=run,
+)

@@ -1,0 +1,44 @@
+"""What a run leaves for `quintet diagnose mismatch` at its end: samples of the weights that are written then."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from quintet.errors import Disagreement, QuintetError
+from quintet.train.agreement import check_agreement
+from quintet.train.checkpoints import name_of
+from quintet.train.fleet import StepResult
+from quintet.train.replay import pack, replay_of
+from quintet.train.session import Session
+
+
+def closing_replay(s: Session, step: int) -> None:
+    """Generate with the weights after `step`, the last one, and score; kept as the replay of the step that does not come."""
+    count = s.recipe.agreement.replay_samples_per_step
+    if count == 0:
+        return
+    assert s.inputs.train is not None
+    prompts = list(s.inputs.train)[:count]
+    with s.observer.phase("replay"):
+        with s.fleet.generating():
+            samples = s.fleet.generate(prompts, s.sampling(), 1, f"{s.recipe.run.seed}/replay")
+        s.fleet.deal(samples, torch.zeros(len(prompts)))
+        s.fleet.score_samples(s.temperature, old=True)
+        trained = s.fleet.replayed()
+    s.observer.replay(step + 1, pack(replay_of(step + 1, s.sampling(), samples, trained)))
+
+
+def stop_if_parted(s: Session, step: int, result: StepResult) -> None:
+    """End the run where rollout and trainer have parted further than the recipe allows; raises Disagreement.
+
+    The weights are written to hf/ before, and samples of them, so that there is something to diagnose.
+    """
+    try:
+        check_agreement(s.recipe.agreement, result.tally, step, s.observer.directory.path)
+    except Disagreement:
+        with suppress(QuintetError):  # why the run ends matters more
+            closing_replay(s, step)
+            s.fleet.save(s.observer.directory.hf / name_of("rl", step))
+        raise
