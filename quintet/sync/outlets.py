@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -109,9 +110,9 @@ class Reception:
                 self._here[hello.receiver] = connection, hello
                 self._changed.notify_all()
                 return
-        _say(
-            connection, Answer(refused="its ticket is of an earlier plan: the trainer has planned anew since")
-        )
+        late = Answer(refused="its ticket is of an earlier plan: the trainer has planned anew since")
+        with suppress(OSError):
+            connection.send(late)
         connection.close()
 
 
@@ -144,14 +145,13 @@ class Outlet:
             connection.send(replace(answer, buckets=None if hello.knows else self.buckets))
             for shared in memory:
                 shared.show(connection)
-        except OSError:
-            self._lose(hello.receiver, GONE)
+        except OSError as error:
+            self._lose(hello.receiver, self._reason(error))
 
     def offer(self, number: int, slot: int, memory: Tensor) -> None:
         """Hand over the bucket of this number, which is in `memory`, the slot's bytes."""
         for one in list(self._lines):
-            if not _say(self._lines[one], (number, slot)):
-                self._lose(one, GONE)
+            self._say(one, (number, slot))
 
     def wait(self, number: int) -> None:
         """Until everyone has taken that bucket: its memory is free then."""
@@ -160,8 +160,7 @@ class Outlet:
     def finish(self) -> None:
         """Tell the receivers that it was all, and hear from them that they have it."""
         for one in list(self._lines):
-            if not _say(self._lines[one], END):
-                self._lose(one, GONE)
+            self._say(one, END)
         self._hear(len(self.buckets))
 
     def close(self) -> None:
@@ -180,11 +179,19 @@ class Outlet:
             try:
                 while self._heard[one] < wanted:
                     if not connection.poll(max(0.0, deadline - time.monotonic())):
-                        self._lose(one, f"it took nothing for {self.timeout_s:g} s")
-                        break
+                        raise BlockingIOError
                     self._heard[one] = connection.recv()
-            except (EOFError, OSError):
-                self._lose(one, GONE)
+            except (EOFError, OSError) as error:
+                self._lose(one, self._reason(error))
+
+    def _say(self, receiver: str, what: Any) -> None:
+        try:
+            self._lines[receiver].send(what)
+        except OSError as error:
+            self._lose(receiver, self._reason(error))
+
+    def _reason(self, error: Exception) -> str:
+        return f"it took nothing for {self.timeout_s:g} s" if isinstance(error, BlockingIOError) else GONE
 
     def _lose(self, receiver: str, reason: str) -> None:
         self.lost[receiver] = reason
@@ -289,11 +296,3 @@ class Store:
     @property
     def port(self) -> int:
         return int(self.store.port)
-
-
-def _say(connection: Connection, what: Any) -> bool:
-    try:
-        connection.send(what)
-    except OSError:
-        return False
-    return True

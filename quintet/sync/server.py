@@ -33,6 +33,8 @@ from quintet.sync.memory import Shared
 from quintet.sync.outlets import GroupOutlet, Outlet, Reception, Store
 from quintet.sync.wire import Answer, Ticket
 
+PATIENCE = 4
+"""A receiver waits so many times as long as the trainer: it must outlast others that the trainer waits for in vain."""
 STAGED_SHARE = 8
 """What crosses ranks at a time is this part of a bucket."""
 
@@ -117,7 +119,7 @@ class WeightServer:
         plan = self._reception.expect(spec.id for spec in everyone[rank])
         reception = self._reception
         return [
-            Ticket(s.id, reception.address(s.colocated), plan, reception.key, self._timeout_s)
+            Ticket(s.id, reception.address(s.colocated), plan, reception.key, PATIENCE * self._timeout_s)
             for s in everyone[rank]
         ]
 

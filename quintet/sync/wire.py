@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import struct
 import tempfile
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
@@ -27,7 +28,7 @@ class Ticket:
     """What admits one receiver to its sender.
 
     receiver: its id. plan: which of the sender's plans it is of; an older one is refused. key: what both prove to hold.
-    timeout_s: how long either waits for the other.
+    timeout_s: how long it waits for the trainer, which meanwhile may wait for other receivers.
     """
 
     receiver: str
@@ -105,9 +106,19 @@ def listen(address: Address) -> socket.socket:
     return found
 
 
+def bounded(channel: socket.socket, timeout_s: float) -> Connection:
+    """A connection on which no read or write takes longer; a message that stops halfway, or that a stopped process does not
+    read, raises BlockingIOError, an OSError."""
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    channel.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        channel.setsockopt(socket.SOL_SOCKET, option, limit)
+    return Connection(channel.detach())
+
+
 def admit(channel: socket.socket, key: bytes, timeout_s: float) -> tuple[Connection, Hello] | None:
     """The sender's side of a greeting; None for one who does not know the key, or does not say what it must."""
-    connection = Connection(channel.detach())
+    connection = bounded(channel, timeout_s)
     try:
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
@@ -129,8 +140,7 @@ def call(ticket: Ticket, hello: Hello) -> Connection:
     channel.settimeout(ticket.timeout_s)
     try:
         channel.connect(ticket.address)
-        channel.settimeout(None)
-        connection = Connection(channel.detach())
+        connection = bounded(channel, ticket.timeout_s)
     except OSError as error:
         channel.close()
         raise SyncFailure(
