@@ -74,13 +74,13 @@ class WeightServer:
         shape: ModelShape,
         dtype: torch.dtype,
         device: torch.device,
-        bucket_mib: int = 256,
+        bucket_mib: float = 256,
         *,
         quantization: Literal["fp8"] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self._engine_shards, self._shape, self._dtype, self._device = engine_shards, shape, dtype, device
-        self._bucket_bytes, self._timeout_s = bucket_mib << 20, timeout_s
+        self._bucket_bytes, self._timeout_s = int(bucket_mib * (1 << 20)), timeout_s
         self._quantized = quantized_names(shape) if quantization == "fp8" else set[str]()
         self._reception, self._store = Reception(timeout_s), Store(timeout_s)
         self._export: Export | None = None

@@ -23,6 +23,9 @@ from quintet.rollout.base import Piece, Wanted
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.source import ChannelSource
 
+BUCKET_MIB = 1 / 16
+"""Tiny models are 0.3 to 3 MiB."""
+
 
 class Taker(threading.Thread):
     """Takes weights from a source, keeping copies or writing them to shards. Raises what went wrong when it is joined."""
@@ -102,7 +105,7 @@ def reshard(
     wanted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(wanted, [Wanted(s.name, s.box) for s in moved])
     server = WeightServer(
-        engine.shard_map, engine.shape, DTYPES["fp32"], torch.device("cpu"), 1, timeout_s=30.0
+        engine.shard_map, engine.shape, DTYPES["fp32"], torch.device("cpu"), BUCKET_MIB, timeout_s=30.0
     )
     # Rank r's rollout is served by the rank before it.
     specs = [
@@ -120,7 +123,7 @@ def whole(
     """On one rank: the full tensors that arrive from the neighbour."""
     engine = engine_of(path, train)
     server = WeightServer(
-        engine.shard_map, engine.shape, DTYPES["fp32"], torch.device("cpu"), 1, timeout_s=30.0
+        engine.shard_map, engine.shape, DTYPES["fp32"], torch.device("cpu"), BUCKET_MIB, timeout_s=30.0
     )
     specs = [[ReceiverSpec(f"rollout {r}", None, colocated)] for r in range(dist.get_world_size())]
     found: dict[str, torch.Tensor] = {}

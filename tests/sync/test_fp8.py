@@ -79,7 +79,7 @@ def sent(path: Path, layout: dict[str, Any]) -> dict[str, tuple[str, torch.Tenso
     from quintet.sync.server import ReceiverSpec, WeightServer
 
     engine = layouts.engine_of(path, layout)
-    where = (engine.shape, DTYPES["fp32"], torch.device("cpu"), 1)
+    where = (engine.shape, DTYPES["fp32"], torch.device("cpu"), layouts.BUCKET_MIB)
     server = WeightServer(engine.shard_map, *where, quantization="fp8", timeout_s=30.0)
     found: dict[str, tuple[str, torch.Tensor]] = {}
     specs = [[ReceiverSpec(f"rollout {r}", None, True)] for r in range(dist.get_world_size())]

@@ -55,3 +55,4 @@ def test_whole_tensors_are_those_of_the_export(pool, tmp_path_factory, pair):
     assert set(expected) - again <= set(found) <= set(expected)
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     assert served.bytes >= sum(one.nbytes for one in found.values())
+    assert served.buckets > 3

@@ -1,0 +1,85 @@
+"""Receivers in processes of their own, which can die, and the ranks that serve them; they find each other's tickets in files."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quintet.sync.source import ChannelSource
+
+PATIENCE_S = 60.0
+
+
+def put(path: Path, value: Any) -> None:
+    """Write a file that is whole when it is there."""
+    begun = path.with_suffix(".begun")
+    begun.write_bytes(pickle.dumps(value))
+    begun.rename(path)
+
+
+def get(path: Path) -> Any:
+    """The same, when it is there."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.01)
+    return pickle.loads(path.read_bytes())
+
+
+def receive(root: Path, who: str, syncs: list[int], dies_in: int | None = None) -> None:
+    """Take part in these syncs and tell what came of each: tensors by name, or the error's text. In one of them it may kill
+    itself, holding a bucket."""
+    for number in syncs:
+        ticket = get(root / f"ticket-{number}-{who}")
+        found: dict[str, torch.Tensor] = {}
+        try:
+            for batch in ChannelSource([ticket]).batches(0):
+                for piece in batch:
+                    whole = found.setdefault(piece.name, torch.full(piece.shape, float("nan")))
+                    whole[tuple(slice(*ends) for ends in piece.box)] = piece.tensor
+                if number == dies_in:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            put(root / f"took-{number}-{who}", found)
+        except Exception:
+            put(root / f"took-{number}-{who}", traceback.format_exc())
+
+
+def train(
+    path: Path, root: Path, plans: dict[int, list[list[tuple[str, str | None]]]], syncs: int, colocated: bool
+) -> list[tuple[Any, int]]:
+    """On one rank: serve so often, planning anew before some: of each rank, ids and the tensor that each wants alone, or
+    None for all. Returns what was served, and the files and sockets that were open afterwards."""
+    from quintet.engine.engine import DTYPES
+    from quintet.rollout.base import Wanted
+    from quintet.sync.server import ReceiverSpec, WeightServer
+    from tests.sync import layouts
+
+    engine = layouts.engine_of(path, {"tp": dist.get_world_size()})
+    full = {one.name: tuple((0, n) for n in one.shape) for one in engine.shard_map()}
+    where = (engine.shape, DTYPES["fp32"], torch.device("cpu"), layouts.BUCKET_MIB)
+    server = WeightServer(engine.shard_map, *where, timeout_s=6.0)
+    found = []
+    for number in range(syncs):
+        if number in plans:
+            specs = [
+                [
+                    ReceiverSpec(who, None if name is None else [Wanted(name, full[name])], colocated)
+                    for who, name in rank
+                ]
+                for rank in plans[number]
+            ]
+            tickets = {one.receiver: one for one in server.plan(specs)}
+        for who, ticket in tickets.items():
+            put(root / f"ticket-{number}-{who}", ticket)
+        served = server.serve()
+        found.append((served, len(list(Path("/proc/self/fd").iterdir()))))
+    server.close()
+    return found

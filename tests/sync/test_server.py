@@ -1,0 +1,213 @@
+"""One trainer rank and its receivers: what overlaps, what memory there is, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.engine_work import MODELS
+from quintet.engine.shards import Box, Shard
+from quintet.errors import SyncFailure, UserError
+from quintet.rollout.base import Piece, Wanted
+from quintet.sync.server import ReceiverSpec, WeightServer
+from quintet.sync.source import ChannelSource
+from quintet.sync.wire import listen, local_address
+from tests.sync.layouts import Taker
+
+NAMES = ("a", "b", "c", "d")
+ROWS = 256  # of 1 KiB each: a tensor is a quarter of a MiB, and fills a bucket
+
+
+class Watched(Shard):
+    """A shard that tells when it is read."""
+
+    standing = False
+    read: threading.Event
+
+    def part(self, box: Box) -> torch.Tensor:
+        self.read.set()
+        return super().part(box)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shards() -> list[Watched]:
+    found = []
+    for number, name in enumerate(NAMES):
+        one = Watched(name, (ROWS, 256), ((0, ROWS), (0, 256)), torch.full((ROWS, 256), float(number)))
+        one.read = threading.Event()
+        found.append(one)
+    return found
+
+
+def server_of(held: list[Any], bucket_mib: float = 0.25, timeout_s: float = 20.0) -> WeightServer:
+    shape = MODELS["tiny"].shape
+    return WeightServer(
+        lambda: held, shape, torch.float32, torch.device("cpu"), bucket_mib, timeout_s=timeout_s
+    )
+
+
+def boxes(*names: str) -> list[Wanted]:
+    return [Wanted(name, ((0, ROWS), (0, 256))) for name in names]
+
+
+def one_sync(server: WeightServer, use: Callable[[Piece], None], colocated: bool = True) -> Any:
+    source = ChannelSource(server.plan([[ReceiverSpec("rollout-0/0", boxes(*NAMES), colocated)]]))
+    taker = Taker(source, use)
+    served = server.serve()
+    return served, taker
+
+
+KINDS = [pytest.param(True, id="colocated"), pytest.param(False, id="separate")]
+
+
+@pytest.mark.parametrize("colocated", KINDS)
+def test_the_next_bucket_is_packed_while_one_is_loaded_and_no_third(colocated):
+    held = shards()
+    _, b, c, d = (one.read for one in held)
+    seen: list[bool] = []
+
+    def use(piece: Piece) -> None:
+        assert (piece.tensor == float(NAMES.index(piece.name))).all()
+        if piece.name == "a":  # held until the next is packed: without overlap that would be never
+            seen.append(b.wait(15))
+            if colocated:  # a process group's receiver has two buckets of its own to be filled meanwhile
+                seen.append(not c.wait(0.3))
+        if piece.name == "b":
+            seen.append(c.wait(15))
+            if colocated:
+                seen.append(not d.wait(0.3))
+
+    server = server_of(held)
+    served, taker = one_sync(server, use, colocated)
+    taker.finish()
+    server.close()
+    assert seen == [True] * (4 if colocated else 2)
+    assert (served.buckets, served.lost) == (4, {})
+
+
+def shared_memory() -> int:
+    """Bytes that this process shares to send weights, each piece of memory once."""
+    found = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:quintet-sync" in line:
+            first, last = (int(x, 16) for x in line.split()[0].split("-"))
+            found[line.split()[4]] = last - first
+    return sum(found.values())
+
+
+def test_two_buckets_are_in_memory_and_none_afterwards():
+    held, most = shards(), [0]
+    server = server_of(held)
+    files = len(list(Path("/proc/self/fd").iterdir()))
+
+    def use(piece: Piece) -> None:
+        most[0] = max(most[0], shared_memory())
+
+    for _ in range(3):
+        _, taker = one_sync(server, use)
+        taker.finish()
+    del taker
+    assert most[0] == 2 * (1 << 18)
+    assert shared_memory() == 0
+    server.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= files
+    # One tensor in a bucket of its own, and a bucket of the usual size.
+    large = Watched("e", (1024, 256), ((0, 1024), (0, 256)), torch.zeros(1024, 256))
+    large.read = threading.Event()
+    most[0] = 0
+    server = server_of([*held, large])
+    source = ChannelSource(server.plan([[ReceiverSpec("r", None, True)]]))
+    taker = Taker(source, use)
+    server.serve()
+    taker.finish()
+    server.close()
+    assert most[0] == (1 << 20) + (1 << 18)
+
+
+def test_weights_that_change_are_new_at_the_next_sync_and_the_plan_stays():
+    held = shards()
+    server = server_of(held)
+    source = ChannelSource(server.plan([[ReceiverSpec("r", boxes("a"), True)]]))
+    for value in (1.0, 2.0):
+        held[0].view.fill_(value)
+        found: list[bool] = []
+        taker = Taker(
+            source, lambda piece, v=value, found=found: found.append(bool((piece.tensor == v).all()))
+        )
+        server.serve()
+        taker.finish()
+        assert found == [True]
+    server.close()
+
+
+def test_who_stops_early_or_is_slow_is_lost_by_name():
+    server = server_of(shards(), timeout_s=1.0)
+
+    def stop(piece: Piece) -> None:
+        raise KeyError("no such weight here")
+
+    served, taker = one_sync(server, stop)
+    assert list(served.lost) == ["rollout-0/0"]
+    assert "its connection closed" in served.lost["rollout-0/0"]
+    with pytest.raises(KeyError, match="no such weight"):
+        taker.finish()
+    leave = threading.Event()
+    served, taker = one_sync(server, lambda piece: leave.wait(10) and None)
+    assert served.lost == {"rollout-0/0": "it took nothing for 1 s"}
+    leave.set()
+    with pytest.raises(SyncFailure, match="receiver rollout-0/0: the trainer went away"):
+        taker.finish()
+    server.close()
+
+
+def test_tickets_of_another_plan_or_key_and_of_nobody_are_refused():
+    server = server_of(shards(), timeout_s=1.0)
+    spec = ReceiverSpec("rollout-0/0", boxes("a"), True)
+    (old,) = server.plan([[spec]])
+    (ticket,) = server.plan([[spec]])
+    for wrong, said in (
+        (old, "receiver rollout-0/0: its ticket is of an earlier plan"),
+        (dataclasses.replace(ticket, key=b"x" * 32), "receiver rollout-0/0: its ticket has another key"),
+        (dataclasses.replace(ticket, receiver="rollout-7/0"), "receiver rollout-7/0: its ticket is of"),
+        (dataclasses.replace(ticket, address=local_address()), "receiver rollout-0/0: no trainer answers"),
+        (ticket, "receiver rollout-0/0: nothing came from the trainer within 1 s"),  # it does not serve
+    ):
+        with pytest.raises(SyncFailure, match=re.escape(said)):
+            list(ChannelSource([wrong]).pieces(0))
+    server.close()
+    with pytest.raises(SyncFailure, match="no trainer answers"):
+        list(ChannelSource([ticket]).pieces(0))
+    address = local_address()
+    with listen(address), pytest.raises(SyncFailure, match="did not greet it within 1 s"):
+        list(ChannelSource([dataclasses.replace(ticket, address=address)]).pieces(0))
+
+
+def test_what_cannot_be_handed_out_is_said_before_anything_moves():
+    held = shards()
+    server = server_of(held)
+    with pytest.raises(UserError, match="receiver r wants z, which the engine does not hand out"):
+        server.plan([[ReceiverSpec("r", boxes("z"), True)]])
+    with pytest.raises(UserError, match=r"receiver r wants .* of a, whose shape is \(256, 256\)"):
+        server.plan([[ReceiverSpec("r", [Wanted("a", ((0, 300), (0, 256)))], True)]])
+    with pytest.raises(RuntimeError, match="plan comes before serve"):
+        server_of(held).serve()
+    server.plan([[]])
+    held[0].view.untyped_storage().resize_(0)
+    with pytest.raises(UserError, match="weights are offloaded"):
+        server.serve()
+    server.close()
