@@ -40,8 +40,9 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
             if target.is_contiguous() and source.is_contiguous():
                 targets, sources = together[target.dtype, source.dtype]
-                targets.append(target.view(-1))
-                sources.append(source.view(-1))
+                alike = target.shape == source.shape and target.stride() == source.stride()
+                targets.append(target if alike else target.view(-1))
+                sources.append(source if alike else source.view(-1))
             elif source.dim() > target.dim():
                 target.view(source.shape).copy_(source)
             else:
