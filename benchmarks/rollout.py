@@ -84,7 +84,8 @@ def native(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tu
     )
     engine.load_hf(model)
     slots = max(case.prompts * case.samples_per_prompt for case in cases)
-    return NativeRollout(engine.model, engine.mesh, slots=slots, decode=str), dist.destroy_process_group
+    rollout = NativeRollout(engine.model, engine.mesh, slots=slots, decode=str, update=lambda: None)
+    return rollout, dist.destroy_process_group
 
 
 def vllm(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tuple[Any, Callable[[], None]]:
@@ -119,7 +120,10 @@ def write_model(path: Path, config: dict[str, Any], dtype: str) -> None:
     torch.manual_seed(0)
     architecture = config["architectures"][0]
     made = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**config)
-    getattr(transformers, architecture)._from_config(made, dtype=getattr(torch, dtype)).save_pretrained(path)
+    # Drawing billions of numbers takes a CPU minutes.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = getattr(transformers, architecture)._from_config(made, dtype=getattr(torch, dtype))
+    model.save_pretrained(path)
 
 
 def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
