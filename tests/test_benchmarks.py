@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from benchmarks.engine_work import MODELS, REAL, Setup, parse_layout, peak_flops, setup_of
+from benchmarks.fingerprints import experts, measure
+from benchmarks.fingerprints import items as fingerprinted
 from benchmarks.laptop_cases import CASES, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT
 from benchmarks.records import RESULTS, ROOT, command, merged, read_records, record, write_records
 from benchmarks.rollout import arguments, records_of
@@ -251,3 +253,12 @@ def test_weight_sync_is_measured_on_a_cpu() -> None:
     for metric in ("seconds", "gb_s", "copy_limit_share", "peak_extra_gib", "plan_seconds"):
         assert re.search(rf"tiny/2cpu +{metric} ", done.stdout), metric
     assert "written to" not in done.stdout
+
+
+def test_fingerprints_are_measured_on_a_cpu() -> None:
+    held = [*fingerprinted(1, 64, 96, 2, 1, 10, "cpu"), *experts(1, 2, 64, 32, "cpu")]
+    assert len({one[0] for one in held}) == len(held) == 1 + 8 + 6
+    seconds, plain, nbytes = measure(held, 1)
+    assert seconds > 0
+    assert plain > 0
+    assert nbytes == 2 * sum(one[3].numel() for one in held)
