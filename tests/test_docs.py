@@ -47,6 +47,7 @@ def test_every_recipe_loads(recipe, tmp_path):
         "benchmarks/README.md",
         "docs/recipe.md",
         "docs/layouts.md",
+        "docs/hybrid.md",
         "docs/lora.md",
         "docs/models.md",
         "docs/checkpoints.md",
@@ -131,6 +132,7 @@ MODELS = {
 """The sizes of published models, as their config.json has them."""
 
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
+HYBRID = (ROOT / "docs" / "hybrid.md").read_text()
 LORA = (ROOT / "docs" / "lora.md").read_text()
 CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
 
@@ -152,7 +154,9 @@ def described(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [*commands(LAYOUTS), *commands(LORA)], ids=lambda text: text.strip()[:80]
+    ("arguments", "said"),
+    [*commands(LAYOUTS), *commands(LORA), *commands(HYBRID)],
+    ids=lambda text: text.strip()[:80],
 )
 def test_outputs_in_the_guides_are_real(described, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(described)

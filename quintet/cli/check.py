@@ -123,8 +123,18 @@ def _experts(recipe: Recipe, experts: int) -> str:
 
 def _rollout(recipe: Recipe) -> str:
     from quintet.recipe.features import shares_weights
+    from quintet.recipe.rollout import copies as own_copies
+    from quintet.recipe.rollout import layout_of_copy, own_processes
 
     layout = recipe.rollout.layout
+    if own_processes(recipe):
+        rollout, of_copy, count = recipe.rollout, layout_of_copy(recipe), own_copies(recipe)
+        separate = rollout.placement == "separate"
+        where = f"on {rollout.ranks} devices of their own" if separate else "on the devices that train"
+        return (
+            f"Rollout: {rollout.backend}, {count} {'copy' if count == 1 else 'copies'} of tp {of_copy.tp} × pp {of_copy.pp} in "
+            f"processes of their own, {where}."
+        )
     if layout is None or shares_weights(recipe):
         return "Rollout: shares the layout and the weights."
     copies = recipe.cluster.ranks // (layout.tp * layout.pp)

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from quintet.data.prompts import PromptSet, alphabet_of, load_prompts
 from quintet.data.stream import PromptStream
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
-from quintet.errors import UserError
+from quintet.errors import UserError, WorkerFailure
 from quintet.models import ModelShape, check_weights, read_end_ids, read_shape
 from quintet.models.weights_on_disk import find_weights, fingerprint
 from quintet.observe import Observer
 from quintet.recipe import schema
 from quintet.recipe.capacity import overflow
 from quintet.recipe.features import FEATURES, NEEDS_GPU
+from quintet.recipe.rollout import own_processes
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, load_reward
 from quintet.rollout import Sampling
@@ -222,7 +223,22 @@ def session(
                         inputs.weights,
                         again,
                     )
-                    yield Session(recipe, inputs, observer, fleet, saver)
+                    try:
+                        yield Session(recipe, inputs, observer, fleet, saver)
+                    except WorkerFailure as failure:
+                        failure.message += _what_then(recipe, failure)
+                        raise
+
+
+def _what_then(recipe: schema.Recipe, failure: WorkerFailure) -> str:
+    """What a user can do about a run that lost a process."""
+    hints = []
+    if failure.message.startswith("rollout-") and not recipe.rollout.restart:
+        hints.append("With rollout.restart=true it would be started anew, and the run would go on.")
+    if recipe.checkpoint.every_steps:
+        dies = "" if own_processes(recipe) else "The rollout shares the trainer's processes. "
+        hints.append(f"{dies}resume=auto goes on from the last checkpoint.")
+    return f"\n\n{' '.join(hints)}" if hints else ""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from quintet.cluster.progress import Progress
 from quintet.cluster.worker import Place, Worker
-from quintet.errors import UserError
+from quintet.errors import SyncMismatch, UserError
 
 
 class Light(Worker):
@@ -105,6 +105,8 @@ def inner_fail(how: str) -> None:
         raise LookupError("expert 7 is missing")
     if how == "user":
         raise UserError("model.path: no such directory")
+    if how == "mismatch":
+        raise SyncMismatch("model.norm.weight differs")
     if how == "sys.exit":
         sys.exit(3)
     if how == "os._exit":

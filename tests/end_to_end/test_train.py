@@ -168,12 +168,14 @@ def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_same_seed_gives_the_same_losses_resumed_and_with_offload(resharded, tmp_path):
-    """A copy of the run goes on in the middle of its warm-up, in new processes, to the same numbers and weights."""
+def test_the_same_seed_gives_the_same_losses_resumed_and_with_rollouts_of_their_own(resharded, tmp_path):
+    """A copy of the run goes on in the middle of its warm-up, in new processes, with rollouts in their own, for which all of
+    training's memory is given up, to the same numbers and weights."""
     directory, _ = resharded
     again = tmp_path / directory.name
     shutil.copytree(directory, again)
     offload = [f"engine.offload_{part}" for part in ("params=1", "grads=1", "optimizer=0.5")]
+    offload.append("rollout.own_processes=true")
     resume = f"resume={again / 'checkpoints' / 'sft-000002'}"
     output = run("train", *DEMO, *SAVES, *offload, resume, "layout.tp=2")
     assert f"going on after sft step 2, from {again}/checkpoints/sft-000002" in output
@@ -196,6 +198,14 @@ def test_the_same_seed_gives_the_same_losses_resumed_and_with_offload(resharded,
     assert {p.name for p in (again / "hf").iterdir()} == {"sft-000002", "sft-000004", "step-000002"}
     assert (again / "hf" / "step-000002" / "model.safetensors").read_bytes() == weights[0]
     assert len(json.loads((again / "summary.json").read_text())["starts"]) == 2
+    for line in [line for line in metrics(again, "rl") if "loss" in line]:
+        assert 0 < line["sync/gib"] < line["memory/host_gib"]
+        assert line["sync/proof_seconds"] > 0
+    events = [line[14:] for line in (again / "logs" / "hybrid.log").read_text().splitlines()]
+    docs = (ROOT / "docs" / "hybrid.md").read_text()
+    shown = re.findall(r"^ +[\d.]+ s  (.*)$", docs, re.MULTILINE)
+    start = ["training state left: grads, optimizer, params", "rollouts started", *shown[-2:]]
+    assert events == start + shown * 4  # evaluation, two steps, evaluation
 
 
 @pytest.mark.timeout(300)
