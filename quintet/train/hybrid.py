@@ -101,11 +101,14 @@ class Hybrid:
 
     def ready(self) -> None:
         """Have every rollout awake with the present weights; one that died is made anew."""
-        self._to_rollouts()
-        while self._rollouts.missing():
-            self._to_training()
-            self._start_missing()
+        while True:
+            if self._rollouts.missing():
+                if self._awake:
+                    self._to_training()
+                self._start_missing()
             self._to_rollouts()
+            if not self._rollouts.missing():
+                return
 
     def _start_missing(self) -> None:
         """Start rollouts while training state is away, for they take memory at once; and put them to sleep."""
@@ -133,7 +136,7 @@ class Hybrid:
         if came:
             with self._phase("sync"):
                 self.metrics = rollouts.take_weights()
-            self._told("weights brought")
+            self._told("weights brought" if self.metrics else "weights are shared")
             self._due = rollouts.missing()
         self._leave("params")
         if rollouts.colocated:
