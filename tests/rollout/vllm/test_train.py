@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[3]
 TINY = [
     *("train.steps=2", "train.prompts_per_step=4", "train.eval_prompts=4", "train.eval_samples_per_prompt=2"),
     *("model.build.layers=2", "model.build.hidden_size=64", "sft=null", "rollout.samples_per_prompt=4"),
+    "optimizer.warmup_steps=1",
     *("rollout.backend=vllm", "rollout.sequences_per_rank=16", "rollout.max_response_tokens=6"),
 ]
 
