@@ -139,7 +139,7 @@ def _find(e: Evidence, allowed: float, rounding: float) -> tuple[Place, str] | N
         if not gap <= allowed and (cause := _explains(e.causes, numbers, gap, allowed, rounding)) is not None:
             left = _mean(numbers, cause.logprobs)
             return cause.place, (
-                f"The {side}'s log-probs are those of {cause.what}: that leaves {left:.1e} of the {gap:.1e} nats by which they "
+                f"The {side}'s log-probs are those of {cause.what}: that leaves {left:.2g} of the {gap:.2g} nats by which they "
                 "are off."
             )
     side = max(off, key=lambda name: off[name])

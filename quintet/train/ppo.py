@@ -33,8 +33,9 @@ def train(recipe: Recipe, stop_after: int | None = None, again: Path | None = No
         if recipe.sft is not None and not s.saver.skips("sft"):
             imitate(s, recipe.sft, recipe.sft.optimizer)
         reinforce(s)
-        closing_replay(s, recipe.train.steps)
-        return s.finish()
+        run = s.finish()
+        closing_replay(s, recipe.train.steps)  # only now: the model is written
+        return run
 
 
 def reinforce(s: Session) -> None:
