@@ -34,6 +34,11 @@ BROKEN = [
         ["rollout.backend=sglang", "rollout.sglang.tp_size=2"],
         ["rollout.sglang.tp_size: it is rollout.layout.tp; remove it"],
     ),
+    (
+        "sglang_can_do_it",
+        ["cluster.device=cpu", "rollout.backend=sglang"],
+        ["needs NVIDIA GPUs", "use rollout.backend=native"],
+    ),
     ("one_model", ["model.build=null"], ["no model", "model.path", "model.build"]),
     ("one_model", ["model.path={model}"], ["both model.path and model.build"]),
     (

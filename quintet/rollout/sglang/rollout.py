@@ -62,6 +62,10 @@ class SglangRollout:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
         """Responses of each request, in order. Raises WorkerFailure when a process of the engine dies."""
+        if sampling.stop and not self._recipe.stop:
+            raise UserError(
+                "SGLang was made without a tokenizer, which stop strings need: give at least one in rollout.stop"
+            )
         jobs = [
             self._job(at, request, number, sampling)
             for at, request in enumerate(requests)
