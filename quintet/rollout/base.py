@@ -105,6 +105,11 @@ class WeightSource(Protocol):
         ...
 
 
+COUNTS = ("prefix_cache_queries", "prefix_cache_hits", "drafts", "draft_tokens", "accepted_tokens")
+"""What a rollout may count: prompt tokens looked for in the prefix cache and found there; with speculation, drafts, the
+tokens in them, and those of them that were accepted."""
+
+
 class Rollout(Protocol):
     """A generation back end; one process of it.
 
@@ -149,6 +154,10 @@ class Rollout(Protocol):
 
     def resume(self) -> None:
         """Go on after `pause`."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What was counted since the last call, under the names of `COUNTS`; {} of a back end that counts nothing."""
         ...
 
     def abort(self) -> None:

@@ -348,6 +348,19 @@ class Fleet:
         ranks = self.workers.call("memory")
         return combine_peaks(ranks if self._hybrid is None else ranks + self.rollouts.memory())
 
+    def counted(self) -> dict[str, float]:
+        """Metrics of what rollouts counted since the last time: shares of the prefix cache's and of the drafts' tokens."""
+        counts = {} if self._hybrid is None else self.rollouts.counts()
+        told = {}
+        if counts.get("prefix_cache_queries"):
+            told["rollout/prefix_cache_fraction"] = (
+                counts["prefix_cache_hits"] / counts["prefix_cache_queries"]
+            )
+        if counts.get("draft_tokens"):
+            told["rollout/draft_tokens"] = counts["draft_tokens"]
+            told["rollout/accepted_fraction"] = counts["accepted_tokens"] / counts["draft_tokens"]
+        return told
+
     def _trained(self) -> int:
         """Micro-batches done in the call under way, by one rank with the loss: every dp rank has as many, at one pace."""
         coords = self.workers.coords()

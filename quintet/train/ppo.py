@@ -101,6 +101,7 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
         "truncated": statistics.fmean(g.finish == "length" for g in samples.generated),
         "tokens": sum(g.tokens for g in samples.generated),
         "tokens_trained": sum(responses),
+        **s.fleet.counted(),
         **s.fleet.hybrid.metrics,
         **s.fleet.memory(),
     }

@@ -165,6 +165,14 @@ class Replicas:
         found = self.ask("memory", phase="memory")
         return [rank for ranks in found.values() for rank in ranks]
 
+    def counts(self) -> dict[str, float]:
+        """Sums over all of them."""
+        found: dict[str, float] = {}
+        for ranks in self.ask("counts", phase="generate").values():
+            for name, value in ranks[0].items():
+                found[name] = found.get(name, 0.0) + value
+        return found
+
     # generation
 
     def generate(

@@ -109,6 +109,10 @@ class RolloutWorker(Worker):
         """Go on after `pause`."""
         self.rollout.resume()
 
+    def counts(self) -> dict[str, float]:
+        """What was counted since the last time: see `Rollout.metrics`."""
+        return self.rollout.metrics()
+
     def memory(self) -> dict[str, float | None]:
         """Peak memory of this rank so far, and of each phase since the last time it was asked."""
         return memory_peaks() | self.peaks.take()

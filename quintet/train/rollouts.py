@@ -47,6 +47,10 @@ class Rollouts(Sleepers, Protocol):
         """Memory peaks of ranks that do nothing else."""
         ...
 
+    def counts(self) -> dict[str, float]:
+        """What they counted since the last time: see `Rollout.metrics`."""
+        ...
+
 
 class InProcess:
     """Rollouts in the trainer's processes: one a dp rank of the rollout's layout."""
@@ -145,3 +149,6 @@ class InProcess:
 
     def memory(self) -> list[dict[str, float | None]]:
         return []
+
+    def counts(self) -> dict[str, float]:
+        return {}

@@ -41,6 +41,7 @@ def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
         fleet=SimpleNamespace(
             memory=lambda: {"memory/host_gib": 2.0, "memory/device_gib": 30.0},
             hybrid=SimpleNamespace(metrics={}),
+            counted=lambda: {"rollout/accepted_fraction": 0.5},
         ),
         observer=SimpleNamespace(
             step=lambda step, metrics, total: told.update(metrics),

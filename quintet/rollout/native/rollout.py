@@ -218,6 +218,10 @@ class NativeRollout:
         """Go on after `pause`."""
         self._paused = False
 
+    def metrics(self) -> dict[str, float]:
+        """Nothing is counted here."""
+        return {}
+
     def abort(self) -> None:
         """End the call that is under way in another thread at its next token. Without one, nothing happens."""
         self._given_up = self._under_way

@@ -121,6 +121,11 @@ def unfinished(engine: Any, name: str) -> tuple[list[int], Any]:
     return [], None
 
 
+def asked_as(name: str) -> str:
+    """The name that a request was added by, of the one that workers know it by: vLLM adds a dash and letters of its own."""
+    return name.rsplit("-", 1)[0]
+
+
 def counters(names: Sequence[str]) -> dict[str, float]:
     """Sums of vLLM's own counters of this process, over all their labels."""
     from vllm.v1.metrics.reader import get_metrics_snapshot

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quintet.errors import QuintetError
 from quintet.rollout.vllm.sampling import told
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Progress = Callable[[int], None]
 """Told how many jobs of a call are done."""
@@ -23,12 +26,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a job. logprobs: one a response token; prompt_logprobs: one a prompt token but the first, where asked."""
+    """What became of a job. name: of the request it was. logprobs: one a response token; prompt_logprobs: one a prompt token
+    but the first, where asked. routes: the experts of tokens, where vLLM itself tells them."""
 
+    name: str
     response_ids: list[int]
     logprobs: list[float]
     finish: str
-    prompt_logprobs: list[float]
+    prompt_logprobs: list[float] = field(default_factory=list)
+    routes: np.ndarray | None = None
 
 
 class Engine(Protocol):
@@ -66,5 +72,11 @@ def answer(output: Any) -> Answer:
     (one,) = output.outputs
     if one.finish_reason not in ("stop", "length", "abort"):
         raise QuintetError(f"vLLM ended a request with {one.finish_reason!r}: {one.stop_reason}")
-    prompt = told(output.prompt_logprobs)
-    return Answer(list(one.token_ids), told(one.logprobs), one.finish_reason, prompt)
+    return Answer(
+        output.request_id,
+        list(one.token_ids),
+        told(one.logprobs),
+        one.finish_reason,
+        told(output.prompt_logprobs),
+        one.routed_experts,
+    )

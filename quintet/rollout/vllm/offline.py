@@ -111,7 +111,7 @@ class OfflineEngine:
         with self._between_steps():
             for name in self._under_way:
                 ids, logprobs = compat.unfinished(self._engine, name)
-                self._aborted[name] = Answer(ids, told(logprobs), "abort", [])
+                self._aborted[name] = Answer(name, ids, told(logprobs), "abort")
             self._engine.abort_request(list(self._under_way))
             self._under_way.clear()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from quintet.errors import QuintetError, UserError
+from quintet.models import read_shape
 from quintet.recipe import schema
 from quintet.rollout.base import Fingerprints, Part, Request, Sample, Sampling, Wanted, WeightSource
 from quintet.rollout.policy_sample import policy_sample
@@ -18,6 +19,7 @@ from quintet.rollout.seeds import sample_seed
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.jobs import Answer, Engine, Job, Progress
 from quintet.rollout.vllm.offline import OfflineEngine
+from quintet.rollout.vllm.routes import heard, routes_of
 from quintet.rollout.vllm.sampling import check, mode_of, parameters
 from quintet.rollout.vllm.server import ServerEngine
 from quintet.rollout.vllm.settings import engine_arguments, longest
@@ -59,6 +61,10 @@ class VllmRollout:
         self._engine = (
             ServerEngine(arguments) if recipe.rollout.mode == "server" else OfflineEngine(arguments)
         )
+        self._shape, self._tp = read_shape(model_dir), int(arguments["tensor_parallel_size"])
+        self._hears = recipe.rollout.return_routes and device == "cpu"
+        if self._hears:
+            self._engine.rpc("listen_for_routes")
         self._asleep: set[Part] = set()
         self._held = self._forgot = self._closed = False
         self._counted = dict.fromkeys(COUNTERS.values(), 0.0)
@@ -77,12 +83,21 @@ class VllmRollout:
             for at, request in enumerate(requests)
             for number in range(request.samples)
         ]
-        answers = iter(self._run(jobs))
-        made = [[next(answers) for _ in range(r.samples)] for r in requests]
-        return [
-            [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in row]
-            for row in made
-        ]
+        answers = self._run(jobs)
+        made = [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in answers]
+        if self._recipe.return_routes:
+            self._add_routes(made, answers, [len(job.prompt_ids) for job in jobs])
+        samples = iter(made)
+        return [[next(samples) for _ in range(r.samples)] for r in requests]
+
+    def _add_routes(self, samples: list[Sample], answers: list[Answer], prompts: list[int]) -> None:
+        """What was given up before it was read to its last token but one has no routes."""
+        heard_here = heard(self._engine.rpc("take_routes"), self._tp) if self._hears else {}
+        by_name = {compat.asked_as(name): routes for name, routes in heard_here.items()}
+        for sample, made, prompt in zip(samples, answers, prompts, strict=True):
+            told = by_name.get(made.name, made.routes)
+            if told is not None and sample.finish != "abort":
+                sample.routes = routes_of(told, self._shape, prompt + len(sample.response_ids))
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
@@ -100,7 +115,10 @@ class VllmRollout:
             "detokenize": False,
         }
         jobs = [Job(list(ids), asked) for ids in sequences if len(ids) > 1]
-        answers = iter(self._run(jobs, tell=False))
+        done = self._run(jobs, tell=False)
+        if any(one.finish == "abort" for one in done):
+            raise QuintetError("scoring was given up by `abort`: there are no log-probs")
+        answers = iter(done)
         return [next(answers).prompt_logprobs if len(ids) > 1 else [] for ids in sequences]
 
     def _run(self, jobs: list[Job], tell: bool = True) -> list[Answer]:

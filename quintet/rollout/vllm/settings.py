@@ -40,7 +40,8 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         "enable_expert_parallel": layout.ep > 1,
         "max_model_len": longest(recipe),
         "max_num_seqs": rollout.sequences_per_rank,
-        "enable_prefix_caching": True,
+        # On CPU routes are heard at the routers, which a token found in the cache does not pass.
+        "enable_prefix_caching": not (device == "cpu" and rollout.return_routes),
         "generation_config": "vllm",  # what ends a response is said with each request
         "logprobs_mode": mode_of(rollout),
         "disable_log_stats": False,  # counters of speculation
@@ -53,6 +54,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _kv_bytes(recipe, model_dir, dtype)}
     else:
         arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
+        arguments["enable_return_routed_experts"] = rollout.return_routes
     if rollout.quantization is not None:
         arguments["quantization"] = rollout.quantization
     known = compat.engine_fields() if rollout.vllm else frozenset()
