@@ -36,6 +36,8 @@ class Sleepers(Protocol):
     """Rollouts, as far as they take and give memory."""
 
     colocated: bool
+    apart: bool
+    """Whether they have processes of their own."""
 
     def missing(self) -> bool: ...
 
@@ -161,9 +163,12 @@ class Hybrid:
             self._told("training state is back")
 
     def _leave(self, *kinds: str) -> None:
+        if not self._rollouts.colocated:
+            return
         kinds = tuple(kind for kind in kinds if self._shares[kind])
-        if self._rollouts.colocated and kinds:
+        if kinds or self._rollouts.apart:  # other processes get what torch holds without need, in any case
             self._policy.call("leave", kinds, phase="offload")
+        if kinds:
             self._told(f"training state left: {', '.join(kinds)}")
 
     def _told(self, event: str) -> None:

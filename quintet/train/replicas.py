@@ -41,6 +41,8 @@ def check_room(cluster: Cluster, recipe: schema.Recipe, command: str) -> None:
 class Replicas:
     """All rollouts of a run. policy: the trainer's ranks, on whose devices colocated ones sit."""
 
+    apart = True
+
     def __init__(
         self, cluster: Cluster, recipe: schema.Recipe, model_dir: Path, policy: WorkerGroup, proof: Proof
     ) -> None:

@@ -56,6 +56,7 @@ class InProcess:
     """Rollouts in the trainer's processes: one a dp rank of the rollout's layout."""
 
     colocated = True
+    apart = False
 
     def __init__(self, workers: WorkerGroup, recipe: schema.Recipe, proof: Proof) -> None:
         self._workers, self._proof = workers, proof

@@ -224,6 +224,8 @@ class PolicyWorker(Worker):
         self.engine.offload(**{kind: getattr(self.recipe.engine, f"offload_{kind}") for kind in kinds})
         if self.reference is not None and "params" in kinds:
             self.reference.offload(params=self.recipe.engine.offload_params)
+        if self.device != "cpu":
+            torch.cuda.empty_cache()  # activations, buckets: a rollout in another process has use for it
 
     def come_back(self) -> None:
         """Bring back what left."""

@@ -1,0 +1,166 @@
+"""The order in which memory and weights change hands, as the trainer's ranks and the rollouts are asked."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quintet.errors import UserError, WorkerFailure
+from quintet.recipe import Recipe
+from quintet.recipe.schema import Engine, Rollout
+from quintet.train.hybrid import Hybrid
+
+
+class Asked:
+    """Trainer and rollouts that write down what they are asked. lost: how many of the next calls lose a rollout."""
+
+    apart = True
+
+    def __init__(self, placement: str = "colocated") -> None:
+        self.colocated = placement == "colocated"
+        self.order: list[str] = []
+        self.there = False
+        self.lost: set[str] = set()
+
+    def call(self, method: str, *args: Any, phase: str) -> None:
+        self._note(" ".join([method, *args[0]]) if args else method)
+
+    def missing(self) -> bool:
+        return not self.there
+
+    def start(self) -> None:
+        self.order.append("start")
+        self.there = True
+
+    def sleep(self, level: int) -> None:
+        self._note(f"sleep {level}")
+
+    def wake(self, part: str) -> None:
+        self._note(f"wake {part}")
+
+    def pause(self) -> None:
+        self._note("pause")
+
+    def resume(self) -> None:
+        self._note("resume")
+
+    def weights_changed(self) -> None:
+        self._note("look at masters")
+
+    def take_weights(self) -> dict[str, float]:
+        self._note("weights")
+        return {"sync/seconds": 1.0}
+
+    def probe(self) -> dict[str, float]:
+        self._note("probe")
+        return {}
+
+    def _note(self, what: str) -> None:
+        if what in self.lost:
+            self.lost.discard(what)
+            self.there = False
+        self.order.append(what)
+
+    def taken(self) -> list[str]:
+        order, self.order = self.order, []
+        return order
+
+
+TAKEN = [
+    "leave grads optimizer",
+    "wake weights",
+    "weights",
+    "leave params",
+    "wake kv_cache",
+    "resume",
+    "probe",
+]
+GIVEN = ["sleep 2", "come_back"]
+STARTED = ["leave grads optimizer params", "start", *GIVEN]
+
+
+def hybrid(asked: Asked, tmp_path: Path, **rollout: Any) -> Hybrid:
+    recipe = Recipe(
+        engine=Engine(offload_params=1, offload_grads=1, offload_optimizer=1),
+        rollout=Rollout(own_processes=True, **rollout),
+    )
+    return Hybrid(asked, asked, recipe, lambda name: nullcontext(), tmp_path / "hybrid.log")  # type: ignore[arg-type]
+
+
+def test_the_rollout_is_awake_only_while_training_state_is_away(tmp_path: Path) -> None:
+    asked = Asked()
+    one = hybrid(asked, tmp_path)
+    assert asked.taken() == STARTED
+    with one.generating():
+        assert asked.taken() == TAKEN
+        one.ready()
+        assert asked.taken() == []
+    assert asked.taken() == GIVEN
+    one.weights_changed()
+    assert asked.taken() == ["look at masters"]
+    with one.generating():
+        assert asked.taken() == TAKEN
+    assert one.metrics == {"sync/seconds": 1.0}
+    told = (tmp_path / "hybrid.log").read_text().splitlines()
+    assert [line[14:] for line in told[4:11]] == [
+        "training state left: grads, optimizer",
+        "rollouts woke: weights",
+        "weights brought",
+        "training state left: params",
+        "rollouts woke: kv_cache",
+        "rollouts sleep",
+        "training state is back",
+    ]
+
+
+def test_what_is_kept_in_sleep_is_not_brought_again(tmp_path: Path) -> None:
+    asked = Asked()
+    one = hybrid(asked, tmp_path, sleep_level=1)
+    with one.generating():
+        pass
+    asked.taken()
+    with one.generating():
+        assert [what for what in asked.taken() if what in ("weights", "probe")] == []
+    one.weights_changed()
+    with one.generating():
+        assert "weights" in asked.taken()
+
+
+def test_training_state_comes_back_when_the_body_raises(tmp_path: Path) -> None:
+    asked = Asked()
+    one = hybrid(asked, tmp_path)
+    asked.taken()
+    with pytest.raises(UserError, match="a reward"), one.generating():
+        raise UserError("a reward")
+    assert asked.taken() == TAKEN + GIVEN
+    with pytest.raises(WorkerFailure), one.generating():
+        raise WorkerFailure("rank 0 died")
+    assert asked.taken() == TAKEN
+
+
+@pytest.mark.parametrize("lost", ["wake weights", "weights", "resume", "probe"])
+def test_one_that_dies_on_the_way_is_started_and_all_begins_anew(tmp_path: Path, lost: str) -> None:
+    asked = Asked()
+    one = hybrid(asked, tmp_path)
+    asked.taken()
+    asked.lost = {lost}
+    with one.generating():
+        assert asked.taken() == [*TAKEN, *GIVEN, *STARTED, *TAKEN]
+        asked.there = False  # while generating
+        one.ready()
+        assert asked.taken() == [*GIVEN, *STARTED, *TAKEN]
+
+
+def test_a_separate_rollout_takes_weights_at_once_and_never_sleeps(tmp_path: Path) -> None:
+    asked = Asked("separate")
+    one = hybrid(asked, tmp_path, placement="separate", ranks=1)
+    assert asked.taken() == ["start"]
+    with one.generating():
+        assert asked.taken() == ["pause", "weights", "resume", "probe"]
+    one.weights_changed()
+    assert asked.taken() == ["look at masters", "pause", "weights", "resume", "probe"]
+    with one.generating():
+        assert asked.taken() == []
