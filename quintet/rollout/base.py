@@ -104,6 +104,10 @@ class WeightSource(Protocol):
         the iterator tells the sender that all has arrived; closing it early tells that it has not."""
         ...
 
+    def batches(self, receiver: int) -> Iterator[list[Piece]]:
+        """The same, as many pieces at a time as are there: they are good until the next list is asked for."""
+        ...
+
 
 COUNTS = ("prefix_cache_queries", "prefix_cache_hits", "drafts", "draft_tokens", "accepted_tokens")
 """What a rollout may count: prompt tokens looked for in the prefix cache and found there; with speculation, drafts, the

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PAGE = 2 << 20
+"""Bytes; what is shared of a GPU is whole pages of it, on which nothing else should be."""
+
 
 class Shared:
     """`nbytes` of the device's memory; `bytes` is the tensor of them."""
@@ -120,6 +123,7 @@ def _check(result: int, what: str) -> None:
 
 
 def _allocate(nbytes: int) -> int:
+    nbytes = -(-nbytes // PAGE) * PAGE
     torch.cuda.current_stream().synchronize()  # makes the context this thread's
     found = ctypes.c_uint64()
     result = _driver().cuMemAlloc_v2(ctypes.byref(found), ctypes.c_size_t(nbytes))

@@ -96,10 +96,10 @@ def _through_memory(
             yield _pieces(known.buckets[number], seen[slot].bytes)
             _wait_for_copies(answer)
             _say(connection, ticket, number)
-        _say(connection, ticket, len(known.buckets))
     finally:
-        for one in seen:
+        for one in seen:  # before the trainer hears that all is taken, and frees it
             one.close()
+    _say(connection, ticket, len(known.buckets))
 
 
 def _through_group(

@@ -57,6 +57,10 @@ class FileSource:
         assert wanted is not None
         self.held, self.wanted = held, wanted
 
+    def batches(self, receiver: int) -> Iterator[list[Piece]]:
+        for piece in self.pieces(receiver):
+            yield [piece]
+
     def pieces(self, receiver: int) -> Iterator[Piece]:
         assert receiver == 0
         for one in self.wanted:

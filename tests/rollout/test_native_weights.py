@@ -162,8 +162,8 @@ def wrong_sources(path: Path) -> list[str]:
         def __init__(self, pieces: list[Any]) -> None:
             self._pieces = pieces
 
-        def pieces(self, receiver: int) -> Any:
-            yield from self._pieces
+        def batches(self, receiver: int) -> Any:
+            yield self._pieces
 
     for wrong in wrongs:
         with pytest.raises(SyncMismatch) as caught:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quintet.engine.device import copy_all
 from quintet.engine.fingerprint import Fingerprints, fingerprints
 from quintet.engine.lora import apart
 from quintet.engine.mesh import Mesh
@@ -58,8 +59,8 @@ class Weights:
         self.undefined = "the last ones did not arrive whole"
         taking = _Taking(self.shards())
         with torch.no_grad():
-            for piece in source.pieces(0):
-                taking.take(piece)
+            for batch in source.batches(0):
+                copy_all(pair for piece in batch for pair in taking.places(piece))
         taking.check()
         self.undefined = None
 
@@ -87,27 +88,30 @@ class _Taking:
         for key in self._shards:
             self._by_name.setdefault(key[0], []).append(key)
 
-    def take(self, piece: Piece) -> None:
+    def places(self, piece: Piece) -> list[tuple[Tensor, Tensor]]:
+        """Where a piece goes, and what of it goes there."""
         if tuple(piece.tensor.shape) != tuple(stop - start for start, stop in piece.box):
             raise SyncMismatch(
                 f"{piece.name}: {list(piece.tensor.shape)} elements came for its part {list(piece.box)}"
             )
         key = (piece.name, piece.box)
-        placed = [
+        found = [
             self._place(one, piece)
             for one in ([key] if key in self._shards else self._by_name.get(key[0], ()))
         ]
-        if not any(placed) and volume(piece.box):
+        placed = [pair for pair in found if pair is not None]
+        if not placed and volume(piece.box):
             raise SyncMismatch(
                 f"{piece.name}: {list(piece.box)} came, and is no part of what this rank holds"
             )
+        return placed
 
-    def _place(self, key: tuple[str, Box], piece: Piece) -> bool:
-        """Copy what a piece has of a shard, if anything."""
+    def _place(self, key: tuple[str, Box], piece: Piece) -> tuple[Tensor, Tensor] | None:
+        """What a piece has of a shard, if anything, after its place there."""
         shard, came = self._shards[key], self._came[key]
         part = meet(piece.box, shard.box) if len(piece.box) == len(shard.box) else None
         if part is None:
-            return False
+            return None
         target = shard.part(part)
         if piece.shape != shard.shape or piece.tensor.dtype != target.dtype:
             raise SyncMismatch(
@@ -116,9 +120,8 @@ class _Taking:
             )
         if any(meet(part, other) for other in came):
             raise SyncMismatch(f"{piece.name}: {list(part)} came twice")
-        target.copy_(_within(piece, part).reshape(target.shape))
         came.append(part)
-        return True
+        return target, _within(piece, part)
 
     def check(self) -> None:
         """Raise SyncMismatch unless all have."""
