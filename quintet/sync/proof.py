@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from quintet.engine.fingerprint import Fingerprints
 from quintet.errors import SyncMismatch
@@ -44,15 +45,16 @@ def compare(
     """
     sides = [_by_tensor(engine), _by_tensor(rollout)]
     names = [*shapes, *(name for name in sides[1] if name not in shapes)]
-    kinds = tensor_classes(names)
-    found = []
+    found = {}
     for name in names:
-        if name in unreadable and name not in sides[1]:
-            continue
-        what = _difference(sides[0].get(name), sides[1].get(name), shapes.get(name))
-        if what:
-            found.append(Difference(name, kinds[name], what))
-    return found
+        if name not in unreadable or name in sides[1]:
+            what = _difference(sides[0].get(name), sides[1].get(name), shapes.get(name))
+            if what:
+                found[name] = what
+    if not found:
+        return []
+    kinds = tensor_classes(names)
+    return [Difference(name, kinds[name], what) for name, what in found.items()]
 
 
 def mismatch(differences: Sequence[Difference], rollout: str) -> SyncMismatch:
@@ -111,7 +113,7 @@ def _difference(engine: _Parts | None, rollout: _Parts | None, shape: tuple[int,
         apart = [box for box, values in parts.items() if len(set(values)) > 1]
         if apart:
             return f"the {side}'s ranks hold different copies of {_place(apart[0])}"
-        fault = _cover(list(parts), shape)
+        fault = _cover(tuple(parts), shape)
         if fault:
             return f"the {side}'s parts {fault}"
     assert engine is not None
@@ -131,13 +133,14 @@ def _total(parts: _Parts) -> int:
     return sum(values[0] for values in parts.values()) % (1 << 64)
 
 
-def _cover(boxes: list[Box], shape: tuple[int, ...]) -> str:
+@lru_cache(maxsize=4096)  # many tensors are cut alike
+def _cover(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> str:
     """What keeps boxes from covering a tensor exactly once; nothing when they do."""
     full = tuple((0, n) for n in shape)
     outside = [box for box in boxes if len(box) != len(full) or meet(box, full) != box]
     if outside:
         return f"{_place(outside[0])} is not within its shape {list(shape)}"
-    if not _disjoint(boxes):
+    if not _disjoint(list(boxes)):
         return "overlap"
     held, wanted = sum(map(volume, boxes)), math.prod(shape)
     return "" if held == wanted else f"are {held} of its {wanted} elements"
