@@ -259,3 +259,48 @@ def test_twenty_cycles_leave_memory_as_it_was(pool, moe):
     world, sizes = LAYOUTS["tp2-sp"]
     for resident in pool.run(cycles, world, moe, sizes, 20, timeout_s=600):
         assert resident[-1] < 1.01 * resident[1]
+
+
+def adapters_alone(path: Path, layout: dict[str, Any]) -> Any:
+    """On one rank: a rollout whose frozen part is its own from the start gets adapters from an engine's shards."""
+    import torch.distributed as dist
+
+    from quintet.engine import build, hf
+    from quintet.engine.engine import DTYPES
+    from quintet.engine.lora import apart
+    from quintet.engine.shards import shard_map
+    from quintet.models import read_shape
+    from quintet.models.lora import LoraShape
+    from quintet.recipe import schema
+    from quintet.rollout.native import NativeRollout
+
+    shape, lora, wanted_layout = read_shape(path), LoraShape(rank=2, alpha=4.0), schema.Layout(**layout)
+    mesh = build.mesh_of(wanted_layout, dist.get_world_size())
+    (model,) = build.build_chunks(shape, wanted_layout, mesh, DTYPES["fp32"], schema.Engine(), lora)
+    base, _ = apart(shard_map([model], shape, mesh))
+    hf.fill_hf(base, hf.check_hf(shape, path))
+    rollout = NativeRollout(model, mesh, slots=8, decode=str)
+    (wanted,) = rollout.receivers()
+    shapes = {s.name: s.shape for s in rollout._weights.shards()}
+    held = {
+        name: torch.randn(full, generator=torch.Generator().manual_seed(i)) * 0.1
+        for i, (name, full) in enumerate(sorted(shapes.items()))
+    }
+    with pytest.raises(RuntimeError, match="no weights"):
+        rollout.score([[1, 2]])
+    rollout.update_weights(FileSource(held, wanted))
+    before = rollout.score([[1, 2, 3, 4]])
+    for level in (1, 2):  # what is not brought again is not forgotten
+        rollout.sleep(level)
+        rollout.wake("weights")
+        assert rollout.score([[1, 2, 3, 4]]) == before
+    rollout.update_weights(FileSource({name: one * 0 for name, one in held.items()}, wanted))
+    return before, rollout.score([[1, 2, 3, 4]]), sorted(shapes), rollout.fingerprints()[0]
+
+
+def test_adapters_arrive_alone_and_the_rest_is_never_forgotten(pool, moe):
+    for before, without, names, prints in pool.run(adapters_alone, 2, moe, {"tp": 2, "sp": True}):
+        assert names
+        assert all(".lora_" in name for name in names)
+        assert {name for name, _ in prints} == set(names)
+        assert max(abs(a - b) for a, b in zip(before[0], without[0], strict=True)) > 1e-3
