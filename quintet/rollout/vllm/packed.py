@@ -29,12 +29,14 @@ def linear(layer: Any, shape: tuple[int, ...]) -> Callable[[], Tensor] | None:
 
     A layer that keeps the parameter too, as embeddings do, is read from there if both are equal.
     """
-    kernel = getattr(layer, "cpu_linear", None)
-    if kernel is None or kernel is torch.nn.functional.linear or len(shape) != 2:
+    if (
+        getattr(layer, "cpu_linear", torch.nn.functional.linear) is torch.nn.functional.linear
+        or len(shape) != 2
+    ):
         return None
 
     def read() -> Tensor:
-        weight = layer.weight.data
+        weight, kernel = layer.weight.data, layer.cpu_linear  # made anew with the weights
         matrix = torch.empty(shape, dtype=weight.dtype)
         for start in range(0, shape[1], ROWS):
             stop = min(start + ROWS, shape[1])

@@ -1,0 +1,150 @@
+"""Weights of vLLM's workers: new ones arrive, are generated with, and are read back; what is wrong with them is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, made
+from torch import Tensor
+
+from quintet.engine.fingerprint import fingerprints
+from quintet.errors import SyncMismatch
+from quintet.models.mcore import Box
+from quintet.rollout import Piece, Request, Sampling
+from quintet.sync.proof import compare
+from tests.oracle.models import hub_names
+
+pytestmark = pytest.mark.vllm
+
+
+@dataclass
+class Source:
+    """Weights on their way, in parts of so many rows."""
+
+    named: dict[str, Tensor]
+    rows: int | None = None
+    dropped: list[str] = field(default_factory=list)
+
+    def pieces(self, receiver: int) -> Iterator[Piece]:
+        for name, tensor in self.named.items():
+            if name in self.dropped:
+                continue
+            step = self.rows or len(tensor)
+            for start in range(0, len(tensor), step):
+                part = tensor[start : start + step].clone()
+                box = ((start, start + len(part)), *whole(tensor)[1:])
+                yield Piece(name, tuple(tensor.shape), box, part)
+                part.zero_()
+
+
+def whole(tensor: Tensor) -> Box:
+    return tuple((0, n) for n in tensor.shape)
+
+
+def named_weights(made: Any) -> dict[str, Tensor]:
+    """What an engine sends of a transformers model."""
+    stored = [
+        *made.named_parameters(),
+        *(b for b in made.named_buffers() if b[0].endswith("correction_bias")),
+    ]
+    return {name: t.detach() for name, t in hub_names(stored, made.config.model_type).items()}
+
+
+def differing(rollout: Any, named: dict[str, Tensor]) -> list[str]:
+    """The tensors that the proof names, where everything can be read back."""
+    engine = fingerprints((n, tuple(t.shape), whole(t), t) for n, t in named.items())
+    found, unreadable = rollout.fingerprints()
+    assert unreadable == []
+    return [d.name for d in compare([engine], [found], {n: tuple(t.shape) for n, t in named.items()})]
+
+
+def said(rollout: Any) -> list[list[int]]:
+    rows = rollout.generate([Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=8))
+    return [sample.response_ids for (sample,) in rows]
+
+
+@pytest.fixture(scope="module", params=[("qwen2-tied", 1), ("glm4_moe", 2)])
+def case(request: pytest.FixtureRequest, start: Any) -> tuple[str, Any]:
+    """Tied embeddings and biases; and, on two devices, dense layers, experts, a shared one and a router's bias."""
+    name, tp = request.param
+    return name, start(name, layout={"tp": tp})
+
+
+def test_new_weights(case: tuple[str, Any]) -> None:
+    name, rollout = case
+    for seed, rows in ((1, None), (2, 40)):
+        named = named_weights(made(name, seed))
+        rollout.update_weights(Source(named, rows))
+        assert differing(rollout, named) == []
+        assert said(rollout) == greedy_by_transformers(name, 8, seed)
+
+
+def test_a_tensor_lost_on_the_way_is_named(case: tuple[str, Any]) -> None:
+    name, rollout = case
+    named = named_weights(made(name, 3))
+    lost = (
+        "model.layers.2.mlp.experts.5.down_proj.weight"
+        if "moe" in name
+        else "model.layers.2.mlp.up_proj.weight"
+    )
+    with pytest.raises(SyncMismatch, match=f"did not get {lost}:"):
+        rollout.update_weights(Source(named, dropped=[lost]))
+    with pytest.raises(SyncMismatch, match=r"no place for model\.layers\.0\.extra\.weight:"):
+        rollout.update_weights(Source(named | {"model.layers.0.extra.weight": torch.ones(3)}))
+
+
+def test_what_changes_on_the_way_is_named(case: tuple[str, Any]) -> None:
+    name, rollout = case
+    named = named_weights(made(name, 4))
+    sent = dict(named)
+    flipped = [n for n in named if n.endswith("layers.1.self_attn.k_proj.weight") or n == "model.norm.weight"]
+    for one in flipped:
+        sent[one] = sent[one].clone()
+        sent[one].view(torch.int32).view(-1)[5] ^= 1
+    swapped = [f"model.layers.2.mlp.experts.{e}.up_proj.weight" for e in (1, 2)] if "moe" in name else []
+    if swapped:
+        sent |= dict(zip(swapped, [named[n] for n in reversed(swapped)], strict=True))
+    rollout.update_weights(Source(sent))
+    assert sorted(differing(rollout, named)) == sorted(flipped + swapped)
+
+
+def flip_norm(worker: Any) -> None:
+    worker.model_runner.get_model().model.norm.weight.data.view(torch.int32)[3] ^= 1
+
+
+def swap_experts(worker: Any) -> None:
+    """In the first layer that has any."""
+    experts = next(m for m in worker.model_runner.get_model().modules() if hasattr(m, "w2_weight"))
+    experts.w2_weight.data[[4, 6]] = experts.w2_weight.data[[6, 4]]
+
+
+def change_a_kernel(worker: Any) -> None:
+    """The linear layer's kernel has one element of its matrix changed."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    layer = worker.model_runner.get_model().model.layers[1].self_attn.qkv_proj
+    matrix = layer.cpu_linear(torch.eye(layer.input_size), layer.weight, None).T.contiguous()
+    matrix[1, 2] += 1e-3
+    layer.weight = torch.nn.Parameter(matrix, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+
+
+def test_what_changes_after_loading_is_named(case: tuple[str, Any]) -> None:
+    name, rollout = case
+    named = named_weights(made(name, 5))
+    rollout.update_weights(Source(named))
+    changes = {
+        flip_norm: ["model.norm.weight"],
+        change_a_kernel: ["model.layers.1.self_attn.q_proj.weight"],
+    }
+    if "moe" in name:
+        changes[swap_experts] = [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in (4, 6)]
+    for change, names in changes.items():
+        rollout._engine._engine.collective_rpc(change)
+        assert differing(rollout, named) == names
+        rollout.update_weights(Source(named))
+        assert differing(rollout, named) == []
