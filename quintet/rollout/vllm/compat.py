@@ -169,6 +169,23 @@ def load_again(model: Any, weights: Iterator[tuple[str, torch.Tensor]], config: 
         initialize_layerwise_reload(model)
         model.load_weights(weights)
         finalize_layerwise_reload(model, config)
+    _pack_shared(model)
+
+
+def _pack_shared(model: torch.nn.Module) -> None:
+    """Have layers on the CPU that share a parameter with others take their own copy of it again.
+
+    vLLM 0.32.0 does not where the weights were loaded into one of the others: a head that is tied to the embedding then goes on
+    with the old ones (test_worker.py::test_new_weights).
+    """
+    packing: Any
+    holders: dict[int, list[Any]] = {}
+    for packing in model.modules():
+        if hasattr(packing, "cpu_linear"):
+            holders.setdefault(id(packing.weight), []).append(packing)
+    for layers in holders.values():
+        for layer in layers if len(layers) > 1 else ():
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def listen_to_routers(model: torch.nn.Module, make: Callable[[list[int]], Any]) -> Any:

@@ -57,7 +57,7 @@ class Live:
             for region in regions:
                 self._of[region.parameter].append(region)
         self._forms = {
-            name: _form(*_owner(models, name), *record.loaded[name], regions, record.arrived)
+            name: _form(models, *_owner(models, name), *record.loaded[name], regions, record.arrived)
             for name, regions in self._of.items()
         }
         self.unreadable = record.mixed | {
@@ -180,7 +180,13 @@ def _owner(models: Models, name: str) -> tuple[Any, str]:
     raise KeyError(name)
 
 
+def _holds(module: Any, attribute: str, layer: Any) -> bool:
+    """Whether a module is the layer, or shares this parameter with it."""
+    return module is layer or getattr(module, attribute, None) is getattr(layer, attribute)
+
+
 def _form(
+    models: Models,
     layer: Any,
     attribute: str,
     shape: tuple[int, ...],
@@ -189,7 +195,8 @@ def _form(
     arrived: dict[Region, Tensor],
 ) -> Form | None:
     """The form of a parameter that was loaded with this shape and type; None where it cannot be read."""
-    kernel = packed.linear(layer, shape) if attribute == "weight" else None
+    holders = [m for _, model in models for m in model.modules() if _holds(m, attribute, layer)]
+    kernel = packed.linear(holders, shape) if attribute == "weight" else None
     if kernel is not None:
         return Form(kernel, plain=False, signed=False)
     held = getattr(layer, attribute)

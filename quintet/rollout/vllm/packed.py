@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,29 +23,39 @@ def quantisation(layer: Any) -> str | None:
     return None if method is None else type(method).__name__
 
 
-def linear(layer: Any, shape: tuple[int, ...]) -> Callable[[], Tensor] | None:
-    """Reads the matrix [outputs, inputs] of a layer whose kernel on the CPU has its own copy, by multiplying it with the
-    identity: each output is a weight times one plus zeros, so it is exact but for the sign of a zero. None for other layers.
+def linear(layers: Sequence[Any], shape: tuple[int, ...]) -> Callable[[], Tensor] | None:
+    """Reads the matrix [outputs, inputs] of layers whose kernels on the CPU have their own copies of one parameter, by multiplying
+    with the identity: each output is a weight times one plus zeros, so it is exact but for the sign of a zero. None for
+    other layers.
 
-    A layer that keeps the parameter too, as embeddings do, is read from there if both are equal.
+    Where there are several copies, or the parameter is there as well (of embeddings), one that differs from the first is read.
     """
-    if (
-        getattr(layer, "cpu_linear", torch.nn.functional.linear) is torch.nn.functional.linear
-        or len(shape) != 2
-    ):
+    layers = [layer for layer in layers if _packs(layer)]
+    if not layers or len(shape) != 2:
         return None
 
     def read() -> Tensor:
-        weight, kernel = layer.weight.data, layer.cpu_linear  # made anew with the weights
-        matrix = torch.empty(shape, dtype=weight.dtype)
-        for start in range(0, shape[1], ROWS):
-            stop = min(start + ROWS, shape[1])
-            rows = torch.zeros(stop - start, shape[1], dtype=weight.dtype)
-            rows[:, start:stop].fill_diagonal_(1)
-            matrix[:, start:stop] = kernel(rows, layer.weight, None).T
-        return weight if weight.numel() and torch.equal(matrix, weight) else matrix
+        weight = layers[0].weight.data
+        matrices = [_times_identity(layer, shape) for layer in layers]
+        first = weight if weight.numel() else matrices[0]
+        return next((matrix for matrix in matrices if not torch.equal(matrix, first)), first)
 
     return read
+
+
+def _packs(layer: Any) -> bool:
+    linear = torch.nn.functional.linear
+    return getattr(layer, "cpu_linear", linear) is not linear
+
+
+def _times_identity(layer: Any, shape: tuple[int, ...]) -> Tensor:
+    matrix = torch.empty(shape, dtype=layer.weight.dtype)
+    for start in range(0, shape[1], ROWS):
+        stop = min(start + ROWS, shape[1])
+        rows = torch.zeros(stop - start, shape[1], dtype=matrix.dtype)
+        rows[:, start:stop].fill_diagonal_(1)
+        matrix[:, start:stop] = layer.cpu_linear(rows, layer.weight, None).T
+    return matrix
 
 
 def experts(layer: Any, attribute: str, shape: tuple[int, ...]) -> Callable[[], Tensor] | None:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.rollout.vllm.greedy import PROMPTS, made
 
 from quintet.errors import QuintetError
 from quintet.models import read_shape
 from quintet.rollout import Request, Sampling
 from quintet.rollout.vllm.routes import routes_of
+from tests.rollout.vllm.greedy import PROMPTS, made
 from tests.rollout.vllm.models import save
 
 

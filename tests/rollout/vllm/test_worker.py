@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, made
 from torch import Tensor
 
 from quintet.engine.fingerprint import fingerprints
@@ -17,6 +16,7 @@ from quintet.models.mcore import Box
 from quintet.rollout import Piece, Request, Sampling
 from quintet.sync.proof import compare
 from tests.oracle.models import hub_names
+from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, made
 
 pytestmark = pytest.mark.vllm
 
@@ -133,6 +133,17 @@ def change_a_kernel(worker: Any) -> None:
     dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
 
 
+def forget_the_head(worker: Any) -> None:
+    """The head's kernel has other weights than the parameter, which is the embedding's where they are tied."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    head = worker.model_runner.get_model().lm_head
+    kept = head.weight
+    head.weight = torch.nn.Parameter(kept * 1.5, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+    head.weight = kept
+
+
 def test_what_changes_after_loading_is_named(case: tuple[str, Any]) -> None:
     name, rollout = case
     named = named_weights(made(name, 5))
@@ -140,6 +151,7 @@ def test_what_changes_after_loading_is_named(case: tuple[str, Any]) -> None:
     changes = {
         flip_norm: ["model.norm.weight"],
         change_a_kernel: ["model.layers.1.self_attn.q_proj.weight"],
+        forget_the_head: ["model.embed_tokens.weight" if "tied" in name else "lm_head.weight"],
     }
     if "moe" in name:
         changes[swap_experts] = [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in (4, 6)]
