@@ -70,9 +70,7 @@ def routes_of(told: np.ndarray, shape: ModelShape, tokens: int) -> np.ndarray:
     """
     assert shape.moe is not None
     layers = [layer for layer in range(shape.layers) if shape.moe.is_moe(layer)]
-    if told.shape[1] == shape.layers:
-        told = told[:, layers]
-    routes = told[: tokens - 1].astype(np.int16)
+    routes = told[: tokens - 1, layers if told.shape[1] == shape.layers else slice(None)].astype(np.int16)
     if routes.shape != (tokens - 1, len(layers), shape.moe.top_k) or (routes < 0).any():
         raise QuintetError(
             f"vLLM told routes {list(told.shape)} of {tokens} tokens: those of every token but the last are needed, for "

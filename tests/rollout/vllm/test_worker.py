@@ -18,7 +18,7 @@ from quintet.sync.proof import compare
 from tests.oracle.models import hub_names
 from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, made
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 @dataclass
