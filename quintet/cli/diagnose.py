@@ -50,12 +50,17 @@ class _Diagnose(Command):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from quintet.train.diagnose import diagnose
+    from quintet.observe.numbers import short
+    from quintet.train.diagnose import diagnose, recorded_gaps
 
     if arguments.step is not None and arguments.step < 1:
         raise UserError(f"--step {arguments.step}: steps count from 1")
     found = diagnose(arguments.run, arguments.step, lambda text: print(text, file=sys.stderr, flush=True))
     _print(found)
+    gaps = recorded_gaps(arguments.run)
+    if len(gaps) > 1:
+        told = ", ".join(f"{step} {short(gap)}" for step, gap in gaps.items())
+        print(f"Mean |Δ| of the samples kept of each step, as recorded: {told}")
     return 0 if found.diagnosis.place is None else NAMED
 
 

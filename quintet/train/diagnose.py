@@ -8,6 +8,7 @@ and there once more for each cause that could explain the numbers. `quintet.trai
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,28 @@ def diagnose(run: Path, step: int | None, say: Callable[[str], None]) -> Found:
     return Found(replay.step, len(ids), tokens, weights.path, judge(evidence))
 
 
+def recorded_gaps(run: Path) -> dict[int, float]:
+    """Mean |Δ log-prob| of rollout and trainer in the samples kept of each step, as recorded, whether or not they can be replayed."""
+    gaps = {}
+    for step in reversed(_kept(run)):
+        with suppress(UserError):
+            samples = read(replay_file(run, step)).samples
+            pairs = [
+                abs(a - b)
+                for s in samples
+                for a, b in zip(s.trained.rollout_logprobs, s.trained.old_logprobs, strict=True)
+            ]
+            gaps[step] = sum(pairs) / max(len(pairs), 1)
+    return gaps
+
+
+def _kept(run: Path) -> list[int]:
+    """Steps with samples for replay, the newest first."""
+    return sorted((int(file.stem[5:]) for file in (run / "replay").glob("step-*.safetensors")), reverse=True)
+
+
 def _choose(run: Path, recipe: Recipe, step: int | None) -> tuple[Replay, Weights]:
-    steps = sorted((int(file.stem[5:]) for file in (run / "replay").glob("step-*.safetensors")), reverse=True)
+    steps = _kept(run)
     if not steps:
         raise UserError(
             f"{run} keeps no samples for replay: there is no replay/ in it. agreement.replay_samples_per_step says how many "

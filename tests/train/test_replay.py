@@ -14,6 +14,7 @@ import torch
 from quintet.data.batch import make_batch
 from quintet.errors import UserError
 from quintet.rollout import Request, Sample, Sampling
+from quintet.train.diagnose import recorded_gaps
 from quintet.train.keeper import Keeper, trained_samples
 from quintet.train.messages import Kept, Trained
 from quintet.train.replay import pack, read, replay_file, replay_of
@@ -87,3 +88,12 @@ def test_a_sample_is_told_with_its_own_tokens() -> None:
     assert told[3] == Trained([4, 5, 6, 7], 1, [-2.0, -3.0, -4.0], pytest.approx([-0.2, -0.3, -0.4]))  # type: ignore[arg-type]
     assert trained_samples(batch, {}, []) == {}
     assert isinstance(samples(False).generated[0].kept, Kept)
+
+
+def test_gaps_of_every_step_are_told(tmp_path: Path) -> None:
+    (tmp_path / "replay").mkdir()
+    for step, old in ((3, -0.5), (12, -1.25)):
+        trained = {0: Trained([5, 6, 8], 2, [-0.25], [old])}
+        replay_file(tmp_path, step).write_bytes(pack(replay_of(step, Sampling(), samples(False), trained)))
+    replay_file(tmp_path, 4).write_bytes(b"")
+    assert recorded_gaps(tmp_path) == {3: 0.25, 12: 1.0}
