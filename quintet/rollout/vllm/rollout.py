@@ -66,7 +66,8 @@ class VllmRollout:
         if self._hears:
             self._engine.rpc("listen_for_routes")
         self._asleep: set[Part] = set()
-        self._held = self._forgot = self._closed = False
+        self._held = self._closed = False
+        self._forgot = recipe.rollout.quantization is not None  # the directory holds other weights
         self._counted = dict.fromkeys(COUNTERS.values(), 0.0)
 
     # generation
@@ -128,7 +129,7 @@ class VllmRollout:
             )
         if self._forgot:
             raise QuintetError(
-                "the rollout forgot its weights when it slept: it generates after update_weights"
+                "the rollout forgot its weights when it slept, or was made without: it generates after update_weights"
             )
         return self._engine.run(jobs, self._progress if tell else lambda done: None) if jobs else []
 

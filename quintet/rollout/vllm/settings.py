@@ -16,6 +16,7 @@ from quintet.recipe.vllm import CPU_EXPERTS, DECIDED
 from quintet.rollout.options import passed_through
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.extension import EXTENSION
+from quintet.rollout.vllm.fp8 import fp8_arguments
 from quintet.rollout.vllm.sampling import mode_of
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -55,11 +56,14 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     else:
         arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
         arguments["enable_return_routed_experts"] = rollout.return_routes
-    if rollout.quantization is not None:
-        arguments["quantization"] = rollout.quantization
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
-    return arguments | passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
+    arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
+    if rollout.quantization == "fp8":
+        fp8 = fp8_arguments(read_shape(model_dir))
+        fp8["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | fp8["hf_overrides"]
+        arguments |= fp8
+    return arguments
 
 
 def longest(recipe: schema.Recipe) -> int:

@@ -1,0 +1,36 @@
+"""vLLM with matrices in 8 bits and a scale for each block of 128 × 128, the format that `sync` sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quintet.models import ModelShape, family_named
+from quintet.models.lora import linears
+
+
+def fp8_arguments(shape: ModelShape) -> dict[str, Any]:
+    """Arguments of vLLM's EngineArgs with which it makes FP8 layers. The model's directory holds no FP8 weights, so none are
+    loaded from it: the first sync brings them.
+
+    Not quantised are embedding, head and routers, as in the FP8 models on the hub.
+    """
+    weights = list(family_named(shape.family).weights(shape))
+    quantized = {f"{part.name}.weight" for linear in linears(weights) for part in linear.parts}
+    others = {
+        name.removesuffix(".weight")
+        for weight in weights
+        for name, size in zip(weight.hf, weight.shapes, strict=True)
+        if len(size) == 2 and name not in quantized
+    }
+    return {
+        "load_format": "dummy",
+        "hf_overrides": {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+                "modules_to_not_convert": sorted(others),
+            }
+        },
+    }
