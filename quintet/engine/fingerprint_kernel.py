@@ -128,16 +128,14 @@ def _launch(out: Tensor, places: Tensor, tables: Tensor, dtype: torch.dtype, ali
     ends = tiles.cumsum(0)
     count = int(ends[-1])
     device = out.device
-    tiles = tiles.to(device)
-    owners = torch.repeat_interleave(
-        torch.arange(len(tables), dtype=torch.int32, device=device), tiles, output_size=count
-    )
+    numbers = torch.arange(len(tables), dtype=torch.int32, device=device)
+    owners = numbers.repeat_interleave(tiles.to(device), output_size=count)
     partial = torch.empty(count, dtype=torch.int64, device=device)
     width = 8 * dtype.itemsize
     _sum_kernel[(count,)](
         tables.to(device),
         owners,
-        (ends - tiles.cpu()).to(device),
+        (ends - tiles).to(device),
         partial,
         GOLDEN=GOLDEN,
         FIRST=FIRST,
