@@ -36,6 +36,7 @@ class Extension(WeightWorker):
         oneDNN's that nobody can take apart and put together again.
         """
         if self.device.type != "cpu":
+            torch.cuda.synchronize()  # a step that was scheduled ahead may still read what is about to go
             self.sleep(level)  # type: ignore[attr-defined]
             return
         storages = {c.untyped_storage()._cdata: c.untyped_storage() for c in self.model_runner.kv_caches}

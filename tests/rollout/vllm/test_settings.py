@@ -1,0 +1,97 @@
+"""What a recipe becomes as arguments of vLLM's engine. Runs with the other tests: it needs no vLLM."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.errors import UserError
+from quintet.rollout import Sampling
+from quintet.rollout.vllm import compat
+from quintet.rollout.vllm.sampling import check, mode_of
+from quintet.rollout.vllm.settings import engine_arguments
+from tests.models.directory import write_model
+from tests.rollout.vllm.conftest import recipe_of
+
+
+@pytest.fixture
+def arguments(tmp_path, monkeypatch):
+    monkeypatch.setattr(compat, "require", lambda: "0.32.0")
+    monkeypatch.setattr(
+        compat, "engine_fields", lambda: frozenset({"enforce_eager", "hf_overrides", "load_format"})
+    )
+    model = write_model(tmp_path / "model")
+    return lambda device="cuda", **rollout: engine_arguments(recipe_of(**rollout), model, device)
+
+
+def test_sizes_follow_the_recipe(arguments):
+    made = arguments(layout={"tp": 2, "pp": 2, "ep": 2}, memory_fraction=0.3)
+    assert made["max_model_len"] == 32 + 32 + 1
+    assert made["max_num_seqs"] == 16
+    assert (made["tensor_parallel_size"], made["pipeline_parallel_size"]) == (2, 2)
+    assert made["enable_expert_parallel"]
+    assert made["distributed_executor_backend"] == "mp"
+    assert made["gpu_memory_utilization"] == 0.3
+    assert made["dtype"] == "bfloat16"
+    assert made["enable_sleep_mode"]
+    assert "enforce_eager" not in made
+
+
+def test_on_cpu_the_cache_holds_what_the_slots_need(arguments):
+    made = arguments("cpu")
+    assert made["dtype"] == "float32"
+    assert made["enforce_eager"]
+    assert made["kv_cache_memory_bytes"] % (128 * 4) == 0
+    assert arguments("cpu", sequences_per_rank=32)["kv_cache_memory_bytes"] > made["kv_cache_memory_bytes"]
+    assert "gpu_memory_utilization" not in made
+    with pytest.raises(UserError, match=r"rollout\.layout\.ep=2: vLLM for CPU"):
+        arguments("cpu", layout={"tp": 2, "ep": 2})
+
+
+def test_routes_cost_the_prefix_cache_on_cpu_alone(arguments):
+    assert not arguments("cpu", return_routes=True)["enable_prefix_caching"]
+    made = arguments("cuda", return_routes=True)
+    assert made["enable_prefix_caching"]
+    assert made["enable_return_routed_experts"]
+
+
+def test_8_bits_are_told_as_a_model_of_8_bits_tells_them(arguments):
+    made = arguments(quantization="fp8", vllm={"hf_overrides": {"rope_theta": 1}})
+    assert made["load_format"] == "dummy"
+    assert made["hf_overrides"]["quantization_config"]["weight_block_size"] == [128, 128]
+    assert made["hf_overrides"]["rope_theta"] == 1
+
+
+def test_options_go_through(arguments):
+    assert arguments(vllm={"enforce_eager": True})["enforce_eager"]
+    with pytest.raises(UserError, match=r"rollout\.vllm\.enforce_eagr.*did you mean enforce_eager"):
+        arguments(vllm={"enforce_eagr": True})
+
+
+@pytest.mark.parametrize(
+    ("temperature", "mode"),
+    [(0.0, "raw_logprobs"), (1.0, "raw_logprobs"), (0.7, "processed_logprobs"), (1.5, "processed_logprobs")],
+)
+def test_the_log_prob_told_is_the_policys(temperature, mode):
+    assert mode_of(recipe_of(temperature=temperature).rollout) == mode
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mode", "fine"),
+    [
+        (Sampling(), "raw_logprobs", True),
+        (Sampling(top_p=0.5), "raw_logprobs", True),
+        (Sampling(temperature=0.7), "raw_logprobs", False),
+        (Sampling(), "processed_logprobs", True),
+        (Sampling(top_k=5), "processed_logprobs", False),
+        (Sampling(temperature=0.7), "processed_logprobs", True),
+        (Sampling(temperature=0.7, min_p=0.1), "processed_logprobs", False),
+        (Sampling(temperature=0), "raw_logprobs", True),
+        (Sampling(temperature=0, top_p=0.5), "processed_logprobs", True),
+    ],
+)
+def test_a_sampling_whose_policy_cannot_be_told_is_refused(sampling, mode, fine):
+    if fine:
+        check(sampling, mode)
+    else:
+        with pytest.raises(UserError, match="cannot tell the policy's log-probs"):
+            check(sampling, mode)
