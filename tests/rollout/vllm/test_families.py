@@ -23,9 +23,10 @@ def test_greedy_equals_transformers(start, name):
 
 
 def test_drafts_are_counted_and_change_nothing(start):
-    """Speculation from n-grams of the prompt needs no model that drafts."""
+    """Speculation from n-grams of the prompt needs no model that drafts. As a server, because numba, which finds them, may not
+    be in a process in which vLLM starts once more."""
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    rollout = start("qwen2", vllm={"speculative_config": drafts})
+    rollout = start("qwen2", mode="server", vllm={"speculative_config": drafts})
     rows = rollout.generate([Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=8))
     assert [s.response_ids for (s,) in rows] == greedy_by_transformers("qwen2", 8)
     (row,) = rollout.generate([Request([3, 4, 3, 4, 3], samples=4)], Sampling(max_response_tokens=12))
