@@ -103,7 +103,7 @@ class Processes:
         return [found[one] for one in pipes]
 
     def both(self, method: str, sources: Sequence[ChannelSource] | None = None) -> tuple[float, list[Took]]:
-        """Seconds from the first that begins to the last that ends, and what each receiver took."""
+        """Seconds from the first that begins to the last that ends, and what each trainer's rank handed out."""
         self.tell("trainer", method)
         if sources is None:
             self.tell("receiver", method)
@@ -111,7 +111,7 @@ class Processes:
             self.tell_each("receiver", method, sources)
         sent, taken = self.answers("trainer"), self.answers("receiver")
         everyone = [*sent, *taken]
-        return max(one.ended for one in everyone) - min(one.began for one in everyone), taken
+        return max(one.ended for one in everyone) - min(one.began for one in everyone), sent
 
 
 class Memory(threading.Thread):
@@ -171,7 +171,7 @@ def measure(setup: Setup, rounds: int, serial_rounds: int) -> list[dict[str, Any
         print(f"  built in {time.perf_counter() - began:.1f} s", flush=True)
         planned = processes.ask("trainer", "plan", wanted)
         sources = [ChannelSource([ticket]) for _, ticket in planned]
-        first, taken = processes.both("sync", sources)
+        first, handed = processes.both("sync", sources)
         timed = [processes.both("sync", sources)[0] for _ in range(rounds)]
         seconds = statistics.median(timed)
         print("  rounds: " + " ".join(f"{one:.4f}" for one in [first, *timed]), flush=True)
@@ -186,7 +186,7 @@ def measure(setup: Setup, rounds: int, serial_rounds: int) -> list[dict[str, Any
         rate = min(processes.ask("trainer", "copy_rate", (1 << 30) if setup.device == "cuda" else (1 << 24)))
         serial = min(processes.both("serial")[0] for _ in range(serial_rounds))
         tell("seconds", seconds, "s", serial)
-        moved, most = sum(one.bytes for one in taken), max(one.bytes for one in taken)
+        moved, most = sum(one.bytes for one in handed), max(one.bytes for one in handed)
         tell("gb_s", moved / GB / seconds, "GB/s", moved / GB / serial)
         # Every byte is copied twice on its GPU: into a bucket, and out of it.
         tell("copy_limit_share", 2 * most / rate / seconds, "fraction", 2 * most / rate / serial)

@@ -22,10 +22,11 @@ from quintet.engine.device import copy_all
 from quintet.engine.engine import Engine
 from quintet.engine.fingerprint import fingerprints
 from quintet.engine.reshard import gather_holdings
-from quintet.engine.shards import Shard, shard_map
-from quintet.models.mcore import meet, volume
+from quintet.engine.shards import Shard
+from quintet.models.mcore import meet
 from quintet.recipe import schema
 from quintet.rollout.base import Piece, Wanted
+from quintet.rollout.native.weights import Weights
 from quintet.sync.buckets import ALIGNMENT, Bucket, Entry, laid_out
 from quintet.sync.export import Export, made
 from quintet.sync.server import ReceiverSpec, WeightServer
@@ -47,7 +48,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Took:
-    """Seconds of the machine's clock, and bytes that this rank handed out or took."""
+    """Seconds of the machine's clock, and bytes that this rank handed out."""
 
     began: float
     ended: float
@@ -170,8 +171,9 @@ class Receiver(_Side):
         """What it wants."""
         layout = schema.Layout(**self.setup.rollout)
         mesh = build.mesh_of(layout, self.setup.ranks)
-        self.chunks = build.build_chunks(self.shape, layout, mesh, self.dtype, schema.Engine())
-        self.shards = [one for one in shard_map(self.chunks, self.shape, mesh) if volume(one.box)]
+        (model,) = build.build_chunks(self.shape, layout, mesh, self.dtype, schema.Engine())
+        self.weights = Weights(model, mesh, brought=True)
+        self.shards = self.weights.shards()
         for one in self.shards:
             one.view.detach().fill_(float("nan"))
         self._by_name: dict[str, list[Shard]] = {}
@@ -179,30 +181,27 @@ class Receiver(_Side):
             self._by_name.setdefault(one.name, []).append(one)
         self._parts: dict[Any, torch.Tensor] = {}
         self.wait()
-        return None if self.setup.whole else [Wanted(one.name, one.box) for one in self.shards]
+        return None if self.setup.whole else self.weights.wanted()
 
     def sync(self, source: ChannelSource) -> Took:
-        """Take all pieces into the model."""
-        began, nbytes = time.monotonic(), 0
-        for batch in source.batches(0):
-            copy_all(pair for piece in batch for pair in self._places(piece))
-            nbytes += sum(piece.tensor.nbytes for piece in batch)
+        """Take all pieces into the model, as the native rollout does."""
+        began = time.monotonic()
+        self.weights.take(source)
         self.wait()
-        return Took(began, time.monotonic(), nbytes)
+        return Took(began, time.monotonic())
 
     def serial(self) -> Took:
         """The same, a full tensor at a time."""
-        began, nbytes = time.monotonic(), 0
+        began = time.monotonic()
         while (said := self.line.recv()) is not None:
             name, tensor = said
             piece = Piece(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape), tensor)
             copy_all(self._places(piece))
-            nbytes += tensor.nbytes
             self.wait()
             del said, tensor, piece
             self.line.send(None)
         self.line.send(None)
-        return Took(began, time.monotonic(), nbytes)
+        return Took(began, time.monotonic())
 
     def _places(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where a piece's parts go in the model, and the parts."""

@@ -152,4 +152,9 @@ def _open(handle: bytes) -> int:
 
 
 def _tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:
-    return torch.as_tensor(_Bytes(address, nbytes), device=device)
+    found = torch.as_tensor(_Bytes(address, nbytes), device=device)
+    if found.data_ptr() != address:  # torch has copied it from another GPU
+        raise RuntimeError(
+            "the trainer's memory is on another GPU: a colocated receiver must be on the same one"
+        )
+    return found

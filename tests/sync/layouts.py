@@ -34,10 +34,13 @@ class Taker(threading.Thread):
         super().__init__(daemon=True)
         self.source, self.use, self.receiver = source, use, receiver
         self.failure: BaseException | None = None
+        self.device = build.device()
         self.start()
 
     def run(self) -> None:
         try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
             for piece in self.source.pieces(self.receiver):
                 self.use(piece)
         except BaseException as error:
@@ -105,7 +108,7 @@ def reshard(
     wanted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(wanted, [Wanted(s.name, s.box) for s in moved])
     server = WeightServer(
-        engine.shard_map, engine.shape, DTYPES["fp32"], torch.device("cpu"), BUCKET_MIB, timeout_s=30.0
+        engine.shard_map, engine.shape, DTYPES["fp32"], build.device(), BUCKET_MIB, timeout_s=30.0
     )
     # Rank r's rollout is served by the rank before it.
     specs = [
@@ -123,7 +126,7 @@ def whole(
     """On one rank: the full tensors that arrive from the neighbour."""
     engine = engine_of(path, train)
     server = WeightServer(
-        engine.shard_map, engine.shape, DTYPES["fp32"], torch.device("cpu"), BUCKET_MIB, timeout_s=30.0
+        engine.shard_map, engine.shape, DTYPES["fp32"], build.device(), BUCKET_MIB, timeout_s=30.0
     )
     specs = [[ReceiverSpec(f"rollout {r}", None, colocated)] for r in range(dist.get_world_size())]
     found: dict[str, torch.Tensor] = {}
@@ -131,7 +134,7 @@ def whole(
     def keep(piece: Piece) -> None:
         assert piece.name not in found
         assert tuple(piece.tensor.shape) == piece.shape
-        found[piece.name] = piece.tensor.clone()
+        found[piece.name] = piece.tensor.clone().cpu()
 
     served, _ = exchange(server, specs, keep)
     server.close()

@@ -90,11 +90,15 @@ class _Taking:
 
     def places(self, piece: Piece) -> list[tuple[Tensor, Tensor]]:
         """Where a piece goes, and what of it goes there."""
+        key = (piece.name, piece.box)
+        whole = self._shards.get(key)
+        if whole is not None and not self._came[key] and _fits(piece, whole):
+            self._came[key].append(piece.box)
+            return [(whole.view, piece.tensor)]
         if tuple(piece.tensor.shape) != tuple(stop - start for start, stop in piece.box):
             raise SyncMismatch(
                 f"{piece.name}: {list(piece.tensor.shape)} elements came for its part {list(piece.box)}"
             )
-        key = (piece.name, piece.box)
         found = [
             self._place(one, piece)
             for one in ([key] if key in self._shards else self._by_name.get(key[0], ()))
@@ -136,6 +140,12 @@ class _Taking:
                 f"{shard.name}: {missing} of {volume(shard.box)} elements did not come, and {len(lacking) - 1} other "
                 "tensors are incomplete: the rollout's weights are undefined until all are brought"
             )
+
+
+def _fits(piece: Piece, shard: Shard) -> bool:
+    """Whether the piece is the shard, as it should be."""
+    alike = piece.shape == shard.shape and piece.tensor.dtype == shard.view.dtype
+    return alike and tuple(piece.tensor.shape) == shard.box_shape
 
 
 def _told(shape: tuple[int, ...], tensor: Tensor) -> str:
