@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from quintet.models import read_shape
 from quintet.rollout.base import Piece
 from quintet.rollout.vllm.fp8 import fp8_arguments
 from quintet.rollout.vllm.weights import Weights, check, combine
-from quintet.sync.fp8 import quantized_names
-from tests.rollout.vllm.models import save
+from quintet.sync.fp8 import dequantize, quantize, quantized_names, scales_shape
+from tests.rollout.vllm.conftest import DEVICE
+from tests.rollout.vllm.models import model, save
+from tests.rollout.vllm.test_worker import Source
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe"])
@@ -49,3 +52,33 @@ def test_eight_bits_and_scales_arrive_and_are_read() -> None:
         found, unreadable = combine([held.read()])
         assert not unreadable
         assert found == fingerprints((n, tuple(t.shape), whole[n], t) for n, t in sent.items())
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(DEVICE == "cpu", reason="FP8 kernels run on CUDA alone")
+def test_a_rollout_in_eight_bits(start: Any, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
+    one = model("qwen3", **sizes)
+    rollout = start("qwen3", save("qwen3", tmp_path, **sizes), quantization="fp8")
+    eight = quantized_names(read_shape(tmp_path))
+    sent: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in one.named_parameters():
+            if name not in eight:
+                sent[name] = tensor.bfloat16()
+                continue
+            scales = torch.empty(scales_shape(tuple(tensor.shape)))
+            sent[name] = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
+            quantize(tensor, sent[name], scales)
+            sent[name + "_scale_inv"] = scales
+            tensor.copy_(dequantize(sent[name], scales))
+    rollout.update_weights(Source(sent))
+    found, unreadable = rollout.fingerprints()
+    print(f"unreadable: {unreadable}")
+    assert {name for name, _ in found} == set(sent)
+    ids = [5, 9, 2, 40, 41, 7, 8, 1]
+    with torch.no_grad():
+        rows = one(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert rollout.score([ids])[0] == pytest.approx(expected, abs=0.5)
