@@ -161,7 +161,7 @@ def load_again(model: Any, weights: Iterator[tuple[str, torch.Tensor]], config: 
     """Load a model's weights in place, through its loaders and what follows them, layer by layer.
 
     This is what the worker's own `reload_weights` does, for any model of a worker: that of 0.20.2 and 0.32.0 knows the policy
-    only, not what drafts for it (test_worker.py::test_draft_model).
+    only, not what drafts for it; no test loads a draft model yet.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
