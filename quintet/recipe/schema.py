@@ -211,7 +211,8 @@ class Rollout(Section):
     sync_proof: bool = True
     """Compare fingerprints of the rollout's live weights with the engine's after each sync."""
     probe_tolerance: PositiveFloat | None = None
-    """Largest difference of log-probs on fixed tokens where weights cannot be read back; null is 0.002 in fp32, 0.25 in bf16."""
+    """Largest difference of log-probs on fixed tokens where weights cannot be read back; null is 0.002 in fp32; in bf16 0.25,
+    with experts 1."""
     quantization: Literal["fp8"] | None = None
     """fp8: the rollout's matrices in 8 bits with a scale for each block of 128 × 128 (vllm and sglang on GPUs)."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5

@@ -87,7 +87,7 @@ class Fleet:
         )
         self._hybrid: Hybrid | None = None
         if command != "sft":  # the one that generates nothing
-            proof = Proof(self.workers, recipe, shape.vocab_size, cluster.say)
+            proof = Proof(self.workers, recipe, shape, cluster.say)
             self.rollouts: Rollouts = (
                 Replicas(cluster, recipe, model_dir.absolute(), self.workers, proof)
                 if own_processes(recipe)

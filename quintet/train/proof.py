@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from quintet.cluster.dispatch import rank_zero
 from quintet.cluster.group import WorkerGroup
+from quintet.models import ModelShape
 from quintet.recipe import schema
 from quintet.rollout import Fingerprints
-from quintet.sync.probe import TOLERANCES, check, sequences
+from quintet.sync.probe import check, default_tolerance, sequences
 from quintet.sync.proof import Told, compare, mismatch, stuck
 from quintet.train.messages import EngineWeights
 
@@ -21,10 +22,9 @@ class Proof:
     """Of one run's syncs. say: tells the user what is odd, and ends nothing."""
 
     def __init__(
-        self, policy: WorkerGroup, recipe: schema.Recipe, vocab_size: int, say: Callable[[str], None]
+        self, policy: WorkerGroup, recipe: schema.Recipe, shape: ModelShape, say: Callable[[str], None]
     ) -> None:
-        self._policy, self._recipe, self._say = policy, recipe, say
-        self._vocab_size = vocab_size
+        self._policy, self._recipe, self._shape, self._say = policy, recipe, shape, say
         self._masters: list[int | None] | None = None
         self._told: Told | None = None
         self._unreadable = False
@@ -76,7 +76,7 @@ class Proof:
         self.sequences = []
         if self._unreadable:
             most = self._recipe.data.max_prompt_tokens + self._recipe.rollout.max_response_tokens
-            self.sequences = sequences(self._vocab_size, most)
+            self.sequences = sequences(self._shape.vocab_size, most)
             told = self._policy.call("score", sequences=self.sequences, phase="sync")
             self._expected = next(one for one in told if one is not None)
 
@@ -87,6 +87,7 @@ class Proof:
         """
         allowed = self._recipe.rollout.probe_tolerance
         if allowed is None:
-            allowed = TOLERANCES[self._policy.call("parameter_type", dispatch=rank_zero)]
+            dtype = self._policy.call("parameter_type", dispatch=rank_zero)
+            allowed = default_tolerance(dtype, experts=self._shape.moe is not None)
         gaps = [check(self._expected, its, self.sequences, allowed, name) for name, its in scored.items()]
         return {"sync/probe_gap": max(gaps, default=0.0)}

@@ -17,7 +17,7 @@ from quintet.observe.progress import Progress
 from quintet.rewards.load import RewardResult
 from quintet.train.fleet import StepResult
 from quintet.train.messages import Generated
-from quintet.train.ppo import record
+from quintet.train.record import record
 from quintet.train.samples import Samples
 from quintet.train.watched import watched
 
