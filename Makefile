@@ -36,7 +36,7 @@ test-slow: $(STAMP)  ## the tests that take minutes each
 # Its versions of torch and transformers are those that vLLM for CPU was built for, so it has an environment of its own.
 test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 6 minutes on two cores)
 	@export QUINTET_TORCH=cpu; $(BOOTSTRAP) --venv .venv-vllm --constraints tests/vllm-constraints.txt -- --no-deps -r tests/vllm-constraints.txt -e .
-	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m vllm -o timeout=300 $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 -m vllm -o timeout=400 $(ARGS)
 
 test-nightly: $(STAMP)  ## the tests that take many minutes or large downloads
 	@$(BIN)/python -m pytest -m nightly -o timeout=7200 $(ARGS) || [ $$? -eq 5 ]
