@@ -39,6 +39,8 @@ CPU_EXPERTS = (
 )
 
 _LEAST_TEMPERATURE = 0.01
+_DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculation for which no model drafts."""
 
 
 def refusals(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -82,6 +84,7 @@ def refusals(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
                 "another temperature than 1; use rollout.temperature=1, or no speculation"
             ),
         )
+    yield from _weights(rollout)
     layout = rollout.layout
     if layout is not None and layout.ep not in (1, layout.tp):
         yield (
@@ -94,3 +97,24 @@ def refusals(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
     for name in rollout.vllm:
         if name in DECIDED:
             yield (f"rollout.vllm.{name}",), f"rollout.vllm.{name}: {DECIDED[name]}; remove it"
+
+
+def _weights(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What needs weights that the trainer does not have, or that come from elsewhere than it."""
+    drafts = rollout.vllm.get("speculative_config")
+    if drafts is not None:
+        method = drafts.get("method") if isinstance(drafts, dict) else None
+        if method not in _DRAFT_WITHOUT_WEIGHTS:
+            yield (
+                ("rollout.vllm.speculative_config",),
+                (
+                    f"rollout.vllm.speculative_config with method={'null' if method is None else method}: a model that drafts has "
+                    "weights of its own, which the trainer does not have, so no sync brings them; use one of "
+                    f"{', '.join(_DRAFT_WITHOUT_WEIGHTS)}, or no speculation"
+                ),
+            )
+    if rollout.quantization == "fp8" and "load_format" in rollout.vllm:
+        yield (
+            ("rollout.vllm.load_format", "rollout.quantization"),
+            "rollout.vllm.load_format: rollout.quantization=fp8 loads nothing, the first sync brings all weights; remove it",
+        )

@@ -50,6 +50,7 @@ class Replicas:
         self.colocated = recipe.rollout.placement == "colocated"
         self.groups: list[WorkerGroup | None] = [None] * copies(recipe)
         self._spares: list[Any] = [None] * len(self.groups)
+        self._keepers: list[WorkerGroup | None] = [None] * len(self.groups)
         self._restarts = [0] * len(self.groups)
         self._proof = proof
         self._weights = WeightSync(policy, self, recipe, proof)
@@ -195,6 +196,7 @@ class Replicas:
         made = {}
         for number, (answer,) in self.gathered(calls, watch=watch).items():
             made[number], self._spares[number] = answer
+            self._keepers[number] = self.groups[number]
             self._restarts[number] = 0
         return made
 
@@ -213,7 +215,7 @@ class Replicas:
                 num_returns=1 + receivers,
             )
             for number, group in enumerate(self.groups)
-            if group is not None
+            if group is not None and group is self._keepers[number]  # one made anew since has nothing
         }
         dealt = {number: list(parts[1:]) for number, (parts,) in self.gathered(calls).items()}
         for number in set(range(self.count)) - dealt.keys():

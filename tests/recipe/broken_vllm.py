@@ -22,6 +22,26 @@ BROKEN_VLLM = [
         [V, "rollout.temperature=0.7", "rollout.vllm.speculative_config={method: ngram}"],
         ["speculative_config with rollout.temperature=0.7"],
     ),
+    (
+        "vllm_can_do_it",
+        [V, "rollout.vllm.speculative_config={method: mtp, num_speculative_tokens: 1}"],
+        ["speculative_config with method=mtp", "no sync brings them", "ngram"],
+    ),
+    (
+        "vllm_can_do_it",
+        [V, "rollout.vllm.speculative_config={model: small}"],
+        ["speculative_config with method=null"],
+    ),
+    (
+        "vllm_can_do_it",
+        [V, "cluster.device=cuda", "rollout.quantization=fp8", "rollout.vllm.load_format=auto"],
+        ["rollout.vllm.load_format: rollout.quantization=fp8 loads nothing"],
+    ),
+    (
+        "expert_axes_need_experts",
+        [V, "rollout.layout={tp: 2, ep: 2}", "cluster.ranks=2"],
+        ["rollout.layout.ep=2: the model has no experts"],
+    ),
     ("vllm_can_do_it", [V, "rollout.layout={tp: 4, ep: 2}"], ["rollout.layout.ep=2", "ep=1 or ep=4"]),
     (
         "vllm_can_do_it",

@@ -147,13 +147,16 @@ def lose(s: Session, when: str) -> None:
 class Flipping(ChannelSource):
     """One element of one tensor is another when it arrives."""
 
-    def pieces(self, receiver: int) -> Iterator[Piece]:
-        for piece in super().pieces(receiver):
-            if piece.name == "model.layers.1.mlp.down_proj.weight":
-                tensor = piece.tensor.clone()
-                tensor.view(torch.int32).view(-1)[7] += 1
-                piece = replace(piece, tensor=tensor)
-            yield piece
+    def batches(self, receiver: int) -> Iterator[list[Piece]]:
+        for batch in super().batches(receiver):
+            yield [self._flipped(piece) for piece in batch]
+
+    def _flipped(self, piece: Piece) -> Piece:
+        if piece.name != "model.layers.1.mlp.down_proj.weight":
+            return piece
+        tensor = piece.tensor.clone()
+        tensor.view(torch.int32).view(-1)[7] += 1
+        return replace(piece, tensor=tensor)
 
 
 def test_a_tensor_that_arrives_otherwise_ends_the_run_by_name(

@@ -10,9 +10,14 @@ from quintet.recipe.rules.facts import Facts, Problem, rule
 @rule
 def expert_axes_need_experts(facts: Facts) -> Iterator[Problem]:
     """Axes of experts are set only for a model that has experts."""
-    layout = facts.recipe.layout
+    layout, rollout = facts.recipe.layout, facts.recipe.rollout.layout
     if facts.shape is None or facts.shape.moe is not None:
         return
+    if rollout is not None and rollout.ep > 1:
+        yield Problem(
+            ("rollout.layout.ep",),
+            f"rollout.layout.ep={rollout.ep}: the model has no experts to spread over ranks; set rollout.layout.ep=1",
+        )
     for name, value, unset in (("ep", layout.ep, "1"), ("etp", layout.etp, "null")):
         if value not in (1, None) or (name == "etp" and value is not None):
             yield Problem(

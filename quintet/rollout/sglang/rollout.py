@@ -150,6 +150,7 @@ class SglangRollout:
         if "weights" in self._asleep:
             raise QuintetError("the rollout's weights are asleep: wake them before new ones arrive")
         self._engine.forget_prefixes()
+        self._taken = set()  # what does not come this time must be missed
         device = torch.device("cuda", torch.cuda.current_device())
         with contextlib.closing(source.pieces(0)) as pieces:  # type: ignore[type-var]
             for bucket in in_buckets(pieces, self._recipe.bucket_mib, device):
