@@ -1,12 +1,18 @@
-"""Whose death ended it: an engine says that it is dead, or nothing at all, and this says which of its processes died first."""
+"""Whose death ended it: an engine says that it is dead, or nothing at all, and this says which of its processes died first.
+
+And what ends with it: an engine's processes do not notice that the one which started them was killed, and would keep their
+devices' memory.
+"""
 
 from __future__ import annotations
 
 import multiprocessing.connection
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -22,19 +28,23 @@ class Watch:
         self._first: str | None = None
         self._seen = threading.Event()
         self._stop, self._wake = multiprocessing.Pipe(duplex=False)
+        self._reaper: subprocess.Popen[bytes] | None = None
 
     @classmethod
     @contextmanager
     def over_children(cls, engine: str) -> Iterator[Watch]:
-        """Watch what is started within the context."""
+        """Watch what is started within the context; it ends when this process does, however that ends."""
         watch = cls(engine)
         before = {child.pid for child in psutil.Process().children(recursive=True)}
         yield watch
+        started: list[int] = []
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if child.pid not in before and "resource_tracker" not in "".join(child.cmdline()):
                     watch._names[os.pidfd_open(child.pid)] = f"{_title(child)} (process {child.pid})"
+                    started.append(child.pid)
         if watch._names:
+            watch._reaper = _ended_with_this(started)
             threading.Thread(target=watch._wait, name="engine-watch", daemon=True).start()
 
     def _wait(self) -> None:
@@ -70,6 +80,43 @@ class Watch:
         """Stop watching: what dies now is meant to."""
         with suppress(OSError):
             self._wake.send(None)
+        if self._reaper is not None:
+            self._reaper.kill()
+            self._reaper.communicate()
+            self._reaper = None
+
+
+def _ended_with_this(pids: list[int]) -> subprocess.Popen[bytes]:
+    """A process that waits until this one is gone, which closes its input, and then kills those; not one that has come to
+    another's number."""
+    which = [f"{pid}:{began}" for pid in pids if (began := _began(pid)) is not None]
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _REAP, "quintet-reaper", *which],
+        stdin=subprocess.PIPE,
+        stdout=quiet,
+        stderr=quiet,
+        start_new_session=True,
+    )
+
+
+_REAP = """read _
+for one in "$@"; do
+    [ "$(sed 's/.*) //' /proc/${one%:*}/stat | cut -d' ' -f20)" = "${one#*:}" ] && kill -9 "${one%:*}"
+done"""
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, in ticks since the machine did (proc(5), field 22); None of one that is gone."""
+    try:
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(") ")[2]
+            .split()[19]
+        )
+    except (OSError, IndexError):
+        return None
 
 
 def _title(process: psutil.Process) -> str:

@@ -1,0 +1,46 @@
+"""Processes that an engine started do not outlive the one that started them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+STARTS = """
+import subprocess, sys, time
+from quintet.rollout.death import Watch
+with Watch.over_children("an engine") as watch:
+    child = subprocess.Popen(["sleep", "100"])
+print(child.pid, watch._reaper.pid, flush=True)
+sys.stdin.readline()
+watch.close()
+print("closed", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_they_end_with_it_unless_they_are_let_go(closed: bool) -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert starter.stdin is not None
+    assert starter.stdout is not None
+    child, reaper = (psutil.Process(int(pid)) for pid in starter.stdout.readline().split())
+    try:
+        assert child.is_running()
+        if closed:
+            starter.stdin.write("\n")
+            starter.stdin.flush()
+            assert starter.stdout.readline() == "closed\n"
+            assert not reaper.is_running()
+        starter.kill()
+        starter.wait()
+        _, alive = psutil.wait_procs([child, reaper], timeout=1 if closed else 20)
+        assert alive == ([child] if closed else [])
+    finally:
+        starter.kill()
+        if child.is_running():
+            child.kill()
