@@ -46,7 +46,8 @@ def test_help_is_complete(name: str, capsys: pytest.CaptureFixture[str]) -> None
         main([name, "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    takes = ("SOURCE", "DESTINATION") if name == "convert" else ("RECIPE.yaml", "key=value")
+    others = {"convert": ("SOURCE", "DESTINATION"), "diagnose": ("RUN", "--step")}
+    takes = others.get(name, ("RECIPE.yaml", "key=value"))
     for part in (*takes, "examples:", f"quintet {name} ", "exit codes"):
         assert part in text
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -42,7 +43,10 @@ def session_members(session: int) -> list[str]:
 
 
 def test_only_needed_processes_run(ray_cluster: Cluster) -> None:
-    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    commands = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # another test's, that has just ended
+            commands.append(" ".join(process.cmdline()))
     ours = [command for command in commands if "/ray/" in command or "ray::" in command]
     names = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Seat", "ray::IDLE"}
     assert [command for command in ours if not any(name in command for name in names)] == []

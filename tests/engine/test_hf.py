@@ -62,7 +62,9 @@ def round_trip(path: Path, out: Path, layout: dict, shard_bytes: int, dtype: str
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2", "llama", "mimo"])
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"tp": 2}), (4, {"pp": 2})])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, {}), (2, {"tp": 2}), pytest.param(4, {"pp": 2}, marks=pytest.mark.slow)]
+)
 def test_saved_equals_loaded(pool, tmp_path, family, world, layout):
     path = save(family, tmp_path / "in")
     pool.run(round_trip, world, path, tmp_path / "out", layout, SHARD_BYTES)

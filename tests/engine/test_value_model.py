@@ -81,7 +81,7 @@ def reference(path: Path) -> tuple[float, dict[str, Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3-tied", marks=pytest.mark.slow)])
 def test_value_model_equals_transformers(pool, tmp_path, name, layout):
     world, sizes = LAYOUTS[layout]
     path = save(name, tmp_path / name)

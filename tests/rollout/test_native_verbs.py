@@ -37,7 +37,15 @@ def scored(path: Path, layout: dict[str, Any], tokens_per_row: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("layout", "tokens_per_row"), [("one", 16384), ("one", 5), ("tp2", 16384), ("tp2-sp", 6), ("pp2", 12)]
+    ("layout", "tokens_per_row"),
+    [
+        ("one", 5),
+        ("tp2-sp", 6),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("one", 16384), ("tp2", 16384), ("pp2", 12))
+        ),
+    ],
 )
 def test_scores_are_transformers_log_probs(pool, tmp_path, layout, tokens_per_row):
     path = save("qwen3", tmp_path)
