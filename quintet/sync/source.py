@@ -60,7 +60,7 @@ class ChannelSource:
 
     def batches(self, receiver: int) -> Iterator[list[Piece]]:
         """The same, a bucket at a time: its pieces are good until the next list is asked for. On a GPU all that has been
-        queued on it by then is waited for."""
+        queued on the current stream by then is waited for."""
         ticket = self.tickets[receiver]
         known = _STANDING.get(ticket.receiver)
         if known is not None and known.plan != ticket.plan:
@@ -120,7 +120,9 @@ def _through_group(
                 posted.append(group.take(memory[place[ahead]][: buckets[ahead].nbytes]))
             group.wait(posted[number], lambda: not ended(connection))
             yield _pieces(bucket, memory[place[number]])
-            _wait_for_copies(answer)
+            # Not for the whole device: the next bucket is on its way, and where another receiver dies it never comes.
+            if device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
         if _next(connection, ticket) != END:
             raise SyncFailure(f"receiver {ticket.receiver}: the trainer has other buckets than it announced")
         _say(connection, ticket, len(known.buckets))
