@@ -78,6 +78,10 @@ class Hybrid:
         self.metrics: dict[str, float] = {}
         """Of the last time weights were brought."""
         self._start_missing()
+        if (
+            rollouts.colocated and not rollouts.apart
+        ):  # made with the trainer, and not needed before it generates
+            rollouts.sleep(self._level)
 
     @contextmanager
     def generating(self) -> Iterator[None]:

@@ -116,6 +116,16 @@ def test_the_rollout_is_awake_only_while_training_state_is_away(tmp_path: Path) 
     ]
 
 
+def test_a_rollout_in_the_trainer_sleeps_from_the_start(tmp_path: Path) -> None:
+    asked = Asked()
+    asked.apart, asked.there = False, True
+    one = hybrid(asked, tmp_path)
+    assert asked.taken() == ["sleep 2"]
+    with one.generating():
+        assert asked.taken() == TAKEN
+    assert asked.taken() == GIVEN
+
+
 def test_what_is_kept_in_sleep_is_not_brought_again(tmp_path: Path) -> None:
     asked = Asked()
     one = hybrid(asked, tmp_path, sleep_level=1)
