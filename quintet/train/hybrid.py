@@ -78,10 +78,8 @@ class Hybrid:
         self.metrics: dict[str, float] = {}
         """Of the last time weights were brought."""
         self._start_missing()
-        if (
-            rollouts.colocated and not rollouts.apart
-        ):  # made with the trainer, and not needed before it generates
-            rollouts.sleep(self._level)
+        if rollouts.colocated and not rollouts.apart:
+            rollouts.sleep(self._level)  # made with the trainer, and not needed before it generates
 
     @contextmanager
     def generating(self) -> Iterator[None]:
