@@ -79,6 +79,11 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
     ),
     ("routes_need_experts", ["@dense", "rollout.return_routes=true"], ["the model has no experts"]),
     (
+        "routes_are_kept",
+        ["@moe", "rollout.return_routes=true", "agreement.replay_samples_per_step=0"],
+        ["rollout.return_routes=true is not read with agreement.replay_samples_per_step=0"],
+    ),
+    (
         "features_go_together",
         ["engine.offload_optimizer=1.0", *SEPARATE],
         [

@@ -146,3 +146,16 @@ def routes_need_experts(facts: Facts) -> Iterator[Problem]:
             ("rollout.return_routes",),
             "rollout.return_routes=true: the model has no experts to send tokens to; remove it",
         )
+
+
+@rule
+def routes_are_kept(facts: Facts) -> Iterator[Problem]:
+    """Routes of a run are written with the samples that are kept for replay, and nothing else reads them."""
+    recipe = facts.recipe
+    kept = recipe.agreement.replay_samples_per_step > 0
+    if facts.command == "train" and recipe.rollout.return_routes and not kept:
+        yield Problem(
+            ("rollout.return_routes", "agreement.replay_samples_per_step"),
+            "rollout.return_routes=true is not read with agreement.replay_samples_per_step=0: routes are kept with those samples "
+            "alone; remove one of them",
+        )
