@@ -13,7 +13,7 @@ from quintet.cluster.group import WorkerGroup
 from quintet.models import ModelShape
 from quintet.recipe import schema
 from quintet.rollout import Fingerprints
-from quintet.sync.probe import check, default_tolerance, sequences
+from quintet.sync.probe import Movement, check, default_tolerance, sequences
 from quintet.sync.proof import Told, compare, mismatch, stuck
 from quintet.train.messages import EngineWeights
 
@@ -29,6 +29,7 @@ class Proof:
         self._told: Told | None = None
         self._unreadable = False
         self._expected: list[list[float]] = []
+        self._movement = Movement()
         self.sequences: list[list[int]] = []
         """Fixed tokens that rollouts are to score once they can; empty when all could be read back."""
 
@@ -90,4 +91,6 @@ class Proof:
             dtype = self._policy.call("parameter_type", dispatch=rank_zero)
             allowed = default_tolerance(dtype, experts=self._shape.moe is not None)
         gaps = [check(self._expected, its, self.sequences, allowed, name) for name, its in scored.items()]
+        for name, its in scored.items():
+            self._movement.check(self._expected, its, allowed, name)
         return {"sync/probe_gap": max(gaps, default=0.0)}

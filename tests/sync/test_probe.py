@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quintet.errors import SyncMismatch
-from quintet.sync.probe import SEQUENCES, check, default_tolerance, sequences
+from quintet.sync.probe import SEQUENCES, Movement, check, default_tolerance, sequences
 from tests.oracle.data import VOCAB
 from tests.oracle.models import save
 from tests.rollout.native_ranks import LAYOUTS, FileSource, change_live, own_rollout, swap_live, tensors
@@ -79,6 +79,26 @@ CASES = {
     "experts-cp2": ("qwen3_moe", {"cp": 2}, "pp2", "fp32"),
     "latent": ("deepseek_v3", {"pp": 2}, "pp2", "fp32"),
 }
+
+
+def test_a_rollout_that_never_loads_is_found():
+    movement, tolerance = Movement(), 0.25
+    old, still = [[-1.0, -2.0], [-3.0]], [[-1.1, -2.0], [-3.0]]
+    movement.check(old, still, tolerance, "rollout-0")
+    movement.check([[-1.005, -2.0], [-3.0]], still, tolerance, "rollout-0")  # too little to be sure
+    movement.check([[-1.5, -2.0], [-3.0]], [[-1.6, -2.0], [-3.0]], tolerance, "rollout-1")
+    with pytest.raises(SyncMismatch, match=r"rollout-0 did not load .* up to 0\.02"):
+        movement.check([[-1.0, -2.0], [-3.02]], still, tolerance, "rollout-0")
+    movement.check([[-1.0, -2.0], [-3.02]], [[-1.1, -2.0], [-3.03]], tolerance, "rollout-0")
+
+
+def test_many_small_differences_are_no_rounding():
+    ids = sequences(VOCAB, 64)
+    engine = [[-1.0] * (len(one) - 1) for one in ids]
+    few = [[-1.0] * (len(one) - 2) + [-1.2] for one in ids]
+    assert check(engine, few, ids, 0.25, "rollout-0") == pytest.approx(0.2)
+    with pytest.raises(SyncMismatch, match=r"all by 0\.1 in the mean, where 0\.05 is the most"):
+        check(engine, [[-1.1] * len(one) for one in engine], ids, 0.25, "rollout-0")
 
 
 @pytest.mark.parametrize("case", CASES)
