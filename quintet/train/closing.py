@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from quintet.errors import Disagreement, QuintetError
+from quintet.errors import Disagreement, QuintetError, WorkerFailure
 from quintet.train.agreement import check_agreement
 from quintet.train.checkpoints import name_of
 from quintet.train.fleet import StepResult
@@ -28,6 +28,17 @@ def closing_replay(s: Session, step: int) -> None:
         s.fleet.score_samples(s.temperature, old=True)
         trained = s.fleet.replayed()
     s.observer.replay(step + 1, pack(replay_of(step + 1, s.sampling(), samples, trained)))
+
+
+def keep_closing_replay(s: Session, step: int) -> None:
+    """`closing_replay` of a run whose model is written: a process that dies now costs only the samples."""
+    try:
+        closing_replay(s, step)
+    except WorkerFailure as failure:
+        told = failure.message.split("\n", 1)[0]
+        s.observer.note(
+            f"warning: no samples of the trained model are kept for quintet diagnose mismatch: {told}"
+        )
 
 
 def stop_if_parted(s: Session, step: int, result: StepResult) -> None:

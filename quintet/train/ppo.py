@@ -12,7 +12,7 @@ import torch
 from quintet.algorithms.advantages import grpo_advantages
 from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Recipe
-from quintet.train.closing import closing_replay, stop_if_parted
+from quintet.train.closing import keep_closing_replay, stop_if_parted
 from quintet.train.evaluate import evaluate
 from quintet.train.objective import policy_objective
 from quintet.train.record import record
@@ -30,7 +30,7 @@ def train(recipe: Recipe, stop_after: int | None = None, again: Path | None = No
             imitate(s, recipe.sft, recipe.sft.optimizer)
         reinforce(s)
         run = s.finish()
-        closing_replay(s, recipe.train.steps)  # only now: the model is written
+        keep_closing_replay(s, recipe.train.steps)  # only now: the model is written
         return run
 
 

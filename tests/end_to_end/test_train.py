@@ -205,7 +205,7 @@ def test_the_same_seed_gives_the_same_losses_resumed_and_with_rollouts_of_their_
     docs = (ROOT / "docs" / "hybrid.md").read_text()
     shown = re.findall(r"^ +[\d.]+ s  (.*)$", docs, re.MULTILINE)
     start = ["training state left: grads, optimizer, params", "rollouts started", *shown[-2:]]
-    assert events == start + shown * 4  # evaluation, two steps, evaluation
+    assert events == start + shown * 5  # evaluation, two steps, evaluation, samples for replay
 
 
 @pytest.mark.timeout(300)

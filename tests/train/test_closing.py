@@ -1,0 +1,32 @@
+"""The samples that a finished run leaves for diagnosis: what goes wrong with them costs the run nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quintet.errors import SyncMismatch, WorkerFailure
+from quintet.train import closing
+
+
+def told_when(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
+    def fail(s: Any, step: int) -> None:
+        raise error
+
+    monkeypatch.setattr(closing, "closing_replay", fail)
+    notes: list[str] = []
+    closing.keep_closing_replay(SimpleNamespace(observer=SimpleNamespace(note=notes.append)), 7)  # type: ignore[arg-type]
+    return notes
+
+
+def test_a_death_after_the_model_is_written_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    (note,) = told_when(monkeypatch, WorkerFailure("rollout-0 rank 0 died in generate: killed\nits log ..."))
+    assert note.startswith("warning: no samples of the trained model are kept")
+    assert note.endswith("rollout-0 rank 0 died in generate: killed")
+
+
+def test_wrong_weights_are_still_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SyncMismatch):
+        told_when(monkeypatch, SyncMismatch("rollout-0 does not hold the trainer's weights"))
