@@ -201,7 +201,9 @@ def test_the_same_seed_gives_the_same_losses_resumed_and_with_rollouts_of_their_
     for line in [line for line in metrics(again, "rl") if "loss" in line]:
         assert 0 < line["sync/gib"] < line["memory/host_gib"]
         assert line["sync/proof_seconds"] > 0
-    events = [line[14:] for line in (again / "logs" / "hybrid.log").read_text().splitlines()]
+    earlier, whole = ((d / "logs" / "hybrid.log").read_text() for d in (directory, again))
+    assert whole.startswith(earlier)  # the copied run's
+    events = [line[14:] for line in whole.removeprefix(earlier).splitlines()]
     docs = (ROOT / "docs" / "hybrid.md").read_text()
     shown = re.findall(r"^ +[\d.]+ s  (.*)$", docs, re.MULTILINE)
     start = ["training state left: grads, optimizer, params", "rollouts started", *shown[-2:]]
