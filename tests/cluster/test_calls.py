@@ -43,6 +43,7 @@ def test_a_death_is_told_by_the_groups_name_and_ends_the_wait(
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_patience_gives_every_group_its_outcome(mortal: WorkerGroup, quartet: WorkerGroup) -> None:
     died, told = outcomes([mortal.submit("fail", "kill", 0), quartet.submit("tell", 1)])
     assert isinstance(died, WorkerFailure)

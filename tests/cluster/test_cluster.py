@@ -53,7 +53,7 @@ def test_only_needed_processes_run(ray_cluster: Cluster) -> None:
     assert sum("gcs_server" in command.split()[0] for command in ours) == 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_everything_within_five_seconds(how: signal.Signals) -> None:
     controller = start_controller()
     assert controller.stdout is not None

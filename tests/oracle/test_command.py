@@ -38,6 +38,7 @@ def test_runs_on_the_cpu(pool: Pool, models: Path, capsys: pytest.CaptureFixture
     assert "1/2 ok 1 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_fails_is_told(pool: Pool, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "broken", lambda case, found: ["loss: 1.0e+00 at step 1, bound 1e-05"])
     found, failed = command.run([Case("qwen3")], pool, models)

@@ -360,6 +360,7 @@ def test_the_peak_is_the_worst_moment():
     assert replace(memory, workspace=6).peak == 31
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_dry():
     command = [sys.executable, "-m", "benchmarks.memory", "--tiny", "--recompute", "full"]
     root = Path(__file__).parents[2]

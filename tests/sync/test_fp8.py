@@ -92,6 +92,7 @@ def sent(path: Path, layout: dict[str, Any]) -> dict[str, tuple[str, torch.Tenso
     return found
 
 
+@pytest.mark.slow
 def test_a_rollout_in_8_bits_gets_matrices_and_scales(pool, tmp_path):
     from safetensors.torch import load_file
 
