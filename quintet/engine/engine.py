@@ -40,7 +40,7 @@ from quintet.engine.agree import agreed  # noqa: E402
 from quintet.engine.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from quintet.engine.context import gather_places  # noqa: E402
 from quintet.engine.device import upload  # noqa: E402
-from quintet.engine.fingerprint import Fingerprints, fingerprints  # noqa: E402
+from quintet.engine.fingerprint import Fingerprints  # noqa: E402
 from quintet.engine.head import VocabSlice, log_probs_and_entropy  # noqa: E402
 from quintet.engine.kernels import kernel_title  # noqa: E402
 from quintet.engine.layers import choose_backend  # noqa: E402
@@ -50,7 +50,7 @@ from quintet.engine.offload import KINDS, Offloader  # noqa: E402
 from quintet.engine.optimizer import build_optimizer, set_learning_rate  # noqa: E402
 from quintet.engine.row import MicroBatch, Row, pack  # noqa: E402
 from quintet.engine.schedule import learning_rate  # noqa: E402
-from quintet.engine.shards import Shard, shard_map  # noqa: E402
+from quintet.engine.shards import Shard, shard_fingerprints, shard_map  # noqa: E402
 from quintet.errors import UserError  # noqa: E402
 from quintet.models import ModelShape  # noqa: E402
 from quintet.models.lora import LoraShape  # noqa: E402
@@ -202,8 +202,7 @@ class Engine:
 
     def fingerprints(self, *, adapters: bool = False) -> Fingerprints:
         """Of the live weights on this rank, as they are `exported`. No collective."""
-        found = self.exported(adapters=adapters)
-        return fingerprints((one.name, one.shape, one.box, one.view) for one in found)
+        return shard_fingerprints(self.exported(adapters=adapters))
 
     def master_fingerprint(self) -> int | None:
         """One number over this rank's fp32 master weights, which changes when one of them does; None where parameters are

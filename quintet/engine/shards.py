@@ -17,6 +17,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from quintet.engine.fingerprint import Fingerprints, fingerprints
 from quintet.engine.mesh import Mesh, Sizes
 from quintet.models import ModelShape, Weight, family_named
 from quintet.models.lora import adapter_weights, is_adapter
@@ -118,6 +119,11 @@ def shard_map(
         raise RuntimeError(f"parameters without an entry in the {shape.family} table: {', '.join(unknown)}")
     # A name of the table that is not held is on another stage, or an expert of another rank.
     return [s for name, w in weights.items() if name in held for s in _cut(w, held[name], shape, mesh)]
+
+
+def shard_fingerprints(shards: Sequence[Shard]) -> Fingerprints:
+    """Of the live weights behind shards, which may be temporary (merged adapters): see `quintet.engine.fingerprint`."""
+    return fingerprints((one.name, one.shape, one.box, one.view) for one in shards)
 
 
 def table(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[str, Weight]:

@@ -6,6 +6,7 @@ of fixed tokens, once it can compute. Master weights that changed while nothing 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from quintet.cluster.dispatch import rank_zero
@@ -42,6 +43,16 @@ class Proof:
         """The trainer has taken a step, and its optimizer state is still there to be looked at."""
         if self.asked:
             self._masters = self._policy.call("masters", phase="sync")
+
+    def of_asked(
+        self, ask: Callable[[], Mapping[str, Sequence[tuple[Fingerprints, list[str]]]]]
+    ) -> dict[str, float]:
+        """`of` what `ask` tells, and how long both took; {} where the recipe wants no proofs, and nothing is asked."""
+        if not self.asked:
+            return {}
+        began = time.perf_counter()
+        told = self.of(ask())
+        return told | {"sync/proof_seconds": time.perf_counter() - began}
 
     def of(self, copies: Mapping[str, Sequence[tuple[Fingerprints, list[str]]]]) -> dict[str, float]:
         """Compare what each copy of the rollout holds, told by its ranks, with what the trainer hands out; metrics.

@@ -135,15 +135,15 @@ class InProcess:
         began = time.perf_counter()
         self._workers.call("sync", phase="sync")
         told = {"sync/seconds": time.perf_counter() - began}
-        if self._proof.asked:
-            began = time.perf_counter()
-            held = self._workers.call("rollout_fingerprints", phase="sync")
-            copies: dict[str, list[Any]] = {}
-            for of_rank, at in zip(held, self._coords, strict=True):
-                copies.setdefault(f"the rollout of dp rank {at['dp']}", []).append(of_rank)
-            told |= self._proof.of(copies)
-            told["sync/proof_seconds"] = time.perf_counter() - began
-        return told
+        return told | self._proof.of_asked(self._held)
+
+    def _held(self) -> dict[str, list[Any]]:
+        """What each rollout's ranks tell of their weights, by its name."""
+        held = self._workers.call("rollout_fingerprints", phase="sync")
+        copies: dict[str, list[Any]] = {}
+        for of_rank, at in zip(held, self._coords, strict=True):
+            copies.setdefault(f"the rollout of dp rank {at['dp']}", []).append(of_rank)
+        return copies
 
     def probe(self) -> dict[str, float]:
         return {}

@@ -16,6 +16,7 @@ from quintet.data.stream import PromptStream
 from quintet.errors import Stopped, UserError
 from quintet.models import ModelShape
 from quintet.observe import Observer, package_versions
+from quintet.observe.memory import GIB
 from quintet.plan import checkpoint_bytes, export_bytes, weights_bytes
 from quintet.recipe.schema import Recipe
 from quintet.train.checkpoints import (
@@ -35,8 +36,6 @@ from quintet.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from quintet.train.fleet import Fleet
-
-GIB = 1024.0**3
 
 
 @dataclass

@@ -13,14 +13,13 @@ from typing import Any, Protocol
 from quintet.cluster.calls import PendingCall
 from quintet.cluster.dispatch import all_to_all
 from quintet.cluster.group import WorkerGroup
+from quintet.observe.memory import GIB
 from quintet.recipe import schema
 from quintet.recipe.rollout import devices_of_copy
 from quintet.rollout import Wanted
 from quintet.sync.server import ReceiverSpec
 from quintet.sync.source import ChannelSource
 from quintet.train.proof import Proof
-
-GIB = 1024.0**3
 
 
 class Receiving(Protocol):
@@ -69,19 +68,18 @@ class WeightSync:
             "sync/seconds": time.perf_counter() - began,
             "sync/gib": sum(one.bytes for one in served) / GIB,
         }
-        if self._proof.asked:
-            began = time.perf_counter()
-            held = self._rollouts.ask("fingerprints", phase="sync")
-            told |= self._proof.of({f"rollout-{number}": ranks for number, ranks in held.items()})
-            told["sync/proof_seconds"] = time.perf_counter() - began
-        return told
+        return told | self._proof.of_asked(self._held)
+
+    def _held(self) -> dict[str, Any]:
+        """What each rollout's ranks tell of their weights, by its name."""
+        held = self._rollouts.ask("fingerprints", phase="sync")
+        return {f"rollout-{number}": ranks for number, ranks in held.items()}
 
     def _plan(self) -> None:
         """Say who serves whom, now that receivers have come or gone."""
         wanted = self._rollouts.ask("receivers", phase="sync")
         groups = list(self._rollouts.groups)
         assignments: list[list[ReceiverSpec]] = [[] for _ in range(self._policy.n_ranks)]
-        places: list[tuple[int, int]] = []
         for number, ranks in wanted.items():
             first = number * devices_of_copy(self._recipe)
             for rank, of_rank in enumerate(ranks):
@@ -89,7 +87,6 @@ class WeightSync:
                     here = first + (rank if len(ranks) > 1 else device)
                     spec = self._spec(number, rank, device, boxes)
                     assignments[self._server_of(here, boxes)].append(spec)
-                    places.append((number, rank))
         tickets: list[list[Any]] = self._policy.call("plan_sync", assignments, phase="sync")
         by_receiver = {ticket.receiver: ticket for rank in tickets for ticket in rank}
         self._sources = {

@@ -21,6 +21,7 @@ from quintet.data.tokenizer import load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES, Engine, Loss
 from quintet.engine.reference import AdapterReference
+from quintet.engine.shards import shard_fingerprints
 from quintet.errors import UserError
 from quintet.models import read_shape
 from quintet.observe.memory import memory_peaks
@@ -258,11 +259,10 @@ class PolicyWorker(Worker):
 
     def weights(self) -> EngineWeights:
         """What this rank hands out, to be compared with what rollouts hold."""
-        alone = adapters_alone(self.recipe)
+        shards = self.engine.exported(adapters=adapters_alone(self.recipe))
         if self.recipe.rollout.quantization == "fp8":
-            return EngineWeights(*quantized_fingerprints(self.engine.exported(), self.shape, build.device()))
-        shapes = {one.name: one.shape for one in self.engine.exported(adapters=alone)}
-        return EngineWeights(self.engine.fingerprints(adapters=alone), shapes)
+            return EngineWeights(*quantized_fingerprints(shards, self.shape, build.device()))
+        return EngineWeights(shard_fingerprints(shards), {one.name: one.shape for one in shards})
 
     def score(self, sequences: list[list[int]]) -> Scores | None:
         """Log-probs of fixed tokens, for rollouts whose weights cannot be read back."""

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from quintet.engine.device import copy_all
-from quintet.engine.fingerprint import Fingerprints, fingerprints
+from quintet.engine.fingerprint import Fingerprints
 from quintet.engine.lora import apart
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
 from quintet.engine.offload import Offloader
-from quintet.engine.shards import Shard, shard_map
+from quintet.engine.shards import Shard, shard_fingerprints, shard_map
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, meet, volume
 from quintet.rollout.base import Piece, Wanted, WeightSource
@@ -38,7 +38,7 @@ class Weights:
 
     def fingerprints(self) -> Fingerprints:
         """Of the live weights."""
-        return fingerprints((one.name, one.shape, one.box, one.view) for one in self.shards())
+        return shard_fingerprints(self.shards())
 
     def shards(self) -> list[Shard]:
         """What is brought of the model, as far as this rank holds any of it."""
