@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quintet.recipe.decided import decided_options
 from quintet.recipe.schema import Rollout
 
 DECIDED = {
@@ -76,9 +77,7 @@ def refusals(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
                 f"tp={layout.tp}"
             ),
         )
-    for name in rollout.sglang:
-        if name in DECIDED:
-            yield (f"rollout.sglang.{name}",), f"rollout.sglang.{name}: {DECIDED[name]}; remove it"
+    yield from decided_options("rollout.sglang", rollout.sglang, DECIDED)
 
 
 def _sampling(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:

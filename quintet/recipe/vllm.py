@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quintet.recipe.decided import decided_options
 from quintet.recipe.schema import Rollout
 
 DECIDED = {
@@ -94,9 +95,7 @@ def refusals(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
                 f"{'ep=1' if layout.tp == 1 else f'ep=1 or ep={layout.tp}'}, or another rollout.layout.tp"
             ),
         )
-    for name in rollout.vllm:
-        if name in DECIDED:
-            yield (f"rollout.vllm.{name}",), f"rollout.vllm.{name}: {DECIDED[name]}; remove it"
+    yield from decided_options("rollout.vllm", rollout.vllm, DECIDED)
 
 
 def _weights(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quintet.errors import UserError
+from quintet.recipe.decided import decided_options
 
 
 def passed_through(
@@ -17,9 +18,9 @@ def passed_through(
     key: where they stand in the recipe. decided: what quintet decides, and by what. known: the names that the back end
     knows; `fields` says whose they are. Raises UserError naming the option.
     """
+    for _, sentence in decided_options(key, options, decided):
+        raise UserError(sentence)
     for name in options:
-        if name in decided:
-            raise UserError(f"{key}.{name}: {decided[name]}; remove it")
         if name not in known:
             near = difflib.get_close_matches(name, known - set(decided), 1)
             raise UserError(
