@@ -27,16 +27,16 @@ demo: $(STAMP)  ## a small model learns arithmetic by reinforcement (about 6 min
 
 # Two test processes: many tests wait more than they compute. ARGS="-n 0" runs them in one.
 test: $(STAMP)  ## the tests (under 10 minutes on two cores); ARGS="-k name" is handed to pytest
-	@$(BIN)/python -m pytest -n 2 $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 # 5 is pytest's exit code for "nothing selected", which is no failure here.
 test-slow: $(STAMP)  ## the tests that take minutes each
-	@$(BIN)/python -m pytest -n 2 -m slow -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
 
 # Its versions of torch and transformers are those that vLLM for CPU was built for, so it has an environment of its own.
 test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 6 minutes on two cores)
 	@export QUINTET_TORCH=cpu; $(BOOTSTRAP) --venv .venv-vllm --constraints tests/vllm-constraints.txt -- --no-deps -r tests/vllm-constraints.txt -e .
-	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 -m vllm -o timeout=400 $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 -m vllm -o timeout=600 $(ARGS)
 
 test-nightly: $(STAMP)  ## the tests that take many minutes or large downloads
 	@$(BIN)/python -m pytest -m nightly -o timeout=7200 $(ARGS) || [ $$? -eq 5 ]

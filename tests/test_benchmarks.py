@@ -138,7 +138,6 @@ def test_shapes_are_those_of_the_models(name, billions, active) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # two processes that import torch and megatron-core
 def test_engine_and_raw_loop_train_the_same_on_a_cpu() -> None:
     """The whole benchmark on a tiny model: the command itself fails when the sides' losses or gradients differ."""
     options = ["--shape", "tiny", "--rounds", "1", "--steps", "1", "--steps-per-turn", "1", "--profile"]
@@ -229,7 +228,6 @@ def generates(*options: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # processes that import torch and megatron-core
 def test_native_generation_is_measured_on_a_cpu() -> None:
     assert re.search(
         r"tiny/1gpu/long-tail/native: [\d,]+ tokens/s \(\d+ response tokens", generates("--only", "native")
@@ -237,14 +235,12 @@ def test_native_generation_is_measured_on_a_cpu() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
 def test_vllm_generation_is_measured_beside_it() -> None:
     told = generates()
     assert all(re.search(rf"tiny/1gpu/{side}: [\d,]+ tokens/s", told) for side in ("native", "vllm"))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # four processes that import torch and megatron-core
 def test_weight_sync_is_measured_on_a_cpu() -> None:
     """A dry run: the weights that arrive are compared, and every number comes out."""
     command = [sys.executable, "-m", "benchmarks.sync", "--device", "cpu", "--tiny", "--gpus", "2"]

@@ -16,6 +16,7 @@ import pytest
 from quintet.cluster.cluster import Cluster
 from quintet.errors import UserError
 from quintet.recipe.schema import Cluster as ClusterSettings
+from tests.patience import BUSY
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,8 +62,8 @@ def test_ctrl_c_ends_everything_within_five_seconds(how: signal.Signals) -> None
     assert len(session_members(controller.pid)) >= 5  # controller, GCS, raylet, two ranks
     began = time.monotonic()
     controller.send_signal(how)
-    out, err = controller.communicate(timeout=20)
-    assert time.monotonic() - began < 5
+    out, err = controller.communicate(timeout=60)
+    assert time.monotonic() - began < 5 * BUSY
     assert controller.returncode != 0
     assert session_members(controller.pid) == []
     assert out == "stopped\n"  # the controller outlives its Ray, and says nothing else

@@ -51,7 +51,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 def run(*arguments: str, code: int = 0) -> str:
     process = start(*arguments)
-    output, _ = process.communicate(timeout=800)
+    output, _ = process.communicate(timeout=1000)
     assert process.returncode == code, output
     return output
 
@@ -87,7 +87,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def wait_for_a_save(process: subprocess.Popen[str], runs: Path, count: int = 1, seconds: float = 200) -> Path:
+def wait_for_a_save(process: subprocess.Popen[str], runs: Path, count: int = 1, seconds: float = 600) -> Path:
     """Wait until a save begins that this process has not made before; of several the count-th."""
     seen = {p for p in runs.glob("*/checkpoints/*") if (p / MANIFEST).exists()}
     deadline = time.monotonic() + seconds
@@ -112,7 +112,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
 def test_kill_9_during_a_save_at_ten_random_moments(straight, tmp_path):
     """Whenever it is killed, what was published loads, and the run comes to the same end as if nothing had happened."""
     rng, unfinished, last = random.Random(0), 0, (0, 0)
@@ -133,7 +132,6 @@ def test_kill_9_during_a_save_at_ten_random_moments(straight, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_kill_9_of_one_worker_during_a_save(straight, tmp_path):
     process = start("train", *SMALL, "train.steps=16", f"run.dir={tmp_path}")
     path = wait_for_a_save(process, tmp_path, 8)
@@ -141,7 +139,7 @@ def test_kill_9_of_one_worker_during_a_save(straight, tmp_path):
         p for p in psutil.Process(process.pid).children(recursive=True) if p.name().startswith("ray::Seat")
     )
     worker.kill()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 3, output
     assert re.search(
         r"error: Rank \d died in \w+: (killed by SIGKILL|ended without a word: killed from outside)", output
@@ -154,7 +152,6 @@ def test_kill_9_of_one_worker_during_a_save(straight, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_sigterm_saves_and_the_run_goes_on(straight, tmp_path):
     recipe = [*SMALL, "train.steps=16", f"run.dir={tmp_path}", "checkpoint.every_steps=100"]
     recipe.append("checkpoint.async_save=false")
@@ -164,7 +161,7 @@ def test_sigterm_saves_and_the_run_goes_on(straight, tmp_path):
         if re.match(r"\s+3/16 ", line):
             break
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 143, output
     said = re.search(
         r"quintet: stopped after rl step (\d+), as SIGTERM asked; go on with resume=(\S+)", output
@@ -179,7 +176,6 @@ def test_sigterm_saves_and_the_run_goes_on(straight, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_commands_of_the_guide(tmp_path):
     """Each `quintet train` of docs/checkpoints.md, in order, made short; the second finds nothing left to do."""
     page = (ROOT / "docs" / "checkpoints.md").read_text()
@@ -206,7 +202,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
 def test_a_disk_that_fills_during_a_save(straight, small_disk, tmp_path, on_error):
     """Somebody else fills the disk while the ranks write; the check before the save saw room."""
@@ -215,7 +210,7 @@ def test_a_disk_that_fills_during_a_save(straight, small_disk, tmp_path, on_erro
     process = start("train", *recipe)
     path = wait_for_a_save(process, runs, 9)
     fill(small_disk)
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=400)
     failed = re.search(
         r"(\S+/checkpoints/step-\d+) was not saved: (.+) \(needed: about ([\d.]+ \w+), free there: ([\d.]+ \w+)\); the last whole "
         r"checkpoint is (\S+)",
@@ -246,7 +241,6 @@ def fill(disk: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
 def test_verify_resume_proves_it_and_finds_what_is_wrong(tmp_path):
     recipe = [*SMALL[:-1], f"run.dir={tmp_path}"]
     output = run("verify-resume", *recipe, "--steps", "2")
@@ -254,6 +248,8 @@ def test_verify_resume_proves_it_and_finds_what_is_wrong(tmp_path):
     assert re.search(r"resumed\s+rl 3 .*the same", output)
     assert list(tmp_path.iterdir()) == []
     output = run("verify-resume", *recipe, "--steps", "2", "--layout", "layout.tp=2")
-    assert "the same up to rounding: in the other layout the losses part by" in output
-    assert "what was loaded is what was saved, bit for bit" in output
+    assert (
+        "the same up to rounding: what was loaded is what was saved, bit for bit; in the other layout"
+        in output
+    )
     assert "only keys of layout" in run("verify-resume", *recipe, "--layout", "optimizer.lr=1", code=2)

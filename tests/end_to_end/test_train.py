@@ -19,6 +19,7 @@ import pytest
 from quintet.cli import main
 from quintet.observe.ledger import read_jsonl
 from quintet.train.replay import pack, read, replay_file
+from tests.patience import BUSY
 
 ROOT = Path(__file__).parents[2]
 DEMO = [
@@ -74,7 +75,7 @@ def resharded(tmp_path_factory) -> tuple[Path, str]:
     return run_directory(output), output
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_run_directory_is_complete(resharded):
     directory, output = resharded
     summary = json.loads((directory / "summary.json").read_text())
@@ -150,7 +151,7 @@ def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
         prompt,
         stderr=subprocess.PIPE,
     )
-    output, said = process.communicate(timeout=100)
+    output, said = process.communicate(timeout=400)
     assert process.returncode == 0, said
     (line,) = [json.loads(x) for x in output.splitlines()]  # nothing but samples on standard output
     assert "starting 1 ranks" in said
@@ -167,7 +168,6 @@ def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_same_seed_gives_the_same_losses_resumed_and_with_rollouts_of_their_own(resharded, tmp_path):
     """A copy of the run goes on in the middle of its warm-up, in new processes, with rollouts in their own, for which all of
     training's memory is given up, to the same numbers and weights."""
@@ -210,7 +210,7 @@ def test_the_same_seed_gives_the_same_losses_resumed_and_with_rollouts_of_their_
     assert events == start + shown * 5  # evaluation, two steps, evaluation, samples for replay
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_ctrl_c_leaves_nothing_behind_but_a_readable_run(tmp_path):
     process = command("train", *DEMO, "train.steps=10000", f"run.dir={tmp_path}", start_new_session=True)
     assert process.stdout is not None
@@ -221,10 +221,10 @@ def test_ctrl_c_leaves_nothing_behind_but_a_readable_run(tmp_path):
     assert len(family) >= 2
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
-    process.communicate(timeout=30)
-    assert time.monotonic() - began < 5
+    process.communicate(timeout=60)
+    assert time.monotonic() - began < 5 * BUSY
     assert process.returncode == 130
-    _, alive = psutil.wait_procs(family, timeout=3)
+    _, alive = psutil.wait_procs(family, timeout=3 * BUSY)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
     (directory,) = tmp_path.iterdir()
     summary = json.loads((directory / "summary.json").read_text())
@@ -299,7 +299,6 @@ def test_adapters_learn_and_stand_for_themselves(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_that_agrees_and_one_that_does_not_are_diagnosed(resharded, tmp_path):
     """The trainer on tp 2, the rollout on dp 2; then with the rollout's log-probs one token late."""
     run_of = tmp_path / "run"

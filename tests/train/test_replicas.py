@@ -38,7 +38,7 @@ OWN = [
 ]
 SEPARATE = ["rollout.placement=separate", "rollout.ranks=2"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @contextmanager

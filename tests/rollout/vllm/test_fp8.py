@@ -55,7 +55,7 @@ def test_eight_bits_and_scales_arrive_and_are_read() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(DEVICE == "cpu", reason="FP8 kernels run on CUDA alone")
 def test_a_rollout_in_eight_bits(start: Any, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}

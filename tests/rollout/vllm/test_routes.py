@@ -29,7 +29,7 @@ def chosen_by_transformers(name: str, ids: list[int]) -> np.ndarray:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_routes_are_those_of_transformers(start: Any) -> None:
     rollout = start("qwen3_moe", layout={"tp": 2}, return_routes=True)
     long = [k % 60 for k in range(30)]

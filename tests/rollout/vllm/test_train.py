@@ -20,7 +20,7 @@ TINY = [
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "placement",
     [

@@ -19,7 +19,7 @@ from tests.oracle.models import hub_names
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, made
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
