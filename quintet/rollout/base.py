@@ -18,6 +18,11 @@ Part = Literal["weights", "kv_cache"]
 """What a rollout keeps on its device, and can give up while others need the memory."""
 
 
+def parts_of(level: int) -> set[Part]:
+    """What sleeps at a level of `Rollout.sleep`."""
+    return {"weights", "kv_cache"} if level else {"kv_cache"}
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. The sampling distribution is softmax(logits / temperature), cut by top-k, then top-p,
@@ -117,8 +122,8 @@ tokens in them, and those of them that were accepted."""
 class Rollout(Protocol):
     """A generation back end; one process of it.
 
-    Weights and KV cache are on the device, or asleep. Around new weights the order is: `pause` or `abort`, `sleep` or not at
-    all, `wake("weights")`, `update_weights`, `wake("kv_cache")`, `resume`.
+    Weights and KV cache are on the device, or asleep. Around new weights the order is: `pause` or `abort`, `sleep`, after
+    levels 1 and 2 `wake("weights")`, `update_weights`, `wake("kv_cache")`, `resume`.
     """
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
@@ -144,8 +149,8 @@ class Rollout(Protocol):
         ...
 
     def sleep(self, level: int) -> None:
-        """Give memory up: the KV cache and the weights, which level 1 copies to the host and level 2 forgets. Harmless when
-        asleep."""
+        """Give memory up: level 0 the KV cache alone; 1 and 2 the weights too, which 1 copies to the host and 2 forgets.
+        Harmless where that sleeps already."""
         ...
 
     def wake(self, part: Part) -> None:

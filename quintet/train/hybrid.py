@@ -11,7 +11,9 @@ share devices, the order is always the same, and every step of it is told to `hy
 
 The rollout sleeps, its KV cache released, whenever training state is there: so nothing is held twice, and buckets are
 allocated while neither KV cache nor optimizer state is. A rollout on devices of its own takes weights as soon as there are new
-ones, and holds what is under way meanwhile.
+ones, holds what is under way meanwhile, and has no KV cache either while there are buckets beside it:
+
+    the rollout pauses → its KV cache sleeps → weights are brought, and proved → the KV cache wakes → the rollout goes on
 """
 
 from __future__ import annotations
@@ -132,6 +134,8 @@ class Hybrid:
         if self._awake:
             rollouts.pause()
             self._told("rollouts paused")
+            rollouts.sleep(0)
+            self._told("rollouts sleep: kv_cache")
         self._leave("grads", "optimizer")
         if rollouts.colocated:
             rollouts.wake("weights")
@@ -143,10 +147,11 @@ class Hybrid:
             self._told("weights brought" if self.metrics else "weights are shared")
             self._due = rollouts.missing()
         self._leave("params")
-        if rollouts.colocated:
-            rollouts.wake("kv_cache")
-            self._told("rollouts woke: kv_cache")
+        rollouts.wake("kv_cache")
+        self._told("rollouts woke: kv_cache")
         rollouts.resume()
+        if not rollouts.colocated:
+            self._told("rollouts go on")
         self._awake = True
         if came:
             with self._phase("sync"):

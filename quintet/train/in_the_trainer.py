@@ -81,9 +81,9 @@ class InTheTrainer:
         return self._rollout.fingerprints()
 
     def sleep(self, level: int) -> None:
-        """Give up the KV cache, and the copy; the engine's own parameters stay where they are."""
+        """Give up the KV cache, and at levels 1 and 2 the copy; the engine's own parameters stay where they are."""
         self._rollout.sleep(level)
-        if self._copy is not None:
+        if level and self._copy is not None:
             self._copy.offload(params=1.0, forget=level == 2)
 
     def wake(self, part: Part) -> None:

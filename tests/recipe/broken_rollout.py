@@ -42,7 +42,7 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
     (
         "sleep_level_is_read",
         ["rollout.sleep_level=1", *SEPARATE],
-        ["rollout.sleep_level=1 is not read by a separate rollout, which never sleeps"],
+        ["rollout.sleep_level=1 is not read by a separate rollout, which keeps its weights"],
     ),
     (
         "sleep_level_is_read",

@@ -197,8 +197,22 @@ def asleep(path: Path, layout: dict[str, Any]) -> None:
     rollout.wake("weights")  # harmless
     assert sum(p.untyped_storage().nbytes() for p in rollout.model.parameters()) > 0
 
+    rollout.sleep(0)
+    rollout.sleep(0)  # harmless
+    assert rollout._cache is None
+    assert sum(p.untyped_storage().nbytes() for p in rollout.model.parameters()) > 0
+    scores = rollout.score([[1, 2, 3]])
+    with pytest.raises(RuntimeError, match="kv_cache sleep"):
+        rollout.generate(requests, GREEDY)
+    rollout.update_weights(source)
+    assert rollout.fingerprints() == prints
+    rollout.wake("kv_cache")
+    assert rollout.generate(requests, GREEDY) == before
+    rollout.sleep(0)
+
     rollout.sleep(1)
     rollout.sleep(2)  # harmless: what is kept stays kept
+    rollout.sleep(0)
     assert sum(p.untyped_storage().nbytes() for p in rollout.model.parameters()) == 0
     assert rollout._cache is None
     for call in (
@@ -213,7 +227,7 @@ def asleep(path: Path, layout: dict[str, Any]) -> None:
     assert rollout.receivers() == [wanted]
     rollout.wake("weights")
     assert rollout.fingerprints() == prints
-    scores = rollout.score([[1, 2, 3]])
+    assert rollout.score([[1, 2, 3]]) == scores
     with pytest.raises(RuntimeError, match="kv_cache"):
         rollout.generate(requests, GREEDY)
     rollout.wake("kv_cache")

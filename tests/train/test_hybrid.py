@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -164,13 +165,42 @@ def test_one_that_dies_on_the_way_is_started_and_all_begins_anew(tmp_path: Path,
         assert asked.taken() == [*GIVEN, *STARTED, *TAKEN]
 
 
-def test_a_separate_rollout_takes_weights_at_once_and_never_sleeps(tmp_path: Path) -> None:
+def documented(first: str) -> list[str]:
+    """The events of the hand-over in the docs that begins so."""
+    docs = (Path(__file__).parents[2] / "docs" / "hybrid.md").read_text()
+    blocks = [
+        re.findall(r"^ +[\d.]+ s  (.*)$", block, re.MULTILINE)
+        for block in re.findall(r"```text\n(.*?)```", docs, re.DOTALL)
+    ]
+    (found,) = [events for events in blocks if events and events[0] == first]
+    return found
+
+
+SEPARATE = ["pause", "sleep 0", "weights", "wake kv_cache", "resume", "probe"]
+
+
+def test_a_separate_rollout_takes_weights_at_once_and_has_no_kv_cache_meanwhile(tmp_path: Path) -> None:
     asked = Asked("separate")
     one = hybrid(asked, tmp_path, placement="separate", ranks=1)
     assert asked.taken() == ["start"]
     with one.generating():
-        assert asked.taken() == ["pause", "weights", "resume", "probe"]
+        assert asked.taken() == SEPARATE
     one.weights_changed()
-    assert asked.taken() == ["look at masters", "pause", "weights", "resume", "probe"]
+    assert asked.taken() == ["look at masters", *SEPARATE]
     with one.generating():
         assert asked.taken() == []
+    told = [line[14:] for line in (tmp_path / "hybrid.log").read_text().splitlines()]
+    assert told[0] == "rollouts started"
+    assert told[1:] == 2 * documented("rollouts paused")
+
+
+@pytest.mark.parametrize("lost", ["sleep 0", "weights", "wake kv_cache"])
+def test_a_separate_one_that_dies_on_the_way_leaves_no_other_asleep(tmp_path: Path, lost: str) -> None:
+    asked = Asked("separate")
+    one = hybrid(asked, tmp_path, placement="separate", ranks=1)
+    with one.generating():
+        pass
+    asked.taken()
+    asked.lost = {lost}
+    one.weights_changed()
+    assert asked.taken() == ["look at masters", *SEPARATE, "start", *SEPARATE]

@@ -82,7 +82,7 @@ def sleep_level_is_read(facts: Facts) -> Iterator[Problem]:
         return
     keys = ("rollout.sleep_level", "rollout.placement", "rollout.layout")
     if recipe.rollout.placement == "separate":
-        yield Problem(keys, f"{said} is not read by a separate rollout, which never sleeps; remove it")
+        yield Problem(keys, f"{said} is not read by a separate rollout, which keeps its weights; remove it")
     elif shares_weights(recipe):
         yield Problem(
             keys,

@@ -21,7 +21,7 @@ from quintet.engine.fingerprint import Fingerprints
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
 from quintet.errors import UserError
-from quintet.rollout.base import Part, Request, Sample, Sampling, Wanted, WeightSource
+from quintet.rollout.base import Part, Request, Sample, Sampling, Wanted, WeightSource, parts_of
 from quintet.rollout.native.cache import SlotCache
 from quintet.rollout.native.routes import Routes
 from quintet.rollout.native.run import Run
@@ -194,14 +194,14 @@ class NativeRollout:
     # memory and requests
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache, and a model of the rollout's own: see `Rollout.sleep`."""
+        """Free the KV cache, and at levels 1 and 2 a model of the rollout's own: see `Rollout.sleep`."""
         self._idle("put to sleep")
-        if "weights" not in self._asleep and self._update is None:
+        if level and "weights" not in self._asleep and self._update is None:
             self._weights.sleep(level)
         self._cache = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self._asleep = {"weights", "kv_cache"}
+        self._asleep |= parts_of(level)
 
     def wake(self, part: Part) -> None:
         """Take memory again; the KV cache's when it is first needed. Harmless when awake."""

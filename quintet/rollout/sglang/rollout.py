@@ -21,7 +21,16 @@ from quintet.errors import QuintetError, UserError
 from quintet.models import read_shape
 from quintet.recipe import schema
 from quintet.recipe.sglang import refusals
-from quintet.rollout.base import Fingerprints, Part, Request, Sample, Sampling, Wanted, WeightSource
+from quintet.rollout.base import (
+    Fingerprints,
+    Part,
+    Request,
+    Sample,
+    Sampling,
+    Wanted,
+    WeightSource,
+    parts_of,
+)
 from quintet.rollout.policy_sample import policy_sample
 from quintet.rollout.seeds import sample_seed
 from quintet.rollout.sglang import compat
@@ -164,16 +173,17 @@ class SglangRollout:
         return {}, sorted(self._taken)
 
     def sleep(self, level: int) -> None:
-        """Give up the KV cache and the weights; level 1 keeps a copy on the host, level 2 forgets them. Which of them is
-        fixed by rollout.sleep_level: with 1 a copy is kept at level 2, too."""
-        if self._asleep:
+        """Give up the KV cache, at levels 1 and 2 the weights too; 1 keeps a copy on the host, 2 forgets them. Which of these
+        is fixed by rollout.sleep_level: with 1 a copy is kept at level 2, too."""
+        parts = parts_of(level) - self._asleep
+        if not parts:
             return
         if level == 1 and self._recipe.sleep_level != 1:
             raise QuintetError(
                 "SGLang was made with rollout.sleep_level=2, and keeps no copy of weights that sleep"
             )
-        self._engine.release(["kv_cache", "weights"])
-        self._asleep = {"weights", "kv_cache"}
+        self._engine.release(sorted(parts))
+        self._asleep |= parts
 
     def wake(self, part: Part) -> None:
         """Take memory again. After level 2 the weights are undefined until `update_weights`."""

@@ -137,6 +137,24 @@ def counters(names: Sequence[str]) -> dict[str, float]:
     return sums
 
 
+def release_kv_cache() -> None:
+    """Give the device memory of this worker's KV cache back, and keep its addresses, which captured graphs know; the worker's
+    own `wake_up(["kv_cache"])` takes memory for them again.
+
+    vLLM 0.20.2 gives up all that its allocator has or nothing (tests/rollout/vllm/test_update.py::
+    test_the_kv_cache_sleeps_alone, on a GPU).
+    """
+    import torch
+    from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
+
+    for data in CuMemAllocator.get_instance().pointer_to_data.values():
+        if data.tag == "kv_cache" and not getattr(data, "is_asleep", False):
+            unmap_and_release(data.handle)
+            if hasattr(data, "is_asleep"):  # not every build of the allocator keeps track
+                data.is_asleep = True
+    torch.cuda.empty_cache()
+
+
 @contextmanager
 def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
     """While weights are loaded again, experts' kernels are made as at the first load; afterwards the first ones are back.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quintet.rollout.base import Part
+from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.worker import WeightWorker
 
 EXTENSION = f"{__name__}.Extension"
@@ -30,14 +31,17 @@ class Extension(WeightWorker):
             return pickle.dumps((None, error, traceback.format_exc()))
 
     def fall_asleep(self, level: int) -> None:
-        """Give the KV cache up, and on a GPU the weights: 1 copies them to the host, 2 forgets them.
+        """Give the KV cache up, and at levels 1 and 2 on a GPU the weights: 1 copies them to the host, 2 forgets them.
 
-        vLLM for CPU gives nothing up. There the KV cache's memory is taken from under it; its weights stay, in forms of
-        oneDNN's that nobody can take apart and put together again.
+        vLLM for CPU gives nothing up. There the KV cache's memory is taken from under it, at any level; its weights stay, in
+        forms of oneDNN's that nobody can take apart and put together again.
         """
         if self.device.type != "cpu":
             torch.cuda.synchronize()  # a step that was scheduled ahead may still read what is about to go
-            self.sleep(level)  # type: ignore[attr-defined]
+            if level:
+                self.sleep(level)  # type: ignore[attr-defined]
+            else:
+                compat.release_kv_cache()
             return
         storages = {c.untyped_storage()._cdata: c.untyped_storage() for c in self.model_runner.kv_caches}
         self._kv_bytes = [(storage, storage.nbytes()) for storage in storages.values()]

@@ -13,7 +13,16 @@ from pathlib import Path
 from quintet.errors import QuintetError, UserError
 from quintet.models import read_shape
 from quintet.recipe import schema
-from quintet.rollout.base import Fingerprints, Part, Request, Sample, Sampling, Wanted, WeightSource
+from quintet.rollout.base import (
+    Fingerprints,
+    Part,
+    Request,
+    Sample,
+    Sampling,
+    Wanted,
+    WeightSource,
+    parts_of,
+)
 from quintet.rollout.policy_sample import policy_sample
 from quintet.rollout.seeds import sample_seed
 from quintet.rollout.vllm import compat
@@ -187,15 +196,18 @@ class VllmRollout:
         return combine(self._engine.rpc("read_fingerprints"))
 
     def sleep(self, level: int) -> None:
-        """Give up the KV cache and the weights; level 1 keeps a copy on the host, level 2 forgets them. Requests under way
-        are held, and begin anew when all is awake again. On CPU the weights stay (see `extension`)."""
-        if self._asleep:
+        """Give up the KV cache, and at level 1, which keeps a copy on the host, and 2, which forgets them, the weights.
+        Requests under way are held, and begin anew when all is awake again. On CPU the weights stay (see `extension`)."""
+        if parts_of(level) <= self._asleep:
             return
         self._engine.pause()
+        if "kv_cache" in self._asleep:  # vLLM gives the weights up together with it
+            self._engine.rpc("wake_part", "kv_cache")
         self._engine.forget_prefixes()
-        self._engine.rpc("fall_asleep", level)
-        self._asleep = {"weights", "kv_cache"}
-        self._forgot = self._forgot or level == 2
+        deeper = "weights" not in self._asleep
+        self._engine.rpc("fall_asleep", level if deeper else 0)
+        self._asleep |= parts_of(level)
+        self._forgot = self._forgot or (deeper and level == 2)
 
     def wake(self, part: Part) -> None:
         """Take memory again. After level 2 the weights are undefined until `update_weights`."""

@@ -102,6 +102,49 @@ def test_requests_under_way_go_on_with_the_new_weights(rollout):
     assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
 
 
+def kv_bytes(rollout) -> int:
+    """Of the device; on CPU of the KV cache's tensors, 0 where they are in another process."""
+    if DEVICE == "cuda":
+        return memory()
+    if rollout._recipe.mode == "server":
+        return 0
+    caches = rollout._engine._engine.model_executor.driver_worker.worker.model_runner.kv_caches
+    return sum({c.untyped_storage()._cdata: c.untyped_storage().nbytes() for c in caches}.values())
+
+
+def test_the_kv_cache_sleeps_alone(rollout):
+    """Around new weights for a rollout on devices of its own: its weights stay, requests are held and go on."""
+    sync(rollout, weights_of("qwen3"))
+    sampling = Sampling(temperature=0, max_response_tokens=32)
+    call = Call(rollout.generate, [Request([k % 60, 1]) for k in range(120)], sampling)
+    call.wait_for_some()
+    awake = kv_bytes(rollout)
+    rollout.pause()
+    rollout.sleep(0)
+    rollout.sleep(0)
+    assert kv_bytes(rollout) < awake or rollout._recipe.mode == "server"
+    assert not call.ended
+    rollout.update_weights(weights_of("qwen3", seed=7))
+    rollout.wake("kv_cache")
+    assert kv_bytes(rollout) == awake
+    rollout.resume()
+    assert {s.finish for (s,) in call.result()} == {"length"}
+    other = greedy_by_transformers("qwen3", 8, seed=7)
+    assert greedy(rollout) == other
+    rollout.sleep(0)
+    with pytest.raises(QuintetError, match="kv_cache are asleep"):
+        greedy(rollout)
+    rollout.wake("kv_cache")
+    assert greedy(rollout) == other  # nothing was forgotten
+    rollout.sleep(0)
+    rollout.sleep(1)  # and deeper
+    rollout.wake("weights")
+    rollout.wake("kv_cache")
+    assert greedy(rollout) == other
+    sync(rollout, weights_of("qwen3"))
+    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+
+
 def memory() -> int:
     """Bytes of this process and of those it started, on the host; on a GPU, of the device."""
     if DEVICE == "cuda":
