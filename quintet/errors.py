@@ -8,9 +8,17 @@ from __future__ import annotations
 
 
 class QuintetError(Exception):
-    """Base of the errors raised on purpose; `exit_code` is what the command line ends with."""
+    """Base of the errors raised on purpose; `exit_code` is what the command line ends with. `message` is what it prints, to
+    which those who know what the user can do about it may add."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class UserError(QuintetError):
@@ -45,7 +53,6 @@ class WorkerFailure(QuintetError):
         stacks: dict[int, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
         self.rank = rank
         self.phase = phase
         self.traceback = traceback

@@ -14,6 +14,7 @@ from quintet.errors import QuintetError
 import ray  # isort: skip
 
 WATCH_EVERY_S = 0.5
+LOOK_EVERY_S = 5.0  # at the processes that are waited for
 GRACE_AFTER_CAUSE_S = 0.3  # for further failures, once one is known that explains the others
 GRACE_AFTER_ECHO_S = 3.0  # for the cause, once a collective was cut off, which can only be an echo
 GRACE_AFTER_TIMEOUT_S = 1.0  # for the other ranks' time limits, which began at about the same time
@@ -29,6 +30,8 @@ class Group(Protocol):
     ) -> QuintetError: ...
 
     def forget_posts(self) -> None: ...
+
+    def stalled(self, ranks: Sequence[int], phase: str) -> list[Failure]: ...
 
 
 class PendingCall:
@@ -50,11 +53,13 @@ class PendingCall:
         self._values: dict[int, Any] = {}
         self._failures: list[Failure] = []
         self._error: QuintetError | None = None
-        self._began = time.monotonic()
+        self._began = self._looked = time.monotonic()
         self.waiting = {refs[0]: rank for rank, refs in self._refs.items()}
         """Ranks that have not answered, by what they will answer with."""
         self.deadline: float | None = None
         """Once a rank has failed: how long to wait for what explains it."""
+        self.others: Callable[[], QuintetError | None] = lambda: None
+        """What others tell of it, once they have given it up: then no answer is waited for."""
 
     def result(self, watch: Callable[[], None] | None = None) -> Any:
         """Wait for every rank, or for the first failure and a short while for what explains it.
@@ -68,8 +73,7 @@ class PendingCall:
         rank = self.waiting.pop(ref)
         failure, self._values[rank] = self._answer(rank, ref)
         if failure is not None:
-            self._failures.append(failure)
-            self.deadline = min(self.deadline or float("inf"), time.monotonic() + _grace(failure))
+            self._note(failure)
         if not self.waiting and time.monotonic() - self._began >= FIRST_POST_S:
             self._group.forget_posts()
 
@@ -80,15 +84,33 @@ class PendingCall:
 
     @property
     def failed(self) -> bool:
-        return bool(self._failures)
+        return bool(self._failures) or self._error is not None
 
     @property
     def died(self) -> bool:
         """Whether a process of it is gone."""
         return any(failure.died for failure in self._failures)
 
+    @property
+    def echoes(self) -> bool:
+        """Whether all that failed in it may come of another group's failure."""
+        return all(failure.communication for failure in self._failures)
+
+    def look(self) -> None:
+        """Give it up if others have, or if a process of it has been stopped for too long."""
+        given_up = self.others()
+        if given_up is not None:
+            self._error, self.deadline = given_up, time.monotonic()
+        elif time.monotonic() - self._looked >= LOOK_EVERY_S:
+            self._looked = time.monotonic()
+            for failure in self._group.stalled(list(self.waiting.values()), self._phase):
+                self.waiting = {ref: rank for ref, rank in self.waiting.items() if rank != failure.rank}
+                self._note(failure)
+
     def error(self) -> QuintetError:
         """What to tell of the ranks that failed."""
+        if self._error is None and self.echoes:
+            self._error = self.others()
         if self._error is None:
             failed = {failure.rank for failure in self._failures}
             returned = [rank for rank in self._values if rank not in failed]
@@ -102,6 +124,10 @@ class PendingCall:
             for rank, refs in self._refs.items()
         }
         return self._dispatch.collect(self._coords, results)
+
+    def _note(self, failure: Failure) -> None:
+        self._failures.append(failure)
+        self.deadline = min(self.deadline or float("inf"), time.monotonic() + _grace(failure))
 
     def _answer(self, rank: int, ref: Any) -> tuple[Failure | None, Any]:
         try:
@@ -117,12 +143,13 @@ class PendingCall:
 def results(calls: Sequence[PendingCall], watch: Callable[[], None] | None = None) -> list[Any]:
     """The values of calls to several groups that work at once.
 
-    Raises the error of the first that fails; a process that died is the cause rather than what others say of it.
+    Raises the error of the first that fails; a process that died is the cause rather than what others say of it, and any
+    other failure rather than weights that stopped coming.
     """
     _wait(calls, watch, patient=False)
     failed = [call for call in calls if call.failed]
     if failed:
-        raise next((call for call in failed if call.died), failed[0]).error()
+        raise min(failed, key=lambda call: (not call.died, call.echoes)).error()
     return [call.value() for call in calls]
 
 
@@ -147,11 +174,14 @@ def _wait(calls: Sequence[PendingCall], watch: Callable[[], None] | None, *, pat
         left = max(0.0, min(limits) - time.monotonic()) if limits else None
         if not waiting or (left == 0.0 and not patient):
             return
-        watching = watch is not None and left is None
-        done, _ = ray.wait(list(waiting), num_returns=1, timeout=WATCH_EVERY_S if watching else left)
+        turn = WATCH_EVERY_S if left is None else min(left, WATCH_EVERY_S)
+        done, _ = ray.wait(list(waiting), num_returns=1, timeout=turn)
         if done:
             waiting[done[0]].take(done[0])
-        elif watch is not None and watching:
+            continue
+        for call in open_calls:
+            call.look()
+        if watch is not None and left is None:
             watch()
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from quintet.cluster.probe import Report
-from quintet.errors import QuintetError, SyncMismatch, UserError, WorkerFailure
+from quintet.errors import Disagreement, QuintetError, SyncFailure, SyncMismatch, UserError, WorkerFailure
 
 # What gloo, NCCL and torch's store say. Tested with gloo on CPU; the NCCL wordings are from torch's sources.
 _TIMED_OUT = re.compile(
@@ -27,6 +27,9 @@ _CUT_OFF = re.compile(
     r"Connection (closed|reset) by peer|gloo/transport|ncclRemoteError|ncclSystemError|Broken pipe|NCCL communicator"
     r"|Failed to (recv|send), got 0 bytes|Connection was likely closed|connectFullMesh failed",
 )
+
+_TOLD: tuple[type[QuintetError], ...] = (UserError, SyncMismatch, SyncFailure, Disagreement)
+"""Errors that a rank raises on purpose: their message is all there is to say, and their class decides the exit code."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,12 @@ class Failure:
     @staticmethod
     def of_exception(rank: int, error: BaseException, skip_file: str) -> Failure:
         """From an exception caught in the worker; frames of `skip_file` at the outer end are left out."""
-        for told in (UserError, SyncMismatch):
+        for told in _TOLD:
             if isinstance(error, told):
-                return Failure(rank, str(error), raised=told)
+                # Weights stop coming when the trainer fails, which then says why.
+                return Failure(rank, str(error), communication=told is SyncFailure, raised=told)
+        if isinstance(error, WorkerFailure):  # of a process that the worker itself has started
+            return Failure(rank, error.message, error.traceback or "")
         trace: TracebackType | None = error.__traceback__
         while (
             trace is not None and trace.tb_frame.f_code.co_filename == skip_file and trace.tb_next is not None
@@ -110,11 +116,12 @@ def explain(
     cause = root_cause(failures)
     if cause is None:
         return _hang(failures, phase, timeout_s, reports, returned, group)
+    rank = f"{group} rank" if group else "Rank"
     if cause.raised is not None:
-        return cause.raised(cause.summary)
+        names_itself = issubclass(cause.raised, UserError | SyncFailure)
+        return cause.raised(cause.summary if names_itself else f"{rank} {cause.rank}: {cause.summary}")
     echoes = [failure.rank for failure in failures if failure is not cause and failure.communication]
     others = [f for f in failures if f is not cause and not f.communication]
-    rank = f"{group} rank" if group else "Rank"
     text = f"{rank} {cause.rank} {'died' if cause.died else 'failed'} in {phase}: {cause.summary}"
     for other in others:
         text += f"\n{rank} {other.rank} {'died' if other.died else 'failed'} too: {other.summary}"

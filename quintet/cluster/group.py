@@ -66,6 +66,7 @@ class WorkerGroup:
         self._coords: list[dict[str, int]] | None = None
         self._placement: Any = None
         self._broken: WorkerFailure | None = None
+        self._stopped: dict[int, float] = {}
         self._posts = ""
         began = time.perf_counter()
         cluster.adopt(self)
@@ -144,17 +145,39 @@ class WorkerGroup:
         """The call is over: its counts must not be taken for the next one's."""
         ray_compat.forget_counts(self._posts)
 
+    def stalled(self, ranks: Sequence[int], phase: str) -> list[Failure]:
+        """Failures of those ranks that have been stopped for longer than a collective may wait; the first time that one is
+        seen stopped, the user is told."""
+        limit, now, failures = self.cluster.settings.collective_timeout_s, time.monotonic(), []
+        found = self._on_nodes(ranks, probe.stopped)
+        self._stopped = {rank: self._stopped.get(rank, now) for rank in found}
+        for rank, text in found.items():
+            if now - self._stopped[rank] >= limit:
+                told = f"{text}, for longer than {limit:g} s (cluster.collective_timeout_s)"
+                failures.append(Failure(rank, told))
+            elif self._stopped[rank] == now:
+                who = f"{self._title} rank {rank}" if self._title else f"rank {rank}"
+                self.cluster.say(
+                    f"warning: {who}, in {phase}: {text}. SIGCONT wakes it; it is given up after {limit:g} s"
+                )
+        return failures
+
     def inspect(self, ranks: Sequence[int] | None = None, wait_s: float = 1.5) -> dict[int, probe.Report]:
         """Stacks, state and log tail of each rank, whatever it is doing; answers within a few seconds."""
-        processes = self._processes.values() if ranks is None else [self._processes[rank] for rank in ranks]
+        asked = list(self._processes) if ranks is None else list(ranks)
+        found: dict[int, probe.Report] = self._on_nodes(asked, probe.inspect, wait_s)
+        return {rank: found.get(rank, _NODE_GONE) for rank in asked}
+
+    def _on_nodes(
+        self, ranks: Sequence[int], look: Callable[..., dict[int, Any]], *args: Any
+    ) -> dict[int, Any]:
+        """What a function of the probe tells of these ranks' processes; nothing of those whose node is gone."""
         by_node: dict[str, list[probe.RankProcess]] = {}
-        for process in processes:
+        for rank in ranks:
+            process = self._processes[rank]
             by_node.setdefault(process.node_id, []).append(process)
-        calls = {node: _on_node(node, probe.inspect, there, wait_s) for node, there in by_node.items()}
-        reports: dict[int, probe.Report] = {}
-        for node, there in by_node.items():
-            reports |= calls[node]() or {p.rank: _NODE_GONE for p in there}
-        return reports
+        calls = [_on_node(node, look, there, *args) for node, there in by_node.items()]
+        return {rank: told for call in calls for rank, told in (call() or {}).items()}
 
     def close(self) -> None:
         """End the group's processes and give its place back."""

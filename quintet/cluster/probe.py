@@ -19,9 +19,12 @@ from pathlib import Path
 import psutil
 
 STACK_SIGNAL = signal.SIGUSR1
+_STOPPED = {
+    psutil.STATUS_STOPPED: "is stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
+}
 _STATES = {
-    psutil.STATUS_STOPPED: "its process is stopped (SIGSTOP)",
-    psutil.STATUS_TRACING_STOP: "its process is stopped by a debugger",
+    **{state: f"its process {text}" for state, text in _STOPPED.items()},
     psutil.STATUS_DISK_SLEEP: "its process is in uninterruptible sleep in the kernel",
     psutil.STATUS_ZOMBIE: "its process has ended",
 }
@@ -69,6 +72,21 @@ def inspect(processes: list[RankProcess], wait_s: float = 1.5) -> dict[int, Repo
         waiting = [p for p in waiting if not (asked[p.rank] < sizes[p.rank] == grown.get(p.rank))]
         grown = sizes
     return {process.rank: _report(process, asked.get(process.rank)) for process in processes}
+
+
+def stopped(processes: list[RankProcess]) -> dict[int, str]:
+    """Which of these processes of this node, or of those that they started, the kernel does not let run: by rank, how."""
+    found = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            root = _find(process)
+            family = [] if root is None else [root, *root.children(recursive=True)]
+            for one in family:
+                if (state := one.status()) in _STOPPED:
+                    who = "its process" if one is root else f"its process {one.name()}"
+                    found[process.rank] = f"{who} ({one.pid}) {_STOPPED[state]}"
+                    break
+    return found
 
 
 def obituary(process: RankProcess, wait_s: float = 1.0) -> Report:

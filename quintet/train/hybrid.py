@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from quintet.cluster.group import WorkerGroup
-from quintet.errors import QuintetError, WorkerFailure
+from quintet.errors import QuintetError, SyncFailure, WorkerFailure
 from quintet.recipe import schema
 from quintet.recipe.rollout import sleep_level
 from quintet.rollout import Part
@@ -90,7 +90,7 @@ class Hybrid:
         self.ready()
         try:
             yield
-        except WorkerFailure:
+        except (WorkerFailure, SyncFailure):
             raise
         except Exception:
             with suppress(QuintetError):  # the first error tells more

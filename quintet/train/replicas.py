@@ -16,7 +16,7 @@ from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import megatron_compute, rank_zero
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.seat import Location
-from quintet.errors import QuintetError, UserError, WorkerFailure
+from quintet.errors import QuintetError, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
 from quintet.recipe.rollout import copies, devices_of_copy, processes_of_copy
 from quintet.rollout import Part, Request, Sampling
@@ -114,7 +114,7 @@ class Replicas:
 
     def _lose(self, number: int, failure: QuintetError) -> None:
         """Note that one is gone; raises its failure where it is not to be made anew."""
-        if not self._recipe.rollout.restart or not isinstance(failure, WorkerFailure):
+        if not self._recipe.rollout.restart or not isinstance(failure, WorkerFailure | SyncFailure):
             raise failure
         self._restarts[number] += 1
         if self._restarts[number] > RESTARTS_IN_A_ROW:
@@ -140,9 +140,11 @@ class Replicas:
         if beside is not None and isinstance(found[-1], QuintetError):
             raise found[-1]
         values = dict(zip(calls, found, strict=False))
-        for number, value in values.items():
-            if isinstance(value, QuintetError):
-                self._lose(number, value)
+        failed = {number: value for number, value in values.items() if isinstance(value, QuintetError)}
+        # Weights also stop coming to those that share a channel with one that died: these get them again with it.
+        causes = {n: error for n, error in failed.items() if not isinstance(error, SyncFailure)} or failed
+        for number, error in causes.items():
+            self._lose(number, error)
         return {number: value for number, value in values.items() if not isinstance(value, QuintetError)}
 
     # memory
@@ -253,7 +255,7 @@ class Replicas:
 
     def probe(self) -> dict[str, float]:
         """Prove by log-probs what could not be read back."""
-        if not self._proof.sequences:
+        if not self._proof.sequences or self.missing():
             return {}
         told = self.ask("score", self._proof.sequences, phase="sync")
         return self._proof.of_probe({f"rollout-{number}": ranks[-1] for number, ranks in told.items()})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quintet.data.prompts import PromptSet, alphabet_of, load_prompts
 from quintet.data.stream import PromptStream
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
-from quintet.errors import UserError, WorkerFailure
+from quintet.errors import QuintetError, SyncFailure, SyncMismatch, UserError, WorkerFailure
 from quintet.models import ModelShape, check_weights, read_end_ids, read_shape
 from quintet.models.weights_on_disk import find_weights, fingerprint
 from quintet.observe import Observer
@@ -225,19 +225,26 @@ def session(
                     )
                     try:
                         yield Session(recipe, inputs, observer, fleet, saver)
-                    except WorkerFailure as failure:
+                    except (WorkerFailure, SyncFailure, SyncMismatch) as failure:
                         failure.message += _what_then(recipe, failure)
                         raise
 
 
-def _what_then(recipe: schema.Recipe, failure: WorkerFailure) -> str:
-    """What a user can do about a run that lost a process."""
+def _what_then(recipe: schema.Recipe, failure: QuintetError) -> str:
+    """What a user can do about a run that lost a process, or the weights on their way to one."""
     hints = []
-    if failure.message.startswith("rollout-") and not recipe.rollout.restart:
+    if isinstance(failure, SyncMismatch):
+        hints.append("Nothing was generated with these weights.")
+    elif failure.message.startswith(("rollout-", "receiver rollout-")) and not recipe.rollout.restart:
         hints.append("With rollout.restart=true it would be started anew, and the run would go on.")
+    if isinstance(failure, SyncFailure):
+        hints.append("What it did meanwhile is in logs/ of the run directory.")
     if recipe.checkpoint.every_steps:
-        dies = "" if own_processes(recipe) else "The rollout shares the trainer's processes. "
+        shares = isinstance(failure, WorkerFailure) and not own_processes(recipe)
+        dies = "The rollout shares the trainer's processes. " if shares else ""
         hints.append(f"{dies}resume=auto goes on from the last checkpoint.")
+    elif isinstance(failure, SyncMismatch):
+        hints.append("A run that saves checkpoints (checkpoint.every_steps) can go on from the last one.")
     return f"\n\n{' '.join(hints)}" if hints else ""
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from quintet.cluster.calls import PendingCall
 from quintet.cluster.dispatch import all_to_all
 from quintet.cluster.group import WorkerGroup
+from quintet.errors import SyncFailure
 from quintet.observe.memory import GIB
 from quintet.recipe import schema
 from quintet.recipe.rollout import devices_of_copy
 from quintet.rollout import Wanted
-from quintet.sync.server import ReceiverSpec
+from quintet.sync.server import ReceiverSpec, Served
 from quintet.sync.source import ChannelSource
 from quintet.train.proof import Proof
 
@@ -51,7 +53,8 @@ class WeightSync:
     def bring(self) -> dict[str, float]:
         """Transfer and prove, and tell what it took; rollouts that died are missing afterwards.
 
-        Raises SyncMismatch naming the tensors that did not arrive as they were sent.
+        Raises SyncMismatch naming the tensors that did not arrive as they were sent, SyncFailure naming a receiver that was
+        not reached and may not be made anew.
         """
         began = time.perf_counter()
         if self._planned != self._rollouts.groups:
@@ -62,13 +65,28 @@ class WeightSync:
             for number, group in enumerate(self._rollouts.groups)
             if group is not None and number in self._sources
         }
+        for number, call in taking.items():
+            call.others = partial(self._given_up, serving, number)
         self._rollouts.gathered(taking, beside=serving)
-        served = serving.result()
+        served: list[Served] = serving.result()
         told = {
             "sync/seconds": time.perf_counter() - began,
             "sync/gib": sum(one.bytes for one in served) / GIB,
         }
+        if None in self._rollouts.groups:  # all get them again, once it is there anew
+            return told
         return told | self._proof.of_asked(self._held)
+
+    def _given_up(self, serving: PendingCall, number: int) -> SyncFailure | None:
+        """What the trainer tells of a rollout that it has given up, which itself may have no answer, or not know why."""
+        if serving.waiting or serving.failed:
+            return None
+        lost = {who: why for served in serving.value() for who, why in served.lost.items()}
+        for source in self._sources[number]:
+            for ticket in source.tickets:
+                if (why := lost.get(ticket.receiver)) is not None:
+                    return SyncFailure(f"receiver {ticket.receiver} did not get the new weights: {why}")
+        return None
 
     def _held(self) -> dict[str, Any]:
         """What each rollout's ranks tell of their weights, by its name."""

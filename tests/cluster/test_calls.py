@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import psutil
 import pytest
 import ray
 
@@ -13,9 +15,10 @@ from quintet.cluster.calls import outcomes, results
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.group import WorkerGroup, _environment
 from quintet.cluster.worker import Place
-from quintet.errors import SyncMismatch, UserError, WorkerFailure
+from quintet.errors import Disagreement, QuintetError, SyncFailure, SyncMismatch, UserError, WorkerFailure
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.cluster.workers import Light
+from tests.patience import BUSY
 
 
 @pytest.fixture
@@ -50,10 +53,69 @@ def test_patience_gives_every_group_its_outcome(mortal: WorkerGroup, quartet: Wo
     assert [args for _, args, _ in told] == [(1,)] * 4
 
 
-def test_a_mismatch_on_a_rank_stays_one(mortal: WorkerGroup) -> None:
-    with pytest.raises(SyncMismatch, match=r"^model\.norm\.weight differs$"):
-        mortal.call("fail", "mismatch", 0)
+@pytest.mark.parametrize(
+    ("how", "kind", "code", "said"),
+    [
+        ("mismatch", SyncMismatch, 5, "rollout-1 rank 0: model.norm.weight differs"),
+        ("disagree", Disagreement, 6, "rollout-1 rank 0: the log-probs are apart"),
+        (
+            "sync",
+            SyncFailure,
+            3,
+            "receiver rollout-1 rank 0 device 0: nothing came from the trainer within 1 s",
+        ),
+    ],
+)
+def test_what_a_rank_raises_on_purpose_stays_that(
+    mortal: WorkerGroup, how: str, kind: type[QuintetError], code: int, said: str
+) -> None:
+    """One message, without a traceback, with its own exit code; and the rank can be asked again."""
+    with pytest.raises(kind) as caught:
+        mortal.call("fail", how, 0)
+    assert (str(caught.value), caught.value.exit_code) == (said, code)
     assert mortal.call("tell")[0][0] == 0
+
+
+def test_weights_that_stop_coming_are_the_echo_of_the_trainers_failure(
+    mortal: WorkerGroup, quartet: WorkerGroup
+) -> None:
+    with pytest.raises(UserError, match=r"^model\.path"):
+        results([mortal.submit("fail", "sync", 0), quartet.submit("fail", "user", 0)])
+    sync = mortal.submit("fail", "sync", 0)
+    sync.others = lambda: SyncFailure("the trainer says why")
+    with pytest.raises(SyncFailure, match="the trainer says why"):
+        sync.result()
+
+
+def test_who_was_given_up_is_not_waited_for(mortal: WorkerGroup) -> None:
+    call = mortal.submit("sleep")
+    call.others = lambda: SyncFailure("it took nothing for 1 s")
+    with pytest.raises(SyncFailure, match="it took nothing"):
+        call.result()
+
+
+def test_a_process_that_stays_stopped_is_told_of_and_then_given_up(
+    mortal: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("quintet.cluster.calls.LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(mortal.cluster, "say", said.append)
+    monkeypatch.setattr(mortal.cluster.settings, "collective_timeout_s", 1.0)
+    with pytest.raises(WorkerFailure) as caught:
+        mortal.call("fail", "stop", 0, phase="generate")
+    assert re.fullmatch(
+        r"rollout-1 rank 0 failed in generate: its process \(\d+\) is stopped \(SIGSTOP\), for longer than 1 s "
+        r"\(cluster\.collective_timeout_s\)",
+        str(caught.value),
+    )
+    (warned,) = said
+    assert warned.startswith("warning: rollout-1 rank 0, in generate: its process")
+    pid = mortal.locations[0].pid
+    mortal.close()
+    deadline = time.monotonic() + 5 * BUSY
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "a stopped process was left behind"
+        time.sleep(0.05)
 
 
 def test_ranks_beside_others_are_on_their_node_with_their_devices(

@@ -51,6 +51,10 @@ def test_other_ends(ray_cluster: Cluster) -> None:
         group._broken = None
         with pytest.raises(UserError, match=r"^model.path: no such directory$"):
             group.call("fail", "user", 1)
+        with pytest.raises(WorkerFailure) as caught:
+            group.call("fail", "engine", 1)
+        assert str(caught.value) == "Rank 1 failed in fail: vLLM: VLLM::Worker_TP1 (process 7) died"
+        group._broken = None
         with pytest.raises(WorkerFailure, match=r"Rank 1 died in fail: (.*exit code 7|ended without a word)"):
             group.call("fail", "os._exit", 1)
         group._broken = None
