@@ -92,8 +92,11 @@ class Observer:
         for tracker in self._trackers:
             tracker.go_on(lines)
         self._untouched = False
-        self.phases.lap()
         return aside
+
+    def begin_steps(self) -> None:
+        """A loop begins: what has passed since the last step or evaluation, such as the start of the ranks, is no step's."""
+        self.phases.lap()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """`with observer.phase("generate"): …` counts the seconds inside to that phase."""

@@ -46,6 +46,7 @@ def reinforce(s: Session) -> None:
     if done == 0:
         evaluate(s, 0)
 
+    s.observer.begin_steps()
     for step in range(done + 1, recipe.train.steps + 1):
         with phase("generate"), fleet.generating():
             prompts = stream.take(recipe.train.prompts_per_step)

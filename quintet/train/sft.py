@@ -35,6 +35,7 @@ def imitate(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
     memory: dict[str, float | None] = {}
     with s.observer.progress.task("warm-up (SFT)", recipe.steps, "steps") as task:
         task.advance(done)
+        s.observer.begin_steps()
         for step in range(done + 1, recipe.steps + 1):
             if smooth < (recipe.stop_at_loss or 0.0):
                 break

@@ -82,6 +82,7 @@ def test_run_directory_is_complete(resharded):
     assert summary["status"] == "finished"
     assert summary["steps"] == 2
     steps = [line for line in metrics(directory, "rl") if "loss" in line]
+    assert not [line for line in metrics(directory, "sft") if "seconds/start" in line]
     assert summary["tokens_trained"] == sum(line["tokens_trained"] for line in steps) > 0
     warm_up = metrics(directory, "sft")
     assert summary["sft_tokens_trained"] == sum(line["tokens_trained"] for line in warm_up) > 0

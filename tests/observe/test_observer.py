@@ -5,6 +5,7 @@ import json
 import re
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,22 @@ def test_steps_carry_what_the_clock_and_the_machine_say(observe) -> None:
     )
     assert line["tokens_per_s"] == pytest.approx(140 / line["seconds/step"])
     assert line["memory/device_gib"] is None
+
+
+def test_what_passes_before_the_first_step_is_not_its_time(observe) -> None:
+    observer, _ = observe()
+    with observer:
+        with observer.phase("start"):
+            time.sleep(0.5)
+        observer.begin_steps()
+        with observer.phase("train"):
+            pass
+        observer.step(1, {"loss": 1.0, "tokens": 100})
+    (line,) = read_metrics(observer.directory.metrics)
+    assert line["seconds/train"] <= line["seconds/step"] < 0.5
+    assert line["tokens_per_s"] == pytest.approx(100 / line["seconds/step"])
+    assert "seconds/start" not in line
+    assert json.loads(observer.directory.summary.read_text())["seconds_by_phase"]["start"] >= 0.5
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,13 @@ class Pool:
                 assert self._store is not None
             self._group = (self._group[0] + 1, world_size)
         call = pickle.dumps((fn, args, kwargs))
-        for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-            pipe.send((self._group, rank, self._store.port, sys.path, call, timeout_s))
-        results, errors = self._collect(world_size, timeout_s)
+        try:
+            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+                pipe.send((self._group, rank, self._store.port, sys.path, call, timeout_s))
+            results, errors = self._collect(world_size, timeout_s)
+        except BaseException:  # a test's time limit: what comes of this call must not be taken for the next one's
+            self.close()
+            raise
         if errors:
             self.close()
             raise PoolError(f"{fn.__module__}.{fn.__qualname__} on {world_size} ranks\n" + "\n".join(errors))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
+from types import FrameType
 
 import pytest
 import torch
@@ -42,6 +45,28 @@ def test_group_has_the_world_size_asked_for(pool: Pool) -> None:
 
 def test_processes_are_reused(pool: Pool) -> None:
     assert pool.run(os.getpid, 2) == pool.run(os.getpid, 2)
+
+
+def answer_late(what: str) -> str:
+    time.sleep(0.5)
+    return what
+
+
+def test_a_call_that_was_left_answers_no_later_one(pool: Pool) -> None:
+    """As by the time limit of a test."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    pool.run(answer_late, 1, "first")  # its process is there
+    before = signal.signal(signal.SIGUSR2, leave)
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        with pytest.raises(TimeoutError):
+            pool.run(answer_late, 1, "second")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert pool.run(answer_late, 1, "third") == ["third"]
 
 
 def test_failures_are_told_and_the_pool_lives_on(pool: Pool) -> None:
