@@ -64,6 +64,7 @@ class SglangRollout:
         self._longest, self._shape = longest(recipe), read_shape(model_dir)
         self._engine = SglangEngine(engine_arguments(recipe, model_dir))
         self._asleep: set[Part] = set()
+        self._held = self._forgot = False
         self._counted = dict.fromkeys(COUNTS.values(), 0.0)
         self._taken: set[str] = set()
 
@@ -101,6 +102,11 @@ class SglangRollout:
             raise QuintetError(
                 f"the rollout's {' and '.join(sorted(self._asleep))} are asleep: wake them before it generates"
             )
+        if self._forgot:
+            raise QuintetError(
+                "the rollout's weights are undefined: it forgot them when it slept, or the last ones did not arrive whole; it "
+                "generates after update_weights"
+            )
         answers = self._engine.run(jobs, self._progress if tell else lambda done: None) if jobs else []
         for made in answers:
             for name, count in made.counts.items():
@@ -132,11 +138,17 @@ class SglangRollout:
 
     def pause(self) -> None:
         """Hold requests that are under way, and start no others, until `resume`."""
+        self._held = True
         self._engine.pause()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
-        self._engine.resume()
+        """Go on after `pause`; asleep or without weights, once all is there."""
+        self._held = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not (self._held or self._asleep or self._forgot):
+            self._engine.resume()
 
     def abort(self) -> None:
         """Give up requests that are under way: their samples end with finish "abort", with the tokens they have."""
@@ -155,11 +167,13 @@ class SglangRollout:
         return [None]
 
     def update_weights(self, source: WeightSource) -> None:
-        """Take new weights. The prefix cache is emptied; requests that are held go on with the new weights."""
+        """Take new weights. The prefix cache is emptied; requests that are held go on with the new weights. After an error
+        the weights are undefined, and nothing goes on, until the next ones have come."""
         if "weights" in self._asleep:
             raise QuintetError("the rollout's weights are asleep: wake them before new ones arrive")
         self._engine.forget_prefixes()
         self._taken = set()  # what does not come this time must be missed
+        held_back, self._forgot = self._forgot, True
         device = torch.device("cuda", torch.cuda.current_device())
         with contextlib.closing(source.pieces(0)) as pieces:  # type: ignore[type-var]
             for bucket in in_buckets(pieces, self._recipe.bucket_mib, device):
@@ -167,6 +181,9 @@ class SglangRollout:
                 self._engine.load(bucket.flat, bucket.entries)
                 self._taken.update(name for name, *_ in bucket.entries)
         self._engine.forget_prefixes()
+        self._forgot = False
+        if held_back:
+            self._go_on()
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
         """None: SGLang joins tensors as it loads them, and tells checksums of the joined ones alone."""
@@ -184,12 +201,14 @@ class SglangRollout:
             )
         self._engine.release(sorted(parts))
         self._asleep |= parts
+        self._forgot = self._forgot or ("weights" in parts and self._recipe.sleep_level == 2)
 
     def wake(self, part: Part) -> None:
         """Take memory again. After level 2 the weights are undefined until `update_weights`."""
         if part in self._asleep:
             self._engine.restore([part])
             self._asleep.discard(part)
+            self._go_on()
 
     def close(self) -> None:
         """Stop the engine and its processes."""

@@ -76,7 +76,8 @@ class VllmRollout:
             self._engine.rpc("listen_for_routes")
         self._asleep: set[Part] = set()
         self._held = self._closed = False
-        self._forgot = recipe.rollout.quantization is not None  # the directory holds other weights
+        # Whether the weights are undefined: with quantization the directory holds others.
+        self._forgot = recipe.rollout.quantization is not None
         self._counted = dict.fromkeys(COUNTERS.values(), 0.0)
 
     # generation
@@ -138,7 +139,8 @@ class VllmRollout:
             )
         if self._forgot:
             raise QuintetError(
-                "the rollout forgot its weights when it slept, or was made without: it generates after update_weights"
+                "the rollout's weights are undefined: it forgot them when it slept, was made without, or the last ones did not "
+                "arrive whole; it generates after update_weights"
             )
         return self._engine.run(jobs, self._progress if tell else lambda done: None) if jobs else []
 
@@ -159,9 +161,12 @@ class VllmRollout:
         self._engine.pause()
 
     def resume(self) -> None:
-        """Go on after `pause`; asleep, once all is awake."""
+        """Go on after `pause`; asleep or without weights, once all is there."""
         self._held = False
-        if not self._asleep:
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not (self._held or self._asleep or self._forgot):
             self._engine.resume()
 
     def abort(self) -> None:
@@ -186,10 +191,14 @@ class VllmRollout:
 
     def update_weights(self, source: WeightSource) -> None:
         """Take new weights. The prefix cache is emptied; requests that are held begin anew with the new weights. Raises
-        SyncMismatch naming tensors that did not come, or that vLLM's model has no place for."""
+        SyncMismatch naming tensors that did not come, or that vLLM's model has no place for; after any error the weights are
+        undefined, and nothing goes on, until the next ones have come."""
+        held_back, self._forgot = self._forgot, True
         check_taken(self._engine.rpc("take_weights", source))
         self._engine.forget_prefixes()
         self._forgot = False
+        if held_back:
+            self._go_on()
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
         """Fingerprints of the workers' live weights, and the names of tensors that vLLM keeps in another form."""
@@ -215,8 +224,7 @@ class VllmRollout:
             return
         self._engine.rpc("wake_part", part)
         self._asleep.discard(part)
-        if not self._asleep and not self._held:
-            self._engine.resume()
+        self._go_on()
 
     def close(self) -> None:
         """Stop the engine and its processes, once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from quintet.errors import QuintetError, SyncMismatch
+from quintet.errors import QuintetError, SyncFailure, SyncMismatch
 from quintet.rollout import Piece, Request, Sampling
 from tests.oracle.models import hub_names
 from tests.rollout.vllm.conftest import DEVICE
@@ -62,7 +63,7 @@ def test_weights_that_were_forgotten_are_not_used(rollout):
         greedy(rollout)
     rollout.wake("weights")
     rollout.wake("kv_cache")
-    with pytest.raises(QuintetError, match="forgot its weights"):
+    with pytest.raises(QuintetError, match="weights are undefined: it forgot them"):
         greedy(rollout)
     rollout.update_weights(weights_of("qwen3"))
     assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
@@ -99,6 +100,36 @@ def test_requests_under_way_go_on_with_the_new_weights(rollout):
     assert {s.finish for (s,) in rows} == {"length"}
     assert all(len(s.response_ids) == 32 == len(s.policy_logprobs) for (s,) in rows)
     sync(rollout, weights_of("qwen3"))
+    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+
+
+@dataclass
+class Breaking(Source):
+    """Half of the weights; then the channel breaks."""
+
+    def pieces(self, receiver: int) -> Iterator[Piece]:
+        for number, piece in enumerate(super().pieces(receiver)):
+            if number == len(self.tensors) // 2:
+                raise SyncFailure("receiver r: the trainer went away")
+            yield piece
+
+
+def test_nothing_is_generated_with_half_new_weights(rollout):
+    sampling = Sampling(temperature=0, max_response_tokens=32)
+    call = Call(rollout.generate, [Request([k % 60, 1]) for k in range(120)], sampling)
+    call.wait_for_some()
+    rollout.pause()
+    rollout.sleep(0)
+    with pytest.raises(SyncFailure, match="the trainer went away"):
+        rollout.update_weights(Breaking(weights_of("qwen3", seed=7).tensors))
+    rollout.wake("kv_cache")
+    rollout.resume()
+    with pytest.raises(QuintetError, match="did not arrive whole"):
+        greedy(rollout)
+    time.sleep(0.5)
+    assert not call.ended
+    rollout.update_weights(weights_of("qwen3"))
+    assert {s.finish for (s,) in call.result()} == {"length"}
     assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
 
 
