@@ -62,6 +62,12 @@ class Request:
     seed: int = 0
     max_response_tokens: tuple[int, ...] | None = None
 
+    def limits(self, sampling: Sampling) -> tuple[int, ...]:
+        """Most tokens of each sample."""
+        if self.max_response_tokens is None:
+            return (sampling.max_response_tokens,) * self.samples
+        return self.max_response_tokens
+
 
 @dataclass
 class Sample:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from quintet.rollout import Sampling
-from quintet.rollout.native.sampler import draw, exponential_noise, keep_mask, sample_seeds
+from quintet.rollout.native.sampler import draw, exponential_noise, keep_mask
+from quintet.rollout.seeds import sample_seeds
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 

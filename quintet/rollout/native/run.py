@@ -13,9 +13,10 @@ from quintet.packing import Alignment
 from quintet.rollout.base import Sampling
 from quintet.rollout.native.cache import SlotCache
 from quintet.rollout.native.routes import Routes
-from quintet.rollout.native.sampler import draw, sample_seeds
+from quintet.rollout.native.sampler import draw
 from quintet.rollout.native.scheduler import Draft, Scheduler
 from quintet.rollout.native.stage import Stage
+from quintet.rollout.seeds import sample_seeds
 
 
 class Run:

@@ -14,11 +14,6 @@ from quintet.engine.hashing import GOLDEN, mix, shift
 from quintet.rollout.base import Sampling
 
 
-def sample_seeds(seeds: Tensor, numbers: Tensor) -> Tensor:
-    """The seed of sample `numbers` of each request's seed; int64, any shape."""
-    return mix(seeds * GOLDEN + mix(numbers + 1))
-
-
 def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Exponential(1) noise, fp32 [n, vocab], a function of (seed, position, token) alone. seeds, positions: int64 [n]."""
     key = mix(seeds + mix(positions * GOLDEN))

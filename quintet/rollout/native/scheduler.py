@@ -42,7 +42,7 @@ class Scheduler:
         for r, request in enumerate(requests):
             if not request.prompt_ids:
                 raise UserError(f"prompt {r} has no tokens: a response cannot start from nothing")
-            limits = request.max_response_tokens or (sampling.max_response_tokens,) * request.samples
+            limits = request.limits(sampling)
             made = [Draft(r, k, len(request.prompt_ids), limits[k]) for k in range(request.samples)]
             self.sequences.append(made)
             self._waiting.extend(made)

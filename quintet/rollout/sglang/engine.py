@@ -16,11 +16,9 @@ from typing import Any
 
 from quintet.errors import QuintetError
 from quintet.rollout.death import Watch
+from quintet.rollout.served import Progress
 from quintet.rollout.sglang import compat
 from quintet.rollout.sglang.sampling import Answer, Job, answer
-
-Progress = Callable[[int], None]
-"""Told how many jobs of a call are done."""
 
 _LOOK_S = 0.2
 """How often a waiting thread looks whether SGLang's processes live, and how far they are."""
@@ -79,7 +77,6 @@ class SglangEngine:
     # jobs
 
     def run(self, jobs: Sequence[Job], progress: Progress) -> list[Answer]:
-        """Do all jobs; returns when each is done or aborted."""
         done: list[int] = []
         told = 0
 
@@ -105,7 +102,7 @@ class SglangEngine:
 
     async def _one(self, job: Job, begun: int, done: list[int]) -> Answer:
         """The answer of a job, through any number of pauses. begun: how often all was aborted before it."""
-        made = Answer([], [], "abort", [], None, {})
+        made = Answer([], [], "abort")
         while True:
             await self._running.wait()
             if self._aborts != begun:
@@ -140,7 +137,7 @@ class SglangEngine:
         except Exception as error:
             if not compat.was_aborted(error):
                 raise
-            return Answer([], [], "abort", [], None, {})
+            return Answer([], [], "abort")
         finally:
             self._inside -= 1
         return answer(result, rest)
@@ -158,7 +155,6 @@ class SglangEngine:
         self._loop.call_soon_threadsafe(self._running.set)
 
     def abort(self) -> None:
-        """End the jobs of all calls under way, with what they have come to."""
         self._ask(self._abort())
 
     async def _abort(self) -> None:

@@ -12,13 +12,12 @@ probe stands for the fingerprints.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from quintet.errors import QuintetError, UserError
-from quintet.models import read_shape
 from quintet.recipe import schema
 from quintet.recipe.sglang import refusals
 from quintet.rollout.base import (
@@ -31,22 +30,24 @@ from quintet.rollout.base import (
     WeightSource,
     parts_of,
 )
-from quintet.rollout.policy_sample import policy_sample
-from quintet.rollout.seeds import sample_seed
+from quintet.rollout.served import Progress, Served
 from quintet.rollout.sglang import compat
 from quintet.rollout.sglang.buckets import in_buckets
-from quintet.rollout.sglang.engine import Progress, SglangEngine
+from quintet.rollout.sglang.engine import SglangEngine
 from quintet.rollout.sglang.sampling import COUNTS, Answer, Job, parameters, routes_of
-from quintet.rollout.sglang.settings import engine_arguments, longest
+from quintet.rollout.sglang.settings import engine_arguments
 
 
-class SglangRollout:
+class SglangRollout(Served[Job, Answer]):
     """SGLang on the devices of one rollout: rollout.layout.tp of them. Untested on GPUs: see above.
 
     model_dir: a Hugging Face directory, whose weights are good until the first sync. device: cuda. decode: token ids →
     text. progress: told how many samples of a call are done. Raises UserError for an SGLang that is missing or not
     supported, and for what it cannot do or does not know.
     """
+
+    title = "SGLang"
+    _engine: SglangEngine
 
     def __init__(
         self,
@@ -60,105 +61,35 @@ class SglangRollout:
         for _, sentence in refusals(recipe.rollout):
             raise UserError(sentence)
         compat.prepare(device)
-        self._recipe, self._decode, self._progress = recipe.rollout, decode, progress
-        self._longest, self._shape = longest(recipe), read_shape(model_dir)
-        self._engine = SglangEngine(engine_arguments(recipe, model_dir))
-        self._asleep: set[Part] = set()
-        self._held = self._forgot = False
-        self._counted = dict.fromkeys(COUNTS.values(), 0.0)
+        engine = SglangEngine(engine_arguments(recipe, model_dir))
+        super().__init__(recipe, model_dir, engine, decode, progress)
+        self._totals = dict.fromkeys(COUNTS.values(), 0.0)
         self._taken: set[str] = set()
 
-    # generation
+    # jobs
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        """Responses of each request, in order. Raises WorkerFailure when a process of the engine dies."""
-        if sampling.stop and not self._recipe.stop:
-            raise UserError(
-                "SGLang was made without a tokenizer, which stop strings need: give at least one in rollout.stop"
-            )
-        jobs = [
-            self._job(at, request, number, sampling)
-            for at, request in enumerate(requests)
-            for number in range(request.samples)
-        ]
-        answers = iter(self._run(jobs))
-        return [[self._sample(r, next(answers), sampling) for _ in range(r.samples)] for r in requests]
+    def _to_write(self, request: Request, number: int, seed: int, sampling: Sampling) -> Job:
+        asked = parameters(sampling, request, number, seed)
+        ends = frozenset(asked["stop_token_ids"])
+        return Job(list(request.prompt_ids), asked, ends=ends, routes=self._recipe.return_routes)
 
-    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
-        for at, ids in enumerate(sequences):
-            if len(ids) >= self._longest:
-                raise UserError(
-                    f"sequence {at} has {len(ids)} tokens; SGLang was made for {self._longest - 1}: raise "
-                    "data.max_prompt_tokens or rollout.max_response_tokens"
-                )
-        asked = {"temperature": 1.0, "max_new_tokens": 0}
-        jobs = [Job(list(ids), asked, start=0) for ids in sequences if len(ids) > 1]
-        answers = iter(self._run(jobs, tell=False))
-        return [next(answers).prompt_logprobs if len(ids) > 1 else [] for ids in sequences]
+    def _to_score(self, ids: list[int]) -> Job:
+        return Job(ids, {"temperature": 1.0, "max_new_tokens": 0}, start=0)
 
-    def _run(self, jobs: list[Job], tell: bool = True) -> list[Answer]:
-        if self._asleep:
-            raise QuintetError(
-                f"the rollout's {' and '.join(sorted(self._asleep))} are asleep: wake them before it generates"
-            )
-        if self._forgot:
-            raise QuintetError(
-                "the rollout's weights are undefined: it forgot them when it slept, or the last ones did not arrive whole; it "
-                "generates after update_weights"
-            )
-        answers = self._engine.run(jobs, self._progress if tell else lambda done: None) if jobs else []
+    def _run(self, jobs: list[Job], progress: Progress) -> list[Answer]:
+        answers = super()._run(jobs, progress)
         for made in answers:
             for name, count in made.counts.items():
-                self._counted[name] += count
+                self._totals[name] += count
         return answers
 
-    def _job(self, at: int, request: Request, number: int, sampling: Sampling) -> Job:
-        if not request.prompt_ids:
-            raise UserError(f"prompt {at} has no tokens: a response cannot start from nothing")
-        asked = parameters(sampling, request, number, sample_seed(request.seed, number))
-        if len(request.prompt_ids) + asked["max_new_tokens"] > self._longest:
-            raise UserError(
-                f"prompt {at} has {len(request.prompt_ids)} tokens and its response may have {asked['max_new_tokens']}; SGLang "
-                f"was made for {self._longest} in all: raise data.max_prompt_tokens or rollout.max_response_tokens"
-            )
-        return Job(
-            list(request.prompt_ids),
-            asked,
-            ends=frozenset(asked["stop_token_ids"]),
-            routes=self._recipe.return_routes,
-        )
+    def _add_routes(self, samples: list[Sample], answers: list[Answer], prompts: list[int]) -> None:
+        for sample, made, prompt in zip(samples, answers, prompts, strict=True):
+            if made.routes is not None:
+                sample.routes = routes_of(made.routes, self._shape, prompt + len(sample.response_ids))
 
-    def _sample(self, request: Request, made: Answer, sampling: Sampling) -> Sample:
-        sample = policy_sample(made.response_ids, made.logprobs, made.finish, sampling, self._decode)
-        if made.routes is not None:
-            tokens = len(request.prompt_ids) + len(made.response_ids)
-            sample.routes = routes_of(made.routes, self._shape, tokens)
-        return sample
-
-    def pause(self) -> None:
-        """Hold requests that are under way, and start no others, until `resume`."""
-        self._held = True
-        self._engine.pause()
-
-    def resume(self) -> None:
-        """Go on after `pause`; asleep or without weights, once all is there."""
-        self._held = False
-        self._go_on()
-
-    def _go_on(self) -> None:
-        if not (self._held or self._asleep or self._forgot):
-            self._engine.resume()
-
-    def abort(self) -> None:
-        """Give up requests that are under way: their samples end with finish "abort", with the tokens they have."""
-        self._engine.abort()
-
-    def metrics(self) -> dict[str, float]:
-        """What was counted since the last call: prefix cache tokens asked for and found; with speculation, drafts, their
-        tokens, and those accepted."""
-        since, self._counted = self._counted, dict.fromkeys(COUNTS.values(), 0.0)
-        return since
+    def _counts(self) -> dict[str, float]:
+        return dict(self._totals)
 
     # weights and memory
 
@@ -173,17 +104,13 @@ class SglangRollout:
             raise QuintetError("the rollout's weights are asleep: wake them before new ones arrive")
         self._engine.forget_prefixes()
         self._taken = set()  # what does not come this time must be missed
-        held_back, self._forgot = self._forgot, True
         device = torch.device("cuda", torch.cuda.current_device())
-        with contextlib.closing(source.pieces(0)) as pieces:  # type: ignore[type-var]
+        with self._weights_arriving(), contextlib.closing(source.pieces(0)) as pieces:  # type: ignore[type-var]
             for bucket in in_buckets(pieces, self._recipe.bucket_mib, device):
                 torch.cuda.current_stream(device).synchronize()
                 self._engine.load(bucket.flat, bucket.entries)
                 self._taken.update(name for name, *_ in bucket.entries)
-        self._engine.forget_prefixes()
-        self._forgot = False
-        if held_back:
-            self._go_on()
+            self._engine.forget_prefixes()
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
         """None: SGLang joins tensors as it loads them, and tells checksums of the joined ones alone."""
@@ -209,7 +136,3 @@ class SglangRollout:
             self._engine.restore([part])
             self._asleep.discard(part)
             self._go_on()
-
-    def close(self) -> None:
-        """Stop the engine and its processes."""
-        self._engine.close()

@@ -10,42 +10,35 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from quintet.errors import QuintetError
 from quintet.models.shape import ModelShape
+from quintet.rollout import served
 from quintet.rollout.base import Request, Sampling
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(served.Job):
     """One response to write, or one sequence to score.
 
-    parameters: SGLang's sampling parameters. start: from which prompt token on log-probs are told; None is none. ends: the
-    tokens that end a response.
+    start: from which prompt token on log-probs are told; None is none. ends: the tokens that end a response. routes: whether
+    they are told.
     """
 
-    prompt_ids: list[int]
-    parameters: dict[str, Any]
     start: int | None = None
     ends: frozenset[int] = frozenset()
     routes: bool = False
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What became of a job. logprobs: one a response token; prompt_logprobs: one a prompt token but the first, where asked;
-    counts: what SGLang counted on the way."""
+class Answer(served.Answer):
+    """What became of a job. counts: what SGLang counted on the way."""
 
-    response_ids: list[int]
-    logprobs: list[float]
-    finish: str
-    prompt_logprobs: list[float]
-    routes: np.ndarray | None
-    counts: dict[str, float]
+    counts: dict[str, float] = field(default_factory=dict)
 
 
 COUNTS = {
@@ -60,14 +53,13 @@ COUNTS = {
 
 def parameters(sampling: Sampling, request: Request, number: int, seed: int) -> dict[str, Any]:
     """SGLang's sampling parameters for sample `number` of a request."""
-    limits = request.max_response_tokens
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
         "min_p": sampling.min_p,
         "sampling_seed": seed,
-        "max_new_tokens": sampling.max_response_tokens if limits is None else limits[number],
+        "max_new_tokens": request.limits(sampling)[number],
         "stop": list(sampling.stop),
         "stop_token_ids": [] if sampling.ignore_end else list(sampling.stop_token_ids),
         # Besides the end-of-sequence tokens of the model's config, this leaves stop_token_ids out of account.

@@ -8,6 +8,7 @@ from typing import Any
 from quintet.recipe import schema
 from quintet.recipe.sglang import DECIDED, deterministic
 from quintet.rollout.options import passed_through
+from quintet.rollout.served import longest
 from quintet.rollout.sglang import compat
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -41,8 +42,3 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path) -> dict[str, Any]:
     known = compat.engine_fields() if rollout.sglang else frozenset()
     names = f"the ServerArgs of sglang {', '.join(compat.SUPPORTED)}"
     return arguments | passed_through("rollout.sglang", rollout.sglang, DECIDED, known, names)
-
-
-def longest(recipe: schema.Recipe) -> int:
-    """Most tokens of a sequence: the recipe's longest sample, and one more, which scoring it may ask for."""
-    return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + 1

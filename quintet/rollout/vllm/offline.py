@@ -12,9 +12,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from quintet.rollout.death import Watch
+from quintet.rollout.served import Job, Progress
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.extension import answers, call
-from quintet.rollout.vllm.jobs import Answer, Job, Progress, answer
+from quintet.rollout.vllm.jobs import Answer, answer
 from quintet.rollout.vllm.sampling import told
 
 
@@ -111,7 +112,7 @@ class OfflineEngine:
         with self._between_steps():
             for name in self._under_way:
                 ids, logprobs = compat.unfinished(self._engine, name)
-                self._aborted[name] = Answer(name, ids, told(logprobs), "abort")
+                self._aborted[name] = Answer(ids, told(logprobs), "abort", name=name)
             self._engine.abort_request(list(self._under_way))
             self._under_way.clear()
 

@@ -36,14 +36,13 @@ def check(sampling: Sampling, mode: Mode) -> None:
 
 def parameters(sampling: Sampling, request: Request, number: int, seed: int) -> dict[str, Any]:
     """Arguments of vLLM's SamplingParams for sample `number` of a request."""
-    limits = request.max_response_tokens
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "seed": seed,
-        "max_tokens": sampling.max_response_tokens if limits is None else limits[number],
+        "max_tokens": request.limits(sampling)[number],
         "stop": list(sampling.stop),
         "stop_token_ids": [] if sampling.ignore_end else list(sampling.stop_token_ids),
         "ignore_eos": True,  # stop_token_ids say all that ends a response

@@ -9,8 +9,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from quintet.rollout.death import Watch
+from quintet.rollout.served import Job, Progress
 from quintet.rollout.vllm.extension import answers, call
-from quintet.rollout.vllm.jobs import Answer, Job, Progress, answer
+from quintet.rollout.vllm.jobs import Answer, answer
 
 T = TypeVar("T")
 

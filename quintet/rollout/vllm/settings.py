@@ -14,6 +14,7 @@ from quintet.recipe import schema
 from quintet.recipe.rollout import layout_of_copy
 from quintet.recipe.vllm import CPU_EXPERTS, DECIDED
 from quintet.rollout.options import passed_through
+from quintet.rollout.served import longest
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.extension import EXTENSION
 from quintet.rollout.vllm.fp8 import fp8_arguments
@@ -64,11 +65,6 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         fp8["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | fp8["hf_overrides"]
         arguments |= fp8
     return arguments
-
-
-def longest(recipe: schema.Recipe) -> int:
-    """Most tokens of a sequence in vLLM: the recipe's longest sample, and one more, which scoring it asks vLLM for."""
-    return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + 1
 
 
 def _kv_bytes(recipe: schema.Recipe, model_dir: Path, dtype: str) -> int:

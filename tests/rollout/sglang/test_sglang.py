@@ -17,8 +17,10 @@ from quintet.rollout.base import Piece, Request, Sampling
 from quintet.rollout.sglang import compat
 from quintet.rollout.sglang.buckets import in_buckets
 from quintet.rollout.sglang.engine import SglangEngine
+from quintet.rollout.sglang.rollout import SglangRollout
 from quintet.rollout.sglang.sampling import Job, answer, parameters, routes_of
 from quintet.rollout.sglang.settings import engine_arguments
+from tests.models.directory import write_model
 from tests.rollout.sglang import stand_in
 
 # what is asked
@@ -314,18 +316,25 @@ def test_a_part_of_a_tensor_is_refused():
 
 
 @pytest.fixture
-def engine(monkeypatch):
-    made = {}
+def stand_ins(monkeypatch):
+    """The stand-ins of SGLang's engine that were made instead of it."""
+    made = []
 
     def make(arguments):
-        made["engine"] = stand_in.Engine(**arguments)
-        return made["engine"]
+        made.append(stand_in.Engine(**arguments))
+        return made[-1]
 
     monkeypatch.setattr(compat, "make_engine", make)
+    monkeypatch.setattr(compat, "prepare", lambda device: None)
     monkeypatch.setattr(compat, "release", lambda engine, parts: engine.release(list(parts)))
     monkeypatch.setattr(compat, "restore", lambda engine, parts: engine.restore(list(parts)))
+    return made
+
+
+@pytest.fixture
+def engine(stand_ins):
     one = SglangEngine({"tp_size": 1})
-    one.inner = made["engine"]
+    (one.inner,) = stand_ins
     yield one
     one.close()
 
@@ -435,3 +444,47 @@ def test_an_engine_that_does_not_start_says_why(monkeypatch):
     monkeypatch.setattr(compat, "make_engine", fails)
     with pytest.raises(RuntimeError, match="no room"):
         SglangEngine({"tp_size": 1})
+
+
+@pytest.fixture
+def start(stand_ins, tmp_path):
+    """`start(**rollout)`: a rollout on the stand-in."""
+    made = []
+
+    def one(**rollout):
+        made.append(SglangRollout(recipe(**rollout), write_model(tmp_path / "m"), device="cuda", decode=str))
+        return made[-1]
+
+    yield one
+    for rollout in made:
+        rollout.close()
+
+
+def test_samples_and_counts_of_the_rollout(start):
+    rollout = start()
+    ((sample, _),) = rollout.generate([Request([1, 2], samples=2)], Sampling(max_response_tokens=3))
+    assert sample.response_ids == [3, 4, 5]
+    assert sample.policy_logprobs == [-3.0, -4.0, -5.0]
+    counted = rollout.metrics()
+    assert counted["prefix_cache_queries"] == 4
+    assert counted["prefix_cache_hits"] == 2
+    assert set(rollout.metrics().values()) == {0.0}
+    assert rollout.score([[4, 5, 6]]) == [[-5.0, -6.0]]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_generates_once_awake_and_never_with_weights_it_forgot(start, level):
+    rollout = start(sleep_level=level)
+    ask = ([Request([1])], Sampling(max_response_tokens=2))
+    rollout.pause()
+    rollout.sleep(level)
+    rollout.resume()
+    rollout.wake("weights")
+    with pytest.raises(QuintetError, match="kv_cache are asleep"):
+        rollout.generate(*ask)
+    rollout.wake("kv_cache")
+    if level == 1:
+        assert rollout.generate(*ask)[0][0].response_ids == [2, 3]
+    else:
+        with pytest.raises(QuintetError, match="weights are undefined"):
+            rollout.generate(*ask)
