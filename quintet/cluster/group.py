@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,8 +39,8 @@ class WorkerGroup:
     `layout` (of the recipe) decides whether CUDA needs a single connection; `name` names the logs, and with `told` the
     ranks in messages too ("rollout-1 rank 0"); `pack` puts them on as few nodes as hold them, whatever
     cluster.ranks_per_node says. A rank has `devices_per_rank` devices of its own; or, with `beside`, those of
-    the ranks of another group that it sits beside, on their node. Raises UserError when the cluster cannot hold the ranks,
-    WorkerFailure when a rank fails to start.
+    the ranks of another group that it sits beside, on their node. `given_up`, once set by another thread, ends the start.
+    Raises UserError when the cluster cannot hold the ranks, WorkerFailure when a rank fails to start, or the start is given up.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class WorkerGroup:
         pack: bool = False,
         devices_per_rank: int = 1,
         beside: Sequence[Sequence[Location]] | None = None,
+        given_up: threading.Event | None = None,
         **kwargs: Any,
     ) -> None:
         self.cluster = cluster
@@ -68,6 +70,7 @@ class WorkerGroup:
         self._broken: WorkerFailure | None = None
         self._stopped: dict[int, float] = {}
         self._posts = ""
+        self._given_up = given_up or threading.Event()
         began = time.perf_counter()
         cluster.adopt(self)
         try:
@@ -76,6 +79,7 @@ class WorkerGroup:
                 self._place(devices_per_rank, per_node) if beside is None else self._place_beside(beside)
             )
             """Where each rank is."""
+            self._going_on()
             self._build(worker_class, layout, kwargs)
         except BaseException:
             self.close()
@@ -283,11 +287,22 @@ class WorkerGroup:
                 single_cuda_connection=single,
             )
             refs[rank] = [self._seats[rank].build.remote(order, blob)]
-        limited = PendingCall(self, refs, one_to_all, [{}] * self.n_ranks, "setup").result()
+        building = PendingCall(self, refs, one_to_all, [{}] * self.n_ranks, "setup")
+        building.others = self._no_more
+        limited = building.result()
         if any(limited):
             self.cluster.say(
                 f"{self.name}: CUDA_DEVICE_MAX_CONNECTIONS=1, which this layout (tp or cp > 1) needs on these GPUs"
             )
+
+    def _no_more(self) -> WorkerFailure | None:
+        if self._given_up.is_set():
+            return WorkerFailure(f"the start of {self.name} was given up", phase="setup")
+        return None
+
+    def _going_on(self) -> None:
+        if (failure := self._no_more()) is not None:
+            raise failure
 
     # --- calling ---
 

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# Read by Ray when it is imported or started. The last one keeps `uv run` from packing up the working directory
-# and building an environment anew for every worker.
+# Read by Ray when it is imported or started. The last but one keeps `uv run` from packing up the working directory
+# and building an environment anew for every worker; with the last one, a thread that asks Ray something after its end
+# gets an error, and no new Ray.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 import psutil
 import ray

@@ -6,8 +6,9 @@ generated is lost by then: a copy of its samples is in the object store until th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -66,27 +67,34 @@ class Replicas:
     # life and death
 
     def start(self) -> None:
-        """Start those that are missing, all at once."""
+        """Start those that are missing, all at once. An error that ends the run ends the others' start too."""
         absent = [number for number, group in enumerate(self.groups) if group is None]
+        given_up = threading.Event()
         pool = ThreadPoolExecutor(len(absent))
+        starting = {pool.submit(self._start_one, number, given_up): number for number in absent}
         try:
-            made = list(pool.map(self._start_one, absent))
+            for done in as_completed(starting):
+                number, made = starting[done], done.result()
+                if isinstance(made, QuintetError):
+                    self._lose(number, made)
+                else:
+                    self.groups[number] = made
+        except QuintetError:
+            given_up.set()
+            pool.shutdown()
+            raise
         finally:  # Ctrl-C: what still starts is cut off when its cluster goes
+            given_up.set()
             pool.shutdown(wait=False, cancel_futures=True)
-        for number, group in zip(absent, made, strict=True):
-            if isinstance(group, QuintetError):
-                self._lose(number, group)
-            else:
-                self.groups[number] = group
 
-    def _start_one(self, number: int) -> WorkerGroup | QuintetError:
+    def _start_one(self, number: int, given_up: threading.Event) -> WorkerGroup | QuintetError:
         ranks, size = processes_of_copy(self._recipe), devices_of_copy(self._recipe)
         beside = None
-        if self.colocated:
-            there = self._policy.locations[number * size : (number + 1) * size]
-            beside = [[one] for one in there] if ranks == size else [there]
-            self._check_node(number, beside)
         try:
+            if self.colocated:
+                there = self._policy.locations[number * size : (number + 1) * size]
+                beside = [[one] for one in there] if ranks == size else [there]
+                self._check_node(number, beside)
             return WorkerGroup(
                 self._cluster,
                 "quintet.train.rollout_worker:RolloutWorker",
@@ -96,11 +104,12 @@ class Replicas:
                 pack=True,
                 devices_per_rank=size // ranks,
                 beside=beside,
+                given_up=given_up,
                 recipe=self._recipe,
                 model_dir=self._model_dir,
             )
-        except WorkerFailure as failure:
-            return failure
+        except QuintetError as error:
+            return error
 
     def _check_node(self, number: int, beside: Sequence[Sequence[Location]]) -> None:
         """One process drives devices of its own node alone."""

@@ -1,0 +1,79 @@
+"""Copies of the rollout start together: one that cannot ends the others' start."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from quintet.cluster.cluster import Cluster
+from quintet.cluster.group import WorkerGroup
+from quintet.cluster.progress import KEY_VARIABLE
+from quintet.cluster.worker import Place
+from quintet.errors import UserError
+from quintet.recipe import Recipe
+from quintet.recipe.schema import Cluster as ClusterSettings
+from quintet.recipe.schema import Rollout
+from quintet.train import replicas
+from tests.cluster.workers import Light
+from tests.patience import BUSY
+
+
+class Choosy(Light):
+    """rollout-1 refuses its options once the others have begun; those take their time."""
+
+    def __init__(self, place: Place, recipe: Recipe, model_dir: Path) -> None:
+        super().__init__(place)
+        self.begun = model_dir / str(os.getpid())
+
+    def setup(self) -> None:
+        self.begun.touch()
+        if "rollout-1" in os.environ[KEY_VARIABLE]:
+            while len(list(self.begun.parent.iterdir())) < 2:
+                time.sleep(0.05)
+            raise UserError("rollout.vllm.seed is decided by quintet")
+        time.sleep(1000)
+
+
+def left(pids: list[int]) -> list[int]:
+    """Those that still run."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
+
+
+def test_one_that_cannot_start_ends_the_start_of_the_others(
+    ray_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def group(cluster: Cluster, worker: str, ranks: int, **rest: Any) -> WorkerGroup:
+        return WorkerGroup(cluster, Choosy, ranks, **rest)
+
+    monkeypatch.setattr(replicas, "WorkerGroup", group)
+    recipe = Recipe(cluster=ClusterSettings(ranks=2), rollout=Rollout(own_processes=True, restart=True))
+    nodes = [SimpleNamespace(node_id=ray_cluster_node(), gpus=())] * 2
+    policy: Any = SimpleNamespace(locations=nodes)
+    made = replicas.Replicas(ray_cluster, recipe, tmp_path, policy, SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^rollout\.vllm\.seed is decided by quintet$"):
+        made.start()
+    pids = [int(one.name) for one in tmp_path.iterdir()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 5 * BUSY
+    while left(pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert made.missing()
+
+
+def ray_cluster_node() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
