@@ -102,7 +102,7 @@ def _count(parameters: int) -> str:
 
 
 def _layout(recipe: Recipe) -> str:
-    from quintet.recipe.features import data_parallel
+    from quintet.recipe.derived import data_parallel
 
     ranks, layout = recipe.cluster.ranks, recipe.layout
     sp, vpp = " with sp" if layout.sp else "", f" with vpp {layout.vpp}" if layout.vpp > 1 else ""
@@ -113,7 +113,7 @@ def _layout(recipe: Recipe) -> str:
 
 
 def _experts(recipe: Recipe, experts: int) -> str:
-    from quintet.recipe.features import expert_tp
+    from quintet.recipe.derived import expert_tp
 
     layout, etp = recipe.layout, expert_tp(recipe)
     edp = recipe.cluster.ranks // (layout.pp * layout.ep * etp)
@@ -122,9 +122,8 @@ def _experts(recipe: Recipe, experts: int) -> str:
 
 
 def _rollout(recipe: Recipe) -> str:
-    from quintet.recipe.features import shares_weights
     from quintet.recipe.rollout import copies as own_copies
-    from quintet.recipe.rollout import layout_of_copy, own_processes
+    from quintet.recipe.rollout import layout_of_copy, own_processes, shares_weights
 
     layout = recipe.rollout.layout
     if own_processes(recipe):
@@ -184,7 +183,7 @@ def _rows(recipe: Recipe) -> str:
 def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:
     """By the formula of `quintet.plan`, of the fullest rank and the most demanding optimizer that the command starts."""
     from quintet.plan import Place, Setup, rank_memory
-    from quintet.recipe.features import optimizers
+    from quintet.recipe.derived import optimizers
     from quintet.recipe.lora import lora_shape
 
     on_cpu = recipe.cluster.device == "cpu"

@@ -7,7 +7,7 @@ from typing import Literal
 from quintet.models import ModelShape, family_named
 from quintet.models.lora import adapter_parameters
 from quintet.recipe import schema
-from quintet.recipe.features import optimizers
+from quintet.recipe.derived import optimizers
 from quintet.recipe.lora import lora_shape
 
 Type = Literal["fp32", "bf16"]

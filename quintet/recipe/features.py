@@ -1,8 +1,6 @@
-"""What a recipe can switch on, which two of those cannot be combined, and what this version does not offer yet.
+"""What a recipe can switch on: each is on or off by the recipe and the model's shape alone.
 
-Each is on or off by the recipe and the model's shape alone. What cannot work is refused by name, with what to do
-instead; nothing is ever ignored. The tables here are the one place for it: the rules iterate over them, and so does the
-test that wants every pair of features either tried or refused.
+Which of them cannot be combined is told in `quintet.recipe.refused`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quintet.models.shape import ModelShape
-from quintet.recipe.rollout import own_processes
+from quintet.recipe.derived import data_parallel, expert_tp, optimizers
+from quintet.recipe.rollout import own_processes, shares_weights
 from quintet.recipe.schema import Optimizer, Recipe
 
 IsOn = Callable[[Recipe, ModelShape | None], bool]
@@ -38,83 +37,17 @@ class Feature:
         return self.keys[0]
 
 
-@dataclass(frozen=True)
-class RefusedPair:
-    """Two features, by id, that cannot be combined: why, and what to do instead.
-
-    `instead` may name {tp} and {pp}, the sizes of the training layout. commands: those that would combine them.
-    """
-
-    first: str
-    second: str
-    why: str
-    instead: str
-    commands: tuple[str, ...] = ("train", "sft", "generate", "eval")
-
-    def sentence(self, recipe: Recipe | None = None) -> str:
-        """What the user is told; without a recipe, with "…" for its sizes."""
-        a, b = FEATURES[self.first], FEATURES[self.second]
-        sizes = {name: getattr(recipe.layout, name) if recipe else "…" for name in ("tp", "pp")}
-        instead = self.instead.format(**sizes)
-        return f"{a.key} ({a.name}) does not go with {b.key} ({b.name}): {self.why}; {instead}"
-
-
-@dataclass(frozen=True)
-class NotAvailable:
-    """A feature this version does not have, and what a user does instead."""
-
-    feature: Feature
-    instead: str
-
-
-@dataclass(frozen=True)
-class NeedsGpu:
-    """A feature that does not work on CPU ranks: why, and what a user does instead."""
-
-    feature: str
-    why: str
-    instead: str
-
-    @property
-    def sentence(self) -> str:
-        one = FEATURES[self.feature]
-        return f"{one.key} ({one.name}) needs GPUs: {self.why}; {self.instead}"
-
-
-def optimizers(recipe: Recipe) -> dict[str, Optimizer]:
-    """The optimizer sections of a recipe, by key."""
-    found = {"optimizer": recipe.optimizer}
-    return found if recipe.sft is None else found | {"sft.optimizer": recipe.sft.optimizer}
-
-
-def expert_tp(recipe: Recipe) -> int:
-    """Size of the expert tensor-parallel axis."""
-    return recipe.layout.tp if recipe.layout.etp is None else recipe.layout.etp
-
-
-def data_parallel(recipe: Recipe) -> int:
-    """Size of the data-parallel axis; meaningful once the layout divides the ranks."""
-    layout = recipe.layout
-    return max(1, recipe.cluster.ranks // (layout.tp * layout.pp * layout.cp))
-
-
-def shares_weights(recipe: Recipe) -> bool:
-    """Whether the rollout reads the engine's own parameters: its layout is the training layout."""
-    layout, rollout = recipe.layout, recipe.rollout.layout
-    if own_processes(recipe):
-        return False
-    return rollout is None or type(layout)(tp=rollout.tp, pp=rollout.pp).model_dump() == layout.model_dump()
-
-
 def _has_experts(shape: ModelShape | None) -> bool:
     return shape is not None and shape.moe is not None
 
 
-def _any_optimizer(is_on: Callable[[Optimizer], bool]) -> IsOn:
+def any_optimizer(is_on: Callable[[Optimizer], bool]) -> IsOn:
+    """On where it is of any of the recipe's optimizers."""
     return lambda recipe, shape: any(is_on(one) for one in optimizers(recipe).values())
 
 
-def _of_optimizers(name: str) -> tuple[str, ...]:
+def of_optimizers(name: str) -> tuple[str, ...]:
+    """The keys of this name in all optimizer sections."""
     return f"optimizer.{name}", f"sft.optimizer.{name}"
 
 
@@ -212,29 +145,29 @@ _ENGINE = [
     Feature(
         "adam",
         "Adam with L2 weight decay",
-        _of_optimizers("name"),
-        _any_optimizer(lambda o: o.name == "adam"),
+        of_optimizers("name"),
+        any_optimizer(lambda o: o.name == "adam"),
         choice="optimizer.name",
     ),
     Feature(
         "sgd",
         "SGD",
-        _of_optimizers("name"),
-        _any_optimizer(lambda o: o.name == "sgd"),
+        of_optimizers("name"),
+        any_optimizer(lambda o: o.name == "sgd"),
         choice="optimizer.name",
     ),
     Feature("lora", "low-rank adapters", ("lora",), lambda r, s: r.lora is not None),
     Feature(
         "lr_multipliers",
         "learning rates by parameter",
-        _of_optimizers("lr_multipliers"),
-        _any_optimizer(lambda o: bool(o.lr_multipliers)),
+        of_optimizers("lr_multipliers"),
+        any_optimizer(lambda o: bool(o.lr_multipliers)),
     ),
     Feature(
         "cpu_optimizer",
         "optimizer state on the CPU",
-        _of_optimizers("cpu_fraction"),
-        _any_optimizer(lambda o: o.cpu_fraction > 0),
+        of_optimizers("cpu_fraction"),
+        any_optimizer(lambda o: o.cpu_fraction > 0),
     ),
     Feature(
         "offload_params",
@@ -306,117 +239,7 @@ _LOOP = [
 FEATURES: dict[str, Feature] = {one.id: one for one in (*_ENGINE, *_LOOP)}
 """Every feature, by id. Those with `engine` are what the training engine can be asked for."""
 
-_GENERATES = ("train", "generate", "eval")
-_SHARED = "it reads them only where tp, sp and pp alone cut them"
-_GIVE_LAYOUT = "set rollout.layout.tp={tp}, and weights are resharded after each step"
-REFUSED_PAIRS = [
-    *(
-        RefusedPair(other, "shared_rollout", _SHARED, _GIVE_LAYOUT, _GENERATES)
-        for other in ("cp_all_gather", "cp_all_to_all", "ep", "etp_apart", "vpp")
-    ),
-    RefusedPair(
-        "offload_params",
-        "shared_rollout",
-        "the rollout generates with the very parameters that would be away",
-        "set rollout.layout.tp to another size than layout.tp, so that it has weights of its own, or engine.offload_params=0",
-        _GENERATES,
-    ),
-    *(
-        RefusedPair(
-            f"offload_{kind}",
-            "separate_rollout",
-            "training state and rollout both keep their devices, and nothing has to make room",
-            f"set engine.offload_{kind}=0",
-            _GENERATES,
-        )
-        for kind in ("params", "grads", "optimizer")
-    ),
-    RefusedPair(
-        "sgd",
-        "distributed_optimizer",
-        "megatron-core's distributed optimizer holds Adam's state only",
-        "set engine.distributed_optimizer=false, or use adamw",
-    ),
-    *(
-        RefusedPair(
-            other,
-            "cpu_optimizer",
-            "megatron-core updates adamw alone on the CPU",
-            "use adamw, or set cpu_fraction=0",
-        )
-        for other in ("adam", "sgd")
-    ),
-    RefusedPair(
-        "lora",
-        "cpu_optimizer",
-        "the state of adapters is too small to be worth the way to the CPU, and has not been tried there",
-        "set cpu_fraction=0",
-    ),
-    *(
-        RefusedPair(
-            other,
-            "cpu_optimizer",
-            "megatron-core keeps state on the CPU for the distributed optimizer of bf16 parameters alone",
-            "set engine.distributed_optimizer=true and model.dtype=bf16, or cpu_fraction=0",
-        )
-        for other in ("whole_optimizer", "fp32")
-    ),
-]
-"""Pairs that are refused. A pair of one choice needs no entry: the key takes one value."""
-
-
-def refused_pair(first: str, second: str) -> str | None:
-    """The sentence with which two features, by id, are refused together; None where they can be combined."""
-    for pair in REFUSED_PAIRS:
-        if {first, second} == {pair.first, pair.second}:
-            return pair.sentence()
-    a, b = FEATURES[first], FEATURES[second]
-    if a is not b and a.choice and a.choice == b.choice:
-        return f"{a.name} and {b.name} are two values of {a.choice}, which takes one"
-    return None
-
 
 def features_on(recipe: Recipe, shape: ModelShape | None = None) -> set[str]:
     """Ids of what a recipe switches on. What depends on the model is off without its shape."""
     return {one.id for one in FEATURES.values() if one.is_on(recipe, shape)}
-
-
-NEEDS_GPU = [
-    NeedsGpu(
-        "transformer_engine",
-        "TransformerEngine runs on CUDA alone",
-        "use engine.backend=portable or auto, or cluster.device=cuda",
-    ),
-    NeedsGpu(
-        "cpu_optimizer",
-        "on CPU ranks all of the optimizer is on the CPU already, and megatron-core's hybrid optimizer does not run there",
-        "set cpu_fraction=0",
-    ),
-    NeedsGpu("fp8_rollout", "its kernels run on CUDA alone", "set rollout.quantization=null"),
-]
-"""What CPU ranks cannot do."""
-
-
-def _available_later(id: str, name: str, keys: tuple[str, ...], is_on: IsOn, instead: str) -> NotAvailable:
-    return NotAvailable(Feature(id, name, keys, is_on), instead)
-
-
-NOT_AVAILABLE = [
-    _available_later(
-        "rollout_ep",
-        "expert parallelism in the native rollout",
-        ("rollout.layout.ep", "rollout.backend"),
-        lambda r, s: (
-            r.rollout.backend == "native" and r.rollout.layout is not None and r.rollout.layout.ep > 1
-        ),
-        "use rollout.layout.ep=1: every rank of the rollout then holds all experts; or rollout.backend=vllm",
-    ),
-    _available_later(
-        "muon",
-        "Muon",
-        _of_optimizers("name"),
-        _any_optimizer(lambda o: o.name == "muon"),
-        "use adamw: megatron-core's Muon needs a package that does not come with it, and refuses the distributed optimizer",
-    ),
-]
-"""What this version does not offer."""

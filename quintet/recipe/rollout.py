@@ -11,6 +11,14 @@ def own_processes(recipe: Recipe) -> bool:
     return rollout.backend != "native" or rollout.placement == "separate" or rollout.own_processes
 
 
+def shares_weights(recipe: Recipe) -> bool:
+    """Whether the rollout reads the engine's own parameters: its layout is the training layout."""
+    layout, rollout = recipe.layout, recipe.rollout.layout
+    if own_processes(recipe):
+        return False
+    return rollout is None or type(layout)(tp=rollout.tp, pp=rollout.pp).model_dump() == layout.model_dump()
+
+
 def layout_of_copy(recipe: Recipe) -> RolloutLayout:
     """The layout of one copy in processes of its own: rollout.layout, or one device."""
     return recipe.rollout.layout or RolloutLayout()

@@ -15,7 +15,7 @@ from quintet.engine.offload import Offloader
 from quintet.engine.reshard import Resharder
 from quintet.engine.shards import shard_map
 from quintet.recipe import schema
-from quintet.recipe.features import shares_weights
+from quintet.recipe.rollout import shares_weights
 from quintet.rollout import Fingerprints, Part, Request, Sample, Sampling
 from quintet.rollout.native import NativeRollout
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from quintet.cluster.dispatch import all_to_all
 from quintet.cluster.group import WorkerGroup
 from quintet.recipe import schema
-from quintet.recipe.features import shares_weights
+from quintet.recipe.rollout import shares_weights
 from quintet.rollout import Part, Request, Sampling
 from quintet.train.hybrid import Sleepers
 from quintet.train.messages import Generated

@@ -22,7 +22,8 @@ from quintet.models.weights_on_disk import find_weights, fingerprint
 from quintet.observe import Observer
 from quintet.recipe import schema
 from quintet.recipe.capacity import overflow
-from quintet.recipe.features import FEATURES, NEEDS_GPU
+from quintet.recipe.features import FEATURES
+from quintet.recipe.refused import NEEDS_GPU
 from quintet.recipe.rollout import own_processes
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, load_reward

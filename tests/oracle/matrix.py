@@ -2,8 +2,8 @@
 
     python -m tests.oracle.matrix            # writes docs/pairs.md
 
-Features and refusals are those of `quintet.recipe.features`; what no recipe switches on (a value head, biases) is added
-here. A case runs a pair when its recipe and model have both on.
+Features and refusals are those of `quintet.recipe.features` and `quintet.recipe.refused`; what no recipe switches on (a value
+head, biases) is added here. A case runs a pair when its recipe and model have both on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import NamedTuple
 from quintet.errors import UserError
 from quintet.models import family_of, read_shape
 from quintet.models.family import read_config
-from quintet.recipe.features import FEATURES, features_on, refused_pair
+from quintet.recipe.features import FEATURES, features_on
+from quintet.recipe.refused import refused_pair
 from tests.oracle.cases import FAMILIES, Case, fast_cases, gpu_cases, slow_cases
 
 PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"

@@ -14,7 +14,7 @@ def cells() -> dict[frozenset[str], Cell]:
 
 def test_every_pair_is_run_or_refused(cells: dict[frozenset[str], Cell]) -> None:
     assert not gaps(cells), (
-        "add a case to tests/oracle/cases.py, or refuse the pair in quintet/recipe/features.py"
+        "add a case to tests/oracle/cases.py, or refuse the pair in quintet/recipe/refused.py"
     )
     assert len(cells) == len(TITLES) * (len(TITLES) - 1) // 2
 

@@ -3,16 +3,10 @@
 import ast
 from pathlib import Path
 
-from quintet.recipe.features import (
-    FEATURES,
-    NEEDS_GPU,
-    NOT_AVAILABLE,
-    REFUSED_PAIRS,
-    features_on,
-    refused_pair,
-)
+from quintet.recipe.features import FEATURES, features_on
 from quintet.recipe.keys import all_keys
 from quintet.recipe.megatron import FREE, REFUSED, transformer_config_fields
+from quintet.recipe.refused import NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS, refused_pair
 from quintet.recipe.rules import shape_of
 from tests.recipe.broken_engine import BROKEN_ENGINE, OWN, named
 from tests.recipe.broken_rollout import BROKEN_ROLLOUT

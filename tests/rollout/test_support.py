@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet.recipe.features import NOT_AVAILABLE
+from quintet.recipe.refused import NOT_AVAILABLE
 from quintet.recipe.schema import Recipe
 from quintet.recipe.sglang import refusals as sglang_refusals
 from quintet.recipe.vllm import refusals as vllm_refusals

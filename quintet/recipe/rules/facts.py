@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from quintet.models.shape import ModelShape
-from quintet.recipe.features import data_parallel, expert_tp
+from quintet.recipe.derived import data_parallel, expert_tp
 from quintet.recipe.schema import BuildModel, Recipe
 
 Command = Literal["train", "sft", "generate", "eval"]

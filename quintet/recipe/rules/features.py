@@ -6,8 +6,9 @@ import difflib
 import importlib.util
 from collections.abc import Iterator
 
-from quintet.recipe.features import FEATURES, NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS
+from quintet.recipe.features import FEATURES
 from quintet.recipe.megatron import FREE, REFUSED, transformer_config_fields
+from quintet.recipe.refused import NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS
 from quintet.recipe.rules.facts import Facts, Problem, rule
 
 

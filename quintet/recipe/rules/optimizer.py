@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from quintet.errors import UserError
 from quintet.models.family import family_named
 from quintet.models.lora import adapter_weights
-from quintet.recipe.features import optimizers
+from quintet.recipe.derived import optimizers
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.lr_multipliers import check_lr_multipliers
 from quintet.recipe.rules.facts import Facts, Problem, rule

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quintet.recipe.features import shares_weights
-from quintet.recipe.rollout import adapters_alone, devices_of_copy, own_processes
+from quintet.recipe.rollout import adapters_alone, devices_of_copy, own_processes, shares_weights
 from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.schema import Rollout
 

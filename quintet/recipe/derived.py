@@ -1,0 +1,22 @@
+"""What follows from a recipe alone, and no key of it says."""
+
+from __future__ import annotations
+
+from quintet.recipe.schema import Optimizer, Recipe
+
+
+def optimizers(recipe: Recipe) -> dict[str, Optimizer]:
+    """The optimizer sections of a recipe, by key."""
+    found = {"optimizer": recipe.optimizer}
+    return found if recipe.sft is None else found | {"sft.optimizer": recipe.sft.optimizer}
+
+
+def expert_tp(recipe: Recipe) -> int:
+    """Size of the expert tensor-parallel axis."""
+    return recipe.layout.tp if recipe.layout.etp is None else recipe.layout.etp
+
+
+def data_parallel(recipe: Recipe) -> int:
+    """Size of the data-parallel axis; meaningful once the layout divides the ranks."""
+    layout = recipe.layout
+    return max(1, recipe.cluster.ranks // (layout.tp * layout.pp * layout.cp))
