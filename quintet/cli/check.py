@@ -129,7 +129,8 @@ def _rollout(recipe: Recipe) -> str:
     if own_processes(recipe):
         rollout, of_copy, count = recipe.rollout, layout_of_copy(recipe), own_copies(recipe)
         separate = rollout.placement == "separate"
-        where = f"on {rollout.ranks} devices of their own" if separate else "on the devices that train"
+        devices = "device of its own" if rollout.ranks == 1 else "devices of their own"
+        where = f"on {rollout.ranks} {devices}" if separate else "on the devices that train"
         return (
             f"Rollout: {rollout.backend}, {count} {'copy' if count == 1 else 'copies'} of tp {of_copy.tp} × pp {of_copy.pp} in "
             f"processes of their own, {where}."

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from quintet.errors import UserError
+
 # Read by Ray when it is imported or started. The last but one keeps `uv run` from packing up the working directory
 # and building an environment anew for every worker; with the last one, a thread that asks Ray something after its end
 # gets an error, and no new Ray.
@@ -81,10 +83,16 @@ def start_local(num_cpus: int, num_gpus: int | None) -> LocalRay:
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(directory),
             )
-    except BaseException:  # also Ctrl-C: a half-started cluster is ours to clear away
+    except BaseException as error:  # also Ctrl-C: a half-started cluster is ours to clear away
         _kill_started(set(psutil.Process().children(recursive=True)) - before)
         shutil.rmtree(directory, ignore_errors=True)
-        raise
+        if not isinstance(error, Exception):
+            raise
+        raise UserError(
+            f"Ray did not start on this machine: {str(error).splitlines()[0] if str(error) else type(error).__name__} A machine "
+            "that has too much else to do, or too little memory, is the usual reason: try again when it has less, or join a Ray "
+            "that runs with cluster.address."
+        ) from error
     return LocalRay(directory, before)
 
 

@@ -15,24 +15,31 @@ import psutil
 GIB = 1024.0**3
 PHASES = ("generate", "logprob", "train", "sync")
 """Whose peaks are told apart."""
+RESTING = "resting_host_gib"
+"""Of a rank that is in no phase."""
 EVERY_S = 0.05
 """How often a phase's use of memory is looked at."""
 
 
 def memory_peaks() -> dict[str, float | None]:
-    """This process's peaks so far: `host_gib` (resident), `device_gib` (allocated by torch; None without CUDA)."""
-    return {"host_gib": _host_peak(), "device_gib": device_peak()}
+    """This process's peaks so far: `host_gib` (resident), `device_gib` (allocated by torch; None without CUDA); and what is
+    resident now, RESTING."""
+    return {"host_gib": _host_peak(), "device_gib": device_peak(), RESTING: _resident()}
 
 
 def combine_peaks(peaks: Iterable[Mapping[str, float | None]]) -> dict[str, float | None]:
     """The peaks of several processes as metrics, memory/ before each name; host_gib and device_gib are always there.
 
     Host memory is summed: an upper bound of what was needed at once, since peaks need not coincide. Device
-    memory is the largest of any rank, the one that runs out first.
+    memory is the largest of any rank, the one that runs out first. Ranks that had no part in a phase are there meanwhile:
+    of them counts what they hold now.
     """
+    ranks = list(peaks)
+    phases = {name for one in ranks for name in one if name.endswith("_host_gib") and name != RESTING}
     by_name: dict[str, list[float]] = {"host_gib": [], "device_gib": []}
-    for one in peaks:
-        for name, value in one.items():
+    for one in ranks:
+        told = dict.fromkeys(phases, one.get(RESTING)) | {k: v for k, v in one.items() if k != RESTING}
+        for name, value in told.items():
             by_name.setdefault(name, []).extend([] if value is None else [value])
     return {
         f"memory/{name}": (sum(found) if name.endswith("host_gib") else max(found)) if found else None
@@ -97,7 +104,7 @@ class PhasePeaks:
             time.sleep(EVERY_S)
 
     def _look(self) -> None:
-        host, device = psutil.Process().memory_info().rss / GIB, device_in_use(self._device)
+        host, device = _resident(), device_in_use(self._device)
         with self._lock:
             if (phase := self._phase) is None:
                 return
@@ -145,6 +152,10 @@ def _tree_resident() -> float:
         except psutil.Error:  # It ended while we looked.
             continue
     return float(total / GIB)
+
+
+def _resident() -> float:
+    return float(psutil.Process().memory_info().rss / GIB)
 
 
 def _host_peak() -> float:

@@ -258,8 +258,10 @@ class PolicyWorker(Worker):
         return self._server.serve()
 
     def weights(self) -> EngineWeights:
-        """What this rank hands out, to be compared with what rollouts hold."""
-        shards = self.engine.exported(adapters=adapters_alone(self.recipe))
+        """What this rank hands out, to be compared with what rollouts hold; beside adapters that travel alone, also the frozen
+        weights, which the rollout has from elsewhere."""
+        alone = adapters_alone(self.recipe)
+        shards = self.engine.shard_map() if alone else self.engine.exported()
         if self.recipe.rollout.quantization == "fp8":
             return EngineWeights(*quantized_fingerprints(shards, self.shape, build.device()))
         return EngineWeights(shard_fingerprints(shards), {one.name: one.shape for one in shards})

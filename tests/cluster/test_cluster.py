@@ -95,6 +95,19 @@ def test_no_cluster_at_the_address(address: str, why: str, monkeypatch: pytest.M
         Cluster(ClusterSettings(address=address)).__enter__()
 
 
+def test_a_ray_that_does_not_start_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quintet.cluster import ray_compat
+
+    def late(**options: object) -> None:
+        raise Exception("The current node timed out during startup.\nAnd more.")
+
+    monkeypatch.setattr(ray_compat.ray, "init", late)
+    with pytest.raises(
+        UserError, match=r"Ray did not start .*: The current node timed out during startup\. A machine"
+    ):
+        ray_compat.start_local(1, num_gpus=0)
+
+
 def test_gpus_that_are_not_there(ray_cluster: Cluster) -> None:
     with pytest.raises(UserError, match=r"cluster.ranks=2 needs as many GPUs, and the cluster has 0"):
         Cluster(ClusterSettings(ranks=2, device="cuda")).__enter__()

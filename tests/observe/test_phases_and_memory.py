@@ -78,6 +78,15 @@ def test_peaks_of_ranks_combine() -> None:
     assert told["memory/train_host_gib"] == 2.0
     assert (told["memory/train_device_gib"], told["memory/sync_device_gib"]) == (4.0, None)
     assert combine_peaks([]) == {"memory/host_gib": None, "memory/device_gib": None}
+    # One that trains holds memory while another generates, and the other way about.
+    beside = [
+        {"train_host_gib": 5.0, "resting_host_gib": 3.0},
+        {"generate_host_gib": 2.0, "resting_host_gib": 1.0},
+    ]
+    told = combine_peaks(beside)
+    assert (told["memory/train_host_gib"], told["memory/generate_host_gib"]) == (6.0, 5.0)
+    assert "memory/resting_host_gib" not in told
+    assert "memory/resting_host_gib" not in combine_peaks([cpu])
 
 
 def test_host_memory_counts_children_and_keeps_the_peak() -> None:

@@ -270,6 +270,9 @@ def test_a_model_directory_is_looked_at_before_anything_starts(load, refuse, mod
     named = ["model.build=null", f"model.path={model}"]
     load(*named, "cluster.ranks=2", "layout.tp=2")
     assert "does not divide the model's 2 KV heads" in refuse(*named, "cluster.ranks=4", "layout.tp=4")
+    wide = [*named, "cluster.ranks=4", "rollout.layout.tp=4"]
+    assert "does not divide the model's 2 KV heads" in refuse(*wide)
+    load(*wide, "rollout.backend=vllm")  # whose ranks may hold the same KV head
     assert "does not divide the model's 6 layers" in refuse(*named, "cluster.ranks=4", "layout.pp=4")
     assert "2048 positions" in refuse(*named, "rollout.max_response_tokens=2000")
     (model / "tokenizer.json").unlink()

@@ -91,7 +91,7 @@ def swap(held: dict[str, torch.Tensor], first: str, second: str) -> None:
 
 def change_live(rollout: Any, name: str, change: Callable[[torch.Tensor], None]) -> None:
     """Change what this rank holds of the tensor."""
-    for shard in rollout._weights.shards():
+    for shard in rollout._weights._held():
         if shard.name == name:
             whole = shard.read().clone()
             change(whole)

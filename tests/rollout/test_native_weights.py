@@ -308,13 +308,27 @@ def adapters_alone(path: Path, layout: dict[str, Any]) -> Any:
         rollout.sleep(level)
         rollout.wake("weights")
         assert rollout.score([[1, 2, 3, 4]]) == before
-    rollout.update_weights(FileSource({name: one * 0 for name, one in held.items()}, wanted))
-    return before, rollout.score([[1, 2, 3, 4]]), sorted(shapes), rollout.fingerprints()[0]
+    rollout.update_weights(FileSource({name: torch.zeros_like(one) for name, one in held.items()}, wanted))
+    without, right = rollout.score([[1, 2, 3, 4]]), rollout.fingerprints()[0]
+    change_live(rollout, FROZEN, lambda x: x.view(torch.int32).view(-1)[7:8].bitwise_xor_(1))
+    return before, without, shapes, right, rollout.fingerprints()[0]
+
+
+FROZEN = "model.layers.1.self_attn.k_proj.weight"
 
 
 def test_adapters_arrive_alone_and_the_rest_is_never_forgotten(pool, moe):
-    for before, without, names, prints in pool.run(adapters_alone, 2, moe, {"tp": 2, "sp": True}):
+    engine, shapes = told(moe)
+    ranks = pool.run(adapters_alone, 2, moe, {"tp": 2, "sp": True})
+    for before, without, names, *_ in ranks:
         assert names
         assert all(".lora_" in name for name in names)
-        assert {name for name, _ in prints} == set(names)
         assert max(abs(a - b) for a, b in zip(before[0], without[0], strict=True)) > 1e-3
+    adapters = ranks[0][2]
+    for name, shape in adapters.items():
+        box = tuple((0, n) for n in shape)
+        engine |= fingerprints([(name, shape, box, torch.zeros(shape))])
+    right, wrong = ([rank[at] for rank in ranks] for at in (3, 4))
+    assert compare([engine], right, shapes | adapters) == []
+    # What never travels is proved as well.
+    assert [one.name for one in compare([engine], wrong, shapes | adapters)] == [FROZEN]

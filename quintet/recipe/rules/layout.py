@@ -74,12 +74,16 @@ def model_divides(facts: Facts) -> Iterator[Problem]:
     layout, rollout = facts.recipe.layout, facts.recipe.rollout.layout
     yield from _divides(facts.shape, "layout", layout.tp, layout.pp, layout.vpp)
     if rollout is not None:
-        yield from _divides(facts.shape, "rollout.layout", rollout.tp, rollout.pp, 1)
+        repeats = facts.recipe.rollout.backend != "native"
+        yield from _divides(facts.shape, "rollout.layout", rollout.tp, rollout.pp, 1, repeats)
 
 
-def _divides(shape: ModelShape, section: str, tp: int, pp: int, vpp: int) -> Iterator[Problem]:
+def _divides(
+    shape: ModelShape, section: str, tp: int, pp: int, vpp: int, repeats: bool = False
+) -> Iterator[Problem]:
+    """repeats: whether several ranks may hold the same KV head, where there are fewer of them than ranks (vllm, sglang)."""
     parts = [("attention heads", shape.heads)]
-    if shape.mla is None:
+    if shape.mla is None and not (repeats and tp % shape.kv_heads == 0):
         parts.append(("KV heads", shape.kv_heads))
     if not all(shape.is_moe(layer) for layer in range(shape.layers)):
         parts.append(("units of its MLP (ffn_hidden_size)", shape.ffn_hidden_size))

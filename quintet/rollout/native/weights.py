@@ -21,7 +21,7 @@ from quintet.rollout.base import Piece, Wanted, WeightSource
 
 class Weights:
     """One rank's. brought: whether a source brings them. Of a model with adapters these alone are brought; the rest is the
-    model's from the start."""
+    model's from the start, and is proved with them: it was read elsewhere, and sleeps and wakes."""
 
     def __init__(self, model: PolicyModel, mesh: Mesh, *, brought: bool) -> None:
         self._model, self._mesh = model, mesh
@@ -30,25 +30,26 @@ class Weights:
         """Why the weights are none, when they are."""
 
         # Made while the weights are there: storage that is away has no views, and those that there are stay good.
-        self._standing = self._held() if brought else None
+        self._standing = self._map() if brought else None
 
     def wanted(self) -> list[Wanted]:
         """The parts that this rank holds."""
         return [Wanted(shard.name, shard.box) for shard in self.shards()]
 
     def fingerprints(self) -> Fingerprints:
-        """Of the live weights."""
-        return shard_fingerprints(self.shards())
+        """Of all live weights, those that are not brought included."""
+        return shard_fingerprints(self._held())
 
     def shards(self) -> list[Shard]:
         """What is brought of the model, as far as this rank holds any of it."""
-        return self._held() if self._standing is None else self._standing
+        held = self._held()
+        return held if self._model.adapters is None else apart(held)[1]
 
     def _held(self) -> list[Shard]:
-        held = shard_map([self._model], self._model.shape, self._mesh)
-        if self._model.adapters is not None:
-            held = apart(held)[1]
-        return [shard for shard in held if volume(shard.box)]
+        return self._map() if self._standing is None else self._standing
+
+    def _map(self) -> list[Shard]:
+        return [one for one in shard_map([self._model], self._model.shape, self._mesh) if volume(one.box)]
 
     def take(self, source: WeightSource) -> None:
         """Copy every piece into place. Until all have come the weights are undefined.
