@@ -23,6 +23,9 @@ from quintet.sync.server import ReceiverSpec, Served
 from quintet.sync.source import ChannelSource
 from quintet.train.proof import Proof
 
+Wants = dict[int, list[list[list[Wanted] | None]]]
+"""What each receiver wants, by rollout, rank and device: see `Rollout.receivers`."""
+
 
 class Receiving(Protocol):
     """Rollouts that take weights; asking them leaves out those that die of it."""
@@ -48,6 +51,8 @@ class WeightSync:
     ) -> None:
         self._policy, self._rollouts, self._recipe, self._proof = policy, rollouts, recipe, proof
         self._planned: list[WorkerGroup | None] = []
+        # What receivers said before they had taken anything, where some could not tell what they need yet.
+        self._before: Wants | None = None
         self._sources: dict[int, list[ChannelSource]] = {}
 
     def bring(self) -> dict[str, float]:
@@ -57,8 +62,7 @@ class WeightSync:
         not reached and may not be made anew.
         """
         began = time.perf_counter()
-        if self._planned != self._rollouts.groups:
-            self._plan()
+        self._follow()
         serving = self._policy.submit("serve", phase="sync")
         taking = {
             number: group.submit("update_weights", self._sources[number], dispatch=all_to_all, phase="sync")
@@ -93,18 +97,33 @@ class WeightSync:
         held = self._rollouts.ask("fingerprints", phase="sync")
         return {f"rollout-{number}": ranks for number, ranks in held.items()}
 
-    def _plan(self) -> None:
-        """Say who serves whom, now that receivers have come or gone."""
-        wanted = self._rollouts.ask("receivers", phase="sync")
+    def _follow(self) -> None:
+        """Plan anew when receivers have come or gone; and once more when they have taken weights for the first time, if that
+        has shown one which parts it needs."""
+        changed, before = self._planned != self._rollouts.groups, self._before
+        if not changed and before is None:
+            return
+        wanted: Wants = self._rollouts.ask("receivers", phase="sync")
+        unknown = any(boxes is None for ranks in wanted.values() for of_rank in ranks for boxes in of_rank)
+        self._before = wanted if changed and unknown else None
+        if changed or wanted != before:
+            self._plan(wanted)
+
+    def _plan(self, wanted: Wants) -> None:
+        """Say who serves whom."""
         groups = list(self._rollouts.groups)
         assignments: list[list[ReceiverSpec]] = [[] for _ in range(self._policy.n_ranks)]
+        alike: dict[Any, int] = {}
         for number, ranks in wanted.items():
             first = number * devices_of_copy(self._recipe)
             for rank, of_rank in enumerate(ranks):
                 for device, boxes in enumerate(of_rank):
                     here = first + (rank if len(ranks) > 1 else device)
+                    if self._recipe.rollout.placement == "separate":
+                        # Those that want the same are served by one rank, which sends it once.
+                        here = alike.setdefault(None if boxes is None else tuple(boxes), len(alike))
                     spec = self._spec(number, rank, device, boxes)
-                    assignments[self._server_of(here, boxes)].append(spec)
+                    assignments[here % self._policy.n_ranks].append(spec)
         tickets: list[list[Any]] = self._policy.call("plan_sync", assignments, phase="sync")
         by_receiver = {ticket.receiver: ticket for rank in tickets for ticket in rank}
         self._sources = {
@@ -119,13 +138,6 @@ class WeightSync:
     def _spec(self, number: int, rank: int, device: int, boxes: list[Wanted] | None) -> ReceiverSpec:
         colocated = self._recipe.rollout.placement == "colocated"
         return ReceiverSpec(_id(number, rank, device), boxes, colocated)
-
-    def _server_of(self, here: int, boxes: list[Wanted] | None) -> int:
-        """The trainer's rank that serves a receiver: the one on its device; of separate ones that want whole tensors, one for
-        all, which then sends them once."""
-        if self._recipe.rollout.placement == "separate" and boxes is None:
-            return 0
-        return here % self._policy.n_ranks
 
 
 def _id(number: int, rank: int, device: int) -> str:

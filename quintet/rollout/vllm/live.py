@@ -14,8 +14,9 @@ so they have a form only if what arrived is read back with it after the first lo
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from quintet.engine.fingerprint import fingerprint, fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, meet, volume
-from quintet.rollout.base import Fingerprints, Piece, Wanted
+from quintet.rollout.base import Fingerprints, Piece
 from quintet.rollout.vllm import packed
 from quintet.rollout.vllm.trace import Record, Region
 
@@ -60,6 +61,7 @@ class Live:
             name: _form(models, *_owner(models, name), *record.loaded[name], regions, record.arrived)
             for name, regions in self._of.items()
         }
+        self._mixed = set(record.mixed)
         self.unreadable = record.mixed | {
             name
             for name, regions in self.regions.items()
@@ -67,10 +69,15 @@ class Live:
         }
         self.copyable = not record.mixed and all(form and form.plain for form in self._forms.values())
 
-    def wanted(self) -> list[Wanted]:
-        """The parts of tensors that are somewhere in the model."""
-        boxes = {(r.name, r.box) for regions in self.regions.values() for r in regions}
-        return [Wanted(name, box) for name, box in sorted(boxes)]
+    def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Box]]:
+        """The parts of tensors that the load read, by name; they do not overlap. shapes: of all tensors that came."""
+        found = {}
+        for name in {*self.regions, *self._mixed}:
+            parts = sorted({r.box for r in self.regions.get(name, ())})
+            apart = all(meet(*pair) is None for pair in itertools.combinations(parts, 2))
+            whole = name in self._mixed or not apart
+            found[name] = [tuple((0, n) for n in shapes[name])] if whole else parts
+        return found
 
     def read(self, negative_zeros: dict[str, Tensor]) -> tuple[Fingerprints, set[str]]:
         """Fingerprints of all that can be read; and the names of tensors that cannot, or not in every copy that is used.

@@ -108,9 +108,9 @@ class VllmRollout(Served[Job, Answer]):
 
     def receivers(self) -> list[list[Wanted] | None]:
         """One a device: whole tensors, out of which vLLM's own loading cuts its part; or, once that has shown which parts
-        those are and vLLM keeps them as they are, the parts."""
+        those are, the parts. Quantised tensors travel whole, with their scales."""
         wanted: list[list[Wanted] | None] = self._engine.rpc("wanted_weights")
-        return wanted
+        return wanted if self._recipe.quantization is None else [None] * len(wanted)
 
     def update_weights(self, source: WeightSource) -> None:
         """Take new weights. The prefix cache is emptied; requests that are held begin anew with the new weights. Raises

@@ -1,7 +1,8 @@
 """How one of vLLM's workers takes weights, and tells what it has.
 
 The first time, and where the back end keeps weights in a form of its own, they go through vLLM's loaders, which take whole
-tensors. Where all parameters are plain, later pieces are copied to their places.
+tensors. Where all parameters are plain, later pieces are copied to their places. The first time shows which parts of tensors the
+loaders read, so that later only those have to come: the loaders then find zeros around them.
 
 vLLM leaves out in silence what its model has no place for, and keeps what it had where nothing comes. Here either is found.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from quintet.engine.fingerprint import fingerprint
 from quintet.errors import SyncMismatch
-from quintet.models.mcore import Box, volume
+from quintet.models.mcore import Box, meet, volume
 from quintet.rollout.base import Fingerprints, Piece, Wanted
 from quintet.rollout.vllm.live import Live, Models
 from quintet.rollout.vllm.trace import Record, Trace, named_tensors
@@ -60,16 +61,16 @@ class Weights:
         self._live: Live | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._untaken = set[str]()
+        self._boxes: dict[str, list[Box]] = {}
         self._arrived: dict[tuple[str, Box], Tensor] = {}
         self._negative_zeros: dict[str, Tensor] = {}
 
     def wanted(self) -> list[Wanted] | None:
-        """The parts of tensors that this worker copies; None for whole ones, which the loaders take. What no model here uses
-        because none drafts comes all the same, so that it is proved to have come."""
-        if self._live is None or not self._live.copyable:
+        """The parts of tensors that this worker reads, known after a first `take`; None for whole tensors, also where it reads
+        all of them. What no model here uses because none drafts comes all the same, so that it is proved to have come."""
+        if all(self._boxes.get(name) == [_box(shape)] for name, shape in self._shapes.items()):
             return None
-        idle = [Wanted(name, _box(self._shapes[name])) for name in sorted(self._untaken) if self._idle(name)]
-        return self._live.wanted() + idle
+        return [Wanted(name, box) for name in sorted(self._boxes) for box in self._boxes[name]]
 
     def take(self, pieces: Iterator[Piece]) -> Taken:
         """New weights. What is wrong with them is told, not raised: `check` sees all workers' answers."""
@@ -121,7 +122,7 @@ class Weights:
 
         def feed() -> Iterator[tuple[str, Tensor]]:
             nonlocal ended
-            for name, tensor in _whole(pieces, taken):
+            for name, tensor in _whole(pieces, taken, self._boxes):
                 shape = tuple(tensor.shape)
                 if known and known.get(name) != shape:
                     if name in known:
@@ -141,17 +142,16 @@ class Weights:
         if not ended:
             raise RuntimeError("vLLM's loader did not take all tensors that came")
         if trace is None:
-            taken.missing = sorted(set(known) - set(came))
+            taken.missing = sorted(self._boxes.keys() - came.keys())
             taken.untaken |= self._untaken
             return taken
         taken.missing = _missing(trace.record, self._models, came)
         taken.untaken |= {n for n in came if n not in trace.record.regions and n not in trace.record.mixed}
         if not taken.missing:
-            self._live, self._shapes, self._untaken = (
-                Live(trace.record, self._models),
-                came,
-                set(taken.untaken),
-            )
+            self._live = Live(trace.record, self._models)
+            self._shapes, self._untaken = came, set(taken.untaken)
+            self._boxes = self._live.boxes(came)
+            self._boxes |= {name: [_box(came[name])] for name in self._untaken if self._idle(name)}
             kept = self._live.unreadable | self._untaken
             self._arrived = {key: value for key, value in self._arrived.items() if key[0] in kept}
         return taken
@@ -160,7 +160,9 @@ class Weights:
         """Note of a tensor on its way what cannot be read later. kept: names of which to; None is all."""
         if kept is None or name in kept:
             shape = tuple(tensor.shape)
-            self._arrived[name, _box(shape)] = fingerprint(tensor, shape, _box(shape))
+            for box in self._boxes.get(name, [_box(shape)]):
+                part = tensor[tuple(slice(*side) for side in box)]
+                self._arrived[name, box] = fingerprint(part, shape, box)
         if tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
             negative = (tensor == 0) & torch.signbit(tensor)
             if negative.any():
@@ -198,23 +200,29 @@ def combine(readings: Sequence[Reading]) -> tuple[Fingerprints, list[str]]:
     return found, sorted(set[str]().union(*(r.unreadable for r in readings)))
 
 
-def _whole(pieces: Iterator[Piece], taken: Taken) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors, each in its own memory; what is never whole is told."""
+def _whole(
+    pieces: Iterator[Piece], taken: Taken, boxes: Mapping[str, list[Box]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of whole size, each in its own memory, once these parts of them (where none are given, all) are there; what never
+    is complete is told."""
     parts: dict[str, tuple[Tensor, int]] = {}
     for piece in pieces:
         taken.bytes += piece.tensor.nbytes
-        size = math.prod(piece.shape)
-        if volume(piece.box) == size:
+        if volume(piece.box) == math.prod(piece.shape):
             yield piece.name, piece.tensor.clone(memory_format=torch.contiguous_format)
             continue
-        whole, left = parts.pop(piece.name, (None, size))
+        needed = boxes.get(piece.name, [_box(piece.shape)])
+        found = sum(volume(both) for box in needed if (both := meet(box, piece.box)) is not None)
+        if not found:
+            continue
+        whole, left = parts.pop(piece.name, (None, sum(map(volume, needed))))
         if whole is None:
-            whole = torch.empty(piece.shape, dtype=piece.tensor.dtype, device=piece.tensor.device)
+            whole = torch.zeros(piece.shape, dtype=piece.tensor.dtype, device=piece.tensor.device)
         if tuple(whole.shape) != piece.shape:
             taken.odd.append(_reshaped(piece, tuple(whole.shape)))
             continue
         whole[tuple(slice(*side) for side in piece.box)] = piece.tensor
-        left -= volume(piece.box)
+        left -= found
         if left > 0:
             parts[piece.name] = (whole, left)
         else:

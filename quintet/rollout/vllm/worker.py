@@ -45,7 +45,7 @@ class WeightWorker:
         return self._held().read()
 
     def wanted_weights(self) -> list[Wanted] | None:
-        """The parts of tensors that this worker takes, known after a first `take_weights`; None for whole tensors."""
+        """The parts of tensors that this worker takes: see `Weights.wanted`."""
         return self._held().wanted()
 
     def listen_for_routes(self) -> None:

@@ -24,7 +24,10 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize(
     "placement",
     [
-        ["cluster.ranks=2", "layout.tp=2", "engine.offload_params=1", "engine.offload_optimizer=1"],
+        [
+            *("cluster.ranks=2", "layout.tp=2", "rollout.layout.tp=2"),
+            *("engine.offload_params=1", "engine.offload_optimizer=1"),
+        ],
         ["cluster.ranks=1", "rollout.placement=separate", "rollout.ranks=1"],
     ],
     ids=["colocated", "separate"],
@@ -43,3 +46,6 @@ def test_a_run_trains_on_what_vllm_generates(
         assert line["sync/proof_seconds"] > 0
         # The same weights, in fp32, by other kernels.
         assert line["mismatch/logprob_gap_max"] < 1e-3
+    # Once vLLM's loading has shown what each of two devices needs, each gets that alone.
+    first, second = (line["sync/gib"] for line in steps)
+    assert second < 0.6 * first if "rollout.layout.tp=2" in placement else second == first

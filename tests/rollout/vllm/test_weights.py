@@ -102,6 +102,16 @@ def make(rank: int = 0, tp: int = 1) -> tuple[Fused, Weights]:
     return model, Weights([("", model)], model.load, lambda name: name.startswith("mtp"))
 
 
+def asked(held: Weights, named: dict[str, Tensor]) -> Iterator[Piece]:
+    """What a worker asks for, and no more."""
+    wanted = held.wanted()
+    assert wanted is not None
+    for one in wanted:
+        part = named[one.name][tuple(slice(*side) for side in one.box)].clone()
+        yield Piece(one.name, tuple(named[one.name].shape), one.box, part)
+        part.fill_(torch.nan)
+
+
 def differing(held: list[Weights], named: dict[str, Tensor]) -> list[str]:
     engine = fingerprints((n, tuple(t.shape), whole(t.shape), t) for n, t in named.items())
     found, unreadable = combine([w.read() for w in held])
@@ -114,7 +124,7 @@ def test_weights_arrive_in_whole_and_in_parts(rows: int | None) -> None:
     model, held = make()
     for seed in range(3):  # through the loaders, then straight to their places
         named = weights_of(seed)
-        assert (held.wanted() is None) == (seed == 0)
+        assert held.wanted() is None  # it reads all of them
         check([held.take(pieces(named, rows))])
         assert not differing([held], named)
         expected = Fused()
@@ -132,15 +142,65 @@ def test_workers_share_a_model() -> None:
     assert wanted is not None
     assert ("layers.1.q", ((4, 8), (0, 8))) in {(w.name, w.box) for w in wanted}
     assert "layers.1.experts.1.up" not in {w.name for w in wanted}
-    # What it asks for is enough.
-    asked = [
-        Piece(w.name, tuple(named[w.name].shape), w.box, named[w.name][tuple(slice(*s) for s in w.box)])
-        for w in wanted
-    ]
-    assert not workers[1][1].take(iter(asked)).missing
+    named = weights_of(2)
+    check([held.take(asked(held, named)) for _, held in workers])
+    assert not differing([held for _, held in workers], named)
     workers[1][0].layers[0].qkv_proj.weight[-1, 0] += 1  # type: ignore[union-attr, operator, index]
     with pytest.raises(SyncMismatch, match=r"layers\.0\.v: two of vLLM's workers hold different weights"):
         combine([held.read() for _, held in workers])
+
+
+class Repacked(Fused):
+    """Its first layer adds k to v, and its second has its experts' kernel take them in a form that cannot be read back."""
+
+    loads = 0
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        named = dict(weights)
+        self.loads += 1
+        self.w13_is_packed(False)
+        super().load((n, t + named["layers.0.k"] if n == "layers.0.v" else t) for n, t in named.items())
+        self.w13_is_packed(True)
+
+    def w13_is_packed(self, packed: bool) -> None:
+        layer: Any = self.layers[1]
+        experts = layer.w13.data
+        layer.w13 = nn.Parameter(
+            experts.flip(0).repeat(1, 1, 2) if packed else experts.flip(0)[..., :HIDDEN].clone(),
+            requires_grad=False,
+        )
+
+
+def test_what_loaders_pack_is_asked_for_in_the_parts_they_read() -> None:
+    models = [Repacked(rank, 2) for rank in range(2)]
+    for model in models:
+        model.w13_is_packed(True)
+    workers = [Weights([("", model)], model.load, lambda name: False) for model in models]
+    named = weights_of(0)
+    check([held.take(pieces(named)) for held in workers])
+    everything = sum(t.nbytes for t in named.values())
+    for seed in (1, 2):
+        named = weights_of(seed)
+        taken = [held.take(asked(held, named)) for held in workers]
+        check(taken)
+        assert all(0.4 * everything < one.bytes < 0.8 * everything for one in taken)
+        found, unreadable = combine([held.read() for held in workers])
+        computed = {"layers.0.k", "layers.0.v"}
+        assert set(unreadable) == computed | {n for n in named if n.startswith("layers.1.experts")}
+        engine = fingerprints((n, tuple(t.shape), whole(t.shape), t) for n, t in named.items())
+        shapes = {n: tuple(t.shape) for n, t in named.items()}
+        assert not compare([engine], [found], shapes, unreadable)
+        for rank, model in enumerate(models):
+            expected = Repacked(rank, 2)
+            expected.w13_is_packed(True)
+            expected.load(named.items())
+            assert all(
+                torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True)
+            )
+    assert [model.loads for model in models] == [3, 3]
+    torn = [p for p in asked(workers[0], named) if p.name != "layers.1.q"]
+    with pytest.raises(SyncMismatch, match=r"did not get layers\.1\.q:"):
+        check([workers[0].take(iter(torn))])
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -193,14 +253,13 @@ def test_nothing_is_told_before_weights_came() -> None:
 
 
 def test_what_would_draft_is_proved_to_have_come() -> None:
-    _, held = make()
+    workers = [make(rank, 2)[1] for rank in range(2)]
     for seed in range(2):
         named = weights_of(seed) | {"mtp.weight": torch.randn(2)}
-        check([held.take(pieces(named))])
-        assert not differing([held], named)
-    wanted = held.wanted()
-    assert wanted is not None
-    assert "mtp.weight" in {w.name for w in wanted}
+        check([held.take(pieces(named)) for held in workers])
+        assert not differing(workers, named)
+    for held in workers:
+        assert "mtp.weight" in {w.name for w in held.wanted() or []}
 
 
 def test_a_wider_type_is_read_as_what_came() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quintet.engine.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
-from quintet.models.mcore import Box
-from quintet.rollout import Piece, Request, Sampling
+from quintet.models.mcore import Box, volume
+from quintet.rollout import Piece, Request, Sampling, Wanted
 from quintet.sync.proof import compare
 from tests.oracle.models import hub_names
 from tests.rollout.vllm.conftest import DEVICE
@@ -32,8 +32,18 @@ class Source:
     named: dict[str, Tensor]
     rows: int | None = None
     dropped: list[str] = field(default_factory=list)
+    wanted: list[list[Wanted] | None] | None = None
+    """What each receiver asks for; nobody is asked where there is none."""
 
     def pieces(self, receiver: int) -> Iterator[Piece]:
+        asked = self.wanted[receiver] if self.wanted else None
+        if asked is not None:
+            for one in asked:
+                tensor = self.named[one.name]
+                part = tensor[tuple(slice(*side) for side in one.box)].to(DEVICE, copy=True)
+                yield Piece(one.name, tuple(tensor.shape), one.box, part)
+                part.zero_()
+            return
         for name, tensor in self.named.items():
             if name in self.dropped:
                 continue
@@ -90,6 +100,24 @@ def test_new_weights(case: tuple[str, Any]) -> None:
         assert differing(rollout, named) == []
         if DEVICE == "cpu":  # in bf16, tokens that are nearly as likely change places
             assert said(rollout) == greedy_by_transformers(name, 8, seed)
+
+
+def test_workers_ask_for_the_parts_that_they_read(case: tuple[str, Any]) -> None:
+    """Half of a model on each of two devices, and some more: norms and routers are on both. On one device it is all."""
+    name, rollout = case
+    rollout.update_weights(Source(named_weights(made(name, 1))))
+    for seed in (2, 3):
+        named = named_weights(made(name, seed))
+        wanted = rollout.receivers()
+        rollout.update_weights(Source(named, wanted=wanted))
+        assert differing(rollout, named) == []
+        if DEVICE == "cpu":
+            assert said(rollout) == greedy_by_transformers(name, 8, seed)
+    everything = sum(t.numel() for t in named.values())
+    for asked in wanted:
+        assert (asked is None) == (len(wanted) == 1)
+        if asked is not None:
+            assert 0.5 <= sum(volume(one.box) for one in asked) / everything < 0.55
 
 
 def test_a_tensor_lost_on_the_way_is_named(case: tuple[str, Any]) -> None:
