@@ -79,9 +79,8 @@ class Pool:
             for rank, (_, pipe) in enumerate(self._workers[:world_size]):
                 pipe.send((self._group, rank, self._store.port, sys.path, call, timeout_s))
             results, errors = self._collect(world_size, timeout_s)
-        except (
-            BaseException
-        ):  # a test's time limit: what comes of this call must not be taken for the next one's
+        except BaseException:
+            # A test's time limit: what comes of this call must not be taken for the next one's answer.
             self.close()
             raise
         if errors:
