@@ -18,7 +18,8 @@ ALPHABET = "".join(chr(ord("0") + k) for k in range(58))  # with pad, end and un
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    path = save("qwen3", tmp_path_factory.mktemp("qwen3"))
+    # As many positions as the recipe's longest sample has tokens.
+    path = save("qwen3", tmp_path_factory.mktemp("qwen3"), max_position_embeddings=64)
     build_char_tokenizer(ALPHABET, path)
     return path
 
