@@ -165,6 +165,28 @@ def test_one_that_dies_on_the_way_is_started_and_all_begins_anew(tmp_path: Path,
         assert asked.taken() == [*GIVEN, *STARTED, *TAKEN]
 
 
+@pytest.mark.parametrize("rollout", [{"sleep_level": 1}, {"placement": "separate", "ranks": 1}])
+def test_one_made_anew_gets_weights_that_the_others_have(tmp_path: Path, rollout: dict[str, Any]) -> None:
+    asked = Asked(rollout.get("placement", "colocated"))
+    one = hybrid(asked, tmp_path, **rollout)
+    with one.generating():
+        asked.taken()
+        asked.there = False
+        one.ready()
+        taken = asked.taken()
+        assert "start" in taken
+        assert "weights" in taken[taken.index("start") :]
+
+
+def test_memory_that_torch_keeps_is_given_to_other_processes_in_any_case(tmp_path: Path) -> None:
+    asked = Asked()
+    recipe = Recipe(rollout=Rollout(own_processes=True))
+    one = Hybrid(asked, asked, recipe, lambda name: nullcontext(), tmp_path / "log")  # type: ignore[arg-type]
+    asked.taken()
+    with one.generating():
+        assert asked.taken() == ["leave", "wake weights", "weights", "leave", *TAKEN[4:]]
+
+
 def documented(first: str) -> list[str]:
     """The events of the hand-over in the docs that begins so."""
     docs = (Path(__file__).parents[2] / "docs" / "hybrid.md").read_text()

@@ -23,7 +23,7 @@ class Policy:
 
     def __init__(self) -> None:
         self.prints = {(NORM, BOXES[NORM]): 5, (EXPERT, BOXES[EXPERT]): 7}
-        self.master = 1
+        self.master, self.logprob = 1, -1.0
         self.called: list[str] = []
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
@@ -34,7 +34,7 @@ class Policy:
             return [self.master] * 2
         if method == "parameter_type":
             return "fp32"
-        return [None, [[-1.0] * (len(one) - 1) for one in options["sequences"]]]
+        return [None, [[self.logprob] * (len(one) - 1) for one in options["sequences"]]]
 
 
 def proof(policy: Policy, said: list[str], **rollout: Any) -> Proof:
@@ -69,6 +69,29 @@ def test_what_cannot_be_read_back_is_proved_by_log_probs() -> None:
         one.of_probe({"rollout-0": scores})
     with pytest.raises(SyncMismatch, match=rf"{EXPERT} \(expert\): missing on the rollout"):
         one.of({"rollout-0": [({}, [NORM])]})  # what did not come is no tensor that cannot be read
+
+
+def test_one_copy_that_cannot_be_read_back_is_enough_for_the_probe() -> None:
+    policy = Policy()
+    one = proof(policy, [], backend="vllm")
+    readable: Any = [(dict(policy.prints), [])]
+    one.of({"rollout-0": [({}, [NORM, EXPERT])], "rollout-1": readable})
+    assert one.sequences
+    one.of({"rollout-0": readable, "rollout-1": readable})
+    assert one.sequences == []
+
+
+def test_a_copy_that_stands_still_while_the_trainer_moves_ends_the_run() -> None:
+    policy = Policy()
+    one = proof(policy, [], backend="vllm", probe_tolerance=1.0)
+    for logprob in (-1.0, -1.1):  # within the tolerance of what the copy tells each time
+        policy.logprob = logprob
+        one.of({"rollout-0": [({}, [NORM, EXPERT])]})
+        still = [[-1.0] * (len(ids) - 1) for ids in one.sequences]
+        if logprob == -1.0:
+            one.of_probe({"rollout-0": still})
+    with pytest.raises(SyncMismatch, match="rollout-0 did not load what it was brought"):
+        one.of_probe({"rollout-0": still})
 
 
 def test_masters_that_change_alone_warn() -> None:
