@@ -22,6 +22,7 @@ from quintet.rollout.vllm.sampling import mode_of
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _BLOCK = 128  # tokens: the largest block of vLLM's KV caches
+_BATCHED_TOKENS = 2048  # of a step on CPU, if that is enough for the longest sequence
 
 
 def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dict[str, Any]:
@@ -54,6 +55,11 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     if device == "cpu":
         # vLLM's own choice is a share of the machine, for every rank anew; and compiling takes longer than it saves.
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _kv_bytes(recipe, model_dir, dtype)}
+        # A prompt is read in one step: of one cut over two, vLLM sets the seed's generator back, which none on a CPU can be.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(
+            _BATCHED_TOKENS, longest(recipe), rollout.sequences_per_rank
+        )
     else:
         arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
         arguments["enable_return_routed_experts"] = rollout.return_routes

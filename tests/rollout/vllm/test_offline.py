@@ -145,7 +145,7 @@ def test_the_prefix_cache_is_used_and_counted(rollout):
 
 
 def test_stop_strings_need_a_rollout_with_stop_strings(start, path):
-    made = start("qwen3", path, temperature=0.7)
+    made = start("qwen3", path, temperature=0.7, vllm={"max_num_batched_tokens": 65})
     with pytest.raises(UserError, match=r"stop strings.*rollout\.stop"):
         made.generate([Request([1])], Sampling(temperature=0.7, stop=("a",)))
     # And while it is there: at another temperature than 1 the policy's log-probs are those of the scaled logits.
@@ -161,6 +161,13 @@ def test_stop_strings_need_a_rollout_with_stop_strings(start, path):
     assert greedy.policy_logprobs == pytest.approx(told, abs=TOLERANCE)
     with pytest.raises(UserError, match="cut only at temperature 1"):
         made.generate([Request([1])], Sampling(temperature=0.7, top_p=0.5))
+    # And prompts that do not all fit in a step, of samples with seeds, wait for the next.
+    prompts = [[at, *range(30)] for at in range(7)]
+    together = made.generate(
+        [Request(p, seed=3) for p in prompts], Sampling(temperature=0.7, max_response_tokens=8)
+    )
+    alone = made.generate([Request(prompts[4], seed=3)], Sampling(temperature=0.7, max_response_tokens=8))
+    assert together[4][0].response_ids == alone[0][0].response_ids
 
 
 def test_unknown_options_name_the_near_one(start, path):

@@ -41,6 +41,8 @@ def test_on_cpu_the_cache_holds_what_the_slots_need(arguments):
     assert made["dtype"] == "float32"
     assert made["enforce_eager"]
     assert made["kv_cache_memory_bytes"] % (128 * 4) == 0
+    assert not made["enable_chunked_prefill"]
+    assert made["max_num_batched_tokens"] >= made["max_model_len"]
     assert arguments("cpu", sequences_per_rank=32)["kv_cache_memory_bytes"] > made["kv_cache_memory_bytes"]
     assert "gpu_memory_utilization" not in made
     with pytest.raises(UserError, match=r"rollout\.layout\.ep=2: vLLM for CPU"):
