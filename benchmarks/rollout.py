@@ -2,12 +2,13 @@
 
     python -m benchmarks.rollout --gpus 1                  Qwen2.5-1.5B's shape on one GPU
     python -m benchmarks.rollout --gpus 2 --only native    one side alone, over two GPUs (tensor parallel)
-    python -m benchmarks.rollout --tiny                    a dry run on a CPU, where vLLM for CPU is installed
+    python -m benchmarks.rollout --shape laptop --turns 5  a small model on a CPU, where vLLM for CPU is installed
+    python -m benchmarks.rollout --tiny                    a dry run, on a CPU too
 
 Random weights, the same for both sides; 128 prompts of 256 random tokens, 4 samples of each; temperature 1, nothing cut,
 log-probs told. End-of-sequence is ignored, so that every response has the length that was drawn for it beforehand: 512
-tokens, or in the case long-tail log-normal from 32 to 2048 (median 256). Each side runs in processes of its own, one side
-after the other; starting, and the first call of `generate`, are not counted. The value is the response tokens of a call by
+tokens, or in the case long-tail log-normal from 32 to 2048 (median 256). Each side runs in processes of its own, the two
+sides in turns; starting, and the first call of `generate`, are not counted. The value is the response tokens of a call by
 the median of its seconds. What is measured and how: benchmarks/README.md.
 """
 
@@ -27,15 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
-from benchmarks.rollout_work import CASES, CONFIGS, Case
+from benchmarks.rollout_work import CONFIGS, Case, cases_of
 
 SIDES = ("native", "vllm")
-UNIT = "tokens/s"
+ON_CPU = "laptop"
+"""The shape that is measured on a CPU, whatever else there is."""
 
 
-def measure(rollout: Any, case: Case, vocab_size: int, rounds: int) -> list[float]:
-    """Seconds of each round's call of `generate`, after one that is not counted. SystemExit for a response of another
-    length than was asked."""
+def measure(rollout: Any, case: Case, vocab_size: int, rounds: int) -> list[tuple[float, float]]:
+    """Seconds, and seconds of this process on its CPUs, of each round's call of `generate`, after one that is not counted.
+    SystemExit for a response of another length than was asked."""
     from quintet.rollout import Request, Sampling
 
     sampling = Sampling(max_response_tokens=case.longest, ignore_end=True)
@@ -52,9 +54,9 @@ def measure(rollout: Any, case: Case, vocab_size: int, rounds: int) -> list[floa
             )
             for at, (ids, lengths) in enumerate(zip(case.prompt_ids(vocab_size), asked, strict=True))
         ]
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         samples = rollout.generate(requests, sampling)
-        seconds.append(time.perf_counter() - start)
+        seconds.append((time.perf_counter() - start, time.process_time() - busy))
         made = [tuple(len(s.response_ids) for s in row) for row in samples]
         if made != asked:
             raise SystemExit("a response has another length than was asked")
@@ -128,7 +130,7 @@ def write_model(path: Path, config: dict[str, Any], dtype: str) -> None:
 
 def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
     """Be one process of a side, or the one that writes the weights."""
-    cases, config = CASES[args.tiny], CONFIGS[args.shape]
+    cases, config = cases_of(args.shape), CONFIGS[args.shape]
     if args.worker == "write":
         import torch
 
@@ -141,8 +143,8 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
     end()
 
 
-def run_side(name: str, ranks: int, model: Path, args: argparse.Namespace) -> list[list[float]]:
-    """Seconds of each case's rounds. SystemExit with the end of its log when a process fails."""
+def run_side(name: str, ranks: int, model: Path, args: argparse.Namespace) -> list[list[tuple[float, float]]]:
+    """What `measure` told of each case. SystemExit with the end of its log when a process fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -186,18 +188,21 @@ def run_side(name: str, ranks: int, model: Path, args: argparse.Namespace) -> li
     return json.loads(answer.read_text()) if answer.exists() else []
 
 
-def records_of(args: argparse.Namespace, seconds: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
-    """A record a case and side, with the other side's value as its baseline; prints them."""
+def records_of(
+    args: argparse.Namespace, metric: str, unit: str, seconds: dict[str, list[list[float]]]
+) -> list[dict[str, Any]]:
+    """A record a case and side, with the other side's value as its baseline; prints them. seconds: by side and case."""
     records = []
-    for at, case in enumerate(CASES[args.tiny]):
+    place = "cpu" if args.shape == ON_CPU else f"{args.gpus}gpu"
+    for at, case in enumerate(cases_of(args.shape)):
         tokens = sum(sum(lengths) for lengths in case.response_tokens())
         values = {side: tokens / statistics.median(found[at]) for side, found in seconds.items()}
         for side, value in values.items():
-            name = "/".join(part for part in (args.shape, f"{args.gpus}gpu", case.name, side) if part)
+            name = "/".join(part for part in (args.shape, place, case.name, side) if part)
             other = next((v for s, v in values.items() if s != side), None)
-            records.append(record("rollout", name, "tokens_per_second", value, UNIT, baseline=other))
+            records.append(record("rollout", name, metric, value, unit, baseline=other))
             rounds = ", ".join(f"{s:.2f}" for s in seconds[side][at])
-            print(f"{name}: {value:,.0f} {UNIT} ({tokens} response tokens in {rounds} s)", flush=True)
+            print(f"{name}: {value:,.0f} {unit} ({tokens} response tokens in {rounds} s)", flush=True)
     return records
 
 
@@ -214,7 +219,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="a dry run with tiny sizes, on a CPU where there is no GPU; writes no records",
     )
     add("--only", choices=SIDES, help="one side alone; its records have no baseline")
-    add("--rounds", type=int, default=3, help="measured calls of each case (default 3)")
+    add("--rounds", type=int, default=3, help="measured calls of each case a turn (default 3)")
+    add(
+        "--turns",
+        type=int,
+        default=1,
+        help="how often each side is started, in turns with the other (default 1)",
+    )
     add("--timeout-s", type=float, default=900.0, help="longest that a side may take (default 900)")
     add("--out", type=Path, default=RESULTS / "rollout.json", help="records are merged into this file")
     add("--worker", choices=("write", *SIDES), help=argparse.SUPPRESS)
@@ -222,12 +233,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.tiny:
         args.shape = "tiny"
+    if args.shape == ON_CPU and args.gpus != 1:
+        parser.error(f"--shape {ON_CPU} runs on a CPU, in one process: leave --gpus out")
     return args
+
+
+def _column(found: dict[str, list[list[tuple[float, float]]]], at: int) -> dict[str, list[list[float]]]:
+    return {side: [[one[at] for one in rounds] for rounds in cases] for side, cases in found.items()}
 
 
 def main() -> None:
     """Run the sides one after the other, print what came out, and write the records."""
     args = arguments()
+    if args.shape == ON_CPU:
+        # One thread a side: with more, what is measured is how well the machine's other work gets out of the way.
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if args.worker:
         work(args, args.model, args.model.parent / f"{args.worker}.json")
         return
@@ -235,10 +255,17 @@ def main() -> None:
         model = Path(directory) / "model"
         run_side("write", 1, model, args)
         sides = [args.only] if args.only else list(SIDES)
-        seconds = {side: run_side(side, args.gpus if side == "native" else 1, model, args) for side in sides}
+        found = {side: [[] for _ in cases_of(args.shape)] for side in sides}
+        for side in sides * args.turns:
+            for rounds, more in zip(
+                found[side], run_side(side, args.gpus if side == "native" else 1, model, args), strict=True
+            ):
+                rounds += more
     import torch  # noqa: F401  (names the GPUs in records; only now, as it takes memory of them)
 
-    records = records_of(args, seconds)
+    records = records_of(args, "tokens_per_second", "tokens/s", _column(found, 0))
+    if args.shape == ON_CPU:
+        records += records_of(args, "tokens_per_cpu_second", "tokens/CPU s", _column(found, 1))
     if not args.tiny:
         write_records(args.out, merged(args.out, records))
 

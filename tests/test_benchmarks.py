@@ -15,8 +15,7 @@ from benchmarks.fingerprints import items as fingerprinted
 from benchmarks.laptop_cases import CASES, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT
 from benchmarks.records import RESULTS, ROOT, command, merged, read_records, record, write_records
 from benchmarks.rollout import arguments, records_of
-from benchmarks.rollout_work import CASES as ROLLOUT_CASES
-from benchmarks.rollout_work import LONG_TAIL
+from benchmarks.rollout_work import LONG_TAIL, cases_of
 
 
 def sound(**changes):
@@ -184,7 +183,10 @@ def test_checkpoints_are_measured_on_a_cpu(tmp_path) -> None:
 # the rollout benchmark
 
 
-@pytest.mark.parametrize("case", [*ROLLOUT_CASES[False], *ROLLOUT_CASES[True]], ids=lambda case: case.name)
+ROLLOUT_CASES = [case for shape in ("qwen2.5-1.5b", "laptop", "tiny") for case in cases_of(shape)]
+
+
+@pytest.mark.parametrize("case", ROLLOUT_CASES, ids=lambda case: case.name)
 def test_both_sides_are_asked_for_the_same_responses_each_time(case) -> None:
     assert case.prompt_ids(128) == case.prompt_ids(128)
     assert {len(ids) for ids in case.prompt_ids(128)} == {case.prompt_tokens}
@@ -195,23 +197,34 @@ def test_both_sides_are_asked_for_the_same_responses_each_time(case) -> None:
 
 
 def test_the_long_tail_has_its_median() -> None:
-    lengths = [n for row in ROLLOUT_CASES[False][1].response_tokens() for n in row]
+    lengths = [n for row in cases_of("qwen2.5-1.5b")[1].response_tokens() for n in row]
     assert statistics.median(lengths) == pytest.approx(LONG_TAIL.median, rel=0.1)
+
+
+def told(args, seconds):
+    return records_of(args, "tokens_per_second", "tokens/s", seconds)
 
 
 def test_each_side_is_the_other_ones_baseline() -> None:
     args = arguments(["--gpus", "2"])
-    fixed, tail = (sum(map(sum, case.response_tokens())) for case in ROLLOUT_CASES[False])
+    fixed, tail = (sum(map(sum, case.response_tokens())) for case in cases_of("qwen2.5-1.5b"))
     seconds = {"native": [[4.0, 5.0, 9.0], [1.0]], "vllm": [[2.0, 2.5, 1.0], [2.0]]}
-    found = {one["case"]: (one["value"], one["baseline"]) for one in records_of(args, seconds)}
+    found = {one["case"]: (one["value"], one["baseline"]) for one in told(args, seconds)}
     assert found == {
         "qwen2.5-1.5b/2gpu/native": (fixed / 5, fixed / 2),
         "qwen2.5-1.5b/2gpu/vllm": (fixed / 2, fixed / 5),
         "qwen2.5-1.5b/2gpu/long-tail/native": (tail, tail / 2),
         "qwen2.5-1.5b/2gpu/long-tail/vllm": (tail / 2, tail),
     }
-    (alone, _) = records_of(args, {"native": seconds["native"]})
+    (alone, _) = told(args, {"native": seconds["native"]})
     assert alone["baseline"] is None
+
+
+def test_on_a_cpu_the_case_says_so() -> None:
+    (one, _) = told(arguments(["--shape", "laptop"]), {"native": [[1.0], [1.0]]})
+    assert one["case"] == "laptop/cpu/native"
+    with pytest.raises(SystemExit):
+        arguments(["--shape", "laptop", "--gpus", "2"])
 
 
 def generates(*options: str) -> str:
