@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from quintet.data.prompts import Prompt, make_prompts
 from quintet.recipe.schema import Recipe
 from quintet.train.evaluate import evaluate as evaluate_session
 from quintet.train.session import session
@@ -12,11 +11,13 @@ from quintet.train.session import session
 
 def generate(recipe: Recipe, prompts: list[str]) -> list[dict[str, Any]]:
     """Responses to texts: one dict a sample with prompt, response, response_tokens, finish and log-probs (sums)."""
-    with session(recipe, "generate") as s:
-        ready: list[Prompt] = make_prompts(prompts, recipe.data, s.inputs.tokenizer)
+    with session(recipe, "generate", texts=prompts) as s:
         with s.fleet.generating():
             samples = s.fleet.generate(
-                ready, s.sampling(), recipe.rollout.samples_per_prompt, f"{recipe.run.seed}/generate"
+                s.inputs.prompts,
+                s.sampling(),
+                recipe.rollout.samples_per_prompt,
+                f"{recipe.run.seed}/generate",
             )
         return [
             {

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from quintet.data.prompts import PromptSet, alphabet_of, load_prompts
+from quintet.data.prompts import Prompt, PromptSet, alphabet_of, load_prompts, make_prompts
 from quintet.data.stream import PromptStream
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.errors import QuintetError, SyncFailure, SyncMismatch, UserError, WorkerFailure
@@ -55,13 +55,22 @@ class Inputs:
     end_ids: list[int] = field(default_factory=list)
     """Token ids that end a response: the tokenizer's, and those the model's generation_config.json lists."""
 
+    prompts: list[Prompt] = field(default_factory=list)
+    """Of texts that are given with the command."""
+
     weights: str | None = None
     """Fingerprint of the model's weights, where every start of a run needs the same ones: for the reference policy."""
 
 
-def prepare(recipe: schema.Recipe, command: Command, scratch: Path, resume: Resume | None = None) -> Inputs:
+def prepare(
+    recipe: schema.Recipe,
+    command: Command,
+    scratch: Path,
+    resume: Resume | None = None,
+    texts: Sequence[str] = (),
+) -> Inputs:
     """Read and check everything the command will need. A model to be built is written to `scratch`, unless the run goes on
-    and has it."""
+    and has it. texts: prompts given with the command."""
     _check_device(recipe)
     if command != "sft" and recipe.cluster.address is None:  # another cluster's machines have what they have
         check_installed(recipe.rollout.backend)
@@ -89,6 +98,8 @@ def prepare(recipe: schema.Recipe, command: Command, scratch: Path, resume: Resu
     check_weights(model_dir, shape)
     end_ids = sorted({tokenizer.eos_token_id, *read_end_ids(model_dir)})
     inputs = Inputs(model_dir, shape, tokenizer, None, None, None, end_ids)
+    if texts:
+        inputs.prompts = make_prompts(list(texts), recipe.data, tokenizer)
     if command in ("train", "eval"):
         inputs.reward = load_reward(recipe.reward.function)
     if command in ("train", "sft"):
@@ -186,16 +197,21 @@ class Session:
 
 @contextmanager
 def session(
-    recipe: schema.Recipe, command: Command, stop_after: int | None = None, again: Path | None = None
+    recipe: schema.Recipe,
+    command: Command,
+    stop_after: int | None = None,
+    again: Path | None = None,
+    texts: Sequence[str] = (),
 ) -> Iterator[Session]:
     """Prepare, make or reopen the run directory, start the ranks; and end all of it well, however the body ends.
 
-    `generate` and `eval` leave no run directory behind and write progress to standard error. stop_after, again: see `train`.
+    `generate` and `eval` leave no run directory behind and write progress to standard error. stop_after, again: see `train`;
+    texts: see `prepare`.
     """
     trains = command in ("train", "sft")
     resume = find_resume(recipe, command) if trains else Resume()
     with tempfile.TemporaryDirectory(prefix="quintet-") as scratch:
-        inputs = prepare(recipe, command, Path(scratch), resume)
+        inputs = prepare(recipe, command, Path(scratch), resume, texts)
         with Observer(recipe, keep=trains, resume=resume.run) as observer:
             check_again(resume, recipe, command)
             for note in resume.notes:

@@ -31,6 +31,14 @@ def test_end_ids_are_the_tokenizers_and_the_models(model: Path, tmp_path: Path) 
     assert prepare(recipe(model), "generate", tmp_path).end_ids == [1, 7]
 
 
+def test_prompts_of_a_command_are_read_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    short = recipe(model, data={"task": "addition", "chat": False, "max_prompt_tokens": 5})
+    inputs = prepare(short, "generate", tmp_path, texts=["1+2=", "34+5="])
+    assert [len(prompt.token_ids) for prompt in inputs.prompts] == [4, 5]
+    with pytest.raises(UserError, match="the prompt has 6 tokens, more than data.max_prompt_tokens=5"):
+        prepare(short, "generate", tmp_path, texts=["1+2=", "34+56="])
+
+
 def test_weights_that_do_not_fit_are_found(model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(QWEN3 | {"intermediate_size": 80}))
     with pytest.raises(UserError, match="implies"):
