@@ -55,6 +55,9 @@ def _resolved(recipe: Recipe, command: str) -> Iterator[str]:
         yield _experts(recipe, shape.moe.experts)
     if command != "sft":
         yield _rollout(recipe)
+        backend, here = recipe.rollout.backend, recipe.cluster.address is None
+        if here and backend != "native" and importlib.util.find_spec(backend) is None:
+            yield f"Rollout: {backend} is not installed here, which quintet {command} needs (docs/rollout.md)."
     yield _engine(recipe, shape)
     if command in ("train", "sft"):
         yield _rows(recipe)

@@ -1,8 +1,12 @@
-"""Options handed through to a back end that quintet decides itself."""
+"""Options handed through to a back end: those that quintet decides itself, and those that the back end does not know."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import ast
+import difflib
+import importlib.util
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 
 
 def decided_options(
@@ -15,3 +19,36 @@ def decided_options(
     for name in options:
         if name in decided:
             yield (f"{key}.{name}",), f"{key}.{name}: {decided[name]}; remove it"
+
+
+def unknown_options(
+    key: str, options: Iterable[str], decided: Collection[str], known: Collection[str], fields: str
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Those that the back end does not know, with the nearest that it does: the recipe key, and a sentence.
+
+    known: the names that it knows; `fields` says whose they are. What quintet decides is refused for that.
+    """
+    for name in options:
+        if name not in known and name not in decided:
+            near = difflib.get_close_matches(name, set(known) - set(decided), 1)
+            told = f"did you mean {near[0]}?" if near else "remove it"
+            yield (f"{key}.{name}",), f"{key}.{name}: {fields} have no such field; {told}"
+
+
+def declared_fields(package: str, file: str, cls: str) -> frozenset[str] | None:
+    """The fields of a dataclass in a package that is installed here, read without importing it, which takes seconds; None
+    where it is not installed, or keeps no such class there."""
+    found = importlib.util.find_spec(package)
+    source = None if found is None or found.origin is None else Path(found.origin).parent / file
+    if source is None or not source.is_file():
+        return None
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == cls:
+            return frozenset(
+                one.target.id
+                for one in node.body
+                if isinstance(one, ast.AnnAssign)
+                and isinstance(one.target, ast.Name)
+                and not ast.unparse(one.annotation).startswith("ClassVar")
+            )
+    return None

@@ -332,6 +332,19 @@ def test_check_says_whether_the_weights_are_shared(
     assert ("resharded each step" in said) != shared
 
 
+def test_check_says_what_generates_where_and_whether_it_is_installed(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    wanted = ["check", recipe, "rollout.backend=vllm", "rollout.placement=separate", "rollout.ranks=1"]
+    assert main(wanted) == 0
+    said = capsys.readouterr().err
+    assert "Rollout: vllm, 1 copy of tp 1 × pp 1 in processes of their own, on 1 device of its own." in said
+    assert "Rollout: vllm is not installed here, which quintet train needs" in said
+    assert main([*wanted, "cluster.address=10.0.0.1:6379"]) == 0
+    assert "not installed" not in capsys.readouterr().err
+
+
 def test_check_reads_every_row(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "b"}\n' * 16 + '{"prompt": \n')

@@ -35,7 +35,7 @@ def test_prompts_of_a_command_are_read_before_anything_starts(model: Path, tmp_p
     short = recipe(model, data={"task": "addition", "chat": False, "max_prompt_tokens": 5})
     inputs = prepare(short, "generate", tmp_path, texts=["1+2=", "34+5="])
     assert [len(prompt.token_ids) for prompt in inputs.prompts] == [4, 5]
-    with pytest.raises(UserError, match="the prompt has 6 tokens, more than data.max_prompt_tokens=5"):
+    with pytest.raises(UserError, match=r"the prompt has 6 tokens, more than data\.max_prompt_tokens=5"):
         prepare(short, "generate", tmp_path, texts=["1+2=", "34+56="])
 
 

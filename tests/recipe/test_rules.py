@@ -266,6 +266,31 @@ def test_a_command_is_asked_only_for_what_it_reads(load, refuse) -> None:
         assert "resume is read by quintet train and sft alone" in refuse("resume=auto", command=command)
 
 
+@pytest.mark.parametrize(
+    ("backend", "file", "cls"),
+    [("vllm", "engine/arg_utils.py", "EngineArgs"), ("sglang", "srt/server_args.py", "ServerArgs")],
+)
+def test_options_are_those_of_what_is_installed(
+    load, refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, file: str, cls: str
+) -> None:
+    wrong = ["cluster.device=cuda", f"rollout.backend={backend}", f"rollout.{backend}.enforce_eagr=true"]
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / backend
+    (package / file).parent.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    load(*wrong)  # another version may keep them elsewhere: it is told when it starts
+    (package / file).write_text(
+        f"class {cls}:\n    known: ClassVar[int] = 1\n    enforce_eager: bool = False\n"
+    )
+    said = refuse(*wrong)
+    assert f'override "rollout.{backend}.enforce_eagr=true"' in said
+    assert f"the {cls} of" in said
+    assert "did you mean enforce_eager?" in said
+    load(*wrong[:2], f"rollout.{backend}.enforce_eager=true")
+    assert "no such field" in refuse(*wrong[:2], f"rollout.{backend}.known=1")
+    load(*wrong, "cluster.address=10.0.0.1:6379")  # where other machines have their own
+
+
 def test_a_model_directory_is_looked_at_before_anything_starts(load, refuse, model: Path) -> None:
     named = ["model.build=null", f"model.path={model}"]
     load(*named, "cluster.ranks=2", "layout.tp=2")
@@ -330,6 +355,8 @@ def test_adapters_are_given_where_none_are_trained(load, refuse, command: str) -
 
 def test_every_rule_has_a_sentence_and_a_test() -> None:
     tested_below = {
+        "vllm_knows_its_options",
+        "sglang_knows_its_options",
         "weights_are_there",
         "stop_tokens_exist",
         "policies_predict_tokens",

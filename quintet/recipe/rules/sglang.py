@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quintet.recipe.decided import declared_fields, unknown_options
 from quintet.recipe.rules.facts import Facts, Problem, rule
-from quintet.recipe.sglang import refusals
+from quintet.recipe.sglang import DECIDED, refusals
 
 
 @rule
@@ -19,3 +20,16 @@ def sglang_can_do_it(facts: Facts) -> Iterator[Problem]:
             "rollout.backend=sglang needs NVIDIA GPUs, and cluster.device=cpu; use rollout.backend=native, or cluster.device=cuda",
         )
     yield from (Problem(keys, text) for keys, text in refusals(facts.recipe.rollout))
+
+
+@rule
+def sglang_knows_its_options(facts: Facts) -> Iterator[Problem]:
+    """Options that are handed through are those of the SGLang that is installed here, where ranks run here."""
+    options, here = facts.recipe.rollout.sglang, facts.recipe.cluster.address is None
+    if facts.recipe.rollout.backend != "sglang" or not options or not here:
+        return
+    known = declared_fields("sglang", "srt/server_args.py", "ServerArgs")
+    if known is not None:
+        fields = "the ServerArgs of the SGLang that is installed here"
+        for keys, text in unknown_options("rollout.sglang", options, DECIDED, known, fields):
+            yield Problem(keys, text)

@@ -6,8 +6,10 @@ import pytest
 
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.errors import UserError
+from quintet.recipe.decided import declared_fields
 from quintet.rollout import Request, Sampling
-from tests.rollout.vllm.conftest import TOLERANCE
+from quintet.rollout.vllm import compat
+from tests.rollout.vllm.conftest import DEVICE, TOLERANCE
 from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, logprobs_by_transformers
 from tests.rollout.vllm.models import save
 
@@ -168,6 +170,11 @@ def test_stop_strings_need_a_rollout_with_stop_strings(start, path):
     )
     alone = made.generate([Request(prompts[4], seed=3)], Sampling(temperature=0.7, max_response_tokens=8))
     assert together[4][0].response_ids == alone[0][0].response_ids
+
+
+def test_options_that_are_read_from_the_source_are_those_there_are():
+    compat.prepare(DEVICE)
+    assert declared_fields("vllm", "engine/arg_utils.py", "EngineArgs") == compat.engine_fields()
 
 
 def test_unknown_options_name_the_near_one(start, path):
