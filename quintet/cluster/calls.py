@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from quintet.cluster import ray_compat
 from quintet.cluster.dispatch import Dispatch
 from quintet.cluster.failures import Failure
 from quintet.cluster.progress import FIRST_POST_S
@@ -175,7 +176,8 @@ def _wait(calls: Sequence[PendingCall], watch: Callable[[], None] | None, *, pat
         if not waiting or (left == 0.0 and not patient):
             return
         turn = WATCH_EVERY_S if left is None else min(left, WATCH_EVERY_S)
-        done, _ = ray.wait(list(waiting), num_returns=1, timeout=turn)
+        with ray_compat.signals_pass():
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=turn)
         if done:
             waiting[done[0]].take(done[0])
             continue

@@ -7,6 +7,8 @@ Written for and tested with ray 2.60. Adaptations, and what fails without them (
 - `_LeanNode`: no dashboard, monitor and log monitor processes (`test_only_needed_processes_run`).
 - `listen_error_messages` replaced: no "(raylet) A worker died" on the console beside our own message, which says
   more (`test_ctrl_c_...` and the failure tests read a quiet console).
+- `signals_pass`: a wait of Ray's makes a SystemError of what a signal's handler raises, but for Ctrl-C's
+  (`test_what_a_signal_raises_ends_a_wait_as_itself`).
 - `_kill_started`: `ray.shutdown` returns before agents and workers are gone (`test_nothing_is_left_behind`).
 """
 
@@ -138,6 +140,17 @@ def _name(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return (process.cmdline() or [""])[0]
     return ""
+
+
+@contextlib.contextmanager
+def signals_pass() -> Iterator[None]:
+    """What a signal's handler raises while Ray waits goes on as itself."""
+    try:
+        yield
+    except SystemError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
 
 
 def free_resources() -> list[dict[str, float]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import FrameType
 
 import psutil
 import pytest
@@ -15,7 +17,15 @@ from quintet.cluster.calls import outcomes, results
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.group import WorkerGroup, _environment
 from quintet.cluster.worker import Place
-from quintet.errors import Disagreement, QuintetError, SyncFailure, SyncMismatch, UserError, WorkerFailure
+from quintet.errors import (
+    Disagreement,
+    QuintetError,
+    Stopped,
+    SyncFailure,
+    SyncMismatch,
+    UserError,
+    WorkerFailure,
+)
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.cluster.workers import Light
 from tests.patience import BUSY
@@ -44,6 +54,21 @@ def test_a_death_is_told_by_the_groups_name_and_ends_the_wait(
             ]
         )
     assert time.monotonic() - began < 10
+
+
+def test_what_a_signal_raises_ends_a_wait_as_itself(quartet: WorkerGroup) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Stopped("ended by SIGTERM")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    call = quartet.submit("count", 1, 1.0)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Stopped, match="ended by SIGTERM"):
+            results([call])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    results([call])
 
 
 @pytest.mark.slow
