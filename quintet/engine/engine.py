@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
-from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +26,22 @@ from quintet.engine import megatron_compat
 
 megatron_compat.install()
 
-from megatron.core.distributed import finalize_model_grads  # noqa: E402
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
-
 from quintet.algorithms.aggregation import Tally  # noqa: E402
-from quintet.data.batch import Batch, offsets  # noqa: E402
+from quintet.data.batch import Batch  # noqa: E402
 from quintet.engine import build, hf, lora, peft  # noqa: E402
 from quintet.engine.agree import agreed  # noqa: E402
 from quintet.engine.checkpoint.checkpoints import Checkpoints  # noqa: E402
-from quintet.engine.context import gather_places  # noqa: E402
 from quintet.engine.device import upload  # noqa: E402
 from quintet.engine.fingerprint import Fingerprints  # noqa: E402
-from quintet.engine.head import VocabSlice, log_probs_and_entropy  # noqa: E402
 from quintet.engine.kernels import kernel_title  # noqa: E402
 from quintet.engine.layers import choose_backend  # noqa: E402
 from quintet.engine.masters import master_fingerprint  # noqa: E402
 from quintet.engine.model import PolicyModel  # noqa: E402
 from quintet.engine.offload import KINDS, Offloader  # noqa: E402
 from quintet.engine.optimizer import build_optimizer, set_learning_rate  # noqa: E402
-from quintet.engine.row import MicroBatch, Row, pack  # noqa: E402
+from quintet.engine.outputs import Loss, MiniBatchResult, fields_of, flat_fields  # noqa: E402
+from quintet.engine.pipeline import Pipeline  # noqa: E402
+from quintet.engine.row import MicroBatch  # noqa: E402
 from quintet.engine.schedule import learning_rate  # noqa: E402
 from quintet.engine.shards import Shard, shard_fingerprints, shard_map  # noqa: E402
 from quintet.errors import UserError  # noqa: E402
@@ -59,34 +52,6 @@ from quintet.packing import alignment  # noqa: E402
 from quintet.recipe import schema  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass
-class Outputs:
-    """What the model says about the N trained tokens of a micro-batch, both fp32 [N]. The same on every tp and cp rank:
-    a loss sees whole samples in every layout."""
-
-    logprobs: Tensor
-    entropy: Tensor
-
-
-@dataclass
-class ValueOutputs:
-    """What a value model says: fp32 [N], of each trained token the value of the state it was chosen in."""
-
-    values: Tensor
-
-
-Loss = Callable[[Any, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
-"""(outputs, fields of the same N tokens) → (this micro-batch's share of the loss, quantities [N] to be averaged)."""
-
-
-@dataclass
-class MiniBatchResult:
-    """What one dp rank's part of a mini-batch came to: its share of the loss, and its tally of quantities."""
-
-    loss: float
-    tally: Tally
 
 
 class Engine:
@@ -126,8 +91,7 @@ class Engine:
         self.base: tuple[str, str] | None = None
         """Of an engine with adapters: where the frozen weights were read, and their fingerprint."""
         self._incomplete: str | None = None  # why the weights are none, after a load that failed midway
-        self._p2p = P2PCommunicator(self.mesh.groups.pp, self.config) if self.mesh.sizes.pp > 1 else None
-        self.config.finalize_model_grads_func = _finalize
+        self._pipeline = Pipeline(shape, self.chunks, self._wrapped, self.mesh, self.alignment, engine)
 
     @property
     def model(self) -> PolicyModel:
@@ -285,7 +249,7 @@ class Engine:
         """Outputs (of a value model ValueOutputs) of the tokens with loss_mask 1, flat like the batch's values, fp32 on
         the CPU. Other tokens get 0. Ranks of the last stage return them, others None.
         """
-        kind = self._output_type
+        kind = self._pipeline.output_type
         names = [field.name for field in dataclasses.fields(kind)]
         flat = {name: torch.zeros(len(batch["input_ids"].values()), device=build.device()) for name in names}
 
@@ -297,8 +261,7 @@ class Engine:
 
         self._require("params")
         with torch.no_grad():
-            self._set_training(False)
-            self._run(batch, microbatches, collect, temperature, forward_only=True)
+            self._pipeline.run(batch, microbatches, collect, temperature, forward_only=True)
         return kind(*(flat[name].cpu() for name in names)) if self.mesh.last_stage else None
 
     def forward_backward(
@@ -313,12 +276,12 @@ class Engine:
 
         microbatches: positions of the samples in `batch`, as planned; every rank has as many.
         """
-        fields = _flat_fields(batch, build.device())
+        fields = flat_fields(batch, build.device())
         shares: list[Tensor] = []
         tally = Tally()
 
         def compute(outputs: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-            at = _fields_of(fields, micro)
+            at = fields_of(fields, micro)
             share, quantities = loss(outputs, at)
             shares.append(share.detach())
             tally.add(quantities, at["loss_mask"])
@@ -332,8 +295,7 @@ class Engine:
         if self._optimizer is not None:
             # The whole optimizer left the buffers as each parameter's grad: backward would add to them twice.
             self._optimizer.zero_grad()
-        self._set_training(True)
-        self._run(batch, microbatches, compute, temperature, forward_only=False)
+        self._pipeline.run(batch, microbatches, compute, temperature, forward_only=False)
         if not self.mesh.last_stage:
             return None
         return MiniBatchResult(float(torch.stack(shares).sum()), tally.cpu())
@@ -353,106 +315,3 @@ class Engine:
                 "samples and rewards of this step hold"
             )
         return {"grad_norm": float(norm), "lr": rate}
-
-    @property
-    def _output_type(self) -> type[Outputs] | type[ValueOutputs]:
-        return ValueOutputs if self.shape.head == "value" else Outputs
-
-    def _set_training(self, training: bool) -> None:
-        for chunk in self.chunks:
-            chunk.train(training)
-
-    def _run(
-        self,
-        batch: Batch,
-        microbatches: Sequence[Sequence[int]],
-        use: Callable[[Any, MicroBatch], tuple[Tensor, dict[str, Any]]],
-        temperature: float,
-        *,
-        forward_only: bool,
-    ) -> None:
-        pp, chunks = self.mesh.sizes.pp, len(self.chunks)
-        if chunks > 1:  # interleaving wants a multiple of pp; what is missing is padding alone
-            microbatches = [*microbatches, *([[]] * (-len(microbatches) % pp))]
-        schedule = get_forward_backward_func(pp_size=pp, vp_size=chunks if chunks > 1 else None)
-        rows = self._rows(batch, microbatches)
-        extra = {"p2p_communicator": self._p2p} if self._p2p else {}
-        schedule(
-            forward_step_func=partial(self._forward_step, use=use, temperature=temperature),
-            # Each chunk goes through all micro-batches; what one is ahead of another is kept for it.
-            data_iterator=list(tee(rows, chunks)) if chunks > 1 else rows,
-            model=self._wrapped,
-            num_microbatches=len(microbatches),
-            seq_length=self.recipe.tokens_per_microbatch_per_rank,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            pg_collection=self.mesh.groups,
-            **extra,
-        )
-
-    def _rows(self, batch: Batch, microbatches: Sequence[Sequence[int]]) -> Iterator[tuple[MicroBatch, Row]]:
-        """This rank's part of each micro-batch, packed when its turn comes."""
-        values = batch["input_ids"].values()
-        trained = batch["loss_mask"].values() > 0
-        ends = offsets(batch)
-        cp, cp_rank = self.mesh.sizes.cp, self.mesh.at("cp")
-        for samples in microbatches:
-            micro = pack(values, ends, trained, samples, self.alignment, cp, cp_rank)
-            yield micro, self.model.row(micro, self.recipe.cp_comm)
-
-    def _forward_step(
-        self, rows: Iterator[tuple[MicroBatch, Row]], chunk: Any, *, use: Any, temperature: float
-    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        micro, row = next(rows)
-        hidden = chunk(upload(micro.input_ids, build.device()), row)
-
-        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            value, extra = use(self._outputs(hidden, micro, row, temperature), micro)
-            return value, torch.zeros((), dtype=torch.int, device=value.device), extra
-
-        return hidden, loss
-
-    def _outputs(self, hidden: Tensor, micro: MicroBatch, row: Row, temperature: float) -> Any:
-        where, last = hidden.device, self.chunks[-1]
-        at = upload(micro.predictors, where)
-        found: tuple[Tensor, ...]
-        if self.shape.head == "value":
-            found = (last.values(hidden, at),)
-        else:
-            weight = last.head_weight()
-            vocab = VocabSlice(len(weight), self.shape.vocab_size, self.mesh.groups.tp)
-            wanted = last.for_head(hidden).index_select(0, at)
-            found = log_probs_and_entropy(wanted, weight, upload(micro.targets, where), vocab, temperature)
-        if micro.cp > 1:
-            place, count = upload(micro.place, where), len(micro.token_index)
-            found = gather_places(torch.stack(found), place, count, row.cp_group).unbind()
-        return self._output_type(*found)
-
-
-def _finalize(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
-    """megatron-core's reduction of gradients, without its division by token counts: the loss did that."""
-    finalize_model_grads(model, None, **kwargs)
-    lora.sum_over_etp(model, kwargs["pg_collection"].expt_tp)
-
-
-def _flat_fields(batch: Batch, device: torch.device) -> dict[str, tuple[bool, Tensor]]:
-    """Fields on the device: (is per token, values)."""
-    out = {}
-    for name, value in batch.items():
-        if name == "input_ids":
-            continue
-        out[name] = (value.is_nested, upload(value.values() if value.is_nested else value, device))
-    return out
-
-
-def _fields_of(fields: dict[str, tuple[bool, Tensor]], micro: MicroBatch) -> dict[str, Tensor]:
-    """Fields at the micro-batch's N trained tokens; per-sample ones are repeated for each token.
-
-    `sample` tells the tokens' samples apart: positions in the rank's batch.
-    """
-    token, sample = micro.token_index, micro.sample
-    device = next(iter(fields.values()))[1].device
-    token, sample = upload(token, device), upload(sample, device)
-    out = {name: v.index_select(0, token if jagged else sample) for name, (jagged, v) in fields.items()}
-    out["sample"] = sample
-    return out

@@ -15,7 +15,7 @@ from quintet.algorithms.policy_loss import BoundLoss, load_loss
 from quintet.recipe import schema
 
 if TYPE_CHECKING:
-    from quintet.engine.engine import Outputs, ValueOutputs
+    from quintet.engine.outputs import Outputs, ValueOutputs
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from quintet.cluster.worker import Place, Worker
 from quintet.data.batch import Batch, concat, make_batch, sample_ids, set_tokens, token_count, tokens
 from quintet.data.tokenizer import load_tokenizer
 from quintet.engine import build
-from quintet.engine.engine import DTYPES, Engine, Loss
+from quintet.engine.engine import DTYPES, Engine
+from quintet.engine.outputs import Loss
 from quintet.engine.reference import AdapterReference
 from quintet.engine.shards import shard_fingerprints
 from quintet.errors import UserError

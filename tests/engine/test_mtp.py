@@ -57,7 +57,6 @@ def states(path: Path, layout: dict[str, Any], family: str) -> dict[tuple[int, i
         read_shape(path), schema.Layout(**layout), engine=schema.Engine(), optimizer=None, dtype="fp32"
     )
     engine.load_hf(path)
-    engine._set_training(False)
     found: dict[tuple[int, int], list[Tensor]] = {}
     dp, size = engine.mesh.at("dp"), engine.mesh.sizes.dp
     with torch.no_grad():
@@ -99,11 +98,11 @@ def _run(engine: Any, mine: list[int], family: str, found: dict[tuple[int, int],
                 found[places[number - 1]] = [one[at] for one in made]
 
     seen: list[Tensor] = []
-    engine._outputs = outputs
+    engine._pipeline._outputs = outputs
     if engine.mesh.last_stage:
         norm = engine.chunks[-1].decoder.final_layernorm
         norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    engine._run(batch, [list(range(len(ids)))] * sizes.pp, partial(look), 1.0, forward_only=True)
+    engine._pipeline.run(batch, [list(range(len(ids)))] * sizes.pp, partial(look), 1.0, forward_only=True)
 
 
 def check(family: str, ranks: list[dict[tuple[int, int], list[Tensor]]]) -> None:

@@ -201,7 +201,7 @@ def kept(cases: list[Setup]) -> list[int]:
         engine = build(case)
         length = TOKENS // 4
         batch = make_batch([[1] * length] * 4, [3] * 4)
-        micro, row = next(engine._rows(batch, [[0, 1, 2, 3]]))
+        micro, row = next(engine._pipeline.rows(batch, [[0, 1, 2, 3]]))
         known = {p.untyped_storage()._cdata for c in engine.chunks for p in c.parameters()}
         seen: dict[int, Any] = {}
 
@@ -209,7 +209,7 @@ def kept(cases: list[Setup]) -> list[int]:
             seen.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage())
             return tensor
 
-        engine._set_training(True)
+        engine.model.train()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             hidden = engine._wrapped[0](micro.input_ids.to(engine.model.device), row)
         # What recomputation discards is in the list with a size of 0.

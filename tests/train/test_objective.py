@@ -11,7 +11,7 @@ import torch
 from quintet.algorithms.aggregation import token_weights
 from quintet.algorithms.gae import final_rewards, gae
 from quintet.algorithms.value_loss import value_loss
-from quintet.engine.engine import ValueOutputs
+from quintet.engine.outputs import ValueOutputs
 from quintet.train.objective import value_objective
 from tests.oracle.reference import LENGTHS, PROMPT, save, token_ids
 

@@ -1,0 +1,127 @@
+"""Micro-batches through one rank's part of the model: its chunks of the pipeline, by megatron-core's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import tee
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor
+
+from quintet.data.batch import Batch, offsets
+from quintet.engine import build, lora
+from quintet.engine.context import gather_places
+from quintet.engine.device import upload
+from quintet.engine.head import VocabSlice, log_probs_and_entropy
+from quintet.engine.mesh import Mesh
+from quintet.engine.model import PolicyModel
+from quintet.engine.outputs import Outputs, ValueOutputs
+from quintet.engine.row import MicroBatch, Row, pack
+from quintet.models import ModelShape
+from quintet.packing import Alignment
+from quintet.recipe import schema
+
+Use = Callable[[Any, MicroBatch], tuple[Tensor, dict[str, Any]]]
+"""(outputs, the micro-batch they are of) → (what backward starts from, what the schedule keeps of it)."""
+
+
+class Pipeline:
+    """What one rank computes of each micro-batch. chunks: its parts of the model; wrapped: the same, as they are trained."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        chunks: list[PolicyModel],
+        wrapped: list[Any],
+        mesh: Mesh,
+        align: Alignment,
+        recipe: schema.Engine,
+    ) -> None:
+        self._shape, self._chunks, self._wrapped = shape, chunks, wrapped
+        self._mesh, self._align, self._recipe = mesh, align, recipe
+        config = chunks[0].config
+        self._p2p = P2PCommunicator(mesh.groups.pp, config) if mesh.sizes.pp > 1 else None
+        config.finalize_model_grads_func = _finalize
+        self.output_type = ValueOutputs if shape.head == "value" else Outputs
+        """What `use` is handed."""
+
+    def run(
+        self,
+        batch: Batch,
+        microbatches: Sequence[Sequence[int]],
+        use: Use,
+        temperature: float,
+        *,
+        forward_only: bool,
+    ) -> None:
+        """All micro-batches, forward and, unless `forward_only`, backward; the last stage's ranks use what comes out.
+        microbatches: positions of the samples in `batch`; every rank has as many. Collective."""
+        for chunk in self._chunks:
+            chunk.train(not forward_only)
+        pp, chunks = self._mesh.sizes.pp, len(self._chunks)
+        if chunks > 1:  # interleaving wants a multiple of pp; what is missing is padding alone
+            microbatches = [*microbatches, *([[]] * (-len(microbatches) % pp))]
+        schedule = get_forward_backward_func(pp_size=pp, vp_size=chunks if chunks > 1 else None)
+        rows = self.rows(batch, microbatches)
+        extra = {"p2p_communicator": self._p2p} if self._p2p else {}
+        schedule(
+            forward_step_func=partial(self._forward_step, use=use, temperature=temperature),
+            # Each chunk goes through all micro-batches; what one is ahead of another is kept for it.
+            data_iterator=list(tee(rows, chunks)) if chunks > 1 else rows,
+            model=self._wrapped,
+            num_microbatches=len(microbatches),
+            seq_length=self._recipe.tokens_per_microbatch_per_rank,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            pg_collection=self._mesh.groups,
+            **extra,
+        )
+
+    def rows(self, batch: Batch, microbatches: Sequence[Sequence[int]]) -> Iterator[tuple[MicroBatch, Row]]:
+        """This rank's part of each micro-batch, packed when its turn comes."""
+        values = batch["input_ids"].values()
+        trained = batch["loss_mask"].values() > 0
+        ends = offsets(batch)
+        cp, cp_rank = self._mesh.sizes.cp, self._mesh.at("cp")
+        for samples in microbatches:
+            micro = pack(values, ends, trained, samples, self._align, cp, cp_rank)
+            yield micro, self._chunks[0].row(micro, self._recipe.cp_comm)
+
+    def _forward_step(
+        self, rows: Iterator[tuple[MicroBatch, Row]], chunk: Any, *, use: Any, temperature: float
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        micro, row = next(rows)
+        hidden = chunk(upload(micro.input_ids, build.device()), row)
+
+        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            value, extra = use(self._outputs(hidden, micro, row, temperature), micro)
+            return value, torch.zeros((), dtype=torch.int, device=value.device), extra
+
+        return hidden, loss
+
+    def _outputs(self, hidden: Tensor, micro: MicroBatch, row: Row, temperature: float) -> Any:
+        where, last = hidden.device, self._chunks[-1]
+        at = upload(micro.predictors, where)
+        found: tuple[Tensor, ...]
+        if self._shape.head == "value":
+            found = (last.values(hidden, at),)
+        else:
+            weight = last.head_weight()
+            vocab = VocabSlice(len(weight), self._shape.vocab_size, self._mesh.groups.tp)
+            wanted = last.for_head(hidden).index_select(0, at)
+            found = log_probs_and_entropy(wanted, weight, upload(micro.targets, where), vocab, temperature)
+        if micro.cp > 1:
+            place, count = upload(micro.place, where), len(micro.token_index)
+            found = gather_places(torch.stack(found), place, count, row.cp_group).unbind()
+        return self.output_type(*found)
+
+
+def _finalize(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """megatron-core's reduction of gradients, without its division by token counts: the loss did that."""
+    finalize_model_grads(model, None, **kwargs)
+    lora.sum_over_etp(model, kwargs["pg_collection"].expt_tp)
