@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Check the recipe and its data, print it in full to stdout and what follows from it to stderr; writes nothing. 0 sound, 2 not."""
     from quintet.recipe import dump_resolved, load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command=arguments.command)

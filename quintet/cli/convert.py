@@ -80,6 +80,7 @@ class _Convert(Command):
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Convert what `source` holds into `destination`, which it writes whole or not at all. 0 done, 2 for files it cannot take."""
     from quintet.recipe.user_family import use_family
 
     use_family(arguments.family)

@@ -50,6 +50,7 @@ class _Diagnose(Command):
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Replay a run's saved samples and print where the log-probs part; writes nothing. 0 nowhere, 4 a place was named."""
     from quintet.observe.numbers import short
     from quintet.train.diagnose import diagnose, recorded_gaps
 

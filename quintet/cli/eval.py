@@ -11,6 +11,7 @@ from quintet.errors import UserError
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print what the model scores on held-out prompts, and write it to --output as JSON. 0 done; failures: see the package."""
     from quintet.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command="eval")

@@ -8,6 +8,7 @@ from quintet.cli.command import Command
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Train, and write a run directory. 0 done, or nothing left to do; failures: see the package."""
     from quintet.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command="train")

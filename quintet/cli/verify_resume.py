@@ -21,6 +21,7 @@ LAYOUT = ("layout", "cluster", "engine", "rollout.layout")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run straight through and resumed, in a directory that stays when they differ, and compare. 0 the same, 4 not."""
     from quintet.recipe import load_recipe
 
     command = arguments.command
