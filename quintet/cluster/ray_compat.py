@@ -4,7 +4,8 @@
 three Python processes, half of the start-up's processor time on a laptop, and nothing here talks to them.
 Written for and tested with ray 2.60. Adaptations, and what fails without them (tests/cluster/test_cluster.py):
 
-- `_LeanNode`: no dashboard, monitor and log monitor processes (`test_only_needed_processes_run`).
+- `_LeanNode`: no dashboard, monitor and log monitor processes (`test_only_needed_processes_run`); and more than the 30 s
+  that Ray gives its own raylet to come up, which a busy machine exceeds (`test_ray_is_waited_for_on_a_busy_machine`).
 - `listen_error_messages` replaced: no "(raylet) A worker died" on the console beside our own message, which says
   more (`test_ctrl_c_...` and the failure tests read a quiet console).
 - `signals_pass`: a wait of Ray's makes a SystemError of what a signal's handler raises, but for Ctrl-C's
@@ -20,6 +21,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,10 +40,12 @@ os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 import psutil
 import ray
 import ray._private.node
+import ray._private.services
 import ray._private.state
 import ray._private.worker
 from ray.experimental import internal_kv
 
+START_TIMEOUT_S = 180.0
 OBJECT_STORE_BYTES_WITHOUT_GPU = 512 * 2**20
 
 
@@ -54,6 +58,15 @@ class _LeanNode(ray._private.node.Node):
 
     def start_api_server(self, **_: Any) -> None:
         pass
+
+    def start_ray_processes(self) -> None:
+        super().start_ray_processes()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and not self.dead_processes():
+            with contextlib.suppress(RuntimeError):  # it is not there yet
+                ray._private.services.get_node(self.gcs_address, self._node_id)
+                return
+            time.sleep(0.05)
 
 
 def _no_error_messages(worker: Any, threads_stopped: threading.Event) -> None:

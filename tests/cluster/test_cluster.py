@@ -12,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
+from quintet.cluster import ray_compat
 from quintet.cluster.cluster import Cluster
 from quintet.errors import UserError
 from quintet.recipe.schema import Cluster as ClusterSettings
@@ -52,6 +54,26 @@ def test_only_needed_processes_run(ray_cluster: Cluster) -> None:
     names = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Seat", "ray::IDLE"}
     assert [command for command in ours if not any(name in command for name in names)] == []
     assert sum("gcs_server" in command.split()[0] for command in ours) == 1
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_ray_is_waited_for_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
+    """Not by a process of it that is gone."""
+    asked: list[str] = []
+
+    def get_node(address: str, node: str) -> None:
+        asked.append(node)
+        if len(asked) < 4:
+            raise RuntimeError("no such node")
+
+    monkeypatch.setattr(ray._private.node.Node, "start_ray_processes", lambda self: None)
+    monkeypatch.setattr(ray._private.node.Node, "gcs_address", "here", raising=False)
+    monkeypatch.setattr(ray._private.node.Node, "dead_processes", lambda self: [1] * (dies and len(asked)))
+    monkeypatch.setattr(ray._private.services, "get_node", get_node)
+    node = object.__new__(ray_compat._LeanNode)
+    node._node_id = "mine"
+    node.start_ray_processes()
+    assert asked == ["mine"] * (1 if dies else 4)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

@@ -1,0 +1,74 @@
+"""Runs held in hand: what tests of rollouts that die ask of one, step by step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import torch
+
+from quintet.algorithms.advantages import grpo_advantages
+from quintet.recipe import load_recipe
+from quintet.train.objective import policy_objective
+from quintet.train.samples import Samples
+from quintet.train.session import Session, session
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    *("model.build.layers=2", "model.build.hidden_size=64", "sft=null", "train.eval_prompts=0"),
+    *("rollout.samples_per_prompt=2", "data.task_options={digits: 2, min_digits: 2}", "cluster.device=cpu"),
+    # Weights that no step changes: what is generated and trained twice must come to the same.
+    *("optimizer.lr=1.0e-30", "optimizer.warmup_steps=0"),
+]
+
+
+@contextmanager
+def run(tmp_path: Path, *overrides: str) -> Iterator[Session]:
+    recipe = load_recipe(ROOT / "recipes" / "laptop_demo.yaml", [*TINY, f"run.dir={tmp_path}", *overrides])
+    with session(recipe, "train") as s:
+        s.fleet.start_optimizer(recipe.optimizer, 100)
+        yield s
+
+
+def generate(s: Session) -> Samples:
+    assert s.inputs.train is not None
+    prompts = list(s.inputs.train)[:6]
+    with s.fleet.generating():
+        return s.fleet.generate(prompts, s.sampling(), 2, "seed")
+
+
+def train(s: Session, samples: Samples) -> tuple[float, float]:
+    """Loss and gradient norm of a step on all samples, with advantages of their own."""
+    worth = torch.arange(len(samples.generated)).float()
+    s.fleet.deal(samples, grpo_advantages(worth, torch.tensor(samples.groups), True))
+    result = s.fleet.update(policy_objective(s.recipe.algorithm, s.recipe.agreement), s.temperature)
+    s.fleet.sync()
+    return result.loss, result.grad_norm
+
+
+def process_of(s: Session, name: str, rank: int = 0) -> int:
+    """Its process, by the group's own record."""
+    group = next(g for g in s.fleet.rollouts.groups if g is not None and g.name == name)  # type: ignore[attr-defined]
+    return int(group.locations[rank].pid)
+
+
+def kill_soon(pid: int) -> None:
+    """End a process in the middle of what it is about to be asked: it is stopped first."""
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+
+
+def when_it_syncs(s: Session, act: Callable[[], None]) -> None:
+    """Act once, at the beginning of the next sync."""
+    phase = s.fleet.hybrid._phase
+
+    def watched(name: str) -> AbstractContextManager[None]:
+        s.fleet.hybrid._phase = phase
+        act()
+        return phase(name)
+
+    s.fleet.hybrid._phase = watched
