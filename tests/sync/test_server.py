@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,42 @@ def test_the_next_bucket_is_packed_while_one_is_loaded_and_no_third(colocated):
     server.close()
     assert seen == [True] * (4 if colocated else 2)
     assert (served.buckets, served.lost) == (4, {})
+
+
+@pytest.mark.parametrize("colocated", KINDS)
+def test_a_bucket_stays_what_it_is_while_it_is_read(colocated):
+    """Also where every tensor is larger than a bucket, and all are in the same memory one after another."""
+    large = []
+    for number in range(4):
+        size = (4 * ROWS, 256)
+        one = Watched(f"e{number}", size, ((0, size[0]), (0, size[1])), torch.full(size, float(number)))
+        one.read = threading.Event()
+        large.append(one)
+    server = server_of(large)
+    source = ChannelSource(server.plan([[ReceiverSpec("r", None, colocated)]]))
+    seen = []
+
+    def use(piece: Piece) -> None:
+        time.sleep(0.1)  # long enough for the next to arrive
+        seen.append((piece.name, piece.tensor.min().item(), piece.tensor.max().item()))
+
+    taker = Taker(source, use)
+    server.serve()
+    taker.finish()
+    server.close()
+    assert seen == [(f"e{number}", number, number) for number in range(4)]
+
+
+def test_a_new_plan_gives_the_process_groups_of_the_old_one_up():
+    server, groups = server_of(shards()), []
+    for _ in range(3):
+        _, taker = one_sync(server, lambda piece: None, colocated=False)
+        taker.finish()
+        (outlet,) = server._outlets
+        groups.append(outlet._group)
+    assert [group._group is not None for group in groups] == [False, False, True]
+    server.close()
+    assert groups[-1]._group is None
 
 
 def shared_memory() -> int:
