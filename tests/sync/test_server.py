@@ -125,6 +125,20 @@ def test_a_bucket_stays_what_it_is_while_it_is_read(colocated):
     assert seen == [(f"e{number}", number, number) for number in range(4)]
 
 
+@pytest.mark.parametrize("colocated", KINDS)
+def test_a_receiver_that_wants_something_else_gets_that(colocated):
+    """It remembers the buckets of the plan before."""
+    server = server_of(shards())
+    for wanted in (["a", "b"], ["c"], ["d", "a", "b"]):
+        source = ChannelSource(server.plan([[ReceiverSpec("r", boxes(*wanted), colocated)]]))
+        seen: list[tuple[str, float]] = []
+        taker = Taker(source, lambda piece, to=seen: to.append((piece.name, piece.tensor.max().item())))
+        server.serve()
+        taker.finish()
+        assert seen == [(name, NAMES.index(name)) for name in wanted]
+    server.close()
+
+
 def test_a_new_plan_gives_the_process_groups_of_the_old_one_up():
     server, groups = server_of(shards()), []
     for _ in range(3):
