@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from quintet.cluster.group import WorkerGroup
-from quintet.errors import QuintetError, SyncFailure, WorkerFailure
+from quintet.errors import QuintetError, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
 from quintet.recipe.rollout import sleep_level
 from quintet.rollout import Part
@@ -179,5 +179,10 @@ class Hybrid:
             self._told(f"training state left: {', '.join(kinds)}")
 
     def _told(self, event: str) -> None:
-        with self._log.open("a", encoding="utf-8") as log:
-            log.write(f"{time.monotonic() - self._began:10.3f} s  {event}\n")
+        try:
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write(f"{time.monotonic() - self._began:10.3f} s  {event}\n")
+        except OSError as error:
+            raise UserError(
+                f"{self._log}: {error.strerror}. The run directory is needed for as long as the run lasts"
+            ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,18 @@ def test_a_rollout_in_the_trainer_sleeps_from_the_start(tmp_path: Path) -> None:
     with one.generating():
         assert asked.taken() == TAKEN
     assert asked.taken() == GIVEN
+
+
+def test_a_run_directory_that_is_gone_is_named(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    one = hybrid(Asked(), logs)
+    shutil.rmtree(logs)
+    with (
+        pytest.raises(UserError, match=r"hybrid\.log: No such file or directory\. The run directory"),
+        one.generating(),
+    ):
+        pass
 
 
 def test_what_is_kept_in_sleep_is_not_brought_again(tmp_path: Path) -> None:
