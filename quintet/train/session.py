@@ -250,9 +250,14 @@ def session(
 def _what_then(recipe: schema.Recipe, failure: QuintetError) -> str:
     """What a user can do about a run that lost a process, or the weights on their way to one."""
     hints = []
+    raised = " failed in " in failure.message.split("\n", 1)[0]  # which one started anew may raise as well
     if isinstance(failure, SyncMismatch):
         hints.append("Nothing was generated with these weights.")
-    elif failure.message.startswith(("rollout-", "receiver rollout-")) and not recipe.rollout.restart:
+    elif (
+        failure.message.startswith(("rollout-", "receiver rollout-"))
+        and not recipe.rollout.restart
+        and not raised
+    ):
         hints.append("With rollout.restart=true it would be started anew, and the run would go on.")
     if isinstance(failure, SyncFailure):
         hints.append("What it did meanwhile is in logs/ of the run directory.")

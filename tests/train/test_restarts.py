@@ -13,6 +13,7 @@ from quintet.recipe import Recipe
 from quintet.recipe.schema import Cluster, Rollout, RolloutLayout
 from quintet.train import replicas as module
 from quintet.train.replicas import RESTARTS_IN_A_ROW, Replicas
+from quintet.train.session import _what_then
 
 
 class Group:
@@ -95,3 +96,12 @@ def test_the_devices_of_one_process_are_on_one_node(monkeypatch: pytest.MonkeyPa
     one._check_node(0, [[place] for place in node])  # a process a device
     with pytest.raises(UserError, match=r"rollout-0: .* are to be on one node"):
         one._check_node(0, [node])
+
+
+def test_a_restart_is_advised_against_deaths_alone() -> None:
+    recipe = Recipe(rollout=Rollout(own_processes=True))
+    dead = WorkerFailure("rollout-0 rank 0 died in generate: killed")
+    assert "With rollout.restart=true it would be started anew" in _what_then(recipe, dead)
+    wrong = WorkerFailure("rollout-0 rank 0 failed in generate: RuntimeError: no such kernel")
+    assert _what_then(recipe, wrong) == ""
+    assert _what_then(Recipe(rollout=Rollout(own_processes=True, restart=True)), dead) == ""
