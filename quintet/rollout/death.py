@@ -10,13 +10,18 @@ import multiprocessing.connection
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from quintet.errors import WorkerFailure
+
+T = TypeVar("T")
+CHECK_EVERY_S = 0.5
 
 
 class Watch:
@@ -66,6 +71,28 @@ class Watch:
             if self._names and (self._seen.wait(1.0 if _of_death(error) else 0) or _of_death(error)):
                 raise self._failure() from error
             raise
+
+    def wait_for(self, future: Future[T]) -> T:
+        """Its result. Raises the WorkerFailure that names the process if one dies meanwhile: an engine may wait for ever for the
+        answer of one that did."""
+        while not wait([future], CHECK_EVERY_S).done:
+            self.check()
+        return future.result()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """What it returns, as `wait_for` waits."""
+        if not self._names:
+            return function()
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="engine-call", daemon=True).start()
+        return self.wait_for(future)
 
     def check(self) -> None:
         """Raise the WorkerFailure that names the process if one has died: for engines that then wait for ever."""

@@ -1,12 +1,17 @@
-"""Processes that an engine started do not outlive the one that started them."""
+"""Processes that an engine started do not outlive the one that started them, and are not waited for when they died."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
+
+from quintet.errors import WorkerFailure
+from quintet.rollout.death import Watch
 
 STARTS = """
 import subprocess, sys, time
@@ -44,3 +49,21 @@ def test_they_end_with_it_unless_they_are_let_go(closed: bool) -> None:
         starter.kill()
         if child.is_running():
             child.kill()
+
+
+def test_who_died_is_not_waited_for() -> None:
+    """Engines may wait for ever for the answer of a process that is gone."""
+    with Watch.over_children("an engine") as watch:
+        child = subprocess.Popen(["sleep", "100"])
+    try:
+        assert watch.call(lambda: 7) == 7
+        with pytest.raises(ZeroDivisionError):
+            watch.call(lambda: 1 // 0)
+        threading.Timer(0.2, child.kill).start()
+        named = re.escape(f"an engine: sleep (process {child.pid}) died")
+        with watch.named(), pytest.raises(WorkerFailure, match=named):
+            watch.call(threading.Event().wait)
+    finally:
+        watch.close()
+        child.kill()
+        child.wait()

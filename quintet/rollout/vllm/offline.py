@@ -94,11 +94,12 @@ class OfflineEngine:
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         with self._between_steps():
-            return answers(self._engine.collective_rpc("called", args=(call(method, args),)))
+            message = call(method, args)
+            return answers(self._watch.call(lambda: self._engine.collective_rpc("called", args=(message,))))
 
     def forget_prefixes(self) -> None:
         with self._between_steps():
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._watch.call(lambda: self._engine.reset_prefix_cache(reset_running_requests=True))
 
     def pause(self) -> None:
         with self._between_steps():

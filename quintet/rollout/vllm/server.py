@@ -30,7 +30,7 @@ class ServerEngine:
 
     def _do(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop, from any thread but that one."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        return self._watch.wait_for(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def run(self, jobs: Sequence[Job], progress: Progress) -> list[Answer]:
         with self._watch.named():
