@@ -1,6 +1,8 @@
 """The sender's ends of channels: who is to get a set of buckets, and how it is handed over.
 
-A receiver that dies, closes its end or stays silent for too long is `lost`, with the reason; the others go on.
+A receiver that dies, closes its end or stays silent for too long is `lost`, with the reason; the others go on. One that is
+lost and lives is never told that it was all, so it does not take for new weights what it read of a bucket that was meanwhile
+filled anew; and memory that it may still look at is not given back before it has left.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from quintet.sync.wire import (
     END,
     Address,
     Answer,
+    GivenUp,
     Group,
     Hello,
     admit,
     ended,
+    hang_up,
     host_address,
     listen,
     local_address,
@@ -38,6 +42,7 @@ from quintet.sync.wire import (
 
 MEETS_S = 1.0
 """A process that died takes its sockets with it, one a little before the other."""
+PAUSE_S = 0.1
 GONE = "its connection closed: it died, or gave up, before everything had arrived"
 
 
@@ -46,7 +51,7 @@ class Reception:
 
     def __init__(self, timeout_s: float) -> None:
         self.key, self.timeout_s = secrets.token_bytes(32), timeout_s
-        self.plan = ""
+        self.plan, self._closed = "", False
         self._expected: set[str] = set()
         self._here: dict[str, tuple[Connection, Hello]] = {}
         self._changed = threading.Condition()
@@ -83,6 +88,7 @@ class Reception:
 
     def close(self) -> None:
         """Nobody is let in any more."""
+        self._closed = True
         self.expect(())
         for one in self._sockets.values():
             one.shutdown(socket.SHUT_RDWR)  # ends the wait for receivers
@@ -94,7 +100,10 @@ class Reception:
             try:
                 channel, _ = listening.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                time.sleep(PAUSE_S)  # too many open files, or one who knocked and went: others will come
+                continue
             threading.Thread(target=self._greet, args=(channel,), daemon=True).start()
 
     def _greet(self, channel: socket.socket) -> None:
@@ -124,6 +133,8 @@ class Outlet:
         self.lost: dict[str, str] = {}
         self._lines: dict[str, Connection] = {}
         self._heard: dict[str, int] = {}
+        self.lookers: list[Connection] = []
+        """To receivers that were given up, and may still look at the memory they were shown."""
 
     def open(
         self, here: dict[str, tuple[Connection, Hello]], answer: Answer, memory: Sequence[Shared]
@@ -165,8 +176,11 @@ class Outlet:
 
     def close(self) -> None:
         """Let go of the receivers until the next sync; what both sides keep for it stays."""
-        for connection in self._lines.values():
-            connection.close()
+        for receiver, connection in list(self._lines.items()):
+            if self._heard[receiver] < len(self.buckets):
+                self._lose(receiver, "the trainer failed")
+            else:
+                connection.close()
         self._lines = {}
 
     def leave(self) -> None:
@@ -195,7 +209,14 @@ class Outlet:
 
     def _lose(self, receiver: str, reason: str) -> None:
         self.lost[receiver] = reason
-        self._lines.pop(receiver).close()
+        connection = self._lines.pop(receiver)
+        with suppress(OSError):
+            connection.send(GivenUp(reason))
+        hang_up(connection)
+        self._leave_alone(connection)
+
+    def _leave_alone(self, connection: Connection) -> None:
+        self.lookers.append(connection)
 
 
 class GroupOutlet(Outlet):
@@ -233,7 +254,7 @@ class GroupOutlet(Outlet):
             self._answer(here[one], replace(answer, group=replace(group, rank=rank)))
         try:
             if self._group is None:
-                self._group = BulkGroup(group, self.timeout_s, store.store)
+                self._group = BulkGroup(group, self.timeout_s, self._all_here)
             self._members = members
         except RuntimeError as error:
             self._break(error)
@@ -251,15 +272,21 @@ class GroupOutlet(Outlet):
         work = self._work.pop(number, None)
         if work is not None and self._group is not None:
             try:
-                self._group.wait(work, lambda: not any(ended(one) for one in self._lines.values()))
+                self._group.wait(work, self._all_here)
             except RuntimeError as error:
                 self._break(error)
+
+    def _leave_alone(self, connection: Connection) -> None:
+        connection.close()
 
     def leave(self) -> None:
         """As `Outlet.leave`: the group."""
         if self._group is not None:
             self._group.close()
         self._group, self._work = None, {}
+
+    def _all_here(self) -> bool:
+        return not any(ended(one) for one in self._lines.values())
 
     def _break(self, error: RuntimeError) -> None:
         """Find out whose end it was, and give everyone up."""

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,7 @@ from quintet.sync.export import Export, Made, made
 from quintet.sync.fp8 import quantized_names
 from quintet.sync.memory import Shared
 from quintet.sync.outlets import GroupOutlet, Outlet, Reception, Store
-from quintet.sync.wire import Answer, Ticket
+from quintet.sync.wire import Answer, Ticket, has_left
 
 PATIENCE = 4
 """A receiver waits so many times as long as the trainer: it must outlast others that the trainer waits for in vain."""
@@ -86,6 +87,7 @@ class WeightServer:
         self._export: Export | None = None
         self._outlets: list[Outlet] = []
         self._sequence: list[tuple[Outlet, int]] = []
+        self._looked_at: list[tuple[list[Shared], list[Connection]]] = []
 
     def plan(self, assignments: Sequence[Sequence[ReceiverSpec]]) -> list[Ticket]:
         """Plan for the receivers that each rank serves (one list a rank, the same on every rank); tickets for this rank's, in
@@ -112,6 +114,7 @@ class WeightServer:
             staging_bytes=self._bucket_bytes // STAGED_SHARE,
             device=self._device,
         )
+        self._give_back()
         for outlet in self._outlets:
             outlet.leave()
         self._outlets = [self._outlet(specs, buckets) for specs, buckets in sets[rank]]
@@ -177,10 +180,12 @@ class WeightServer:
         if export is None:
             raise RuntimeError("plan comes before serve")
         began = time.perf_counter()
+        self._give_back()
         here = self._reception.meet()
         sizes = [outlet.buckets[number].nbytes for outlet, number in self._sequence]
         place, room = slots(sizes, self._bucket_bytes)
         memory: list[Shared] = []
+        opened = False
 
         def prepare() -> None:
             export.check()
@@ -190,16 +195,22 @@ class WeightServer:
         try:
             agreed(prepare)
             answer = Answer(room=room, bucket_bytes=self._bucket_bytes, device=self._device.type)
+            opened = True
             for outlet in self._outlets:
                 outlet.open(here, answer, memory)
             self._hand_out(export, place, memory)
             for outlet in self._outlets:
                 outlet.finish()
         finally:
+            for connection, _ in here.values() if not opened else ():
+                connection.close()
+            lookers = []
             for outlet in self._outlets:
                 outlet.close()
-            for one in memory:
-                one.close()
+                lookers += outlet.lookers
+                outlet.lookers = []
+            self._looked_at.append((memory, lookers))
+            self._give_back()
         lost = {receiver: why for outlet in self._outlets for receiver, why in outlet.lost.items()}
         return Served(time.perf_counter() - began, sum(sizes), len(sizes), lost)
 
@@ -222,9 +233,25 @@ class WeightServer:
         for outlet, number in busy.values():
             outlet.wait(number)
 
+    def _give_back(self) -> None:
+        """The memory of past syncs that nobody looks at any more."""
+        looked_at = []
+        for memory, lookers in self._looked_at:
+            staying = [one for one in lookers if not has_left(one)]
+            for one in lookers:
+                if one not in staying:
+                    one.close()
+            if staying:
+                looked_at.append((memory, staying))
+            else:
+                for shared in memory:
+                    shared.close()
+        self._looked_at = looked_at
+
     def close(self) -> None:
-        """Void all tickets and let nobody in any more."""
+        """Void all tickets and let nobody in any more. Memory that somebody still looks at stays until the process ends."""
         self._reception.close()
+        self._give_back()
         for outlet in self._outlets:
             outlet.leave()
         self._export, self._outlets, self._sequence = None, [], []

@@ -17,7 +17,32 @@ from quintet.rollout.base import Piece
 from quintet.sync.buckets import Bucket, slots
 from quintet.sync.group import BulkGroup
 from quintet.sync.memory import Seen
-from quintet.sync.wire import END, Answer, Group, Hello, Ticket, call, ended
+from quintet.sync.wire import END, Answer, GivenUp, Group, Hello, Ticket, call
+
+SAYS_S = 3.0
+"""Within this time of a process group's end its sender says whose fault it was."""
+
+
+class _Words:
+    """What the trainer says while weights take another way."""
+
+    def __init__(self, connection: Connection, ticket: Ticket) -> None:
+        self._connection, self._ticket, self._end = connection, ticket, False
+
+    def fair(self) -> bool:
+        """Always true; raises SyncFailure once no more weights come, saying why."""
+        while not self._end and self._connection.poll(0):
+            self._end = _next(self._connection, self._ticket) == END
+        return True
+
+    def bad(self) -> None:
+        """After the weights have broken off: raises SyncFailure if the trainer says why, and does so soon."""
+        if not self._end and self._connection.poll(SAYS_S):
+            self.fair()
+
+    def end(self) -> bool:
+        """Whether these were all the weights that the trainer had."""
+        return self._end or _next(self._connection, self._ticket) == END
 
 
 @dataclass
@@ -28,11 +53,11 @@ class _Standing:
     buckets: tuple[Bucket, ...]
     group: BulkGroup | None = None
 
-    def joined(self, group: Group, timeout_s: float) -> BulkGroup:
+    def joined(self, group: Group, timeout_s: float, words: _Words) -> BulkGroup:
         """The group, which may be the last sync's."""
         if self.group is None or self.group.group.name != group.name:
             self.leave()
-            self.group = BulkGroup(group, timeout_s)
+            self.group = BulkGroup(group, timeout_s, words.fair)
         return self.group
 
     def leave(self) -> None:
@@ -111,23 +136,25 @@ def _through_group(
     place, room = slots([bucket.nbytes for bucket in buckets], answer.bucket_bytes)
     memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in room]
     posted: list[Any] = []
+    words = _Words(connection, ticket)
     try:
-        group = known.joined(answer.group, ticket.timeout_s)
+        group = known.joined(answer.group, ticket.timeout_s, words)
         for number, bucket in enumerate(buckets):
             for ahead in range(len(posted), min(number + 2, len(buckets))):
                 if ahead > number and place[ahead] == place[number]:
                     break  # its memory is being read
                 posted.append(group.take(memory[place[ahead]][: buckets[ahead].nbytes]))
-            group.wait(posted[number], lambda: not ended(connection))
+            group.wait(posted[number], words.fair)
             yield _pieces(bucket, memory[place[number]])
             # Not for the whole device: the next bucket is on its way, and where another receiver dies it never comes.
             if device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-        if _next(connection, ticket) != END:
+        if not words.end():
             raise SyncFailure(f"receiver {ticket.receiver}: the trainer has other buckets than it announced")
         _say(connection, ticket, len(known.buckets))
     except RuntimeError as error:
         known.leave()
+        words.bad()
         raise SyncFailure(
             f"receiver {ticket.receiver}: weights stopped coming from the trainer: {error}"
         ) from None
@@ -157,7 +184,10 @@ def _wait_for_copies(answer: Answer) -> None:
 def _next(connection: Connection, ticket: Ticket) -> Any:
     try:
         if connection.poll(ticket.timeout_s):
-            return connection.recv()
+            said = connection.recv()
+            if isinstance(said, GivenUp):
+                raise SyncFailure(f"receiver {ticket.receiver}: the trainer gave it up: {said.why}")
+            return said
     except (EOFError, OSError):
         raise SyncFailure(
             f"receiver {ticket.receiver}: the trainer went away before all weights had arrived, or gave this receiver up"

@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -73,6 +74,13 @@ class Answer:
     room: tuple[int, int] = (0, 0)
     bucket_bytes: int = 0
     device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """A sender's last words to a receiver that gets no more."""
+
+    why: str
 
 
 END = "end"
@@ -163,6 +171,25 @@ def call(ticket: Ticket, hello: Hello) -> Connection:
             raise
         raise SyncFailure(f"{who}: the trainer ended while greeting it") from None
     return connection
+
+
+def hang_up(connection: Connection) -> None:
+    """Let the other end know, whoever else of this process's children has the socket open, that nothing more comes."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as channel:
+        channel.shutdown(socket.SHUT_WR)
+
+
+def has_left(connection: Connection) -> bool:
+    """Whether the other end is closed, or its process gone. What it said before is dropped."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as channel:
+        try:
+            while channel.recv(1 << 16, socket.MSG_DONTWAIT):
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
 
 
 def ended(connection: Connection) -> bool:

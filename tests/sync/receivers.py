@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -13,9 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from quintet.sync.source import ChannelSource
+from quintet.sync import source
+from quintet.sync.wire import Ticket
+from tests.patience import BUSY
 
-PATIENCE_S = 60.0
+PATIENCE_S = 60.0 * BUSY
+TIMEOUT_S = 3.0 * BUSY
+"""Of the trainer that waits for a receiver which never comes."""
 
 
 def put(path: Path, value: Any) -> None:
@@ -34,22 +39,57 @@ def get(path: Path) -> Any:
     return pickle.loads(path.read_bytes())
 
 
-def receive(root: Path, who: str, syncs: list[int], dies_in: int | None = None) -> None:
-    """Take part in these syncs and tell what came of each: tensors by name, or the error's text. In one of them it may kill
-    itself, holding a bucket."""
+def receive(
+    root: Path,
+    who: str,
+    syncs: list[int],
+    dies_in: int | None = None,
+    how: signal.Signals = signal.SIGKILL,
+    joining: bool = False,
+) -> None:
+    """Take part in these syncs and tell what came of each: tensors by name, or the error's text. In one of them it may kill or
+    stop itself, holding a bucket, or on its way into a process group."""
     for number in syncs:
         ticket = get(root / f"ticket-{number}-{who}")
         found: dict[str, torch.Tensor] = {}
+        made = source.BulkGroup
+        if joining and number == dies_in:
+            source.BulkGroup = lambda *_: os.kill(os.getpid(), how)  # type: ignore[assignment, misc]
         try:
-            for batch in ChannelSource([ticket]).batches(0):
+            for batch in source.ChannelSource([ticket]).batches(0):
                 for piece in batch:
                     whole = found.setdefault(piece.name, torch.full(piece.shape, float("nan")))
                     whole[tuple(slice(*ends) for ends in piece.box)] = piece.tensor
                 if number == dies_in:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    dies_in = None
+                    os.kill(os.getpid(), how)
             put(root / f"took-{number}-{who}", found)
         except Exception:
             put(root / f"took-{number}-{who}", traceback.format_exc())
+        source.BulkGroup = made  # type: ignore[misc]
+
+
+class Beside:
+    """Receivers beside the ranks."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.processes = root, []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])  # torch takes a while to import
+
+    def start(self, who: str, syncs: list[int], dies_in: int | None = None, **how: Any) -> Any:
+        process = self._context.Process(target=receive, args=(self.root, who, syncs, dies_in), kwargs=how)
+        process.start()
+        self.processes.append(process)
+        return process
+
+    def hand(self, number: int, tickets: list[Ticket]) -> None:
+        """Tickets to those who wait for them."""
+        for ticket in tickets:
+            put(self.root / f"ticket-{number}-{ticket.receiver}", ticket)
+
+    def took(self, number: int, who: str) -> Any:
+        return get(self.root / f"took-{number}-{who}")
 
 
 def train(
@@ -65,7 +105,7 @@ def train(
     engine = layouts.engine_of(path, {"tp": dist.get_world_size()})
     full = {one.name: tuple((0, n) for n in one.shape) for one in engine.shard_map()}
     where = (engine.shape, DTYPES["fp32"], torch.device("cpu"), layouts.BUCKET_MIB)
-    server = WeightServer(engine.shard_map, *where, timeout_s=6.0)
+    server = WeightServer(engine.shard_map, *where, timeout_s=TIMEOUT_S)
     found = []
     for number in range(syncs):
         if number in plans:

@@ -6,64 +6,20 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from benchmarks.engine_work import MODELS
-from quintet.engine.shards import Box, Shard
 from quintet.errors import SyncFailure, UserError
 from quintet.rollout.base import Piece, Wanted
 from quintet.sync.server import ReceiverSpec, WeightServer
 from quintet.sync.source import ChannelSource
 from quintet.sync.wire import listen, local_address
 from tests.sync.layouts import Taker
-
-NAMES = ("a", "b", "c", "d")
-ROWS = 256  # of 1 KiB each: a tensor is a quarter of a MiB, and fills a bucket
-
-
-class Watched(Shard):
-    """A shard that tells when it is read."""
-
-    standing = False
-    read: threading.Event
-
-    def part(self, box: Box) -> torch.Tensor:
-        self.read.set()
-        return super().part(box)
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def shards() -> list[Watched]:
-    found = []
-    for number, name in enumerate(NAMES):
-        one = Watched(name, (ROWS, 256), ((0, ROWS), (0, 256)), torch.full((ROWS, 256), float(number)))
-        one.read = threading.Event()
-        found.append(one)
-    return found
-
-
-def server_of(held: list[Any], bucket_mib: float = 0.25, timeout_s: float = 20.0) -> WeightServer:
-    shape = MODELS["tiny"].shape
-    return WeightServer(
-        lambda: held, shape, torch.float32, torch.device("cpu"), bucket_mib, timeout_s=timeout_s
-    )
-
-
-def boxes(*names: str) -> list[Wanted]:
-    return [Wanted(name, ((0, ROWS), (0, 256))) for name in names]
+from tests.sync.one_rank import NAMES, ROWS, Watched, boxes, server_of, shards, shared_memory
 
 
 def one_sync(server: WeightServer, use: Callable[[Piece], None], colocated: bool = True) -> Any:
@@ -73,6 +29,7 @@ def one_sync(server: WeightServer, use: Callable[[Piece], None], colocated: bool
     return served, taker
 
 
+pytestmark = pytest.mark.usefixtures("alone")
 KINDS = [pytest.param(True, id="colocated"), pytest.param(False, id="separate")]
 
 
@@ -151,16 +108,6 @@ def test_a_new_plan_gives_the_process_groups_of_the_old_one_up():
     assert groups[-1]._group is None
 
 
-def shared_memory() -> int:
-    """Bytes that this process shares to send weights, each piece of memory once."""
-    found = {}
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:quintet-sync" in line:
-            first, last = (int(x, 16) for x in line.split()[0].split("-"))
-            found[line.split()[4]] = last - first
-    return sum(found.values())
-
-
 def test_two_buckets_are_in_memory_and_none_afterwards():
     held, most = shards(), [0]
     server = server_of(held)
@@ -221,7 +168,9 @@ def test_who_stops_early_or_is_slow_is_lost_by_name():
     served, taker = one_sync(server, lambda piece: leave.wait(10) and None)
     assert served.lost == {"rollout-0/0": "it took nothing for 2 s"}
     leave.set()
-    with pytest.raises(SyncFailure, match="receiver rollout-0/0: the trainer went away"):
+    with pytest.raises(
+        SyncFailure, match="receiver rollout-0/0: the trainer gave it up: it took nothing for 2 s"
+    ):
         taker.finish()
     server.close()
 
