@@ -184,7 +184,7 @@ class Engine(Section):
 
 class RolloutLayout(Section):
     tp: PositiveInt = 1
-    """Tensor parallel."""
+    """Tensor parallel. Divides heads, KV heads and MLP width; with vllm and sglang it may also be a multiple of the KV heads."""
     pp: PositiveInt = 1
     """Pipeline parallel."""
     ep: PositiveInt = 1

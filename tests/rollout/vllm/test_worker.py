@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from quintet.sync.proof import compare
 from tests.oracle.models import hub_names
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, made
+from tests.rollout.vllm.models import model, save
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -198,5 +200,15 @@ def test_what_changes_after_loading_is_named(case: tuple[str, Any]) -> None:
     for change, names in changes.items():
         rollout._engine._engine.collective_rpc(change)
         assert differing(rollout, named) == names
+        rollout.update_weights(Source(named))
+        assert differing(rollout, named) == []
+
+
+def test_a_kv_head_that_two_workers_hold(start: Any, tmp_path: Path) -> None:
+    changed = {"num_key_value_heads": 1}
+    tp = 2 if DEVICE == "cpu" else min(2, torch.cuda.device_count())
+    rollout = start("qwen3", save("qwen3", tmp_path / "model", **changed), layout={"tp": tp})
+    for seed in (1, 2):  # by vLLM's loaders, then in place
+        named = named_weights(model("qwen3", seed=seed, **changed))
         rollout.update_weights(Source(named))
         assert differing(rollout, named) == []
