@@ -58,7 +58,7 @@ class Live:
             for region in regions:
                 self._of[region.parameter].append(region)
         self._forms = {
-            name: _form(models, *_owner(models, name), *record.loaded[name], regions, record.arrived)
+            name: _form(models, *owner(models, name), *record.loaded[name], regions, record.arrived)
             for name, regions in self._of.items()
         }
         self._mixed = set(record.mixed)
@@ -178,7 +178,7 @@ def _within(tensor: Tensor, box: Box, part: Box) -> Tensor:
     return tensor[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(part, box, strict=True))]
 
 
-def _owner(models: Models, name: str) -> tuple[Any, str]:
+def owner(models: Models, name: str) -> tuple[Any, str]:
     """The layer that a parameter belongs to, and its name there."""
     for prefix, model in models:
         if name.startswith(prefix):

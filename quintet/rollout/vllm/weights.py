@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from quintet.engine.fingerprint import fingerprint
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, meet, volume
 from quintet.rollout.base import Fingerprints, Piece, Wanted
-from quintet.rollout.vllm.live import Live, Models
+from quintet.rollout.vllm.live import Live, Models, owner
 from quintet.rollout.vllm.trace import Record, Trace, named_tensors
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], None]
@@ -246,7 +247,7 @@ def _missing(record: Record, models: Models, came: Iterable[str]) -> list[str]:
             fed[region.parameter].add(name)
     missing = set[str]()
     for parameter, _ in named_tensors(models, buffers=False):
-        if _DERIVED.search(parameter):
+        if _DERIVED.search(parameter) or _only_pads(owner(models, parameter)[0]):
             continue
         left, elements = record.unwritten(parameter) if parameter in record.loaded else (1, 1)
         if left:
@@ -259,6 +260,11 @@ def _missing(record: Record, models: Models, came: Iterable[str]) -> list[str]:
 
 _DERIVED = re.compile(r"\.(W_UV|W_UK_T|W_[KV](_scale)?|(q|k|v|prob|input)_scale)$")
 """Parameters that vLLM makes itself."""
+
+
+def _only_pads(layer: Any) -> bool:
+    """Whether a layer is a part of a vocabulary so small that it has no token of it, and nothing is loaded into it."""
+    return getattr(getattr(layer, "shard_indices", None), "num_org_elements", 1) == 0
 
 
 def _as_elsewhere(parameter: str, fed: Mapping[str, set[str]]) -> set[str]:
