@@ -157,12 +157,15 @@ class Engine:
         self._require("params" if of == "param" else "grads")
         return shard_map(self.chunks, self.shape, self.mesh, of)
 
-    def exported(self, *, adapters: bool = False) -> list[Shard]:
-        """What others get of the weights: all, with adapters merged; or the adapters alone."""
+    def exported(self, *, adapters: bool = False, scaled: bool = False) -> list[Shard]:
+        """What others get of the weights: all, with adapters merged; or the adapters alone, `scaled` with their scale in B."""
         shards = self.shard_map()
         if self.lora is None:
             return shards
-        return lora.apart(shards)[1] if adapters else lora.merged(shards, self.lora)
+        if not adapters:
+            return lora.merged(shards, self.lora)
+        alone = lora.apart(shards)[1]
+        return lora.scaled(alone, self.lora.scale) if scaled else alone
 
     def fingerprints(self, *, adapters: bool = False) -> Fingerprints:
         """Of the live weights on this rank, as they are `exported`. No collective."""

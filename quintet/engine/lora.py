@@ -281,14 +281,35 @@ def merged(shards: Iterable[Shard], lora: LoraShape) -> list[Shard]:
     return found
 
 
-class MergedShard(Shard):
-    """A shard whose view is W + scale · B A, computed in fp32 each time it is asked for, in the type of W."""
+def scaled(low_rank: Iterable[Shard], scale: float) -> list[Shard]:
+    """Adapters with their scale in B, so that B A is all that is added. Nothing is computed before it is read."""
+    return [ScaledShard(one, scale) if ".lora_B." in one.name else one for one in low_rank]
+
+
+class ComputedShard(Shard):
+    """A shard whose view is computed each time it is asked for, of the same size and in the type of `base`'s."""
 
     standing = False
 
-    def __init__(self, base: Shard, a: Shard, b: Shard, scale: float) -> None:
+    def __init__(self, base: Shard) -> None:
         self.name, self.shape, self.box, self.trained = base.name, base.shape, base.box, base.trained
-        self._base, self._a, self._b, self._scale = base.view, a.view, b.view, scale
+        self._base = base.view
+
+    def unit(self, dim: int = 0) -> int:
+        """As `Shard.unit`; nothing is computed."""
+        return Shard(self.name, self.shape, self.box, self._base).unit(dim)
+
+    def part(self, box: Box) -> Tensor:
+        """As `Shard.part`; computed once."""
+        return Shard(self.name, self.shape, self.box, self.view).part(box)
+
+
+class MergedShard(ComputedShard):
+    """W + scale · B A, computed in fp32."""
+
+    def __init__(self, base: Shard, a: Shard, b: Shard, scale: float) -> None:
+        super().__init__(base)
+        self._a, self._b, self._scale = a.view, b.view, scale
 
     @property
     def view(self) -> Tensor:  # type: ignore[override]
@@ -302,10 +323,20 @@ class MergedShard(Shard):
         """As `Shard.behind`: the weight and its adapters."""
         return self._base, self._a, self._b
 
-    def unit(self, dim: int = 0) -> int:
-        """As `Shard.unit`; nothing is computed."""
-        return Shard(self.name, self.shape, self.box, self._base).unit(dim)
 
-    def part(self, box: Box) -> Tensor:
-        """As `Shard.part`; computed once."""
-        return Shard(self.name, self.shape, self.box, self.view).part(box)
+class ScaledShard(ComputedShard):
+    """scale · B, computed in fp32."""
+
+    def __init__(self, base: Shard, scale: float) -> None:
+        super().__init__(base)
+        self._scale = scale
+
+    @property
+    def view(self) -> Tensor:  # type: ignore[override]
+        exact = torch.promote_types(self._base.dtype, torch.float32)
+        return (self._base.to(exact) * self._scale).to(self._base.dtype)
+
+    @property
+    def behind(self) -> tuple[Tensor, ...]:
+        """As `Shard.behind`: B itself."""
+        return (self._base,)

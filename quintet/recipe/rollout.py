@@ -44,7 +44,14 @@ def copies(recipe: Recipe) -> int:
 
 def adapters_alone(recipe: Recipe) -> bool:
     """Whether adapters alone travel to the rollout, which has the frozen weights already; others get them merged."""
-    return recipe.lora is not None and recipe.rollout.backend == "native"
+    rollout = recipe.rollout
+    return recipe.lora is not None and (rollout.backend == "native" or rollout.adapters == "alone")
+
+
+def adapters_scaled(recipe: Recipe) -> bool:
+    """Whether adapters travel with their scale multiplied into B: to vLLM, which would multiply it in itself, so that B could not
+    be compared with what was sent."""
+    return adapters_alone(recipe) and recipe.rollout.backend == "vllm"
 
 
 def sleep_level(recipe: Recipe) -> int:

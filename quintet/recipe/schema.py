@@ -210,6 +210,10 @@ class Rollout(Section):
     """Weights travel in buckets of this size; two at most are in memory at once."""
     sync_proof: bool = True
     """Compare fingerprints of the rollout's live weights with the engine's after each sync."""
+    adapters: Literal["merged", "alone"] | None = None
+    """Of vllm, with lora: merged sends the weights with the adapters in them; alone has vLLM read the frozen weights from the
+    model's directory and compute the adapters beside them, which alone are sent. null is merged. Native rollouts always get
+    adapters alone, sglang always merged weights."""
     probe_tolerance: PositiveFloat | None = None
     """Largest difference of log-probs on fixed tokens where weights cannot be read back; null is 0.002 in fp32; in bf16 0.25,
     with experts 1."""

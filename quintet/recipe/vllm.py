@@ -31,13 +31,24 @@ DECIDED = {
     "worker_cls": "weights are taken by quintet's extension of vLLM's worker",
     "worker_extension_cls": "weights are taken by quintet's own",
     "weight_transfer_config": "weights are taken by quintet's extension of vLLM's worker",
-    "enable_lora": "adapters arrive merged into the weights",
+    "enable_lora": "it is on with rollout.adapters=alone",
+    "max_lora_rank": "it follows from lora.rank",
+    "max_loras": "there is one policy",
+    "max_cpu_loras": "there is one policy",
+    "lora_dtype": "adapters have the model's type",
+    "lora_target_modules": "they are lora.targets",
+    "fully_sharded_loras": "adapters are cut like the layers that they are beside",
 }
 """Options of vLLM's engine that quintet decides, and by what."""
 
 CPU_EXPERTS = (
     "vLLM for CPU does not spread experts over ranks; use ep=1, every rank then holds a part of each expert"
 )
+
+ADAPTED = ("llama", "qwen2", "qwen3")
+"""Families that vLLM computes adapters of, beside all of their linear layers."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for: an adapter has the room of the next larger one."""
 
 _LEAST_TEMPERATURE = 0.01
 _DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")

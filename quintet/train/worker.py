@@ -20,15 +20,16 @@ from quintet.data.batch import Batch, concat, make_batch, sample_ids, set_tokens
 from quintet.data.tokenizer import load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES, Engine
+from quintet.engine.lora import apart
 from quintet.engine.outputs import Loss
 from quintet.engine.reference import AdapterReference
-from quintet.engine.shards import shard_fingerprints
+from quintet.engine.shards import Shard, shard_fingerprints
 from quintet.errors import UserError
 from quintet.models import read_shape
 from quintet.observe.memory import memory_peaks
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.rollout import adapters_alone, own_processes
+from quintet.recipe.rollout import adapters_alone, adapters_scaled, own_processes
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, RewardResult, score
 from quintet.rollout import Fingerprints, Part, Request, Sampling
@@ -243,7 +244,7 @@ class PolicyWorker(Worker):
         """Who takes weights from which rank from now on: tickets for those that take them from this one."""
         if self._server is None:
             self._server = WeightServer(
-                lambda: self.engine.exported(adapters=adapters_alone(self.recipe)),
+                self._exported,
                 self.shape,
                 DTYPES[self.dtype],
                 build.device(),
@@ -253,6 +254,10 @@ class PolicyWorker(Worker):
             )
         return self._server.plan(assignments)
 
+    def _exported(self) -> list[Shard]:
+        recipe = self.recipe
+        return self.engine.exported(adapters=adapters_alone(recipe), scaled=adapters_scaled(recipe))
+
     def serve(self) -> Served:
         """Hand the present weights to the receivers planned for."""
         assert self._server is not None, "plan_sync comes first"
@@ -261,8 +266,9 @@ class PolicyWorker(Worker):
     def weights(self) -> EngineWeights:
         """What this rank hands out, to be compared with what rollouts hold; beside adapters that travel alone, also the frozen
         weights, which the rollout has from elsewhere."""
-        alone = adapters_alone(self.recipe)
-        shards = self.engine.shard_map() if alone else self.engine.exported()
+        shards = self._exported()
+        if adapters_alone(self.recipe):
+            shards = [*apart(self.engine.shard_map())[0], *shards]
         if self.recipe.rollout.quantization == "fp8":
             return EngineWeights(*quantized_fingerprints(shards, self.shape, build.device()))
         return EngineWeights(shard_fingerprints(shards), {one.name: one.shape for one in shards})

@@ -234,3 +234,19 @@ def test_other_adapters_are_refused(pool: Any, lived: Any) -> None:
     name, path, root, _ = lived
     lora = replace(MODELS[name], rank=8)
     assert "holds other adapters" in pool.run(refused, 1, path, root / "adapter", lora)[0]
+
+
+def test_scaled_adapters_have_the_scale_in_b() -> None:
+    from quintet.engine.lora import scaled
+    from quintet.engine.shards import Shard
+
+    a = Shard("base_model.model.x.lora_A.weight", (2, 4), ((0, 2), (0, 4)), torch.randn(2, 4))
+    b = Shard("base_model.model.x.lora_B.weight", (6, 2), ((2, 5), (0, 2)), torch.randn(3, 2).bfloat16())
+    first, second = scaled([a, b], 1.3)
+    assert first is a
+    assert (second.name, second.shape, second.box, second.unit()) == (b.name, b.shape, b.box, b.unit())
+    expected = (b.view.float() * 1.3).bfloat16()
+    assert torch.equal(second.view, expected)
+    assert torch.equal(second.part(((3, 5), (1, 2))), expected[1:, 1:])
+    b.view.zero_()
+    assert not second.read().any()

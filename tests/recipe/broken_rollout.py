@@ -2,6 +2,8 @@
 
 SEPARATE = ["rollout.placement=separate", "rollout.ranks=2"]
 
+ALONE = ["rollout.backend=vllm", "rollout.adapters=alone"]
+
 # rule → overrides of a valid recipe that break it ("@moe" names a model) → parts of the message
 BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
     (
@@ -52,7 +54,45 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
     (
         "sleep_level_is_read",
         ["rollout.sleep_level=1", "rollout.own_processes=true", "lora.rank=4"],
-        ["what a native rollout does with adapters in any case"],
+        ["what a rollout does that gets adapters alone in any case"],
+    ),
+    (
+        "adapters_travel_as_asked",
+        ["rollout.adapters=alone", "rollout.backend=vllm"],
+        ["rollout.adapters=alone is not read without adapters", "lora.rank"],
+    ),
+    (
+        "adapters_travel_as_asked",
+        ["rollout.adapters=merged", "lora.rank=4"],
+        ["rollout.adapters=merged is of vllm: native gets adapters alone in any case"],
+    ),
+    (
+        "adapters_travel_as_asked",
+        ["rollout.adapters=alone", "lora.rank=4", "rollout.backend=sglang"],
+        ["sglang gets merged weights in any case"],
+    ),
+    (
+        "adapters_travel_as_asked",
+        [*ALONE, "lora.rank=4", "rollout.quantization=fp8", "cluster.device=cuda"],
+        [
+            "rollout.adapters=alone: rollout.quantization=fp8 quantises what is sent",
+            "rollout.adapters=merged",
+        ],
+    ),
+    (
+        "adapters_travel_as_asked",
+        [*ALONE, "lora.rank=4", "rollout.vllm.load_format=dummy"],
+        ["vLLM reads the frozen weights from the model's directory"],
+    ),
+    (
+        "adapters_travel_as_asked",
+        [*ALONE, "lora.rank=1000"],
+        ["vLLM has adapters of rank 512 at most, and these have 1000"],
+    ),
+    (
+        "adapters_travel_as_asked",
+        ["@moe", *ALONE, "lora.targets=[q_proj]"],
+        ["vLLM's adapters are tried with the families llama, qwen2, qwen3, and this model is of"],
     ),
     (
         "sync_keys_are_read",

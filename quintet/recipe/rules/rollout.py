@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from quintet.errors import UserError
+from quintet.recipe.lora import lora_shape
 from quintet.recipe.rollout import adapters_alone, devices_of_copy, own_processes, shares_weights
 from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.schema import Rollout
+from quintet.recipe.vllm import ADAPTED, RANKS
 
 
 def _said(rollout: Rollout, name: str) -> str | None:
@@ -90,7 +93,64 @@ def sleep_level_is_read(facts: Facts) -> Iterator[Problem]:
     elif adapters_alone(recipe):
         yield Problem(
             ("rollout.sleep_level", "lora"),
-            f"{said} is what a native rollout does with adapters in any case: the frozen weights come once; remove it",
+            f"{said} is what a rollout does that gets adapters alone in any case: the frozen weights come once; remove it",
+        )
+
+
+@rule
+def adapters_travel_as_asked(facts: Facts) -> Iterator[Problem]:
+    """How adapters travel is said only where there are some, and to whom it may be either way."""
+    recipe, rollout = facts.recipe, facts.recipe.rollout
+    said = _said(rollout, "adapters")
+    if said is None:
+        return
+    if recipe.lora is None:
+        yield Problem(
+            ("rollout.adapters", "lora"), f"{said} is not read without adapters; remove it, or set lora.rank"
+        )
+    elif rollout.backend != "vllm":
+        what = "native gets adapters alone" if rollout.backend == "native" else "sglang gets merged weights"
+        yield Problem(
+            ("rollout.adapters", "rollout.backend"), f"{said} is of vllm: {what} in any case; remove it"
+        )
+    elif rollout.adapters == "alone":
+        yield from (
+            Problem(
+                ("rollout.adapters", *keys), f"rollout.adapters=alone: {why}; use rollout.adapters=merged"
+            )
+            for keys, why in _what_vllm_cannot_adapt(facts)
+        )
+
+
+def _what_vllm_cannot_adapt(facts: Facts) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What keeps vLLM from computing adapters beside frozen weights."""
+    rollout, shape = facts.recipe.rollout, facts.shape
+    if rollout.quantization is not None:
+        yield (
+            ("rollout.quantization",),
+            f"rollout.quantization={rollout.quantization} quantises what is sent, and frozen weights are not",
+        )
+    if "load_format" in rollout.vllm:
+        yield (
+            ("rollout.vllm.load_format",),
+            "vLLM reads the frozen weights from the model's directory, in its format",
+        )
+    if shape is None:
+        return
+    if shape.family not in ADAPTED:
+        yield (
+            ("model.path",),
+            f"vLLM's adapters are tried with the families {', '.join(ADAPTED)}, and this model is of {shape.family}",
+        )
+        return
+    try:
+        lora = lora_shape(facts.recipe, shape)
+    except UserError:  # said by `adapters_fit`
+        return
+    if lora is not None and lora.rank > RANKS[-1]:
+        yield (
+            ("lora.rank", "lora.path"),
+            f"vLLM has adapters of rank {RANKS[-1]} at most, and these have {lora.rank}",
         )
 
 

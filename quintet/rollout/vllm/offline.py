@@ -14,6 +14,7 @@ from typing import Any
 from quintet.rollout.death import Watch
 from quintet.rollout.served import Job, Progress
 from quintet.rollout.vllm import compat
+from quintet.rollout.vllm.adapters import adapter_request
 from quintet.rollout.vllm.extension import answers, call
 from quintet.rollout.vllm.jobs import Answer, answer
 from quintet.rollout.vllm.sampling import told
@@ -27,6 +28,7 @@ class OfflineEngine:
         devices = arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"]
         with Watch.over_children("vLLM") as self._watch:
             self._engine = compat.make_offline(arguments, processes=devices > 1)
+        self._adapter = adapter_request() if arguments.get("enable_lora") else None
         self._numbers = itertools.count()
         self._calls = threading.Lock()  # one call of `run` at a time
         # One thread at a time is in the engine. `run` is in it all the time, but for when others wait.
@@ -59,7 +61,8 @@ class OfflineEngine:
         for name, job in zip(names, jobs, strict=True):
             params = SamplingParams(**job.parameters, output_kind=RequestOutputKind.FINAL_ONLY)
             self._under_way.add(name)
-            self._engine.add_request(name, TokensPrompt(prompt_token_ids=job.prompt_ids), params)
+            prompt = TokensPrompt(prompt_token_ids=job.prompt_ids)
+            self._engine.add_request(name, prompt, params, lora_request=self._adapter)
 
     def _step_through(self, names: Sequence[str], progress: Progress) -> list[Answer]:
         answers: dict[str, Answer] = {}

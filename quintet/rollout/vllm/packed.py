@@ -45,7 +45,9 @@ def linear(layers: Sequence[Any], shape: tuple[int, ...]) -> Callable[[], Tensor
 
 def _packs(layer: Any) -> bool:
     linear = torch.nn.functional.linear
-    return getattr(layer, "cpu_linear", linear) is not linear
+    return (
+        vars(layer).get("cpu_linear", linear) is not linear
+    )  # its own: what wraps a layer shows the layer's
 
 
 def _times_identity(layer: Any, shape: tuple[int, ...]) -> Tensor:

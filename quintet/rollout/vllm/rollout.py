@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quintet.recipe import schema
+from quintet.recipe.rollout import adapters_alone
 from quintet.rollout.base import (
     Fingerprints,
     Part,
@@ -71,7 +72,11 @@ class VllmRollout(Served[Job, Answer]):
         self._hears = recipe.rollout.return_routes and device == "cpu"
         if self._hears:
             self._engine.rpc("listen_for_routes")
-        self._forgot = recipe.rollout.quantization is not None  # the directory holds other weights
+        self._alone = adapters_alone(recipe)
+        # The directory holds other weights, or no adapters.
+        self._forgot = recipe.rollout.quantization is not None or self._alone
+        if self._alone:
+            check_taken(self._engine.rpc("read_frozen"))
 
     # jobs
 
@@ -125,8 +130,11 @@ class VllmRollout(Served[Job, Answer]):
         return combine(self._engine.rpc("read_fingerprints"))
 
     def sleep(self, level: int) -> None:
-        """Give up the KV cache, and at level 1, which keeps a copy on the host, and 2, which forgets them, the weights.
+        """Give up the KV cache, and at level 1, which keeps a copy on the host, and 2, which forgets them, the weights; frozen
+        ones, beside which adapters come alone, are kept.
         Requests under way are held, and begin anew when all is awake again. On CPU the weights stay (see `extension`)."""
+        if self._alone:
+            level = min(level, 1)  # frozen weights do not come again
         if parts_of(level) <= self._asleep:
             return
         self._engine.pause()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from quintet.rollout.death import Watch
 from quintet.rollout.served import Job, Progress
+from quintet.rollout.vllm.adapters import adapter_request
 from quintet.rollout.vllm.extension import answers, call
 from quintet.rollout.vllm.jobs import Answer, answer
 
@@ -25,6 +26,7 @@ class ServerEngine:
         self._thread.start()
         with Watch.over_children("vLLM") as self._watch:
             self._engine = self._do(_start(arguments))
+        self._adapter = adapter_request() if arguments.get("enable_lora") else None
         self._numbers = itertools.count()
         self._under_way: set[str] = set()
 
@@ -60,7 +62,7 @@ class ServerEngine:
         self._under_way.add(name)
         try:
             async for output in self._engine.generate(
-                TokensPrompt(prompt_token_ids=job.prompt_ids), params, name
+                TokensPrompt(prompt_token_ids=job.prompt_ids), params, name, lora_request=self._adapter
             ):
                 if output.finished:
                     return answer(output)

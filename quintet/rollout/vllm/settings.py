@@ -11,11 +11,13 @@ from quintet.errors import UserError
 from quintet.models import read_shape
 from quintet.models.shape import ModelShape
 from quintet.recipe import schema
-from quintet.recipe.rollout import layout_of_copy
+from quintet.recipe.lora import lora_shape
+from quintet.recipe.rollout import adapters_alone, layout_of_copy
 from quintet.recipe.vllm import CPU_EXPERTS, DECIDED
 from quintet.rollout.options import passed_through
 from quintet.rollout.served import longest
 from quintet.rollout.vllm import compat
+from quintet.rollout.vllm.adapters import adapter_arguments
 from quintet.rollout.vllm.extension import EXTENSION
 from quintet.rollout.vllm.fp8 import fp8_arguments
 from quintet.rollout.vllm.sampling import mode_of
@@ -66,6 +68,11 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
     arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
+    if adapters_alone(recipe):
+        shape = read_shape(model_dir)
+        lora = lora_shape(recipe, shape)
+        assert lora is not None
+        arguments |= adapter_arguments(shape, lora)
     if rollout.quantization == "fp8":
         fp8 = fp8_arguments(read_shape(model_dir))
         fp8["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | fp8["hf_overrides"]

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quintet.engine.fingerprint import fingerprint
-from quintet.models.mcore import Box, volume
+from quintet.models.mcore import Box, meet, volume
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class Record:
         if parameter in self.computed:
             return 0, elements
         boxes = self.copied[parameter] | {box for box, _ in self.filled.get(parameter, ())}
+        if sum(map(volume, boxes)) > elements:  # filled first, and copied over
+            boxes = {box for box in boxes if not any(box != one and meet(box, one) == box for one in boxes)}
         return elements - sum(map(volume, boxes)), elements
 
 

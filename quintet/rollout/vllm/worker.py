@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from quintet.rollout.base import Wanted, WeightSource
 from quintet.rollout.vllm import compat
+from quintet.rollout.vllm.adapters import Beside, pieces_on_disk
 from quintet.rollout.vllm.routes import Listener
 from quintet.rollout.vllm.weights import Reading, Taken, Weights
 
@@ -25,7 +27,8 @@ class WeightWorker:
     vllm_config: Any
     model_runner: Any
     rank: int
-    _weights_held: Weights
+    device: torch.device
+    _weights_held: Weights | Beside
     _routes_heard: Listener
 
     def take_weights(self, source: WeightSource) -> Taken:
@@ -59,16 +62,27 @@ class WeightWorker:
         """Routes of the requests since the last call: see `routes.heard`."""
         return self._routes_heard.take()
 
-    def _held(self) -> Weights:
+    def read_frozen(self) -> Taken:
+        """Read the weights that adapters are beside, before these come."""
+        held, config = self._held(), self.vllm_config.model_config
+        assert isinstance(held, Beside)
+        return held.read_frozen(pieces_on_disk(Path(config.model), config.dtype, self.device))
+
+    def _held(self) -> Weights | Beside:
         if not hasattr(self, "_weights_held"):
             runner = self.model_runner
             policy, drafter = runner.get_model(), getattr(getattr(runner, "drafter", None), "model", None)
             models = [("", policy), *([("draft:", drafter)] if drafter is not None else [])]
             layers = self.vllm_config.model_config.hf_text_config.num_hidden_layers
-            self._weights_held = Weights(
+            weights = Weights(
                 models, self._load_all, lambda name: drafter is None and only_drafts(name, layers)
             )
+            alone = self.vllm_config.lora_config is not None
+            self._weights_held = Beside(self._slots(), weights) if alone else weights
         return self._weights_held
+
+    def _slots(self) -> Any:
+        return self.model_runner.lora_manager._adapter_manager
 
     def _load_all(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Load the policy, and what drafts for it with what is left of the tensors."""
@@ -79,11 +93,13 @@ class WeightWorker:
         layers = config.model_config.hf_text_config.num_hidden_layers
         drafts: list[tuple[str, Tensor]] = []
 
+        slots = self._slots() if config.lora_config is not None else None
+
         def policy() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
                 if drafter is not None and (only_drafts(name, layers) or name.endswith(_SHARED)):
                     drafts.append((name, tensor))
-                yield name, tensor
+                yield name if slots is None else compat.name_beside_adapters(slots, name), tensor
 
         with set_current_vllm_config(config):
             compat.load_again(runner.get_model(), policy(), config.model_config)

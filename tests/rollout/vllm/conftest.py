@@ -18,11 +18,13 @@ TOLERANCE = 1e-4 if DEVICE == "cpu" else 0.25
 """Of a log-prob against transformers' in fp32; on a GPU, vLLM's attention is in bf16."""
 
 
-def recipe_of(max_prompt_tokens: int = 32, **rollout: Any) -> schema.Recipe:
+def recipe_of(
+    max_prompt_tokens: int = 32, lora: dict[str, Any] | None = None, **rollout: Any
+) -> schema.Recipe:
     """A recipe whose rollout is vLLM."""
     sizes = {"backend": "vllm", "max_response_tokens": 32, "sequences_per_rank": 16, "memory_fraction": 0.1}
     return schema.Recipe.model_validate(
-        {"data": {"max_prompt_tokens": max_prompt_tokens}, "rollout": sizes | rollout}
+        {"data": {"max_prompt_tokens": max_prompt_tokens}, "lora": lora, "rollout": sizes | rollout}
     )
 
 

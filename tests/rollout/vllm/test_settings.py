@@ -56,6 +56,14 @@ def test_routes_cost_the_prefix_cache_on_cpu_alone(arguments):
     assert made["enable_return_routed_experts"]
 
 
+def test_adapters_alone_have_a_slot(arguments):
+    lora = {"rank": 20, "alpha": 20, "targets": ["layers.0.*.q_proj", "o_proj"]}
+    made = arguments(lora=lora, adapters="alone")
+    assert (made["enable_lora"], made["max_loras"], made["max_lora_rank"]) == (True, 1, 32)
+    assert made["lora_target_modules"] == ["o_proj", "q_proj"]
+    assert "enable_lora" not in arguments(lora=lora)
+
+
 def test_8_bits_are_told_as_a_model_of_8_bits_tells_them(arguments):
     made = arguments(quantization="fp8", vllm={"hf_overrides": {"rope_theta": 1}})
     assert made["load_format"] == "dummy"
