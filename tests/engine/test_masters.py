@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from quintet.engine.fingerprint import fingerprints
+from quintet.engine.masters import COLUMNS, master_fingerprint
 from quintet.models.lora import LoraShape, is_adapter
 from quintet.sync.proof import compare
 from tests.oracle.reference import save
@@ -98,3 +100,23 @@ def test_masters_tell_of_every_change(pool, tmp_path, distributed):
         assert first == again
         assert len({first, step, bit}) == 3
         assert same
+
+
+def test_every_element_of_every_master_counts_and_so_does_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    masters = [torch.randn(size) for size in (3 * COLUMNS + 5, COLUMNS, 7, 7)]
+
+    def number(held: list[torch.Tensor | None]) -> int | None:
+        found = [SimpleNamespace(master=one) for one in held]
+        monkeypatch.setattr("quintet.engine.masters.slots", lambda optimizer, parameters: found)
+        return master_fingerprint(None, [])
+
+    first = number([*masters])
+    assert number([*masters, None]) == first
+    assert number([None]) is None
+    for one in masters:
+        for at in (0, len(one) // 2, len(one) - 1):
+            one.view(torch.int32)[at] ^= 1
+            assert number([*masters]) != first
+            one.view(torch.int32)[at] ^= 1
+    assert number([*masters[:2], masters[3], masters[2]]) != first
+    assert number([*masters]) == first

@@ -148,13 +148,15 @@ def wrong_sources(path: Path) -> list[str]:
     good = [
         Piece(p.name, p.shape, p.box, tensors(path)[p.name][tuple(slice(*r) for r in p.box)]) for p in good
     ]
-    first = good[0]
+    first, norm = good[0], next(p for p in good if p.box == tuple((0, n) for n in p.shape))
+    others = [p for p in good if p is not norm]
     wrongs: list[list[Any]] = [
         [*good, first],
         [Piece("model.other.weight", (2,), ((0, 2),), torch.zeros(2)), *good],
         [Piece(first.name, first.shape, first.box, first.tensor.bfloat16()), *good[1:]],
         [Piece(first.name, (1, 2), first.box, first.tensor), *good[1:]],
         [Piece(first.name, first.shape, first.box, first.tensor[:-1]), *good[1:]],
+        [Piece(norm.name, norm.shape, norm.box, norm.tensor.bfloat16()), *others],
     ]
     said = []
 
@@ -177,12 +179,13 @@ def wrong_sources(path: Path) -> list[str]:
 
 
 def test_a_wrong_source_is_refused_in_words(pool, moe):
-    twice, unknown, kind, shape, size = pool.run(wrong_sources, 1, moe)[0]
+    twice, unknown, kind, shape, size, kind_of_whole = pool.run(wrong_sources, 1, moe)[0]
     assert "came twice" in twice
     assert "model.other.weight" in unknown
     assert "bfloat16" in kind
     assert "[1, 2] in float32" in shape
     assert "elements came for its part" in size
+    assert "bfloat16" in kind_of_whole
 
 
 def asleep(path: Path, layout: dict[str, Any]) -> None:
