@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.records import record, write_records
 from quintet.engine.fingerprint import fingerprints
-from quintet.models.mcore import Box
+from quintet.models.mcore import Box, whole_box
 
 Item = tuple[str, tuple[int, ...], Box, torch.Tensor]
 
@@ -30,7 +30,7 @@ def items(layers: int, hidden: int, ffn: int, heads: int, kv: int, vocab: int, d
 
     def made(name: str, *shape: int) -> Item:
         tensor = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
-        return name, shape, tuple((0, n) for n in shape), tensor
+        return name, shape, whole_box(shape), tensor
 
     yield made("embed", vocab, hidden)
     for i in range(layers):

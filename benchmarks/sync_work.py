@@ -23,7 +23,7 @@ from quintet.engine.engine import Engine
 from quintet.engine.fingerprint import fingerprints
 from quintet.engine.reshard import gather_holdings
 from quintet.engine.shards import Shard
-from quintet.models.mcore import meet
+from quintet.models.mcore import meet, whole_box
 from quintet.recipe import schema
 from quintet.rollout.base import Piece, Wanted
 from quintet.rollout.native.weights import Weights
@@ -127,7 +127,7 @@ class Trainer(_Side):
         for rank in shapes:
             for name, (full, trained) in rank.items():
                 dtype = self.dtype if trained else torch.float32
-                whole[name] = Entry(name, full, tuple((0, n) for n in full), dtype)
+                whole[name] = Entry(name, full, whole_box(full), dtype)
         self._tensors: list[Bucket] = [laid_out([one]) for one in whole.values()]
         sequences = [[made(one) for one in self._tensors]] * self.setup.ranks
         self._serial = Export(
@@ -195,7 +195,7 @@ class Receiver(_Side):
         began = time.monotonic()
         while (said := self.line.recv()) is not None:
             name, tensor = said
-            piece = Piece(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape), tensor)
+            piece = Piece(name, tuple(tensor.shape), whole_box(tensor.shape), tensor)
             copy_all(self._places(piece))
             self.wait()
             del said, tensor, piece

@@ -19,6 +19,7 @@ from quintet.engine.hf_write import Planned
 from quintet.engine.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape, family_named
+from quintet.models.mcore import whole_box
 from quintet.models.weights_on_disk import WeightsOnDisk, find_weights, held_shape, mtp_weights
 
 
@@ -52,7 +53,7 @@ class Carried:
             for name in self.tensors:
                 entry = self.source.tensors[name].entry
                 tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-                reader.fill([Shard(name, entry.shape, tuple((0, n) for n in entry.shape), tensor)])
+                reader.fill([Shard(name, entry.shape, whole_box(entry.shape), tensor)])
                 yield name, tensor
 
 

@@ -20,6 +20,7 @@ from quintet.engine.shards import Box, Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape, check_weights, family_named
 from quintet.models.hf_config import read_json
+from quintet.models.mcore import whole_box
 from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk, head_and_embedding
 
 GATHERED_BYTES = 256 << 20
@@ -82,14 +83,19 @@ def full_tensors(
         holdings = [
             Holdings(
                 [piece for name in names for piece in here.get(name, ())],
-                [(one.name, _whole(one)) for one in batch] if rank == 0 else [],
+                [(one.name, whole_box(one.shape)) for one in batch] if rank == 0 else [],
                 {one.name for one in batch if one.dtype != dtype},
                 held[rank].units,
             )
             for rank, here in enumerate(everyone)
         ]
         targets = [
-            Shard(one.name, one.shape, _whole(one), torch.empty(one.shape, dtype=one.dtype, device=device))
+            Shard(
+                one.name,
+                one.shape,
+                whole_box(one.shape),
+                torch.empty(one.shape, dtype=one.dtype, device=device),
+            )
             for one in (batch if dist.get_rank() == 0 else [])
         ]
         sources = [shard for name in names for shard in mine[name]]
@@ -103,10 +109,6 @@ def _by_name(held: Holdings) -> dict[str, list[tuple[str, Box]]]:
     for name, box in held.sources:
         found[name].append((name, box))
     return found
-
-
-def _whole(one: Planned) -> Box:
-    return tuple((0, n) for n in one.shape)
 
 
 def _batches(planned: Sequence[Planned]) -> Iterator[list[Planned]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quintet.engine.device import copy_all
 from quintet.engine.shards import Shard
-from quintet.models.mcore import Box, meet, split, volume
+from quintet.models.mcore import Box, box_sizes, meet, split, volume
 
 Holding = tuple[str, Box]
 """Name and box of a shard, without its data."""
@@ -202,7 +202,7 @@ class _Staged:
     stop: int
 
     def of(self, staging: Tensor) -> Tensor:
-        shape = [stop - start for start, stop in self.transfer.box]
+        shape = box_sizes(self.transfer.box)
         return staging[self.start : self.stop].view(self.dtype).view(shape)
 
 

@@ -22,6 +22,7 @@ from quintet.engine.mesh import Mesh, Sizes
 from quintet.models import ModelShape, Weight, family_named
 from quintet.models.lora import adapter_weights, is_adapter
 from quintet.models.mcore import Box as Box
+from quintet.models.mcore import box_sizes
 from quintet.models.weight import Stack
 
 
@@ -50,7 +51,7 @@ class Shard:
 
     @property
     def box_shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.box)
+        return box_sizes(self.box)
 
     @property
     def _dims(self) -> list[int]:

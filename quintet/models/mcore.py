@@ -81,7 +81,7 @@ class CheckpointMap:
         if split == "vocab":
             rows = -(-first[0] // parts)
             own = (min(rank * rows, first[0]), min((rank + 1) * rows, first[0]))
-            return [Block(key, first, (own, *_whole(first[1:])), 0)] if own[0] < own[1] else []
+            return [Block(key, first, (own, *whole_box(first[1:])), 0)] if own[0] < own[1] else []
         if split == "gate_up":
             box = _cut(first, 0, rank, parts)
             return [Block(key + "_w", first, box, 0), Block(key + "_v", first, box, volume(box))]
@@ -175,16 +175,27 @@ def split(box: Box, units: Sequence[int], limit: int) -> Iterator[Box]:
 
 def volume(box: Box) -> int:
     """Number of elements."""
-    return math.prod(stop - start for start, stop in box)
+    return math.prod(box_sizes(box))
 
 
-def _whole(shape: tuple[int, ...]) -> Box:
+def whole_box(shape: Iterable[int]) -> Box:
+    """All of a tensor."""
     return tuple((0, n) for n in shape)
+
+
+def box_sizes(box: Box) -> tuple[int, ...]:
+    """The shape of what is in a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def slices(box: Box, part: Box) -> tuple[slice, ...]:
+    """Where a part of a box is, in a tensor that holds the box."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))
 
 
 def _cut(full: tuple[int, ...], dim: int | None, rank: int, parts: int) -> Box:
     """The whole tensor, or the rank-th of equal parts along one dim."""
-    box = list(_whole(full))
+    box = list(whole_box(full))
     if dim is not None:
         step = full[dim] // parts
         box[dim] = (rank * step, (rank + 1) * step)

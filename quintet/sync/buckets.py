@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quintet.models.mcore import Box, split, volume
+from quintet.models.mcore import Box, box_sizes, split, volume
 
 ALIGNMENT = 256
 """Bytes; every entry begins at a multiple."""
@@ -35,7 +35,7 @@ class Entry:
 
     @cached_property
     def box_shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.box)
+        return box_sizes(self.box)
 
     @cached_property
     def strides(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from quintet.engine.reshard import Holdings, Parts, Round, Transfer, all_units, in_rounds, plan_transfers
 from quintet.engine.shards import Shard
 from quintet.errors import UserError
-from quintet.models.mcore import Box
+from quintet.models.mcore import Box, whole_box
 from quintet.sync import fp8
 from quintet.sync.buckets import ALIGNMENT, Bucket, Entry, laid_out
 
@@ -59,7 +59,7 @@ def made(bucket: Bucket, quantized: Collection[str] = ()) -> Made:
             continue
         scales = fp8.scales_shape(one.shape)
         sent.append(replace(one, dtype=fp8.DTYPE))
-        sent.append(Entry(one.name + fp8.SCALE, scales, tuple((0, n) for n in scales), torch.float32))
+        sent.append(Entry(one.name + fp8.SCALE, scales, whole_box(scales), torch.float32))
     return Made(laid_out(sent), laid_out(raw))
 
 

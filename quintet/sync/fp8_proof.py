@@ -17,7 +17,7 @@ from torch import Tensor
 from quintet.engine.fingerprint import Fingerprints, fingerprints
 from quintet.engine.shards import Shard
 from quintet.models import ModelShape, family_named
-from quintet.models.mcore import Box
+from quintet.models.mcore import Box, whole_box
 from quintet.sync import fp8
 
 ROWS = 1024
@@ -50,7 +50,7 @@ def _brought(shards: Sequence[Shard], largest: _Largest) -> Iterator[Item]:
             continue
         scales = largest.scales(shard.name)
         yield shard.name, shard.shape, shard.box, _quantized(shard, scales)
-        whole = tuple((0, n) for n in scales.shape)
+        whole = whole_box(scales.shape)
         yield shard.name + fp8.SCALE, tuple(scales.shape), whole, scales
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 from quintet.engine.fingerprint import Fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.lora import is_adapter
-from quintet.models.mcore import Box, meet, volume
+from quintet.models.mcore import Box, meet, volume, whole_box
 
 NAMED = 10
 """Most tensors that a message names."""
@@ -136,7 +136,7 @@ def _total(parts: _Parts) -> int:
 @lru_cache(maxsize=4096)  # many tensors are cut alike
 def _cover(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> str:
     """What keeps boxes from covering a tensor exactly once; nothing when they do."""
-    full = tuple((0, n) for n in shape)
+    full = whole_box(shape)
     outside = [box for box in boxes if len(box) != len(full) or meet(box, full) != box]
     if outside:
         return f"{_place(outside[0])} is not within its shape {list(shape)}"

@@ -26,6 +26,7 @@ from quintet.engine.reshard import all_units, gather_holdings
 from quintet.engine.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape
+from quintet.models.mcore import whole_box
 from quintet.rollout.base import Wanted
 from quintet.sync.buckets import Entry, in_buckets, slots
 from quintet.sync.export import Export, Made, made
@@ -136,7 +137,7 @@ class WeightServer:
     def _tensors(self, shards: Sequence[Shard]) -> dict[str, Entry]:
         """Every tensor in full that the ranks' shards are of, in the family's order, adapters last. Collective."""
         found = {
-            one.name: Entry(one.name, one.shape, tuple((0, n) for n in one.shape), one.dtype)
+            one.name: Entry(one.name, one.shape, whole_box(one.shape), one.dtype)
             for one in planned_tensors(self._shape, self._dtype)
         }
         mine = {s.name: s.shape for s in shards if s.name not in found}
@@ -145,7 +146,7 @@ class WeightServer:
         held = set[str]().union(*(names for _, names in others))
         for more, _ in others:
             for name, full in more.items():
-                found.setdefault(name, Entry(name, full, tuple((0, n) for n in full), self._dtype))
+                found.setdefault(name, Entry(name, full, whole_box(full), self._dtype))
         return {name: one for name, one in found.items() if name in held}
 
     def _sets(

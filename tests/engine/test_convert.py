@@ -25,7 +25,7 @@ from quintet.engine.convert.parts import Parameter
 from quintet.engine.hf_read import HfReader
 from quintet.errors import UserError
 from quintet.models import check_weights, family_named, read_shape
-from quintet.models.mcore import CheckpointMap, stacked
+from quintet.models.mcore import CheckpointMap, stacked, whole_box
 from quintet.models.weights_on_disk import held_shape
 from tests.engine import moe_models, mtp_models
 from tests.oracle import models
@@ -137,7 +137,7 @@ def restack(path: Path, source: Path, *, padding: int = 0, beside: tuple[str, ..
                 at = stacked(block, experts=shape.moe.experts if shape.moe else 0, layers=layers)
                 if weight.split == "vocab":
                     view = torch.cat([view, torch.zeros(padding, view.shape[1])])
-                    at = type(at)(at.key, tuple(view.shape), tuple((0, n) for n in view.shape), 0)
+                    at = type(at)(at.key, tuple(view.shape), whole_box(view.shape), 0)
                 file.add(at.key, at.shape, at.box, view.clone())
     for key in beside:
         file.add(key, (2,), ((0, 2),), torch.zeros(2))
@@ -454,7 +454,7 @@ def test_parts_of_a_checkpoint_are_the_parts_of_the_model(converted):
     ):
         chunks = {chunk.file: chunk for chunk in reader.tensors[key].chunks}
         assert set(chunks) == {"__0_0.distcp", "__1_0.distcp"}
-        full = reader.read_box(key, tuple((0, n) for n in reader.tensors[key].shape))
+        full = reader.read_box(key, whole_box(reader.tensors[key].shape))
         for chunk in chunks.values():
-            whole = tuple((0, n) for n in full.shape)
+            whole = whole_box(full.shape)
             assert torch.equal(reader.read(chunk), within(full, whole, chunk.box))

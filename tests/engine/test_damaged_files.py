@@ -20,6 +20,7 @@ from quintet.engine.shards import Shard
 from quintet.errors import UserError
 from quintet.models import read_shape
 from quintet.models.checksums import BLOCK_BYTES, verify_files
+from quintet.models.mcore import whole_box
 from quintet.models.weights_on_disk import find_weights
 from tests.models.directory import QWEN3, shapes_of
 
@@ -42,7 +43,7 @@ def model(path: Path, dtype: torch.dtype = torch.bfloat16, shard_bytes: int = 1 
 def loaded(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """All tensors of a directory read from their files, by one process."""
     shards = [
-        Shard(name, shape, tuple((0, n) for n in shape), torch.full(shape, 7.0, dtype=dtype))
+        Shard(name, shape, whole_box(shape), torch.full(shape, 7.0, dtype=dtype))
         for name, shape in SHAPES.items()
     ]
     fill_hf(shards, check_hf(read_shape(path), path))

@@ -17,7 +17,7 @@ from quintet.engine.fingerprint import fingerprint, fingerprints
 from quintet.engine.hashing import GOLDEN, mix
 from quintet.engine.shards import whole
 from quintet.errors import SyncMismatch
-from quintet.models.mcore import Box, volume
+from quintet.models.mcore import Box, volume, whole_box
 from quintet.models.shape import ModelShape
 from quintet.models.weight import Stack, Weight
 
@@ -46,7 +46,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, device: A
 
 
 def full(shape: tuple[int, ...]) -> Box:
-    return tuple((0, n) for n in shape)
+    return whole_box(shape)
 
 
 def of(tensor: torch.Tensor) -> int:

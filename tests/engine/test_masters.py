@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from quintet.engine.fingerprint import fingerprints
 from quintet.engine.masters import COLUMNS, master_fingerprint
 from quintet.models.lora import LoraShape, is_adapter
+from quintet.models.mcore import whole_box
 from quintet.sync.proof import compare
 from tests.oracle.reference import save
 
@@ -56,7 +57,7 @@ def test_an_engines_fingerprints_are_those_of_the_files(pool, tmp_path, family):
     files = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in files.items()}
     whole = fingerprints(
-        (name, shapes[name], tuple((0, n) for n in shapes[name]), tensor) for name, tensor in files.items()
+        (name, shapes[name], whole_box(shapes[name]), tensor) for name, tensor in files.items()
     )
     ranks = pool.run(told, 2, path, LAYOUTS[family])
     assert compare([rank[0] for rank in ranks], [whole], shapes) == []

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from quintet.models.mcore import meet
 from quintet.rollout import Piece, Wanted
+from tests.rollout.prompts import text
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -19,12 +20,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2}),
 }
-PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7], [40, 41], [60, 0, 60, 0, 60]]
-
-
-def text(ids: list[int]) -> str:
-    """A stand-in tokenizer: one letter a token."""
-    return "".join(chr(ord("A") + i) for i in ids)
 
 
 def own_rollout(

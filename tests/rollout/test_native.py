@@ -10,6 +10,7 @@ import torch
 
 from quintet.rollout import Request, Sampling
 from tests.oracle.reference import VOCAB, model, save
+from tests.rollout.prompts import PROMPTS, text
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -17,12 +18,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sp": (2, {"tp": 2, "sp": True}),
     "pp2": (2, {"pp": 2}),
 }
-PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7], [40, 41], [60, 0, 60, 0, 60]]
-
-
-def text(ids: list[int]) -> str:
-    """A stand-in tokenizer: one letter a token."""
-    return "".join(chr(ord("A") + i) for i in ids)
 
 
 def generate(

@@ -14,7 +14,8 @@ import torch
 from quintet.errors import UserError
 from quintet.rollout import Request, Sampling
 from tests.oracle.models import model, save
-from tests.rollout.native_ranks import LAYOUTS, PROMPTS, FileSource, own_rollout, tensors, text
+from tests.rollout.native_ranks import LAYOUTS, FileSource, own_rollout, tensors
+from tests.rollout.prompts import PROMPTS, text
 
 SEQUENCES = [[5, 9, 2, 44, 17], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [60, 0]]
 

@@ -12,12 +12,12 @@ import torch
 
 from quintet.engine.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
+from quintet.models.mcore import whole_box
 from quintet.rollout import Piece, Request, Sampling
 from quintet.sync.proof import compare, mismatch
 from tests.oracle.models import save
 from tests.rollout.native_ranks import (
     LAYOUTS,
-    PROMPTS,
     FileSource,
     change_live,
     flip,
@@ -26,6 +26,7 @@ from tests.rollout.native_ranks import (
     swap_live,
     tensors,
 )
+from tests.rollout.prompts import PROMPTS
 from tests.rollout.test_native import greedy_by_transformers
 
 GREEDY = Sampling(temperature=0, max_response_tokens=6)
@@ -35,7 +36,7 @@ def told(path: Path) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """What an engine that holds the file's weights would tell."""
     held = tensors(path)
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
-    return fingerprints((n, s, tuple((0, k) for k in s), held[n]) for n, s in shapes.items()), shapes
+    return fingerprints((n, s, whole_box(s), held[n]) for n, s in shapes.items()), shapes
 
 
 def brought(path: Path, layout: dict[str, Any]) -> Any:
@@ -329,7 +330,7 @@ def test_adapters_arrive_alone_and_the_rest_is_never_forgotten(pool, moe):
         assert max(abs(a - b) for a, b in zip(before[0], without[0], strict=True)) > 1e-3
     adapters = ranks[0][2]
     for name, shape in adapters.items():
-        box = tuple((0, n) for n in shape)
+        box = whole_box(shape)
         engine |= fingerprints([(name, shape, box, torch.zeros(shape))])
     right, wrong = ([rank[at] for rank in ranks] for at in (3, 4))
     assert compare([engine], right, shapes | adapters) == []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from quintet.models.mcore import whole_box
 from quintet.sync import source
 from quintet.sync.wire import Ticket
 from tests.patience import BUSY
@@ -103,7 +104,7 @@ def train(
     from tests.sync import layouts
 
     engine = layouts.engine_of(path, {"tp": dist.get_world_size()})
-    full = {one.name: tuple((0, n) for n in one.shape) for one in engine.shard_map()}
+    full = {one.name: whole_box(one.shape) for one in engine.shard_map()}
     where = (engine.shape, DTYPES["fp32"], torch.device("cpu"), layouts.BUCKET_MIB)
     server = WeightServer(engine.shard_map, *where, timeout_s=TIMEOUT_S)
     found = []

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintet.engine.reshard import Round, in_rounds, plan_transfers
-from quintet.models.mcore import split, volume
+from quintet.models.mcore import split, volume, whole_box
 from quintet.sync.buckets import ALIGNMENT, Entry, in_buckets, slots
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
@@ -20,7 +20,7 @@ def entries(draw) -> tuple[Entry, tuple[int, ...]]:
     """A tensor, and its units."""
     units = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     shape = tuple(unit * draw(st.integers(1, 12)) for unit in units)
-    return Entry("", shape, tuple((0, n) for n in shape), draw(st.sampled_from(DTYPES))), units
+    return Entry("", shape, whole_box(shape), draw(st.sampled_from(DTYPES))), units
 
 
 wanted = st.lists(entries(), max_size=12)

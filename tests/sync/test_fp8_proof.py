@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quintet.engine.fingerprint import fingerprints
+from quintet.models.mcore import whole_box
 from quintet.models.shape import ModelShape, MoeShape
 from quintet.sync import fp8
 from quintet.sync.proof import compare
@@ -67,7 +68,7 @@ def test_every_layout_tells_the_same(pool, layout):
             scales = torch.empty(fp8.scales_shape(shape))
             tensors = {name: torch.empty(shape, dtype=fp8.DTYPE), name + fp8.SCALE: scales}
             fp8.quantize(whole, tensors[name], scales)
-        items += [(n, tuple(t.shape), tuple((0, k) for k in t.shape), t) for n, t in tensors.items()]
+        items += [(n, tuple(t.shape), whole_box(t.shape), t) for n, t in tensors.items()]
     assert {name for name, *_ in items} == set(shapes)
     assert len(names) == 2 * 4 + 3 + 3 * 4
     assert compare([rank[0] for rank in ranks], [fingerprints(items)], shapes) == []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quintet.engine.fingerprint import Fingerprints, fingerprints
 from quintet.errors import SyncMismatch
-from quintet.models.mcore import Box
+from quintet.models.mcore import Box, whole_box
 from quintet.models.shape import ModelShape, MoeShape
 from quintet.models.table import Names, decoder_weights
 from quintet.sync.proof import Told, compare, mismatch, stuck, tensor_classes
@@ -27,7 +27,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def whole(name: str) -> Box:
-    return tuple((0, n) for n in SHAPES[name])
+    return whole_box(SHAPES[name])
 
 
 def held(boxes: dict[str, list[Box]], ranks: int = 1, values: Any = None) -> list[Fingerprints]:

@@ -9,6 +9,7 @@ import torch
 from benchmarks.engine_work import MODELS
 from quintet.cluster.worker import Place, Worker
 from quintet.engine.shards import Shard, shard_fingerprints
+from quintet.models.mcore import whole_box
 from quintet.rollout import Fingerprints, Wanted, WeightSource
 from quintet.rollout.vllm.weights import check, combine
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
@@ -29,7 +30,7 @@ class Serving(Worker):
 
     def _shards(self) -> list[Shard]:
         held = list(weights_of(self._seed).items())[self.rank :: self.world_size]
-        return [Shard(name, tuple(t.shape), tuple((0, n) for n in t.shape), t) for name, t in held]
+        return [Shard(name, tuple(t.shape), whole_box(t.shape), t) for name, t in held]
 
     def plan_sync(self, assignments: list[list[ReceiverSpec]]) -> list[Ticket]:
         self.plans += 1

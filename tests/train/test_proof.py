@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quintet.errors import SyncMismatch
+from quintet.models.mcore import whole_box
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Rollout
 from quintet.train.messages import EngineWeights
@@ -15,7 +16,7 @@ from quintet.train.proof import Proof
 
 SHAPES = {"model.norm.weight": (4,), "model.layers.0.mlp.experts.1.up_proj.weight": (4, 2)}
 NORM, EXPERT = SHAPES
-BOXES = {name: tuple((0, n) for n in shape) for name, shape in SHAPES.items()}
+BOXES = {name: whole_box(shape) for name, shape in SHAPES.items()}
 
 
 class Policy:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from quintet.engine.checkpoint.reader import Reader
+from quintet.models.mcore import whole_box
 
 SAME = ("steps", "optimizer", "moments", "dtype", "adapters")
 """What state.json says that no layout changes."""
@@ -31,7 +32,7 @@ def differences(one: Path, other: Path) -> list[str]:
         if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
             found.append(f"{key} is {mine.dtype} {mine.shape} and {theirs.dtype} {theirs.shape}")
             continue
-        whole = tuple((0, size) for size in mine.shape)
+        whole = whole_box(mine.shape)
         x, y = (reader.read_box(key, whole).flatten().view(torch.uint8) for reader in (a, b))
         if not torch.equal(x, y):
             found.append(f"{key} is not the same")

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from quintet.disk import sync
 from quintet.errors import UserError
-from quintet.models.mcore import Box
+from quintet.models.mcore import Box, box_sizes
 
 INDEX = ".metadata"
 CHECKSUMS = "checksums.json"
@@ -100,7 +100,7 @@ class TensorFile:
         offset = self._file.tell()
         with _naming(self.path):
             try:
-                torch.save(tensor.view([stop - start for start, stop in box]), stream)
+                torch.save(tensor.view(box_sizes(box)), stream)
             except RuntimeError:  # torch's words for a stream that did not take all
                 raise stream.error or OSError("it took less than was written") from None
         length = self._file.tell() - offset
@@ -190,7 +190,7 @@ def _index(entries: list[Entry]) -> Metadata:
     places = {}
     for entry in entries:
         offsets = torch.Size(start for start, _ in entry.box)
-        sizes = torch.Size(stop - start for start, stop in entry.box)
+        sizes = torch.Size(box_sizes(entry.box))
         known = tensors.setdefault(
             entry.key,
             TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), []),

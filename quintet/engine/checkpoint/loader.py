@@ -19,7 +19,7 @@ from quintet.engine.checkpoint.parts import STATE_PREFIX, Holding, Part, StatePa
 from quintet.engine.checkpoint.reader import Chunk, Reader, within
 from quintet.engine.checkpoint.slots import MASTER
 from quintet.errors import UserError
-from quintet.models.mcore import Box
+from quintet.models.mcore import Box, box_sizes
 
 READERS = 4
 """Threads that read: one thread's checksums are slower than a fast disk. Each needs memory for two chunks."""
@@ -75,7 +75,7 @@ class Load:
             for chunk, part in self.reader.meeting(one.key, one.box):
                 needed[chunk].append((one, part))
         for one in self._wanted:
-            one.read = torch.empty([stop - start for start, stop in one.box], dtype=one.dtype)
+            one.read = torch.empty(box_sizes(one.box), dtype=one.dtype)
 
         def take(chunk: Chunk) -> None:
             tensor = self.reader.read(chunk)

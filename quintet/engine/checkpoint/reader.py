@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from quintet.engine.checkpoint.format import CHECKSUMS, INDEX, STATE
 from quintet.engine.checkpoint.unpickle import unpickle
 from quintet.errors import UserError
-from quintet.models.mcore import Box, meet, volume
+from quintet.models.mcore import Box, box_sizes, meet, slices, volume
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ class Reader:
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # damaged bytes lead anywhere
             raise UserError(f"{file}: {chunk.key} is not a tensor: {_first_line(error)}") from None
-        sizes = tuple(stop - start for start, stop in chunk.box)
+        sizes = box_sizes(chunk.box)
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != sizes:
             raise UserError(f"{file}: {chunk.key} is not a tensor of shape {sizes}")
         return tensor
 
     def read_box(self, key: str, box: Box) -> Tensor:
         """A box of a tensor, in the type it was written in."""
-        out = torch.empty([stop - start for start, stop in box], dtype=self.tensors[key].dtype)
+        out = torch.empty(box_sizes(box), dtype=self.tensors[key].dtype)
         for chunk, part in self.meeting(key, box):
             within(out, box, part).copy_(within(self.read(chunk), chunk.box, part))
         return out
@@ -186,9 +186,7 @@ class Reader:
 
 def within(tensor: Tensor, box: Box, part: Box) -> Tensor:
     """View of the part of a box, given the box's tensor."""
-    for dim, ((start, stop), (first, _)) in enumerate(zip(part, box, strict=True)):
-        tensor = tensor.narrow(dim, start - first, stop - start)
-    return tensor
+    return tensor[slices(box, part)]
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

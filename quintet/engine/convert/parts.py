@@ -12,7 +12,7 @@ from torch import Tensor
 from quintet.engine.shards import Shard, whole
 from quintet.errors import UserError
 from quintet.models import ModelShape, Weight
-from quintet.models.mcore import Block, Box, CheckpointMap
+from quintet.models.mcore import Block, CheckpointMap, box_sizes
 
 DTYPES = {
     "fp32": torch.float32,
@@ -67,13 +67,9 @@ class Parameter:
         flat = data.view(-1)
         self.nbytes = flat.numel() * dtype.itemsize
         self.blocks: dict[str, tuple[Block, Tensor]] = {
-            one.key: (one, flat[one.start : one.stop].view(_sizes(one.box))) for one in parts
+            one.key: (one, flat[one.start : one.stop].view(box_sizes(one.box))) for one in parts
         }
         self.shards: list[Shard] = whole(weight, data, shape)
-
-
-def _sizes(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:

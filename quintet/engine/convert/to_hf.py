@@ -25,7 +25,7 @@ from quintet.engine.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape, family_named, read_shape
 from quintet.models.family import read_config
-from quintet.models.mcore import Block, CheckpointMap, stacked, volume
+from quintet.models.mcore import Block, CheckpointMap, box_sizes, stacked, volume, whole_box
 from quintet.models.weights_on_disk import listed
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -225,7 +225,7 @@ class _Found:
         """
         at = self._at[block.key]
         for chunk, part in self._reader.meeting(at.key, at.box):
-            target = within(view.view([stop - start for start, stop in at.box]), at.box, part)
+            target = within(view.view(box_sizes(at.box)), at.box, part)
             target.copy_(within(self._reader.read(chunk), chunk.box, part))
         if not (torch.isfinite(view.sum()) or torch.isfinite(view).all()):
             raise UserError(
@@ -258,7 +258,7 @@ class _Assembly:
 
     def add(self, shard: Shard) -> None:
         """Take over one parameter's part of a tensor."""
-        plan, whole = self._planned[shard.name], tuple((0, n) for n in shard.shape)
+        plan, whole = self._planned[shard.name], whole_box(shard.shape)
         if shard.box == whole:
             self._write(shard.name, shard.read().to(plan.dtype))
             return

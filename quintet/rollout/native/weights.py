@@ -15,7 +15,7 @@ from quintet.engine.model import PolicyModel
 from quintet.engine.offload import Offloader
 from quintet.engine.shards import Shard, shard_fingerprints, shard_map
 from quintet.errors import SyncMismatch
-from quintet.models.mcore import Box, meet, volume
+from quintet.models.mcore import Box, box_sizes, meet, slices, volume
 from quintet.rollout.base import Piece, Wanted, WeightSource
 
 
@@ -96,7 +96,7 @@ class _Taking:
         if whole is not None and not self._came[key] and _fits(piece, whole):
             self._came[key].append(piece.box)
             return [(whole.view, piece.tensor)]
-        if tuple(piece.tensor.shape) != tuple(stop - start for start, stop in piece.box):
+        if tuple(piece.tensor.shape) != box_sizes(piece.box):
             raise SyncMismatch(
                 f"{piece.name}: {list(piece.tensor.shape)} elements came for its part {list(piece.box)}"
             )
@@ -126,7 +126,7 @@ class _Taking:
         if any(meet(part, other) for other in came):
             raise SyncMismatch(f"{piece.name}: {list(part)} came twice")
         came.append(part)
-        return target, _within(piece, part)
+        return target, piece.tensor[slices(piece.box, part)]
 
     def check(self) -> None:
         """Raise SyncMismatch unless all have."""
@@ -151,8 +151,3 @@ def _fits(piece: Piece, shard: Shard) -> bool:
 
 def _told(shape: tuple[int, ...], tensor: Tensor) -> str:
     return f"{list(shape)} in {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _within(piece: Piece, part: Box) -> Tensor:
-    at = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(part, piece.box, strict=True))
-    return piece.tensor[at]

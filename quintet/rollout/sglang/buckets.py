@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quintet.errors import QuintetError
+from quintet.models.mcore import whole_box
 from quintet.rollout.base import Piece
 
 ALIGNMENT = 256
@@ -65,7 +66,7 @@ def _together(pieces: Iterable[Piece]) -> Iterator[list[tuple[str, Tensor]]]:
     """The tensors, those that must share a bucket beside one another; one without its partner comes at the end."""
     waiting: dict[str, Tensor] = {}
     for piece in pieces:
-        if piece.box != tuple((0, n) for n in piece.shape):
+        if piece.box != whole_box(piece.shape):
             raise QuintetError(
                 f"{piece.name}: SGLang takes whole tensors, and got the part {piece.box} of it"
             )

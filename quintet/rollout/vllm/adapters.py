@@ -21,6 +21,7 @@ from torch import Tensor
 from quintet.errors import SyncMismatch
 from quintet.models import ModelShape, check_weights, family_named, read_shape
 from quintet.models.lora import PEFT_PREFIX, LoraShape, adapted, linears
+from quintet.models.mcore import whole_box
 from quintet.recipe.vllm import RANKS
 from quintet.rollout.base import Piece, Wanted
 from quintet.rollout.vllm.weights import Reading, Taken, Weights
@@ -62,7 +63,7 @@ def pieces_on_disk(model_dir: Path, dtype: torch.dtype, device: torch.device) ->
             for name in held:
                 tensor = file.get_tensor(name).to(device, dtype)
                 full = tuple(tensor.shape)
-                yield Piece(name, full, tuple((0, n) for n in full), tensor)
+                yield Piece(name, full, whole_box(full), tensor)
 
 
 class Beside:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quintet.engine.fingerprint import fingerprint, fingerprints
 from quintet.errors import SyncMismatch
-from quintet.models.mcore import Box, meet, volume
+from quintet.models.mcore import Box, meet, slices, volume, whole_box
 from quintet.rollout.base import Fingerprints, Piece
 from quintet.rollout.vllm import packed
 from quintet.rollout.vllm.trace import Record, Region
@@ -76,7 +76,7 @@ class Live:
             parts = sorted({r.box for r in self.regions.get(name, ())})
             apart = all(meet(*pair) is None for pair in itertools.combinations(parts, 2))
             whole = name in self._mixed or not apart
-            found[name] = [tuple((0, n) for n in shapes[name])] if whole else parts
+            found[name] = [whole_box(shapes[name])] if whole else parts
         return found
 
     def read(self, negative_zeros: dict[str, Tensor]) -> tuple[Fingerprints, set[str]]:
@@ -166,16 +166,12 @@ class Copying:
         for region, view in self._targets.get(piece.name, ()):
             both = meet(region.box, piece.box)
             if both is not None:
-                _within(view, region.box, both).copy_(_within(piece.tensor, piece.box, both))
+                view[slices(region.box, both)].copy_(piece.tensor[slices(piece.box, both)])
                 self._left[piece.name] -= volume(both)
 
     def missing(self) -> list[str]:
         """Tensors that did not come, or not all of them."""
         return sorted(name for name, left in self._left.items() if left > 0)
-
-
-def _within(tensor: Tensor, box: Box, part: Box) -> Tensor:
-    return tensor[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(part, box, strict=True))]
 
 
 def owner(models: Models, name: str) -> tuple[Any, str]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quintet.engine.fingerprint import fingerprint
-from quintet.models.mcore import Box, meet, volume
+from quintet.models.mcore import Box, box_sizes, meet, volume, whole_box
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Region:
         offset = parameter.storage_offset() + sum(
             start * step for (start, _), step in zip(self.held, parameter.stride(), strict=True)
         )
-        sizes = [stop - start for start, stop in self.box]
+        sizes = box_sizes(self.box)
         steps = [1 if d is None else parameter.stride(d) for d in self.dims]
         return torch.as_strided(parameter, sizes, steps, offset)
 
@@ -144,7 +144,7 @@ class Trace(TorchDispatchMode):
     def follow(self, name: str, tensor: Tensor) -> None:
         """From now on copies of this tensor, which is the whole of `name` and alone in its storage, are recorded."""
         shape = tuple(tensor.shape)
-        whole = tuple((0, n) for n in shape)
+        whole = whole_box(shape)
         self._keep(
             tensor,
             _Tensor(
@@ -309,7 +309,7 @@ def _aligned(origin: _Tensor, source: Tensor, region: Region) -> Tensor:
         along = None if dim is None else origin.dims[dim]
         if along is not None:
             steps[along] = step
-    sizes = [stop - start for start, stop in region.box]
+    sizes = box_sizes(region.box)
     return torch.as_strided(source, sizes, steps, source.storage_offset())
 
 

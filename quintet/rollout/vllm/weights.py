@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quintet.engine.fingerprint import fingerprint
 from quintet.errors import SyncMismatch
-from quintet.models.mcore import Box, meet, volume
+from quintet.models.mcore import Box, meet, volume, whole_box
 from quintet.rollout.base import Fingerprints, Piece, Wanted
 from quintet.rollout.vllm.live import Live, Models, owner
 from quintet.rollout.vllm.trace import Record, Trace, named_tensors
@@ -69,7 +69,7 @@ class Weights:
     def wanted(self) -> list[Wanted] | None:
         """The parts of tensors that this worker reads, known after a first `take`; None for whole tensors, also where it reads
         all of them. What no model here uses because none drafts comes all the same, so that it is proved to have come."""
-        if all(self._boxes.get(name) == [_box(shape)] for name, shape in self._shapes.items()):
+        if all(self._boxes.get(name) == [whole_box(shape)] for name, shape in self._shapes.items()):
             return None
         return [Wanted(name, box) for name in sorted(self._boxes) for box in self._boxes[name]]
 
@@ -152,7 +152,7 @@ class Weights:
             self._live = Live(trace.record, self._models)
             self._shapes, self._untaken = came, set(taken.untaken)
             self._boxes = self._live.boxes(came)
-            self._boxes |= {name: [_box(came[name])] for name in self._untaken if self._idle(name)}
+            self._boxes |= {name: [whole_box(came[name])] for name in self._untaken if self._idle(name)}
             kept = self._live.unreadable | self._untaken
             self._arrived = {key: value for key, value in self._arrived.items() if key[0] in kept}
         return taken
@@ -161,7 +161,7 @@ class Weights:
         """Note of a tensor on its way what cannot be read later. kept: names of which to; None is all."""
         if kept is None or name in kept:
             shape = tuple(tensor.shape)
-            for box in self._boxes.get(name, [_box(shape)]):
+            for box in self._boxes.get(name, [whole_box(shape)]):
                 part = tensor[tuple(slice(*side) for side in box)]
                 self._arrived[name, box] = fingerprint(part, shape, box)
         if tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
@@ -212,7 +212,7 @@ def _whole(
         if volume(piece.box) == math.prod(piece.shape):
             yield piece.name, piece.tensor.clone(memory_format=torch.contiguous_format)
             continue
-        needed = boxes.get(piece.name, [_box(piece.shape)])
+        needed = boxes.get(piece.name, [whole_box(piece.shape)])
         found = sum(volume(both) for box in needed if (both := meet(box, piece.box)) is not None)
         if not found:
             continue
@@ -229,10 +229,6 @@ def _whole(
         else:
             yield piece.name, whole
     taken.odd += [f"{name} ({left} of {whole.numel()} elements)" for name, (whole, left) in parts.items()]
-
-
-def _box(shape: tuple[int, ...]) -> Box:
-    return tuple((0, n) for n in shape)
 
 
 def _reshaped(piece: Piece, before: tuple[int, ...]) -> str:

@@ -18,7 +18,7 @@ from quintet.engine.checkpoint.format import CHECKSUMS, INDEX, TensorFile, publi
 from quintet.engine.checkpoint.reader import Reader, overlapping
 from quintet.engine.checkpoint.unpickle import unpickle
 from quintet.errors import UserError
-from quintet.models.mcore import meet
+from quintet.models.mcore import meet, whole_box
 
 WHOLE = {
     "a": torch.arange(30.0).view(6, 5),
@@ -52,7 +52,7 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
     reader = Reader(path)
     reader.state()
     reader.json("rng-00000.json")
-    return {k: reader.read_box(k, tuple((0, n) for n in t.shape)) for k, t in reader.tensors.items()}
+    return {k: reader.read_box(k, whole_box(t.shape)) for k, t in reader.tensors.items()}
 
 
 def refusal(path: Path) -> str:

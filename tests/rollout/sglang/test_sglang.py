@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quintet.errors import QuintetError, UserError
+from quintet.models.mcore import whole_box
 from quintet.models.shape import ModelShape, MoeShape
 from quintet.recipe import schema
 from quintet.recipe.sglang import DECIDED, refusals
@@ -243,7 +244,7 @@ def test_routes_are_of_layers_with_experts():
 
 
 def whole(name, tensor):
-    return Piece(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape), tensor)
+    return Piece(name, tuple(tensor.shape), whole_box(tensor.shape), tensor)
 
 
 def unpacked(buckets):

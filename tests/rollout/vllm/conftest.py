@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quintet.recipe import schema
+from tests.rollout.prompts import text
 from tests.rollout.vllm.models import save
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,11 +27,6 @@ def recipe_of(
     return schema.Recipe.model_validate(
         {"data": {"max_prompt_tokens": max_prompt_tokens}, "lora": lora, "rollout": sizes | rollout}
     )
-
-
-def text(ids: list[int]) -> str:
-    """A stand-in tokenizer."""
-    return "".join(chr(ord("A") + i) for i in ids)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What transformers says."""
+"""Greedy responses: the rollout's, and what transformers says."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import functools
 
 import torch
 
+from quintet.rollout import Request, Sampling
+from tests.rollout.prompts import PROMPTS
 from tests.rollout.vllm.models import model
-
-PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7], [40, 41], [60, 0, 60, 0, 60]]
 
 
 @functools.cache
 def made(name: str, seed: int = 0):
     return model(name, seed=seed)
+
+
+def greedy(rollout, tokens: int = 8) -> list[list[int]]:
+    """The rollout's greedy responses to PROMPTS."""
+    rows = rollout.generate(
+        [Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=tokens)
+    )
+    return [sample.response_ids for (sample,) in rows]
 
 
 @functools.cache

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quintet.rollout import Request, Sampling
+from tests.rollout.prompts import PROMPTS
 from tests.rollout.vllm.conftest import TOLERANCE
-from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, logprobs_by_transformers
+from tests.rollout.vllm.greedy import greedy_by_transformers, logprobs_by_transformers
 
 pytestmark = pytest.mark.vllm
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from quintet.engine.fingerprint import fingerprints
 from quintet.models import read_shape
+from quintet.models.mcore import whole_box
 from quintet.rollout.base import Piece
 from quintet.rollout.vllm.fp8 import fp8_arguments
 from quintet.rollout.vllm.weights import Weights, check, combine
@@ -47,7 +48,7 @@ def test_eight_bits_and_scales_arrive_and_are_read() -> None:
         torch.manual_seed(seed)
         sent = {f"{half}.weight": torch.randn(128, 128).to(torch.float8_e4m3fn) for half in ("gate", "up")}
         sent |= {f"{half}.weight_scale_inv": torch.rand(1, 1) for half in ("gate", "up")}
-        whole = {name: tuple((0, n) for n in t.shape) for name, t in sent.items()}
+        whole = {name: whole_box(t.shape) for name, t in sent.items()}
         check([held.take(Piece(n, tuple(t.shape), whole[n], t) for n, t in sent.items())])
         found, unreadable = combine([held.read()])
         assert not unreadable

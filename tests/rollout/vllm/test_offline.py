@@ -9,8 +9,9 @@ from quintet.errors import UserError
 from quintet.recipe.decided import declared_fields
 from quintet.rollout import Request, Sampling
 from quintet.rollout.vllm import compat
+from tests.rollout.prompts import PROMPTS
 from tests.rollout.vllm.conftest import DEVICE, TOLERANCE
-from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, logprobs_by_transformers
+from tests.rollout.vllm.greedy import greedy_by_transformers, logprobs_by_transformers
 from tests.rollout.vllm.models import save
 
 pytestmark = pytest.mark.vllm

@@ -12,7 +12,7 @@ import torch
 from quintet.errors import WorkerFailure
 from quintet.rollout import Request, Sampling
 from tests.rollout.vllm.conftest import DEVICE
-from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers
+from tests.rollout.vllm.greedy import greedy, greedy_by_transformers
 from tests.rollout.vllm.threads import Call
 
 pytestmark = [
@@ -28,11 +28,6 @@ MODEL = "qwen3_moe"
 def rollout(start):
     # vLLM for CPU does not spread experts over ranks.
     return start(MODEL, layout={"tp": 2, "ep": 2 if DEVICE == "cuda" else 1})
-
-
-def greedy(rollout):
-    rows = rollout.generate([Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=8))
-    return [sample.response_ids for (sample,) in rows]
 
 
 def test_greedy_equals_transformers(rollout):

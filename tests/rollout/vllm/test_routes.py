@@ -12,7 +12,8 @@ from quintet.errors import QuintetError
 from quintet.models import read_shape
 from quintet.rollout import Request, Sampling
 from quintet.rollout.vllm.routes import routes_of
-from tests.rollout.vllm.greedy import PROMPTS, made
+from tests.rollout.prompts import PROMPTS
+from tests.rollout.vllm.greedy import made
 from tests.rollout.vllm.models import save
 
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from quintet.errors import QuintetError, SyncFailure, SyncMismatch
+from quintet.models.mcore import whole_box
 from quintet.rollout import Piece, Request, Sampling
 from tests.oracle.models import hub_names
 from tests.rollout.vllm.conftest import DEVICE
-from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, made
+from tests.rollout.vllm.greedy import greedy, greedy_by_transformers, made
 from tests.rollout.vllm.models import model
 from tests.rollout.vllm.threads import Call
 
@@ -31,7 +32,7 @@ class Source:
     def pieces(self, receiver: int) -> Iterator[Piece]:
         for name, tensor in self.tensors.items():
             shape = tuple(tensor.shape)
-            yield Piece(name, shape, tuple((0, n) for n in shape), tensor.to(DEVICE))
+            yield Piece(name, shape, whole_box(shape), tensor.to(DEVICE))
 
 
 def weights_of(name: str, seed: int = 0) -> Source:
@@ -43,11 +44,6 @@ def weights_of(name: str, seed: int = 0) -> Source:
 @pytest.fixture(scope="module", params=["offline", "server"])
 def rollout(start, request):
     return start("qwen3", mode=request.param)
-
-
-def greedy(rollout):
-    rows = rollout.generate([Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=8))
-    return [sample.response_ids for (sample,) in rows]
 
 
 def sync(rollout, source, level=2):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quintet.engine.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
-from quintet.models.mcore import Box
+from quintet.models.mcore import Box, whole_box
 from quintet.rollout.base import Piece
 from quintet.rollout.vllm.weights import Weights, check, combine
 from quintet.sync.proof import compare
@@ -84,7 +84,7 @@ def weights_of(seed: int) -> dict[str, Tensor]:
 
 
 def whole(shape: Iterable[int]) -> Box:
-    return tuple((0, n) for n in shape)
+    return whole_box(shape)
 
 
 def pieces(named: dict[str, Tensor], rows: int | None = None) -> Iterator[Piece]:

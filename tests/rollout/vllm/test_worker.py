@@ -13,12 +13,12 @@ from torch import Tensor
 
 from quintet.engine.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
-from quintet.models.mcore import Box, volume
-from quintet.rollout import Piece, Request, Sampling, Wanted
+from quintet.models.mcore import Box, volume, whole_box
+from quintet.rollout import Piece, Wanted
 from quintet.sync.proof import compare
 from tests.oracle.models import hub_names
 from tests.rollout.vllm.conftest import DEVICE
-from tests.rollout.vllm.greedy import PROMPTS, greedy_by_transformers, made
+from tests.rollout.vllm.greedy import greedy, greedy_by_transformers, made
 from tests.rollout.vllm.models import model, save
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -64,7 +64,7 @@ def flip(tensor: Tensor, at: int) -> None:
 
 
 def whole(tensor: Tensor) -> Box:
-    return tuple((0, n) for n in tensor.shape)
+    return whole_box(tensor.shape)
 
 
 def named_weights(one: Any) -> dict[str, Tensor]:
@@ -82,11 +82,6 @@ def differing(rollout: Any, named: dict[str, Tensor]) -> list[str]:
     return [d.name for d in compare([engine], [found], {n: tuple(t.shape) for n, t in named.items()})]
 
 
-def said(rollout: Any) -> list[list[int]]:
-    rows = rollout.generate([Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=8))
-    return [sample.response_ids for (sample,) in rows]
-
-
 @pytest.fixture(scope="module", params=[("glm4_moe", 2), ("qwen2-tied", 1)])
 def case(request: pytest.FixtureRequest, start: Any) -> tuple[str, Any]:
     """On two devices, dense layers, experts, a shared one and a router's bias; and tied embeddings and biases."""
@@ -101,7 +96,7 @@ def test_new_weights(case: tuple[str, Any]) -> None:
         rollout.update_weights(Source(named, rows))
         assert differing(rollout, named) == []
         if DEVICE == "cpu":  # in bf16, tokens that are nearly as likely change places
-            assert said(rollout) == greedy_by_transformers(name, 8, seed)
+            assert greedy(rollout) == greedy_by_transformers(name, 8, seed)
 
 
 def test_workers_ask_for_the_parts_that_they_read(case: tuple[str, Any]) -> None:
@@ -114,7 +109,7 @@ def test_workers_ask_for_the_parts_that_they_read(case: tuple[str, Any]) -> None
         rollout.update_weights(Source(named, wanted=wanted))
         assert differing(rollout, named) == []
         if DEVICE == "cpu":
-            assert said(rollout) == greedy_by_transformers(name, 8, seed)
+            assert greedy(rollout) == greedy_by_transformers(name, 8, seed)
     everything = sum(t.numel() for t in named.values())
     for asked in wanted:
         assert (asked is None) == (len(wanted) == 1)
