@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -130,6 +131,17 @@ def test_weights_arrive_in_whole_and_in_parts(rows: int | None) -> None:
         expected = Fused()
         expected.load(named.items())
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True))
+        for parameter in model.parameters():  # forgotten in sleep, the vocabulary's padding as well
+            parameter.fill_(torch.nan)
+
+
+def test_a_loader_that_stops_early_is_found() -> None:
+    model = Fused()
+    held = Weights(
+        [("", model)], lambda weights: model.load(itertools.islice(weights, 3)), lambda name: False
+    )
+    with pytest.raises(RuntimeError, match="did not take all tensors"):
+        held.take(pieces(weights_of(0)))
 
 
 def test_workers_share_a_model() -> None:
