@@ -37,11 +37,14 @@ def shards() -> list[Watched]:
     return found
 
 
-def server_of(held: list[Any], bucket_mib: float = 0.25, timeout_s: float = 20.0) -> WeightServer:
+def server_of(
+    held: list[Any],
+    bucket_mib: float = 0.25,
+    timeout_s: float = 20.0,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> WeightServer:
     shape = MODELS["tiny"].shape
-    return WeightServer(
-        lambda: held, shape, torch.float32, torch.device("cpu"), bucket_mib, timeout_s=timeout_s
-    )
+    return WeightServer(lambda: held, shape, torch.float32, device, bucket_mib, timeout_s=timeout_s)
 
 
 def boxes(*names: str) -> list[Wanted]:

@@ -8,6 +8,7 @@ import pickle
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,10 @@ class Beside:
         self._context.set_forkserver_preload([__name__])  # torch takes a while to import
 
     def start(self, who: str, syncs: list[int], dies_in: int | None = None, **how: Any) -> Any:
-        process = self._context.Process(target=receive, args=(self.root, who, syncs, dies_in), kwargs=how)
+        return self.run(receive, self.root, who, syncs, dies_in, **how)
+
+    def run(self, function: Callable[..., None], *args: Any, **how: Any) -> Any:
+        process = self._context.Process(target=function, args=args, kwargs=how)
         process.start()
         self.processes.append(process)
         return process
