@@ -80,9 +80,7 @@ class Watch:
         return future.result()
 
     def call(self, function: Callable[[], T]) -> T:
-        """What it returns, as `wait_for` waits."""
-        if not self._names:
-            return function()
+        """What it returns, in another thread, as `wait_for` waits."""
         future: Future[T] = Future()
 
         def work() -> None:

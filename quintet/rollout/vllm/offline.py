@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from quintet.rollout.death import Watch
 from quintet.rollout.served import Job, Progress
@@ -18,6 +18,8 @@ from quintet.rollout.vllm.adapters import adapter_request
 from quintet.rollout.vllm.extension import answers, call
 from quintet.rollout.vllm.jobs import Answer, answer
 from quintet.rollout.vllm.sampling import told
+
+T = TypeVar("T")
 
 
 class OfflineEngine:
@@ -29,6 +31,7 @@ class OfflineEngine:
         with Watch.over_children("vLLM") as self._watch:
             self._engine = compat.make_offline(arguments, processes=devices > 1)
         self._adapter = adapter_request() if arguments.get("enable_lora") else None
+        self._apart = devices > 1
         self._numbers = itertools.count()
         self._calls = threading.Lock()  # one call of `run` at a time
         # One thread at a time is in the engine. `run` is in it all the time, but for when others wait.
@@ -95,14 +98,18 @@ class OfflineEngine:
             finally:
                 self._turn.notify_all()
 
+    def _answer_of(self, function: Callable[[], T]) -> T:
+        """What the engine answers. One in this process is asked in this thread, which has its device and streams."""
+        return self._watch.call(function) if self._apart else function()
+
     def rpc(self, method: str, *args: Any) -> list[Any]:
         with self._between_steps():
             message = call(method, args)
-            return answers(self._watch.call(lambda: self._engine.collective_rpc("called", args=(message,))))
+            return answers(self._answer_of(lambda: self._engine.collective_rpc("called", args=(message,))))
 
     def forget_prefixes(self) -> None:
         with self._between_steps():
-            self._watch.call(lambda: self._engine.reset_prefix_cache(reset_running_requests=True))
+            self._answer_of(lambda: self._engine.reset_prefix_cache(reset_running_requests=True))
 
     def pause(self) -> None:
         with self._between_steps():
