@@ -57,7 +57,7 @@ class Pool:
         atexit.register(self.close)
 
     def run(
-        self, fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, **kwargs: Any
+        self, fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 280.0, **kwargs: Any
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on ranks 0..world_size-1 at once; returns the results in rank order.
 
