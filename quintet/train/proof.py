@@ -63,7 +63,11 @@ class Proof:
         shapes = {name: shape for rank in held for name, shape in rank.shapes.items()}
         prints = [rank.fingerprints for rank in held]
         self._unreadable = False
+        proved: list[Sequence[tuple[Fingerprints, list[str]]]] = []
         for name, ranks in copies.items():
+            if ranks in proved:  # copies hold the same: to see that costs a twentieth of comparing them with the trainer
+                continue
+            proved.append(ranks)
             unreadable = {one for _, names in ranks for one in names}
             found = compare(prints, [of_rank for of_rank, _ in ranks], shapes, unreadable)
             if found:
