@@ -65,8 +65,8 @@ class Proof:
         self._unreadable = False
         proved: list[Sequence[tuple[Fingerprints, list[str]]]] = []
         for name, ranks in copies.items():
-            if ranks in proved:  # copies hold the same: to see that costs a twentieth of comparing them with the trainer
-                continue
+            if ranks in proved:
+                continue  # to see that it holds the same costs a twentieth of comparing it with the trainer
             proved.append(ranks)
             unreadable = {one for _, names in ranks for one in names}
             found = compare(prints, [of_rank for of_rank, _ in ranks], shapes, unreadable)

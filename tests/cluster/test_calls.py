@@ -31,13 +31,23 @@ from tests.cluster.workers import Light
 from tests.patience import BUSY
 
 
+def one_beside(cluster: Cluster, quartet: WorkerGroup) -> WorkerGroup:
+    """One rank beside two of the quartet."""
+    beside = [quartet.locations[:2]]
+    return WorkerGroup(cluster, Light, 1, name="rollout-1", told=True, beside=beside, mesh=(1, 1, 1))
+
+
 @pytest.fixture
 def mortal(ray_cluster: Cluster, quartet: WorkerGroup) -> Iterator[WorkerGroup]:
-    """One rank that a test may end, beside two of the quartet."""
-    beside = [quartet.locations[:2]]
-    with WorkerGroup(
-        ray_cluster, Light, 1, name="rollout-1", told=True, beside=beside, mesh=(1, 1, 1)
-    ) as group:
+    """One that a test may end."""
+    with one_beside(ray_cluster, quartet) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def lasting(ray_cluster: Cluster, quartet: WorkerGroup) -> Iterator[WorkerGroup]:
+    """One for all tests that leave it as it is."""
+    with one_beside(ray_cluster, quartet) as group:
         yield group
 
 
@@ -53,7 +63,7 @@ def test_a_death_is_told_by_the_groups_name_and_ends_the_wait(
                 mortal.submit("fail", "kill", 0, phase="generate"),
             ]
         )
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 5 * BUSY
 
 
 def test_what_a_signal_raises_ends_a_wait_as_itself(quartet: WorkerGroup) -> None:
@@ -92,26 +102,27 @@ def test_patience_gives_every_group_its_outcome(mortal: WorkerGroup, quartet: Wo
     ],
 )
 def test_what_a_rank_raises_on_purpose_stays_that(
-    mortal: WorkerGroup, how: str, kind: type[QuintetError], code: int, said: str
+    lasting: WorkerGroup, how: str, kind: type[QuintetError], code: int, said: str
 ) -> None:
     """One message, without a traceback, with its own exit code; and the rank can be asked again."""
     with pytest.raises(kind) as caught:
-        mortal.call("fail", how, 0)
+        lasting.call("fail", how, 0)
     assert (str(caught.value), caught.value.exit_code) == (said, code)
-    assert mortal.call("tell")[0][0] == 0
+    assert lasting.call("tell")[0][0] == 0
 
 
 def test_weights_that_stop_coming_are_the_echo_of_the_trainers_failure(
-    mortal: WorkerGroup, quartet: WorkerGroup
+    lasting: WorkerGroup, quartet: WorkerGroup
 ) -> None:
     with pytest.raises(UserError, match=r"^model\.path"):
-        results([mortal.submit("fail", "sync", 0), quartet.submit("fail", "user", 0)])
-    sync = mortal.submit("fail", "sync", 0)
+        results([lasting.submit("fail", "sync", 0), quartet.submit("fail", "user", 0)])
+    sync = lasting.submit("fail", "sync", 0)
     sync.others = lambda: SyncFailure("the trainer says why")
     with pytest.raises(SyncFailure, match="the trainer says why"):
         sync.result()
 
 
+@pytest.mark.slow
 def test_who_was_given_up_is_not_waited_for(mortal: WorkerGroup) -> None:
     call = mortal.submit("sleep")
     call.others = lambda: SyncFailure("it took nothing for 1 s")
@@ -119,6 +130,7 @@ def test_who_was_given_up_is_not_waited_for(mortal: WorkerGroup) -> None:
         call.result()
 
 
+@pytest.mark.slow
 def test_a_process_that_stays_stopped_is_told_of_and_then_given_up(
     mortal: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,9 +156,9 @@ def test_a_process_that_stays_stopped_is_told_of_and_then_given_up(
 
 
 def test_ranks_beside_others_are_on_their_node_with_their_devices(
-    mortal: WorkerGroup, quartet: WorkerGroup
+    lasting: WorkerGroup, quartet: WorkerGroup
 ) -> None:
-    (there,) = mortal.locations
+    (there,) = lasting.locations
     assert there.node_id == quartet.locations[0].node_id
     on_gpus = replace(there, gpus=(4, 5))
     place = Place(0, 1, 0, 1, "cuda:0", "here", 1, 60.0)

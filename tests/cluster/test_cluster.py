@@ -93,6 +93,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(how: signal.Signals) -> None
         assert err.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.slow
 def test_a_dead_rank_ends_the_run_with_one_message() -> None:
     controller = start_controller("fail")
     out, err = controller.communicate(timeout=60)

@@ -211,7 +211,7 @@ def test_the_same_seed_gives_the_same_losses_resumed_and_with_rollouts_of_their_
     assert events == start + shown * 5  # evaluation, two steps, evaluation, samples for replay
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_behind_but_a_readable_run(tmp_path):
     process = command("train", *DEMO, "train.steps=10000", f"run.dir={tmp_path}", start_new_session=True)
     assert process.stdout is not None

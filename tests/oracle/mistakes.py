@@ -161,7 +161,7 @@ MISTAKES = {
         nothing,
     ),
     "padding is trained on": Mistake(
-        Case("qwen3", tp=2, sp=True), ("loss", "gradients"), "quintet.engine.engine:pack", _train_on_padding
+        Case("qwen3", tp=2, sp=True), ("loss", "gradients"), "quintet.engine.pipeline:pack", _train_on_padding
     ),
     "experts are summed with what is not theirs": Mistake(
         Case("qwen3_moe", dp=2, ep=2), ("gradients", "norm"), "quintet.engine.experts:mark_expert", _as_dense
@@ -194,7 +194,7 @@ MISTAKES = {
         Case("qwen3_moe"), ("outputs", "gradients"), "quintet.engine.config:_experts", _softmax_of_all
     ),
     "the entropy is a constant": Mistake(
-        Case("qwen3"), ("gradients",), "quintet.engine.engine:log_probs_and_entropy", _constant_entropy
+        Case("qwen3"), ("gradients",), "quintet.engine.pipeline:log_probs_and_entropy", _constant_entropy
     ),
     "values of all tp ranks are summed": Mistake(
         Case("qwen3", head="value", tp=2, sp=True),

@@ -15,11 +15,11 @@ from tests.oracle.reference import reference
 
 FORWARD_ONLY = [
     Case("qwen3", dp=2),
-    Case("qwen3", tp=2, sp=True, pp=2, vpp=2),
     Case("qwen3", cp=2, cp_comm="all_to_all", pp=2),
     Case("qwen2", head="value", tp=2, sp=True, cp=2),
     Case("deepseek_v3", tp=2, sp=True, dp=2, ep=2, etp=2),
-    Case("deepseek_v3", pp=2, vpp=2, dp=2, ep=2),
+    pytest.param(Case("qwen3", tp=2, sp=True, pp=2, vpp=2), marks=pytest.mark.slow),
+    pytest.param(Case("deepseek_v3", pp=2, vpp=2, dp=2, ep=2), marks=pytest.mark.slow),
 ]
 
 

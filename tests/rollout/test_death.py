@@ -26,7 +26,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("closed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_they_end_with_it_unless_they_are_let_go(closed: bool) -> None:
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

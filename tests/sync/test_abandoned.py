@@ -38,6 +38,7 @@ def ended_with(found: Any, *words: str) -> bool:
     return "quintet.errors.SyncFailure: " in found and all(one in found for one in words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("colocated", KINDS)
 def test_one_that_was_stopped_does_not_take_old_and_new_for_one(beside: Beside, colocated):
     """It stands still, holding a bucket, while the trainer gives it up, and hands the next weights to another."""

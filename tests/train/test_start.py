@@ -51,6 +51,7 @@ def left(pids: list[int]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_one_that_cannot_start_ends_the_start_of_the_others(
     ray_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
