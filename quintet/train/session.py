@@ -250,7 +250,7 @@ def session(
 def _what_then(recipe: schema.Recipe, failure: QuintetError) -> str:
     """What a user can do about a run that lost a process, or the weights on their way to one."""
     hints = []
-    raised = " failed in " in failure.message.split("\n", 1)[0]  # which one started anew may raise as well
+    raised = isinstance(failure, WorkerFailure) and bool(failure.traceback)  # as one started anew may
     if isinstance(failure, SyncMismatch):
         hints.append("Nothing was generated with these weights.")
     elif (

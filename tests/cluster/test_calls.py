@@ -51,21 +51,6 @@ def lasting(ray_cluster: Cluster, quartet: WorkerGroup) -> Iterator[WorkerGroup]
         yield group
 
 
-def test_a_death_is_told_by_the_groups_name_and_ends_the_wait(
-    mortal: WorkerGroup, quartet: WorkerGroup
-) -> None:
-    """Others that are still at work are not waited for."""
-    began = time.monotonic()
-    with pytest.raises(WorkerFailure, match=r"^rollout-1 rank 0 died in generate: (killed|ended)"):
-        results(
-            [
-                quartet.submit("count", 1, 30.0),
-                mortal.submit("fail", "kill", 0, phase="generate"),
-            ]
-        )
-    assert time.monotonic() - began < 5 * BUSY
-
-
 def test_what_a_signal_raises_ends_a_wait_as_itself(quartet: WorkerGroup) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         raise Stopped("ended by SIGTERM")
@@ -177,3 +162,18 @@ def test_a_cluster_too_small_for_both_is_told_before_anything_starts(
     assert str(caught.value) == (
         "cluster.ranks=4 and rollout.ranks=4 need 8 GPUs, and the cluster has 6. Lower one of them, or share."
     )
+
+
+def test_a_death_is_told_by_the_groups_name_and_ends_the_wait(
+    mortal: WorkerGroup, quartet: WorkerGroup
+) -> None:
+    """Others that are still at work are not waited for. The last test here: the quartet works on."""
+    began = time.monotonic()
+    with pytest.raises(WorkerFailure, match=r"^rollout-1 rank 0 died in generate: (killed|ended)"):
+        results(
+            [
+                quartet.submit("count", 1, 30.0),
+                mortal.submit("fail", "kill", 0, phase="generate"),
+            ]
+        )
+    assert time.monotonic() - began < 5 * BUSY

@@ -101,7 +101,9 @@ def test_the_devices_of_one_process_are_on_one_node(monkeypatch: pytest.MonkeyPa
 def test_a_restart_is_advised_against_deaths_alone() -> None:
     recipe = Recipe(rollout=Rollout(own_processes=True))
     dead = WorkerFailure("rollout-0 rank 0 died in generate: killed")
-    assert "With rollout.restart=true it would be started anew" in _what_then(recipe, dead)
-    wrong = WorkerFailure("rollout-0 rank 0 failed in generate: RuntimeError: no such kernel")
+    of_vllm = WorkerFailure("rollout-0 rank 0 failed in wake: vLLM: VLLM::EngineCore (process 7) died")
+    for death in (dead, of_vllm):
+        assert "With rollout.restart=true it would be started anew" in _what_then(recipe, death)
+    wrong = WorkerFailure("rollout-0 rank 0 failed in generate: RuntimeError: no kernel", traceback="…")
     assert _what_then(recipe, wrong) == ""
     assert _what_then(Recipe(rollout=Rollout(own_processes=True, restart=True)), dead) == ""

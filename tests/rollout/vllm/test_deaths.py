@@ -31,9 +31,10 @@ def rollout(s: Session) -> int:
 
 def core(s: Session) -> int:
     """The process that vLLM itself has started for its engine."""
-    children = psutil.Process(rollout(s)).children(recursive=True)
-    (found,) = [child.pid for child in children if "VLLM::EngineCore" in " ".join(child.cmdline())]
-    return found
+    children = {one.pid: one.cmdline() for one in psutil.Process(rollout(s)).children(recursive=True)}
+    found = [pid for pid, command in children.items() if "VLLM::EngineCore" in " ".join(command)]
+    assert len(found) == 1, children
+    return found[0]
 
 
 @contextmanager
