@@ -66,17 +66,16 @@ def test_the_samples_of_a_step_are_the_same_whatever_dies(
         s.fleet.rollouts._cluster.say = said.append  # type: ignore[attr-defined]
         samples = generate(s)
         assert [g.response_tokens > 0 for g in samples.generated] == [True] * 12
-        for whose in (core, rollout):
-            for when in ("generate", "sleep", "sync"):
-                said.clear()
-                before = rollout(s)
-                with lost(s, whose, when):
-                    again = generate(s)
-                assert (again.generated, again.place) == (samples.generated, samples.place)
-                assert rollout(s) != before
-                (told,) = [found[1] for note in said if (found := RESTARTED.fullmatch(note))]
-                assert f" in {'wake' if when == 'sleep' else when}: " in told
-                assert ("died in" if whose is rollout else "vLLM: VLLM::EngineCore") in told
+        for whose, when in ((core, "generate"), (core, "sleep"), (rollout, "sync")):
+            said.clear()
+            before = rollout(s)
+            with lost(s, whose, when):
+                again = generate(s)
+            assert (again.generated, again.place) == (samples.generated, samples.place)
+            assert rollout(s) != before
+            (told,) = [found[1] for note in said if (found := RESTARTED.fullmatch(note))]
+            assert f" in {'wake' if when == 'sleep' else when}: " in told
+            assert ("died in" if whose is rollout else "vLLM: VLLM::EngineCore") in told
 
 
 def test_without_restart_the_run_ends_by_the_process_that_died(tmp_path: Path) -> None:
