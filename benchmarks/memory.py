@@ -77,7 +77,7 @@ def measure(setup: Setup, lengths: list[int]) -> dict[str, float]:
     else:
         seen: dict[int, Any] = {}
         with torch.autograd.graph.saved_tensors_hooks(lambda t: _see(t, seen), lambda t: t):
-            micro, packed = next(engine._rows(batch, row))
+            micro, packed = next(engine._pipeline.rows(batch, row))
             engine._wrapped[0](micro.input_ids, packed)
         known = _storages(p for chunk in engine.chunks for p in chunk.parameters())
         found["activations"] = sum(s.nbytes() for key, s in seen.items() if key not in known)

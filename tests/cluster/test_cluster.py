@@ -80,7 +80,8 @@ def test_ray_is_waited_for_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch, di
 def test_ctrl_c_ends_everything_within_five_seconds(how: signal.Signals) -> None:
     controller = start_controller()
     assert controller.stdout is not None
-    assert controller.stdout.readline() == "calling\n"
+    first = controller.stdout.readline()
+    assert first == "calling\n", controller.communicate()[1]
     assert len(session_members(controller.pid)) >= 5  # controller, GCS, raylet, two ranks
     began = time.monotonic()
     controller.send_signal(how)

@@ -153,6 +153,8 @@ class Pool:
 def _serve(pipe: Connection, stacks: Path) -> None:
     """A worker's life: receive a call, run it in a process group of its size, send the outcome back."""
     joined = (0, 0)
+    # Up to eight compute at once: tests that start processes beside them would get a ninth of the machine.
+    os.nice(10)
     with stacks.open("w") as stacks_file, contextlib.suppress(EOFError):
         faulthandler.enable(stacks_file)
         while True:
