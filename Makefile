@@ -34,7 +34,7 @@ test-slow: $(STAMP)  ## the tests that take minutes each
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
 
 # Its versions of torch and transformers are those that vLLM for CPU was built for, so it has an environment of its own.
-test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 9 minutes on two cores)
+test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 11 minutes on two cores)
 	@export QUINTET_TORCH=cpu; $(BOOTSTRAP) --venv .venv-vllm --constraints tests/vllm-constraints.txt -- --no-deps -r tests/vllm-constraints.txt -e .
 	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 -m vllm -o timeout=600 $(ARGS)
 
