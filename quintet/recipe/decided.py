@@ -8,6 +8,8 @@ import importlib.util
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from quintet.recipe.schema import Recipe
+
 
 def decided_options(
     key: str, options: Iterable[str], decided: Mapping[str, str]
@@ -33,6 +35,22 @@ def unknown_options(
             near = difflib.get_close_matches(name, set(known) - set(decided), 1)
             told = f"did you mean {near[0]}?" if near else "remove it"
             yield (f"{key}.{name}",), f"{key}.{name}: {fields} have no such field; {told}"
+
+
+def unknown_here(
+    recipe: Recipe, backend: str, title: str, file: str, cls: str, decided: Collection[str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """`unknown_options` of a recipe that generates with `backend`, by what is installed here, where ranks run here.
+
+    title: what messages call it; file, cls: where in its package its options are declared.
+    """
+    options, here = getattr(recipe.rollout, backend), recipe.cluster.address is None
+    if recipe.rollout.backend != backend or not options or not here:
+        return
+    known = declared_fields(backend, file, cls)
+    if known is not None:
+        fields = f"the {cls} of the {title} that is installed here"
+        yield from unknown_options(f"rollout.{backend}", options, decided, known, fields)
 
 
 def declared_fields(package: str, file: str, cls: str) -> frozenset[str] | None:

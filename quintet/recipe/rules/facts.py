@@ -49,6 +49,7 @@ RULES: list[Rule] = []
 
 
 def rule(function: Rule) -> Rule:
+    """Have this function look at every recipe."""
     RULES.append(function)
     return function
 

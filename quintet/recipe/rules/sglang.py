@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.recipe.decided import declared_fields, unknown_options
+from quintet.recipe.decided import unknown_here
 from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.sglang import DECIDED, refusals
 
@@ -25,11 +25,5 @@ def sglang_can_do_it(facts: Facts) -> Iterator[Problem]:
 @rule
 def sglang_knows_its_options(facts: Facts) -> Iterator[Problem]:
     """Options that are handed through are those of the SGLang that is installed here, where ranks run here."""
-    options, here = facts.recipe.rollout.sglang, facts.recipe.cluster.address is None
-    if facts.recipe.rollout.backend != "sglang" or not options or not here:
-        return
-    known = declared_fields("sglang", "srt/server_args.py", "ServerArgs")
-    if known is not None:
-        fields = "the ServerArgs of the SGLang that is installed here"
-        for keys, text in unknown_options("rollout.sglang", options, DECIDED, known, fields):
-            yield Problem(keys, text)
+    found = unknown_here(facts.recipe, "sglang", "SGLang", "srt/server_args.py", "ServerArgs", DECIDED)
+    yield from (Problem(keys, text) for keys, text in found)

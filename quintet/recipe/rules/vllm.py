@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.recipe.decided import declared_fields, unknown_options
+from quintet.recipe.decided import unknown_here
 from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, refusals
 
@@ -25,11 +25,5 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
 @rule
 def vllm_knows_its_options(facts: Facts) -> Iterator[Problem]:
     """Options that are handed through are those of the vLLM that is installed here, where ranks run here."""
-    options, here = facts.recipe.rollout.vllm, facts.recipe.cluster.address is None
-    if facts.recipe.rollout.backend != "vllm" or not options or not here:
-        return
-    known = declared_fields("vllm", "engine/arg_utils.py", "EngineArgs")
-    if known is not None:
-        fields = "the EngineArgs of the vLLM that is installed here"
-        for keys, text in unknown_options("rollout.vllm", options, DECIDED, known, fields):
-            yield Problem(keys, text)
+    found = unknown_here(facts.recipe, "vllm", "vLLM", "engine/arg_utils.py", "EngineArgs", DECIDED)
+    yield from (Problem(keys, text) for keys, text in found)
