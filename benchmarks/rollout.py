@@ -35,6 +35,12 @@ ON_CPU = "laptop"
 """The shape that is measured on a CPU, whatever else there is."""
 
 
+def say(text: str) -> None:
+    """Tell how far it is; of the ranks of a side, the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
 def measure(rollout: Any, case: Case, vocab_size: int, rounds: int) -> list[tuple[float, float]]:
     """Seconds, and seconds of this process on its CPUs, of each round's call of `generate`, after one that is not counted.
     SystemExit for a response of another length than was asked."""
@@ -57,6 +63,8 @@ def measure(rollout: Any, case: Case, vocab_size: int, rounds: int) -> list[tupl
         start, busy = time.perf_counter(), time.process_time()
         samples = rollout.generate(requests, sampling)
         seconds.append((time.perf_counter() - start, time.process_time() - busy))
+        counted = f"round {turn} of {rounds}" if turn else "not counted"
+        say(f"  {case.name or 'one length'}: {seconds[-1][0]:.2f} s ({counted})")
         made = [tuple(len(s.response_ids) for s in row) for row in samples]
         if made != asked:
             raise SystemExit("a response has another length than was asked")
@@ -168,10 +176,10 @@ def run_side(name: str, ranks: int, model: Path, args: argparse.Namespace) -> li
                 ],
                 cwd=ROOT,
                 env=os.environ | {"MASTER_ADDR": "127.0.0.1"} | place,
-                stdout=logs[-1],
-                stderr=subprocess.STDOUT,
+                stderr=logs[-1],
             )
         )
+    print(name, flush=True)
     try:
         for process in processes:
             process.wait(args.timeout_s)

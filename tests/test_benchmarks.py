@@ -6,9 +6,11 @@ import re
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from benchmarks import proof
 from benchmarks.engine_work import MODELS, REAL, Setup, parse_layout, peak_flops, setup_of
 from benchmarks.fingerprints import experts, measure
 from benchmarks.fingerprints import items as fingerprinted
@@ -262,6 +264,15 @@ def test_weight_sync_is_measured_on_a_cpu() -> None:
     for metric in ("seconds", "gb_s", "copy_limit_share", "peak_extra_gib", "plan_seconds"):
         assert re.search(rf"tiny/2cpu +{metric} ", done.stdout), metric
     assert "written to" not in done.stdout
+
+
+def test_the_proof_of_a_large_run_is_measured() -> None:
+    run = proof.Run(replace(MODELS["qwen3-30b-a3b"].shape, layers=2), 3)
+    cases = {case: (told, plain) for case, told, plain in proof.measure(run, 2)}
+    assert list(cases) == ["first", "next", "unchanged"]
+    assert all(told[0] > 0 and plain[0] > 0 for told, plain in cases.values())
+    sizes = [told[1] for told, _ in cases.values()]
+    assert sizes[2] < sizes[1] < sizes[0] < cases["first"][1][1]
 
 
 def test_fingerprints_are_measured_on_a_cpu() -> None:

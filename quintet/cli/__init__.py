@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from quintet.cli import check, convert, diagnose, eval, generate, sft, train, verify_resume
 from quintet.cli.command import Command
 from quintet.errors import QuintetError
+from quintet.train.stop import Terminated, interruptible
 
 COMMANDS: dict[str, Command] = {
     command.name: command
@@ -73,11 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, arguments: list[str]) -> int:
     try:
-        code = command.run(command.parse(arguments))
+        with interruptible():
+            code = command.run(command.parse(arguments))
         sys.stdout.flush()
         return code
     except QuintetError as error:
         return _complain(str(error), error.exit_code)
+    except Terminated:
+        return _complain("ended by SIGTERM", 143)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except BrokenPipeError:

@@ -25,7 +25,8 @@ class Command:
             prog=f"quintet {self.name}",
             usage=f"quintet {self.name} RECIPE.yaml [key=value ...] [options]",
             description=self.description,
-            epilog=f"examples:\n{self.examples}\n\nexit codes: 0 done, 2 something to put right, 3 a worker failed, 5 a rollout did not get the weights, 6 rollout and trainer parted, 130 Ctrl-C, 143 SIGTERM",
+            epilog=f"examples:\n{self.examples}\n\nexit codes: 0 done, 2 something to put right, 3 a worker failed or was not "
+            "reached, 5 a rollout has other weights than the trainer, 6 rollout and trainer parted, 130 Ctrl-C, 143 SIGTERM",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

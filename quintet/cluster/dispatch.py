@@ -7,6 +7,7 @@ caller (a plan made from lengths alone), and *keyword* arguments go to every ran
 |---------------------|------------------------|---------------------------|------------------------|---------------------|
 | one_to_all          | everything             | every rank                | every rank             | rank                |
 | rank_zero           | everything             | rank 0 only               | rank 0                 | (the one value)     |
+| some(ranks)         | everything             | these ranks               | these ranks            | as they are given   |
 | all_to_all          | one a rank             | -                         | every rank             | rank                |
 | dp_compute          | one a rank, all are dp | -                         | every rank             | dp rank             |
 | megatron_compute    | one a dp rank          | its tp, pp and cp ranks   | tp 0, last pp, cp 0    | dp rank             |
@@ -143,3 +144,12 @@ all_to_all = Dispatch("all_to_all", _split_all, _all_ranks)
 dp_compute = Dispatch("dp_compute", _split_dp, _dp_only, needs_coords=True)
 megatron_compute = Dispatch("megatron_compute", _split_megatron, _owners_megatron, needs_coords=True)
 megatron_pp_as_dp = Dispatch("megatron_pp_as_dp", _split_pp_as_dp, _owners_pp_as_dp, needs_coords=True)
+
+
+def some(ranks: Sequence[int]) -> Dispatch:
+    """Of these ranks alone: for methods without collectives."""
+
+    def split(coords: Coords, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
+        return [(args, kwargs) if rank in ranks else None for rank in range(len(coords))]
+
+    return Dispatch("some", split, lambda coords: list(ranks))

@@ -10,6 +10,8 @@ Written for and tested with ray 2.60. Adaptations, and what fails without them (
   more (`test_ctrl_c_...` and the failure tests read a quiet console).
 - `signals_pass`: a wait of Ray's makes a SystemError of what a signal's handler raises, but for Ctrl-C's
   (`test_what_a_signal_raises_ends_a_wait_as_itself`).
+- `_undisturbed`: Ray that is interrupted while it starts crashes when the program ends, and it takes SIGTERM for itself
+  (`test_a_signal_while_ranks_start_ends_in_one_sentence`).
 - `_kill_started`: `ray.shutdown` returns before agents and workers are gone (`test_nothing_is_left_behind`).
 """
 
@@ -24,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -42,6 +45,7 @@ import ray
 import ray._private.node
 import ray._private.services
 import ray._private.state
+import ray._private.utils
 import ray._private.worker
 from ray.experimental import internal_kv
 
@@ -73,17 +77,53 @@ def _no_error_messages(worker: Any, threads_stopped: threading.Event) -> None:
     """Stands in for the thread that prints what raylets report."""
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Have Ctrl-C and SIGTERM wait for the end of the block, unless they come again. SIGTERM is handled Ray's way where nobody
+    else does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            put_back()
+            signal.raise_signal(number)
+
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def leave_to_ray(handler: Any) -> None:
+        if before[signal.SIGTERM] is signal.SIG_DFL:
+            before[signal.SIGTERM] = handler
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, note)
+    try:
+        with mock.patch.object(ray._private.utils, "set_sigterm_handler", leave_to_ray):
+            yield
+    finally:
+        put_back()
+    if came:
+        signal.raise_signal(came[0])
+
+
 def start_local(num_cpus: int, num_gpus: int | None) -> LocalRay:
     """Start Ray on this machine only, reachable from this machine only; returns what `stop` needs.
 
     `num_cpus` is also the number of worker processes that are started ahead of need. `num_gpus` None lets Ray count them.
     """
-    # A short directory: the sockets in it must stay under 104 characters on macOS.
-    directory = Path(tempfile.mkdtemp(prefix="quintet-ray-", dir="/tmp"))
     before = set(psutil.Process().children(recursive=True))
     small = num_gpus == 0 or not Path("/dev/nvidiactl").exists()
+    # A short directory: the sockets in it must stay under 104 characters on macOS.
+    directory = Path(tempfile.mkdtemp(prefix="quintet-ray-", dir="/tmp"))
     try:
         with (
+            _undisturbed(),
             mock.patch.object(ray._private.node, "Node", _LeanNode),
             mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages),
         ):
@@ -99,8 +139,8 @@ def start_local(num_cpus: int, num_gpus: int | None) -> LocalRay:
                 _temp_dir=str(directory),
             )
     except BaseException as error:  # also Ctrl-C: a half-started cluster is ours to clear away
-        _kill_started(set(psutil.Process().children(recursive=True)) - before)
-        shutil.rmtree(directory, ignore_errors=True)
+        with uninterrupted():
+            LocalRay(directory, before).stop()
         if not isinstance(error, Exception):
             raise
         raise UserError(
@@ -113,7 +153,10 @@ def start_local(num_cpus: int, num_gpus: int | None) -> LocalRay:
 
 def join(address: str) -> None:
     """Connect to a running cluster."""
-    with mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages):
+    with (
+        _undisturbed(),
+        mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages),
+    ):
         ray.init(address=address, log_to_driver=False, logging_level="error")
 
 
@@ -195,12 +238,13 @@ def forget_counts(prefix: str) -> None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C must not break the clearing up that the first one began."""
+    """A second Ctrl-C or SIGTERM must not break the clearing up that the first one began."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

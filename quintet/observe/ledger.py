@@ -1,7 +1,7 @@
 """The step ledger: metrics.jsonl, one flat JSON object a line, readable at any moment and after any death.
 
 A line holds `stage` ("sft" or "rl"), `step`, and numbers or null. What the clock decides sits in keys of its
-own (`seconds/…`, `tokens_per_s`, `memory/…`), so that everything else repeats bit by bit with the same seed.
+own (CLOCK_KEYS), so that everything else repeats bit by bit with the same seed.
 JSON has no infinities and no NaN: they are written as the texts "inf", "-inf" and "nan" and read back as numbers.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from quintet.errors import UserError
 
 Number = float | int | None
-CLOCK_KEYS = ("seconds/", "tokens_per_s", "memory/")
+CLOCK_KEYS = ("seconds/", "tokens_per_s", "memory/", "sync/seconds", "sync/proof_seconds")
 """Prefixes of the keys whose values differ from run to run."""
 
 

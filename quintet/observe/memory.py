@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -19,12 +20,41 @@ RESTING = "resting_host_gib"
 """Of a rank that is in no phase."""
 EVERY_S = 0.05
 """How often a phase's use of memory is looked at."""
+WALK_S = 2.0
+"""How often the process table is walked, which costs milliseconds."""
 
 
 def memory_peaks() -> dict[str, float | None]:
-    """This process's peaks so far: `host_gib` (resident), `device_gib` (allocated by torch; None without CUDA); and what is
-    resident now, RESTING."""
-    return {"host_gib": _host_peak(), "device_gib": device_peak(), RESTING: _resident()}
+    """Peaks so far: `host_gib` (resident, of this process and those below it that are there now), `device_gib` (allocated by
+    torch in this process; None without CUDA); and what is resident now, RESTING."""
+    tree = Tree()
+    return {
+        "host_gib": _host_peak() + tree.below(_peak_of),
+        "device_gib": device_peak(),
+        RESTING: tree.resident(),
+    }
+
+
+class Tree:
+    """This process and all below it: what vLLM has started counts. Pages that several of them map count for each."""
+
+    def __init__(self, every_s: float = WALK_S) -> None:
+        self._every_s, self._walked = every_s, float("-inf")
+        self._below: list[psutil.Process] = []
+
+    def resident(self) -> float:
+        """What they hold in memory now, GiB."""
+        return _resident_of(psutil.Process()) + self.below(_resident_of)
+
+    def below(self, measure: Callable[[psutil.Process], float]) -> float:
+        """The sum of a measure of the processes below this one."""
+        if time.monotonic() - self._walked >= self._every_s:
+            self._below, self._walked = psutil.Process().children(recursive=True), time.monotonic()
+        total = 0.0
+        for process in self._below:
+            with suppress(psutil.Error, OSError):  # it ended while we looked
+                total += measure(process)
+        return total
 
 
 def combine_peaks(peaks: Iterable[Mapping[str, float | None]]) -> dict[str, float | None]:
@@ -59,16 +89,18 @@ class PhasePeaks:
     """Peaks of memory in each phase of a step: `with peaks("train"): …`, and `take` what there was since it was last asked.
 
     Neither the kernel nor the device can be asked for the peak of a stretch of time, so a thread looks every few
-    milliseconds, while a phase lasts: at the resident memory of this process, and at what is in use on its device, whoever
-    uses it: a rollout in another process counts, and so does what torch holds without need. Without CUDA device peaks are None.
+    milliseconds, while a phase lasts: at the resident memory of this process and those below it, and at what is in use on its
+    device, whoever uses it: a rollout in another process counts, and so does what torch holds without need. Without CUDA
+    device peaks are None.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, walk_s: float = WALK_S) -> None:
         self._device = device
         self._peaks: dict[str, tuple[float, float | None]] = {}
         self._phase: str | None = None
         self._lock, self._on = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._tree = Tree(walk_s)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -104,7 +136,7 @@ class PhasePeaks:
             time.sleep(EVERY_S)
 
     def _look(self) -> None:
-        host, device = _resident(), device_in_use(self._device)
+        host, device = self._tree.resident(), device_in_use(self._device)
         with self._lock:
             if (phase := self._phase) is None:
                 return
@@ -124,48 +156,41 @@ def device_in_use(device: str) -> float | None:
 
 
 class HostMemory:
-    """Peak of the resident memory of this process and all below it, looked at from time to time.
+    """Peak of the resident memory of this process and all below it, looked at from time to time."""
 
-    Walking the process table costs milliseconds, so it is done at most once in `every_s` seconds.
-    """
-
-    def __init__(self, every_s: float = 2.0) -> None:
-        self._every_s = every_s
-        self._last = float("-inf")
+    def __init__(self, every_s: float = WALK_S) -> None:
+        self._tree = Tree(every_s)
         self.peak_gib = 0.0
 
     def look(self) -> float:
         """The peak so far, in GiB."""
-        now = time.monotonic()
-        if now - self._last >= self._every_s:
-            self._last = now
-            self.peak_gib = max(self.peak_gib, _tree_resident())
+        self.peak_gib = max(self.peak_gib, self._tree.resident())
         return self.peak_gib
 
 
-def _tree_resident() -> float:
-    me = psutil.Process()
-    total = 0
-    for process in [me, *me.children(recursive=True)]:
-        try:
-            total += process.memory_info().rss
-        except psutil.Error:  # It ended while we looked.
-            continue
-    return float(total / GIB)
+def _resident_of(process: psutil.Process) -> float:
+    return float(process.memory_info().rss / GIB)
 
 
-def _resident() -> float:
-    return float(psutil.Process().memory_info().rss / GIB)
+def _peak_of(process: psutil.Process) -> float:
+    """What it held at most, where the kernel tells, or holds now."""
+    return _high_water(process.pid) or _resident_of(process)
+
+
+def _high_water(pid: int) -> float | None:
+    """VmHWM of a process, GiB; None where the kernel does not tell, or it has ended."""
+    try:
+        found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 / GIB if found else None
 
 
 def _host_peak() -> float:
     """VmHWM where there is one: getrusage's peak starts from the parent's size after a fork."""
-    try:
-        found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    if found:
-        return int(found[1]) * 1024 / GIB
+    told = _high_water(os.getpid())
+    if told is not None:
+        return told
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024

@@ -112,8 +112,8 @@ class RunDirectory:
         place = (stage != "sft", step)
         _cut(self.metrics, aside, lambda line: (line["stage"] != "sft", line["step"]) <= place)
         _cut(self.samples, aside, lambda line: (True, line["step"]) <= place)
-        for file in self._replays():
-            if (True, _step_of(file)) > place:
+        for of_step, file in replays(self.path).items():
+            if (True, of_step) > place:
                 (aside / self.replay.name).mkdir(exist_ok=True)
                 file.rename(aside / self.replay.name / file.name)
         for file in (self.recipe, self.environment, self.summary, self.report):
@@ -152,16 +152,11 @@ class RunDirectory:
             draft = file.with_name(f"{file.name}.part")
             draft.write_bytes(data)
             draft.replace(file)
-            for old in self._replays()[:-REPLAYS]:
-                if not self._has_weights(_step_of(old) - 1):
-                    old.unlink()
+            for old, path in list(replays(self.path).items())[:-REPLAYS]:
+                if not self._has_weights(old - 1):
+                    path.unlink()
         except OSError as error:
             raise UserError(f"{file} cannot be written: {error.strerror}") from None
-
-    def _replays(self) -> list[Path]:
-        """Files with samples for replay, the oldest first."""
-        found = (file for file in self.replay.glob("step-*.safetensors") if file.stem[5:].isdigit())
-        return sorted(found, key=_step_of)
 
     def _has_weights(self, step: int) -> bool:
         """Whether the weights after a step are there: those before the first are what the run began with."""
@@ -180,8 +175,11 @@ def replay_name(step: int) -> str:
     return f"step-{step:06d}.safetensors"
 
 
-def _step_of(replay: Path) -> int:
-    return int(replay.stem.removeprefix("step-"))
+def replays(run: Path) -> dict[int, Path]:
+    """Files with samples for replay of a run directory, by step, the oldest first."""
+    files = (run / "replay").glob("step-*.safetensors")
+    found = {int(number): file for file in files if (number := file.stem[5:]).isdecimal()}
+    return dict(sorted(found.items()))
 
 
 def _cut(file: Path, aside: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

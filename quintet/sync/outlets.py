@@ -27,6 +27,7 @@ from quintet.sync.group import BulkGroup
 from quintet.sync.memory import Shared
 from quintet.sync.wire import (
     END,
+    Absent,
     Address,
     Answer,
     GivenUp,
@@ -43,6 +44,7 @@ from quintet.sync.wire import (
 MEETS_S = 1.0
 """A process that died takes its sockets with it, one a little before the other."""
 PAUSE_S = 0.1
+ENDED = "its process ended before it came for its weights"
 GONE = "its connection closed: it died, or gave up, before everything had arrived"
 
 
@@ -53,6 +55,7 @@ class Reception:
         self.key, self.timeout_s = secrets.token_bytes(32), timeout_s
         self.plan, self._closed = "", False
         self._expected: set[str] = set()
+        self._absent: set[str] = set()
         self._here: dict[str, tuple[Connection, Hello]] = {}
         self._changed = threading.Condition()
         self._sockets: dict[bool, socket.socket] = {}
@@ -70,21 +73,24 @@ class Reception:
     def expect(self, receivers: Iterable[str]) -> str:
         """From now on these are let in, and those of older plans are not; returns the plan's name."""
         with self._changed:
-            self.plan, self._expected = secrets.token_hex(8), set(receivers)
+            self.plan, self._expected, self._absent = secrets.token_hex(8), set(receivers), set()
             for connection, _ in self._here.values():
                 connection.close()
             self._here = {}
             return self.plan
 
-    def meet(self) -> dict[str, tuple[Connection, Hello]]:
-        """Whoever is expected and comes within the time limit."""
+    def meet(self) -> tuple[dict[str, tuple[Connection, Hello]], dict[str, str]]:
+        """Whoever is expected and comes within the time limit; and why each of the others is not here. Those are not waited for
+        of whom it is known that they do not come."""
         deadline = time.monotonic() + self.timeout_s
         with self._changed:
-            while self._expected - set(self._here):
+            while self._expected - self._absent - set(self._here):
                 if not self._changed.wait(deadline - time.monotonic()):
                     break
             found, self._here = self._here, {}
-        return found
+            late = f"it did not come for its weights within {self.timeout_s:g} s"
+            missing = {one: ENDED if one in self._absent else late for one in self._expected - set(found)}
+        return found, missing
 
     def close(self) -> None:
         """Nobody is let in any more."""
@@ -110,13 +116,17 @@ class Reception:
         admitted = admit(channel, self.key, self.timeout_s)
         if admitted is None:
             return
-        connection, hello = admitted
+        connection, said = admitted
         with self._changed:
-            if hello.plan == self.plan and hello.receiver in self._expected:
-                former = self._here.pop(hello.receiver, None)
-                if former is not None:
-                    former[0].close()
-                self._here[hello.receiver] = connection, hello
+            if said.plan == self.plan and said.receiver in self._expected:
+                if isinstance(said, Absent):
+                    self._absent.add(said.receiver)
+                    connection.close()
+                else:
+                    former = self._here.pop(said.receiver, None)
+                    if former is not None:
+                        former[0].close()
+                    self._here[said.receiver] = connection, said
                 self._changed.notify_all()
                 return
         late = Answer(refused="its ticket is of an earlier plan: the trainer has planned anew since")
@@ -132,32 +142,31 @@ class Outlet:
         self.receivers, self.buckets, self.timeout_s = list(receivers), tuple(buckets), timeout_s
         self.lost: dict[str, str] = {}
         self._lines: dict[str, Connection] = {}
+        self._hellos: dict[str, Hello] = {}
         self._heard: dict[str, int] = {}
         self.lookers: list[Connection] = []
         """To receivers that were given up, and may still look at the memory they were shown."""
 
-    def open(
-        self, here: dict[str, tuple[Connection, Hello]], answer: Answer, memory: Sequence[Shared]
-    ) -> None:
-        """Greet those receivers that came, and show them the memory. answer: what all of them are told."""
-        self._meet(here)
-        for one in list(self._lines):
-            self._answer(here[one], answer, memory)
-
-    def _meet(self, here: dict[str, tuple[Connection, Hello]]) -> None:
-        late = f"it did not come for its weights within {self.timeout_s:g} s"
-        self.lost = {one: late for one in self.receivers if one not in here}
+    def meet(self, here: dict[str, tuple[Connection, Hello]], missing: dict[str, str]) -> None:
+        """These came, and those did not, and why. From here on `close` is owed."""
+        self.lost = {one: missing[one] for one in self.receivers if one in missing}
         self._lines = {one: here[one][0] for one in self.receivers if one in here}
+        self._hellos = {one: here[one][1] for one in self._lines}
         self._heard = dict.fromkeys(self._lines, -1)
 
-    def _answer(self, one: tuple[Connection, Hello], answer: Answer, memory: Sequence[Shared] = ()) -> None:
-        connection, hello = one
+    def open(self, answer: Answer, memory: Sequence[Shared]) -> None:
+        """Greet those receivers that came, and show them the memory. answer: what all of them are told."""
+        for one in list(self._lines):
+            self._answer(one, answer, memory)
+
+    def _answer(self, one: str, answer: Answer, memory: Sequence[Shared] = ()) -> None:
+        connection = self._lines[one]
         try:
-            connection.send(replace(answer, buckets=None if hello.knows else self.buckets))
+            connection.send(replace(answer, buckets=None if self._hellos[one].knows else self.buckets))
             for shared in memory:
                 shared.show(connection)
         except OSError as error:
-            self._lose(hello.receiver, self._reason(error))
+            self._lose(one, self._reason(error))
 
     def offer(self, number: int, slot: int, memory: Tensor) -> None:
         """Hand over the bucket of this number, which is in `memory`, the slot's bytes."""
@@ -237,13 +246,10 @@ class GroupOutlet(Outlet):
         self._members: list[str] = []
         self._work: dict[int, Any] = {}
 
-    def open(
-        self, here: dict[str, tuple[Connection, Hello]], answer: Answer, memory: Sequence[Shared]
-    ) -> None:
+    def open(self, answer: Answer, memory: Sequence[Shared]) -> None:
         """Greet those receivers that came, and meet them in the group."""
-        self._meet(here)
         self._work, members = {}, list(self._lines)
-        held = {here[one][1].group for one in members}
+        held = {self._hellos[one].group for one in members}
         if self._group is not None and (members != self._members or held != {self._group.group.name}):
             self.leave()
         if not members:
@@ -251,7 +257,7 @@ class GroupOutlet(Outlet):
         store, name = self._store, secrets.token_hex(8) if self._group is None else self._group.group.name
         group = Group(name, store.host, store.port, 0, 1 + len(members), self._backend)
         for rank, one in enumerate(members, start=1):
-            self._answer(here[one], replace(answer, group=replace(group, rank=rank)))
+            self._answer(one, replace(answer, group=replace(group, rank=rank)))
         try:
             if self._group is None:
                 self._group = BulkGroup(group, self.timeout_s, self._all_here)

@@ -122,8 +122,11 @@ class WeightServer:
         self._sequence = [(self._outlets[which], number) for which, number in sequences[rank]]
         plan = self._reception.expect(spec.id for spec in everyone[rank])
         reception = self._reception
+        wait_s = PATIENCE * self._timeout_s
         return [
-            Ticket(s.id, reception.address(s.colocated), plan, reception.key, PATIENCE * self._timeout_s)
+            Ticket(
+                s.id, reception.address(s.colocated), reception.address(False), plan, reception.key, wait_s
+            )
             for s in everyone[rank]
         ]
 
@@ -182,11 +185,12 @@ class WeightServer:
             raise RuntimeError("plan comes before serve")
         began = time.perf_counter()
         self._give_back()
-        here = self._reception.meet()
+        here, missing = self._reception.meet()
+        for outlet in self._outlets:
+            outlet.meet(here, missing)
         sizes = [outlet.buckets[number].nbytes for outlet, number in self._sequence]
         place, room = slots(sizes, self._bucket_bytes)
         memory: list[Shared] = []
-        opened = False
 
         def prepare() -> None:
             export.check()
@@ -196,15 +200,12 @@ class WeightServer:
         try:
             agreed(prepare)
             answer = Answer(room=room, bucket_bytes=self._bucket_bytes, device=self._device.type)
-            opened = True
             for outlet in self._outlets:
-                outlet.open(here, answer, memory)
+                outlet.open(answer, memory)
             self._hand_out(export, place, memory)
             for outlet in self._outlets:
                 outlet.finish()
         finally:
-            for connection, _ in here.values() if not opened else ():
-                connection.close()
             lookers = []
             for outlet in self._outlets:
                 outlet.close()

@@ -12,7 +12,7 @@ import socket
 import struct
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -22,6 +22,8 @@ from quintet.sync.buckets import Bucket
 
 Address = str | tuple[str, int]
 """Of a socket on this node, or (host, port)."""
+TELLS_S = 5.0
+"""How long it may take to tell a sender who does not come: one that cannot be told finds out itself, after a while."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,13 @@ class Ticket:
     """What admits one receiver to its sender.
 
     receiver: its id. plan: which of the sender's plans it is of; an older one is refused. key: what both prove to hold.
-    timeout_s: how long it waits for the trainer, which meanwhile may wait for other receivers.
+    timeout_s: how long it waits for the trainer, which meanwhile may wait for other receivers. from_afar: where the sender is to
+    be told, from any node, that this receiver does not come.
     """
 
     receiver: str
     address: Address
+    from_afar: Address
     plan: str
     key: bytes
     timeout_s: float
@@ -48,6 +52,14 @@ class Hello:
     plan: str
     knows: bool
     group: str | None
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Said in a receiver's place by whoever knows that it ended: it is not to be waited for."""
+
+    receiver: str
+    plan: str
 
 
 @dataclass(frozen=True)
@@ -124,23 +136,23 @@ def bounded(channel: socket.socket, timeout_s: float) -> Connection:
     return Connection(channel.detach())
 
 
-def admit(channel: socket.socket, key: bytes, timeout_s: float) -> tuple[Connection, Hello] | None:
+def admit(channel: socket.socket, key: bytes, timeout_s: float) -> tuple[Connection, Hello | Absent] | None:
     """The sender's side of a greeting; None for one who does not know the key, or does not say what it must."""
     connection = bounded(channel, timeout_s)
     try:
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
         if connection.poll(timeout_s):
-            hello = connection.recv()
-            if isinstance(hello, Hello):
-                return connection, hello
+            said = connection.recv()
+            if isinstance(said, Hello | Absent):
+                return connection, said
     except (AuthenticationError, OSError, EOFError, AssertionError):
         pass
     connection.close()
     return None
 
 
-def call(ticket: Ticket, hello: Hello) -> Connection:
+def call(ticket: Ticket, said: Hello | Absent) -> Connection:
     """The receiver's side of a greeting. Raises SyncFailure naming the receiver."""
     who = f"receiver {ticket.receiver}"
     family = socket.AF_UNIX if isinstance(ticket.address, str) else socket.AF_INET
@@ -159,7 +171,7 @@ def call(ticket: Ticket, hello: Hello) -> Connection:
             raise SyncFailure(f"{who}: the trainer did not greet it within {ticket.timeout_s:g} s")
         answer_challenge(connection, ticket.key)
         deliver_challenge(connection, ticket.key)
-        connection.send(hello)
+        connection.send(said)
     except AuthenticationError:
         connection.close()
         raise SyncFailure(
@@ -171,6 +183,13 @@ def call(ticket: Ticket, hello: Hello) -> Connection:
             raise
         raise SyncFailure(f"{who}: the trainer ended while greeting it") from None
     return connection
+
+
+def does_not_come(ticket: Ticket) -> None:
+    """Tell its sender, from any node, not to wait for this receiver; a sender that cannot be reached is not told."""
+    there = replace(ticket, address=ticket.from_afar, timeout_s=TELLS_S)
+    with suppress(SyncFailure):
+        call(there, Absent(ticket.receiver, ticket.plan)).close()
 
 
 def hang_up(connection: Connection) -> None:

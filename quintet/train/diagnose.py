@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quintet.data.tokenizer import load_tokenizer
 from quintet.errors import SyncMismatch, UserError
+from quintet.observe.run_directory import replays
 from quintet.recipe import load_recipe
 from quintet.recipe.schema import Layout, Recipe
 from quintet.rollout import Sampling
@@ -72,9 +73,9 @@ def diagnose(run: Path, step: int | None, say: Callable[[str], None]) -> Found:
 def recorded_gaps(run: Path) -> dict[int, float]:
     """Mean |Δ log-prob| of rollout and trainer in the samples kept of each step, as recorded, whether or not they can be replayed."""
     gaps = {}
-    for step in reversed(_kept(run)):
+    for step, file in replays(run).items():
         with suppress(UserError):
-            samples = read(replay_file(run, step)).samples
+            samples = read(file).samples
             pairs = [
                 abs(a - b)
                 for s in samples
@@ -84,13 +85,8 @@ def recorded_gaps(run: Path) -> dict[int, float]:
     return gaps
 
 
-def _kept(run: Path) -> list[int]:
-    """Steps with samples for replay, the newest first."""
-    return sorted((int(file.stem[5:]) for file in (run / "replay").glob("step-*.safetensors")), reverse=True)
-
-
 def _choose(run: Path, recipe: Recipe, step: int | None) -> tuple[Replay, Weights]:
-    steps = _kept(run)
+    steps = sorted(replays(run), reverse=True)
     if not steps:
         raise UserError(
             f"{run} keeps no samples for replay: there is no replay/ in it. agreement.replay_samples_per_step says how many "

@@ -113,11 +113,14 @@ def judge(e: Evidence) -> Diagnosis:
     found = _find(e, allowed, rounding)
     if found is None:
         apart = _mean(e.rollout, e.trainer)
-        return Diagnosis(
-            None,
-            f"Rollout and trainer agree: {apart:.1e} nats apart in the mean, {allowed:.1e} allowed.",
-            lines,
-        )
+        said = f"Rollout and trainer agree: {apart:.1e} nats apart in the mean, {allowed:.1e} allowed."
+        off = min(_mean(one, e.plain) for one in (e.rollout, e.trainer))
+        if not off <= rounding:
+            said += (
+                f" Both are {off:.2g} nats from what these weights come to: they are not those that generated, or both sides "
+                "were wrong alike."
+            )
+        return Diagnosis(None, said, lines)
     return Diagnosis(found[0], found[1], lines)
 
 

@@ -145,7 +145,7 @@ class Hybrid:
             with self._phase("sync"):
                 self.metrics = rollouts.take_weights()
             self._told("weights brought" if self.metrics else "weights are shared")
-            self._due = rollouts.missing()
+            self._due = False
         self._leave("params")
         rollouts.wake("kv_cache")
         self._told("rollouts woke: kv_cache")

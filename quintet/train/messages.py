@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quintet.algorithms.aggregation import Tally
-from quintet.models.mcore import Box
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,11 +75,3 @@ class Updated:
     lr: float
     replayed: dict[int, Trained] = field(default_factory=dict)
     """Samples by their number in the step."""
-
-
-@dataclass(frozen=True)
-class EngineWeights:
-    """What a rank that trains tells of the weights it hands out: fingerprints of its parts, and each tensor's whole shape."""
-
-    fingerprints: dict[tuple[str, Box], int]
-    shapes: dict[str, tuple[int, ...]]

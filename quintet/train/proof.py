@@ -1,22 +1,41 @@
 """The proof of a sync, from the controller: what rollouts hold is what the trainer's ranks handed out.
 
-Fingerprints of both sides are compared before anything is generated. What a back end cannot read back is proved by log-probs
-of fixed tokens, once it can compute. Master weights that changed while nothing that is handed out did raise an alarm.
+Fingerprints of both sides are compared before anything is generated: every rank tells a digest of its own, and one rank of those
+that tell the same is asked what it stands for, unless that is known (`quintet.sync.evidence`). What a back end cannot read back is
+proved by log-probs of fixed tokens, once it can compute. Master weights that changed while nothing that is handed out did raise an
+alarm.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-from quintet.cluster.dispatch import rank_zero
+from quintet.cluster.calls import PendingCall
+from quintet.cluster.dispatch import rank_zero, some
 from quintet.cluster.group import WorkerGroup
 from quintet.models import ModelShape
 from quintet.recipe import schema
-from quintet.rollout import Fingerprints
+from quintet.sync.evidence import Evidence
 from quintet.sync.probe import Movement, check, default_tolerance, sequences
-from quintet.sync.proof import Told, compare, mismatch, stuck
-from quintet.train.messages import EngineWeights
+from quintet.sync.proof import Told, mismatch, stuck
+from quintet.sync.witness import Digest, Statement
+
+
+class Copies(Protocol):
+    """Copies of the weights that rollouts hold, by name; one of a rollout that dies meanwhile is left out. beside: what the
+    trainer's ranks do at the same time, waited for too."""
+
+    def digests(self, beside: PendingCall) -> dict[str, list[Digest]]:
+        """Of each copy, by its ranks."""
+        ...
+
+    def statements(
+        self, wanted: Mapping[str, list[int]], known: list[bytes], beside: PendingCall | None
+    ) -> dict[str, list[Statement]]:
+        """What the last digests of some ranks stand for, by copy. known: as in `Witness.statement`."""
+        ...
 
 
 class Proof:
@@ -28,6 +47,7 @@ class Proof:
         self._policy, self._recipe, self._shape, self._say = policy, recipe, shape, say
         self._masters: list[int | None] | None = None
         self._told: Told | None = None
+        self._evidence = Evidence()
         self._unreadable = False
         self._expected: list[list[float]] = []
         self._movement = Movement()
@@ -44,39 +64,51 @@ class Proof:
         if self.asked:
             self._masters = self._policy.call("masters", phase="sync")
 
-    def of_asked(
-        self, ask: Callable[[], Mapping[str, Sequence[tuple[Fingerprints, list[str]]]]]
-    ) -> dict[str, float]:
-        """`of` what `ask` tells, and how long both took; {} where the recipe wants no proofs, and nothing is asked."""
-        if not self.asked:
-            return {}
-        began = time.perf_counter()
-        told = self.of(ask())
-        return told | {"sync/proof_seconds": time.perf_counter() - began}
-
-    def of(self, copies: Mapping[str, Sequence[tuple[Fingerprints, list[str]]]]) -> dict[str, float]:
-        """Compare what each copy of the rollout holds, told by its ranks, with what the trainer hands out; metrics.
+    def of(self, copies: Copies) -> dict[str, float]:
+        """Compare what each copy of the rollout holds with what the trainer hands out; metrics. {} where the recipe wants no
+        proofs, and nothing is asked.
 
         Raises SyncMismatch naming the tensors that differ.
         """
-        held: list[EngineWeights] = self._policy.call("weights", phase="sync")
-        shapes = {name: shape for rank in held for name, shape in rank.shapes.items()}
-        prints = [rank.fingerprints for rank in held]
-        self._unreadable = False
-        proved: list[Sequence[tuple[Fingerprints, list[str]]]] = []
-        for name, ranks in copies.items():
-            if ranks in proved:
-                continue  # to see that it holds the same costs a twentieth of comparing it with the trainer
-            proved.append(ranks)
-            unreadable = {one for _, names in ranks for one in names}
-            found = compare(prints, [of_rank for of_rank, _ in ranks], shapes, unreadable)
+        if not self.asked:
+            return {}
+        began = time.perf_counter()
+        telling = self._policy.submit("digest", phase="sync")
+        told = copies.digests(telling)
+        exported: list[Digest] = telling.result()
+        self._evidence.begin([*exported, *(one for ranks in told.values() for one in ranks)])
+        told = self._hear(exported, told, copies)
+        for name, ranks in told.items():
+            found = self._evidence.differences(exported, ranks)
             if found:
                 raise mismatch(found, name)
-            self._unreadable = self._unreadable or bool(unreadable)
+        self._unreadable = any(self._evidence.unreadable(ranks) for ranks in told.values())
         self._begin_probe()
-        return {"sync/masters_alone": self._look_at_masters(prints)}
+        alone = self._look_at_masters(exported)
+        return {"sync/masters_alone": alone, "sync/proof_seconds": time.perf_counter() - began}
 
-    def _look_at_masters(self, exported: Sequence[Fingerprints]) -> float:
+    def _hear(
+        self, exported: Sequence[Digest], told: dict[str, list[Digest]], copies: Copies
+    ) -> dict[str, list[Digest]]:
+        """Have told what unknown digests stand for, each by the first rank that has it; the copies that did not die of it."""
+        while lacking := self._evidence.lacking(exported, told.values()):
+            mine = _pick(exported, lacking)
+            theirs = {name: found for name, ranks in told.items() if (found := _pick(ranks, lacking))}
+            known = self._evidence.known
+            beside = None
+            if mine:
+                ranks = some(list(mine.values()))
+                beside = self._policy.submit("statement", known, dispatch=ranks, phase="sync")
+            wanted = {name: list(found.values()) for name, found in theirs.items()}
+            heard = copies.statements(wanted, known, beside)
+            if beside is not None:
+                self._evidence.take(dict(zip(mine, beside.result(), strict=True)))
+            for name, statements in heard.items():
+                self._evidence.take(dict(zip(theirs[name], statements, strict=True)))
+            told = {name: ranks for name, ranks in told.items() if name in heard or name not in theirs}
+        return told
+
+    def _look_at_masters(self, exported: Sequence[Digest]) -> float:
         if self._masters is None:
             return 0.0
         before, self._told = self._told, Told(exported, self._masters)
@@ -109,3 +141,13 @@ class Proof:
         for name, its in scored.items():
             self._movement.check(self._expected, its, allowed, name)
         return {"sync/probe_gap": max(gaps, default=0.0)}
+
+
+def _pick(ranks: Sequence[Digest], wanted: set[Digest]) -> dict[Digest, int]:
+    """The first rank with each of the wanted digests, which are wanted no more."""
+    found = {}
+    for rank, digest in enumerate(ranks):
+        if digest in wanted:
+            wanted.remove(digest)
+            found[digest] = rank
+    return found

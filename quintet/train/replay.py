@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,8 +59,9 @@ def replay_of(step: int, sampling: Sampling, samples: Samples, trained: dict[int
     chosen = []
     for number in sorted(trained):
         made, prompt = samples.generated[number], samples.prompts[samples.groups[number]]
-        if made.kept is None:  # generated anew by another rollout, which had told its first ones already
-            continue
+        assert made.kept is not None, (
+            "each rollout tells at least as many of its own first samples with tokens"
+        )
         chosen.append(ReplaySample(prompt.text, made.text, made.finish, made.kept, trained[number]))
     return Replay(step, step - 1, sampling, chosen)
 
@@ -80,9 +82,10 @@ def pack(replay: Replay) -> bytes:
         "rollout_logprobs": _flat([one.rollout_logprobs for one in trained], torch.float32),
         "old_logprobs": _flat([one.old_logprobs for one in trained], torch.float32),
     }
-    routes = [torch.as_tensor(one.routes) for one in made if one.routes is not None]
+    routes = [one.routes for one in made if one.routes is not None]
     if routes and len(routes) == len(made):
-        tensors["routes"] = torch.cat(routes).to(torch.int16).contiguous()
+        # A copy: what came through the object store cannot be written, of which torch warns.
+        tensors["routes"] = torch.from_numpy(np.concatenate(routes, dtype=np.int16))
     told = {
         "step": replay.step,
         "weights": replay.weights,

@@ -95,7 +95,7 @@ class Replicas:
                 there = self._policy.locations[number * size : (number + 1) * size]
                 beside = [[one] for one in there] if ranks == size else [there]
                 self._check_node(number, beside)
-            return WorkerGroup(
+            made = WorkerGroup(
                 self._cluster,
                 "quintet.train.rollout_worker:RolloutWorker",
                 ranks,
@@ -108,6 +108,12 @@ class Replicas:
                 recipe=self._recipe,
                 model_dir=self._model_dir,
             )
+            try:
+                made.coords()  # now: whoever needs them later submits calls, and expects no error of that
+            except QuintetError:
+                made.close()
+                raise
+            return made
         except QuintetError as error:
             return error
 

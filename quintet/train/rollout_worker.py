@@ -17,8 +17,9 @@ from quintet.observe.memory import memory_peaks
 from quintet.recipe import schema
 from quintet.recipe.rollout import layout_of_copy
 from quintet.recipe.user_family import use_family
-from quintet.rollout import Fingerprints, Part, Request, Sampling, Wanted, WeightSource
+from quintet.rollout import Part, Request, Sampling, Wanted, WeightSource
 from quintet.rollout.make import make_rollout
+from quintet.sync.witness import Digest, Statement, Witness
 from quintet.train.keeper import Keeper
 from quintet.train.messages import Generated
 
@@ -31,6 +32,7 @@ class RolloutWorker(Worker):
         self.recipe, self.model_dir = recipe, model_dir
         self.keeper = Keeper(recipe.agreement.replay_samples_per_step)
         self._progress = Progress()
+        self._witness = Witness()
 
     def setup(self) -> None:
         """Make the rollout; of a native one, join the process group of its ranks first."""
@@ -89,9 +91,14 @@ class RolloutWorker(Worker):
         """Take new weights."""
         self.rollout.update_weights(source)
 
-    def fingerprints(self) -> tuple[Fingerprints, list[str]]:
-        """Of the live weights, and what cannot be read back: see `Rollout.fingerprints`."""
-        return self.rollout.fingerprints()
+    def digest(self) -> Digest:
+        """Of the live weights, and of what cannot be read back: see `Rollout.fingerprints`."""
+        prints, unreadable = self.rollout.fingerprints()
+        return self._witness.digest(prints, unreadable=unreadable)
+
+    def statement(self, known: list[bytes]) -> Statement:
+        """What it stands for: see `Witness.statement`."""
+        return self._witness.statement(known)
 
     def sleep(self, level: int) -> None:
         """Give memory up."""

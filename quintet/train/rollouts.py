@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from quintet.cluster.dispatch import all_to_all
+from quintet.cluster.calls import PendingCall, results
+from quintet.cluster.dispatch import all_to_all, some
 from quintet.cluster.group import WorkerGroup
 from quintet.recipe import schema
 from quintet.recipe.rollout import shares_weights
 from quintet.rollout import Part, Request, Sampling
+from quintet.sync.witness import Digest, Statement
 from quintet.train.hybrid import Sleepers
 from quintet.train.messages import Generated
 from quintet.train.proof import Proof
@@ -135,14 +137,28 @@ class InProcess:
         began = time.perf_counter()
         self._workers.call("sync", phase="sync")
         told = {"sync/seconds": time.perf_counter() - began}
-        return told | self._proof.of_asked(self._held)
+        return told | self._proof.of(self)
 
-    def _held(self) -> dict[str, list[Any]]:
-        """What each rollout's ranks tell of their weights, by its name."""
-        held = self._workers.call("rollout_fingerprints", phase="sync")
-        copies: dict[str, list[Any]] = {}
-        for of_rank, at in zip(held, self._coords, strict=True):
-            copies.setdefault(f"the rollout of dp rank {at['dp']}", []).append(of_rank)
+    # the copies, as the proof asks for them: see `quintet.train.proof.Copies`
+
+    def digests(self, beside: PendingCall) -> dict[str, list[Digest]]:
+        told, _ = results([self._workers.submit("rollout_digest", phase="sync"), beside])
+        return {name: [told[rank] for rank in ranks] for name, ranks in self._copies().items()}
+
+    def statements(
+        self, wanted: Mapping[str, list[int]], known: list[bytes], beside: PendingCall | None
+    ) -> dict[str, list[Statement]]:
+        copies = self._copies()
+        ranks = [copies[name][at] for name, places in wanted.items() for at in places]
+        asked = self._workers.submit("rollout_statement", known, dispatch=some(ranks), phase="sync")
+        told = iter(results([asked] if beside is None else [asked, beside])[0])
+        return {name: [next(told) for _ in places] for name, places in wanted.items()}
+
+    def _copies(self) -> dict[str, list[int]]:
+        """The ranks of each rollout, by its name."""
+        copies: dict[str, list[int]] = {}
+        for rank, at in enumerate(self._coords):
+            copies.setdefault(f"the rollout of dp rank {at['dp']}", []).append(rank)
         return copies
 
     def probe(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A request to stop: SIGTERM, which clusters send some time before they take a machine away.
 
 A run that saves checkpoints finishes its step, saves, and ends with exit code 143; a second SIGTERM ends it at once, as the
-first one does with a run that saves none.
+first one does with a run that saves none, and with anything that is no run yet: there it does what Ctrl-C does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,40 @@ from contextlib import contextmanager
 from types import FrameType
 
 from quintet.errors import Stopped
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where it is no request."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """For the length of the block SIGTERM, but where `StopRequest.on_sigterm` takes it, raises Terminated, as Ctrl-C does
+    KeyboardInterrupt; and that is what the block ends with, whatever errors it leads to on the way: some libraries make another of
+    it, or fail to be imported once more. A signal that the caller handles, or ignores, is left alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[type[KeyboardInterrupt]] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        came.append(Terminated if number == signal.SIGTERM else KeyboardInterrupt)
+        raise came[-1]
+
+    left_to_us = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.getsignal(number) for number in left_to_us}
+    ours = [number for number, handler in before.items() if handler is left_to_us[number]]
+    try:
+        for number in ours:
+            signal.signal(number, handle)
+        yield
+    except BaseException as error:
+        if came and not isinstance(error, came[0]):
+            raise came[0] from error
+        raise
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
 
 
 class StopRequest:

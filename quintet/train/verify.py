@@ -21,6 +21,7 @@ from quintet.errors import QuintetError, Stopped, UserError
 from quintet.observe.ledger import read_jsonl, read_metrics
 from quintet.recipe.schema import Recipe
 from quintet.train.checkpoints import POLICY, REFERENCE, Checkpoint, Checkpoints
+from quintet.train.stop import Terminated, interruptible
 
 Command = Literal["train", "sft"]
 COMPARED = ("loss", "reward/mean", "grad_norm")
@@ -219,7 +220,9 @@ def _run(
     process.start()
     try:
         process.join()
-    except KeyboardInterrupt:  # It got the same, and ends by itself.
+    except KeyboardInterrupt as interrupt:
+        if isinstance(interrupt, Terminated):  # Ctrl-C it gets itself
+            process.terminate()
         process.join()
         raise
     if process.exitcode:
@@ -239,7 +242,8 @@ def _in_process(
     from quintet.train.sft import sft
 
     try:
-        (train if command == "train" else sft)(recipe, stop_after, again)
+        with interruptible():
+            (train if command == "train" else sft)(recipe, stop_after, again)
     except Stopped as stopped:
         print(stopped)
     except QuintetError as error:

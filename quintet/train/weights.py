@@ -6,13 +6,14 @@ take what comes. Nothing is generated before the proof (`quintet.train.proof`).
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from quintet.cluster.calls import PendingCall
-from quintet.cluster.dispatch import all_to_all
+from quintet.cluster.dispatch import all_to_all, some
 from quintet.cluster.group import WorkerGroup
 from quintet.errors import SyncFailure
 from quintet.observe.memory import GIB
@@ -21,6 +22,8 @@ from quintet.recipe.rollout import devices_of_copy
 from quintet.rollout import Wanted
 from quintet.sync.server import ReceiverSpec, Served
 from quintet.sync.source import ChannelSource
+from quintet.sync.wire import Ticket, does_not_come
+from quintet.sync.witness import Digest, Statement
 from quintet.train.proof import Proof
 
 Wants = dict[int, list[list[list[Wanted] | None]]]
@@ -35,7 +38,10 @@ class Receiving(Protocol):
     def ask(self, method: str, *args: Any, phase: str) -> dict[int, list[Any]]: ...
 
     def gathered(
-        self, calls: Mapping[int, PendingCall], beside: PendingCall | None = None
+        self,
+        calls: Mapping[int, PendingCall],
+        beside: PendingCall | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> dict[int, Any]: ...
 
 
@@ -71,7 +77,7 @@ class WeightSync:
         }
         for number, call in taking.items():
             call.others = partial(self._given_up, serving, number)
-        self._rollouts.gathered(taking, beside=serving)
+        self._rollouts.gathered(taking, beside=serving, watch=self._watch(taking))
         served: list[Served] = serving.result()
         told = {
             "sync/seconds": time.perf_counter() - began,
@@ -79,7 +85,20 @@ class WeightSync:
         }
         if None in self._rollouts.groups:  # all get them again, once it is there anew
             return told
-        return told | self._proof.of_asked(self._held)
+        return told | self._proof.of(self)
+
+    def _watch(self, taking: Mapping[int, PendingCall]) -> Callable[[], None]:
+        """To be called while the rollouts take weights: once one has failed, the ranks that serve it need not wait for what has
+        not come yet."""
+        left = dict(taking)
+
+        def look() -> None:
+            for number in [number for number, call in left.items() if call.failed]:
+                del left[number]
+                tickets = [ticket for source in self._sources[number] for ticket in source.tickets]
+                threading.Thread(target=_tell, args=(tickets,), name="quintet-sync", daemon=True).start()
+
+        return look
 
     def _given_up(self, serving: PendingCall, number: int) -> SyncFailure | None:
         """What the trainer tells of a rollout that it has given up, which itself may have no answer, or not know why."""
@@ -92,10 +111,25 @@ class WeightSync:
                     return SyncFailure(f"receiver {ticket.receiver} did not get the new weights: {why}")
         return None
 
-    def _held(self) -> dict[str, Any]:
-        """What each rollout's ranks tell of their weights, by its name."""
-        held = self._rollouts.ask("fingerprints", phase="sync")
-        return {f"rollout-{number}": ranks for number, ranks in held.items()}
+    # the copies, as the proof asks for them: see `quintet.train.proof.Copies`
+
+    def digests(self, beside: PendingCall) -> dict[str, list[Digest]]:
+        calls = {
+            number: group.submit("digest", phase="sync")
+            for number, group in enumerate(self._rollouts.groups)
+            if group is not None
+        }
+        return {_name(number): told for number, told in self._rollouts.gathered(calls, beside=beside).items()}
+
+    def statements(
+        self, wanted: Mapping[str, list[int]], known: list[bytes], beside: PendingCall | None
+    ) -> dict[str, list[Statement]]:
+        calls = {
+            number: group.submit("statement", known, dispatch=some(wanted[_name(number)]), phase="sync")
+            for number, group in enumerate(self._rollouts.groups)
+            if group is not None and _name(number) in wanted
+        }
+        return {_name(number): told for number, told in self._rollouts.gathered(calls, beside=beside).items()}
 
     def _follow(self) -> None:
         """Plan anew when receivers have come or gone; and once more when they have taken weights for the first time, if that
@@ -140,5 +174,14 @@ class WeightSync:
         return ReceiverSpec(_id(number, rank, device), boxes, colocated)
 
 
+def _tell(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        does_not_come(ticket)
+
+
 def _id(number: int, rank: int, device: int) -> str:
-    return f"rollout-{number} rank {rank} device {device}"
+    return f"{_name(number)} rank {rank} device {device}"
+
+
+def _name(number: int) -> str:
+    return f"rollout-{number}"

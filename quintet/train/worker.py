@@ -32,15 +32,16 @@ from quintet.recipe.lora import lora_shape
 from quintet.recipe.rollout import adapters_alone, adapters_scaled, own_processes
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, RewardResult, score
-from quintet.rollout import Fingerprints, Part, Request, Sampling
+from quintet.rollout import Part, Request, Sampling
 from quintet.sync.fp8_proof import quantized_fingerprints
 from quintet.sync.probe import Scores, engine_scores
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.wire import Ticket
+from quintet.sync.witness import Digest, Statement, Witness
 from quintet.train.checkpoints import adapter_directory
 from quintet.train.in_the_trainer import InTheTrainer
 from quintet.train.keeper import Keeper, cut, trained_samples
-from quintet.train.messages import Assignment, EngineWeights, Generated, Trained, Updated
+from quintet.train.messages import Assignment, Generated, Trained, Updated
 from quintet.train.objective import Objective
 
 SYNC_TIMEOUT_S = 60.0
@@ -57,6 +58,7 @@ class PolicyWorker(Worker):
         self._progress = Progress()
         self.keeper = Keeper(recipe.agreement.replay_samples_per_step)
         self._server: WeightServer | None = None
+        self._witness, self._rollout_witness = Witness(), Witness()
         self._mini_batches: list[tuple[Batch, Assignment]] = []
 
     def setup(self) -> None:
@@ -263,15 +265,20 @@ class PolicyWorker(Worker):
         assert self._server is not None, "plan_sync comes first"
         return self._server.serve()
 
-    def weights(self) -> EngineWeights:
-        """What this rank hands out, to be compared with what rollouts hold; beside adapters that travel alone, also the frozen
-        weights, which the rollout has from elsewhere."""
+    def digest(self) -> Digest:
+        """Of what this rank hands out, to be compared with what rollouts hold; beside adapters that travel alone, also of the
+        frozen weights, which the rollout has from elsewhere."""
         shards = self._exported()
         if adapters_alone(self.recipe):
             shards = [*apart(self.engine.shard_map())[0], *shards]
         if self.recipe.rollout.quantization == "fp8":
-            return EngineWeights(*quantized_fingerprints(shards, self.shape, build.device()))
-        return EngineWeights(shard_fingerprints(shards), {one.name: one.shape for one in shards})
+            return self._witness.digest(*quantized_fingerprints(shards, self.shape, build.device()))
+        shapes = {one.name: one.shape for one in shards}
+        return self._witness.digest(shard_fingerprints(shards), shapes)
+
+    def statement(self, known: list[bytes]) -> Statement:
+        """What it stands for: see `Witness.statement`."""
+        return self._witness.statement(known)
 
     def score(self, sequences: list[list[int]]) -> Scores | None:
         """Log-probs of fixed tokens, for rollouts whose weights cannot be read back."""
@@ -291,9 +298,14 @@ class PolicyWorker(Worker):
         """Give it memory again."""
         self.rollout.wake(part)
 
-    def rollout_fingerprints(self) -> tuple[Fingerprints, list[str]]:
+    def rollout_digest(self) -> Digest:
         """Of its live weights."""
-        return self.rollout.fingerprints()
+        prints, unreadable = self.rollout.fingerprints()
+        return self._rollout_witness.digest(prints, unreadable=unreadable)
+
+    def rollout_statement(self, known: list[bytes]) -> Statement:
+        """What it stands for: see `Witness.statement`."""
+        return self._rollout_witness.statement(known)
 
     def save(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory, and its adapters as one of peft's beside it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quintet.cli import COMMANDS, main
-from quintet.errors import Stopped, UserError, WorkerFailure
+from quintet.errors import Stopped, SyncFailure, SyncMismatch, UserError, WorkerFailure
 from quintet.recipe import Recipe, load_recipe
 from tests.models.directory import QWEN3, QWEN3_MOE, write_model
 from tests.patience import BUSY
@@ -51,6 +51,9 @@ def test_help_is_complete(name: str, capsys: pytest.CaptureFixture[str]) -> None
     takes = others.get(name, ("RECIPE.yaml", "key=value"))
     for part in (*takes, "examples:", f"quintet {name} ", "exit codes"):
         assert part in text
+    if "RECIPE.yaml" in takes:  # as the errors have them
+        for error, means in ((SyncFailure, "was not reached"), (SyncMismatch, "other weights")):
+            assert re.search(rf"{error.exit_code} [^,]*{means}", text)
 
 
 def test_the_head_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

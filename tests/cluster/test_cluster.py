@@ -85,7 +85,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(how: signal.Signals) -> None
     assert len(session_members(controller.pid)) >= 5  # controller, GCS, raylet, two ranks
     began = time.monotonic()
     controller.send_signal(how)
-    out, err = controller.communicate(timeout=60)
+    out, err = controller.communicate(timeout=60 * BUSY)
     assert time.monotonic() - began < 5 * BUSY
     assert controller.returncode != 0
     assert session_members(controller.pid) == []
@@ -97,7 +97,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(how: signal.Signals) -> None
 @pytest.mark.slow
 def test_a_dead_rank_ends_the_run_with_one_message() -> None:
     controller = start_controller("fail")
-    out, err = controller.communicate(timeout=60)
+    out, err = controller.communicate(timeout=60 * BUSY)
     assert session_members(controller.pid) == []
     assert out == "stopped\n"
     assert err.count("WorkerFailure") == 1
@@ -126,6 +126,7 @@ def test_a_ray_that_does_not_start_is_one_message(monkeypatch: pytest.MonkeyPatc
         raise Exception("The current node timed out during startup.\nAnd more.")
 
     monkeypatch.setattr(ray_compat.ray, "init", late)
+    monkeypatch.setattr(ray_compat.ray, "shutdown", lambda: None)  # the Ray of the other tests stays
     with pytest.raises(
         UserError, match=r"Ray did not start .*: The current node timed out during startup\. A machine"
     ):

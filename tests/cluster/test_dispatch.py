@@ -29,6 +29,14 @@ def test_one_to_all_and_rank_zero() -> None:
     assert dispatch.rank_zero.collect(coords, {0: "a"}) == "a"
 
 
+def test_some_ranks_answer_in_the_order_they_are_named() -> None:
+    coords: list[dict[str, int]] = [{}] * 4
+    some = dispatch.some([3, 1])
+    assert some.split(coords, (1,), {"a": 2}) == [None, ((1,), {"a": 2}), None, ((1,), {"a": 2})]
+    assert some.collect(coords, {1: "b", 3: "d"}) == ["d", "b"]
+    assert dispatch.some([]).collect(coords, {}) == []
+
+
 def test_all_to_all_gives_each_rank_its_own() -> None:
     coords = [{}] * 2
     assert dispatch.all_to_all.split(coords, (["a", "b"], [1, 2]), {"k": 0}) == [

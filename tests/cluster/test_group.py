@@ -14,6 +14,7 @@ from quintet.cluster.seat import resolve
 from quintet.errors import UserError
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.cluster.workers import Light
+from tests.patience import BUSY
 
 
 def test_environment_of_more_ranks_than_cores(quartet: WorkerGroup) -> None:
@@ -73,11 +74,11 @@ def test_calls_can_overlap(quartet: WorkerGroup, pair: WorkerGroup) -> None:
 
 def test_a_call_costs_milliseconds(pair: WorkerGroup) -> None:
     fastest, patience = 1.0, time.monotonic() + 20  # a busy machine may take a while to show it
-    while fastest >= 0.003 and time.monotonic() < patience:
+    while fastest >= 0.003 * BUSY and time.monotonic() < patience:
         began = time.perf_counter()
         pair.call("ping")
         fastest = min(fastest, time.perf_counter() - began)
-    assert fastest < 0.003
+    assert fastest < 0.003 * BUSY
 
 
 def test_ranks_log_to_files(quartet: WorkerGroup, ray_cluster: Cluster) -> None:

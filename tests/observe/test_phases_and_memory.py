@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -89,19 +91,42 @@ def test_peaks_of_ranks_combine() -> None:
     assert "memory/resting_host_gib" not in combine_peaks([cpu])
 
 
-def test_host_memory_counts_children_and_keeps_the_peak() -> None:
-    memory = HostMemory(every_s=0)
-    alone = memory.look()
-    code = "block = b'x' * (100 * 2**20)\nprint('ready', flush=True)\ninput()"
+@contextmanager
+def child_with(mib: int) -> Iterator[None]:
+    """A process below this one that holds so much."""
+    code = f"block = b'x' * ({mib} * 2**20)\nprint('ready', flush=True)\ninput()"
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None
     child.stdout.readline()
-    with_child = memory.look()
-    child.communicate("\n")
+    try:
+        yield
+    finally:
+        child.communicate("\n")
+
+
+def test_host_memory_counts_children_and_keeps_the_peak() -> None:
+    memory = HostMemory(every_s=0)
+    alone = memory.look()
+    with child_with(100):
+        with_child = memory.look()
     assert with_child > alone + 0.09
     assert memory.look() == with_child
+
+
+def test_what_a_rank_has_started_counts_as_its_own() -> None:
+    """As vLLM's processes do, below the rollout's."""
+    peaks = PhasePeaks("cpu", walk_s=0)
+    with peaks("train"):
+        pass
+    before = memory_peaks()
+    with child_with(200), peaks("generate"):
+        beside = memory_peaks()
+    told = peaks.take()
+    for name in ("host_gib", memory.RESTING):
+        assert beside[name] > before[name] + 0.19, name
+    assert told["generate_host_gib"] > told["train_host_gib"] + 0.19
 
 
 def test_each_phase_has_a_peak_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

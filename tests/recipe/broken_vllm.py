@@ -38,6 +38,11 @@ BROKEN_VLLM = [
         ["rollout.vllm.load_format: rollout.quantization=fp8 loads nothing"],
     ),
     (
+        "vllm_can_do_it",
+        [V, "cluster.device=cuda", "rollout.quantization=fp8", "model.dtype=fp32"],
+        ["vLLM multiplies 8 bits with bf16", "model.dtype=bf16"],
+    ),
+    (
         "expert_axes_need_experts",
         [V, "rollout.layout={tp: 2, ep: 2}", "cluster.ranks=2"],
         ["rollout.layout.ep=2: the model has no experts"],

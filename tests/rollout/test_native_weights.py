@@ -266,7 +266,7 @@ def cycles(path: Path, layout: dict[str, Any], count: int) -> list[int]:
         rollout.update_weights(FileSource(held, wanted))
         rollout.fingerprints()
         rollout.wake("kv_cache")
-        rollout.generate([Request(p) for p in PROMPTS], Sampling(max_response_tokens=16))
+        rollout.generate([Request(p) for p in PROMPTS], Sampling(max_response_tokens=4))
         gc.collect()
         resident.append(psutil.Process().memory_info().rss)
     return resident

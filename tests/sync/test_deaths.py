@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,8 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quintet.errors import SyncFailure
+from quintet.sync.server import ReceiverSpec
+from quintet.sync.source import ChannelSource
+from quintet.sync.wire import does_not_come
 from tests.oracle.models import save
+from tests.patience import BUSY
 from tests.sync import receivers
+from tests.sync.layouts import Taker
+from tests.sync.one_rank import NAMES, boxes, server_of, shards
 
 KINDS = [pytest.param(True, id="colocated"), pytest.param(False, id="separate", marks=pytest.mark.slow)]
 EMBEDDING = "model.embed_tokens.weight"
@@ -69,3 +78,39 @@ def test_one_that_dies_breaks_its_process_group_alone(pool, tmp_path_factory, be
     assert set(second.lost) == {"dies"}
     assert same(beside.took(1, "together"), expected)  # in a new group
     assert same(beside.took(0, "other"), expected)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("colocated", [True, False], ids=["colocated", "separate"])
+def test_one_that_is_known_to_have_ended_is_not_waited_for(colocated):
+    """Whether that is told before the trainer waits for it, or meanwhile; and of an earlier plan it does not count."""
+    server = server_of(shards(), timeout_s=300.0)
+    specs = [ReceiverSpec(who, boxes(*NAMES), colocated) for who in ("dies", "lives")]
+    earlier = server.plan([specs])
+    dead, alive = server.plan([specs])
+    does_not_come(earlier[1])
+    for turn in range(2):
+        taker = Taker(ChannelSource([alive]), lambda piece: None)
+        if turn == 0:
+            threading.Timer(0.5, does_not_come, [dead]).start()
+        began = time.monotonic()
+        served = server.serve()
+        taker.finish()
+        assert time.monotonic() - began < 2 * BUSY
+        assert served.lost == {"dies": "its process ended before it came for its weights"}
+    server.plan([specs[:1]])
+    server.close()
+    does_not_come(alive)  # to nobody
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_trainer_without_weights_says_so_to_those_that_came(monkeypatch):
+    server = server_of(shards(), timeout_s=60.0)
+    source = ChannelSource(server.plan([[ReceiverSpec("waits", boxes(*NAMES), True)]]))
+    taker = Taker(source, lambda piece: None)
+    monkeypatch.setattr(server._export, "check", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        server.serve()
+    with pytest.raises(SyncFailure, match="receiver waits: the trainer gave it up: the trainer failed"):
+        taker.finish()
+    server.close()

@@ -80,6 +80,8 @@ def test_the_part_is_told_where_both_sides_are_cut_alike():
     values["a.experts.up"][1, 2, 4] = 7
     (found,) = compare(held(CUT), held(CUT, 1, values), SHAPES)
     assert (found.kind, found.what) == ("expert", "other values at [1:2, 0:4, 3:6]")
+    (found,) = compare(held(CUT), held(CUT, 2, values), SHAPES)
+    assert found.what == "other values at [1:2, 0:4, 3:6], held by rank 1"
 
 
 def test_two_experts_swapped_are_named():
@@ -123,7 +125,8 @@ def test_copies_that_differ_between_ranks_are_found(side):
     key = ("model.norm.weight", whole("model.norm.weight"))
     sides[side][2][key] ^= 1
     (found,) = compare(*sides, SHAPES)
-    assert found.what == f"the {('trainer', 'rollout')[side]}'s ranks hold different copies of [0:8]"
+    who = ("trainer", "rollout")[side]
+    assert found.what == f"the {who}'s ranks hold different copies of [0:8]: rank 2 other than ranks 0, 1, 3"
 
 
 FAULTS = {

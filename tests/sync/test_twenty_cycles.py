@@ -1,5 +1,5 @@
-"""Twenty syncs leave memory, files and threads of both sides as two did. On a GPU machine the device's memory too (a rollout of
-its own device needs a second GPU there)."""
+"""Twenty syncs leave memory, files and threads of both sides as two did. On a GPU machine the device's memory too, which nothing
+else may use meanwhile (a rollout of its own device needs a second GPU there)."""
 
 from __future__ import annotations
 

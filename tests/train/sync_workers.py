@@ -10,11 +10,11 @@ from benchmarks.engine_work import MODELS
 from quintet.cluster.worker import Place, Worker
 from quintet.engine.shards import Shard, shard_fingerprints
 from quintet.models.mcore import whole_box
-from quintet.rollout import Fingerprints, Wanted, WeightSource
+from quintet.rollout import Wanted, WeightSource
 from quintet.rollout.vllm.weights import check, combine
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.wire import Ticket
-from quintet.train.messages import EngineWeights
+from quintet.sync.witness import Digest, Statement, Witness
 from tests.rollout.vllm.test_weights import make, weights_of
 
 
@@ -25,6 +25,7 @@ class Serving(Worker):
         super().setup()
         self.plans = 0
         self._seed = 0
+        self._witness = Witness()
         shape, device = MODELS["tiny"].shape, torch.device("cpu")
         self._server = WeightServer(self._shards, shape, torch.float32, device, 0.25, timeout_s=20.0)
 
@@ -39,9 +40,12 @@ class Serving(Worker):
     def serve(self) -> Served:
         return self._server.serve()
 
-    def weights(self) -> EngineWeights:
+    def digest(self) -> Digest:
         shards = self._shards()
-        return EngineWeights(shard_fingerprints(shards), {one.name: one.shape for one in shards})
+        return self._witness.digest(shard_fingerprints(shards), {one.name: one.shape for one in shards})
+
+    def statement(self, known: list[bytes]) -> Statement:
+        return self._witness.statement(known)
 
     def planned(self) -> int:
         return self.plans
@@ -54,6 +58,7 @@ class Taking(Worker):
         super().__init__(place)
         self.held = [make(rank, tp)[1] for rank in range(tp)]
         self.asked, self.bytes = 0, [0] * tp
+        self._witness = Witness()
 
     def setup(self) -> None:
         pass
@@ -68,8 +73,12 @@ class Taking(Worker):
         check(taken)
         self.bytes = [one.bytes for one in taken]
 
-    def fingerprints(self) -> tuple[Fingerprints, list[str]]:
-        return combine([one.read() for one in self.held])
+    def digest(self) -> Digest:
+        prints, unreadable = combine([one.read() for one in self.held])
+        return self._witness.digest(prints, unreadable=unreadable)
+
+    def statement(self, known: list[bytes]) -> Statement:
+        return self._witness.statement(known)
 
     def told(self) -> tuple[int, list[int]]:
         """How often it was asked what it needs, and the bytes that each device got last."""

@@ -234,3 +234,12 @@ def test_in_bf16_rounding_is_agreement():
     evidence = Evidence("bf16", NUMBERS + noise[0], NUMBERS + noise[1], NUMBERS, NUMBERS + noise[2])
     assert judge(evidence).place is None
     assert judge(replace(evidence, dtype="fp32")).place == "kernels and precision"
+
+
+def test_agreement_on_numbers_of_other_weights_is_told():
+    """As where the model on the disk is another by now."""
+    off = NUMBERS - 0.4
+    diagnosis = judge(Evidence("fp32", off, off + 1e-6, NUMBERS, NUMBERS + 0.01, engine=NUMBERS))
+    assert diagnosis.place is None
+    assert "Both are 0.4 nats from what these weights come to" in diagnosis.sentence
+    assert "Both" not in judge(Evidence("fp32", NUMBERS, NUMBERS, NUMBERS, NUMBERS + 0.01)).sentence

@@ -63,6 +63,9 @@ def test_what_cannot_be_replayed_is_told(tmp_path: Path, capsys: pytest.CaptureF
     fails("steps 7, 3 were generated with")
     directory(tmp_path / "hf" / "step-000002")
     fails("step-000003.safetensors is no replay file")
+    directory(tmp_path / "hf" / "step-000006")
+    fails("step-000007.safetensors is no replay file")
+    fails("step-000003.safetensors is no replay file", 3)
     assert main(["diagnose", "mismatch", str(tmp_path), "--step", "0"]) == 2
     assert "steps count from 1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):

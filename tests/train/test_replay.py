@@ -13,6 +13,7 @@ import torch
 
 from quintet.data.batch import make_batch
 from quintet.errors import UserError
+from quintet.observe.run_directory import replays
 from quintet.rollout import Request, Sample, Sampling
 from quintet.train.diagnose import recorded_gaps
 from quintet.train.keeper import Keeper, trained_samples
@@ -24,6 +25,8 @@ from quintet.train.samples import Samples
 def samples(routes: bool) -> Samples:
     """Three samples of two prompts, of which the keeper tells two with their tokens."""
     chosen = np.arange(2 * 3 * 2, dtype=np.int16).reshape(2, 3, 2) if routes else None
+    if chosen is not None:
+        chosen.flags.writeable = False  # as it comes out of Ray's object store
     keeper = Keeper(2)
     requests = [Request([5, 6], 1), Request([7], 2)]
     answered = [
@@ -35,6 +38,7 @@ def samples(routes: bool) -> Samples:
     return Samples(prompts, [0, 1, 1], told, [(0, 0), (0, 1), (0, 2)], [])
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("routes", [False, True])
 def test_what_is_written_is_read_back(tmp_path: Path, routes: bool) -> None:
     made = samples(routes)
@@ -96,4 +100,6 @@ def test_gaps_of_every_step_are_told(tmp_path: Path) -> None:
         trained = {0: Trained([5, 6, 8], 2, [-0.25], [old])}
         replay_file(tmp_path, step).write_bytes(pack(replay_of(step, Sampling(), samples(False), trained)))
     replay_file(tmp_path, 4).write_bytes(b"")
+    (tmp_path / "replay" / "step-copy.safetensors").touch()  # a user's own
+    assert list(replays(tmp_path)) == [3, 4, 12]
     assert recorded_gaps(tmp_path) == {3: 0.25, 12: 1.0}

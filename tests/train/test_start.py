@@ -20,6 +20,7 @@ from quintet.errors import UserError
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Cluster as ClusterSettings
 from quintet.recipe.schema import Rollout
+from quintet.rollout import Sampling
 from quintet.train import replicas
 from tests.cluster.workers import Light
 from tests.patience import BUSY
@@ -41,6 +42,13 @@ class Choosy(Light):
         time.sleep(1000)
 
 
+class Quiet(Light):
+    """Starts, and does nothing."""
+
+    def __init__(self, place: Place, recipe: Recipe, model_dir: Path) -> None:
+        super().__init__(place)
+
+
 def left(pids: list[int]) -> list[int]:
     """Those that still run."""
     found = []
@@ -55,14 +63,7 @@ def left(pids: list[int]) -> list[int]:
 def test_one_that_cannot_start_ends_the_start_of_the_others(
     ray_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def group(cluster: Cluster, worker: str, ranks: int, **rest: Any) -> WorkerGroup:
-        return WorkerGroup(cluster, Choosy, ranks, **rest)
-
-    monkeypatch.setattr(replicas, "WorkerGroup", group)
-    recipe = Recipe(cluster=ClusterSettings(ranks=2), rollout=Rollout(own_processes=True, restart=True))
-    nodes = [SimpleNamespace(node_id=ray_cluster_node(), gpus=())] * 2
-    policy: Any = SimpleNamespace(locations=nodes)
-    made = replicas.Replicas(ray_cluster, recipe, tmp_path, policy, SimpleNamespace())  # type: ignore[arg-type]
+    made = replicas_of(Choosy, ray_cluster, tmp_path, monkeypatch)
     with pytest.raises(UserError, match=r"^rollout\.vllm\.seed is decided by quintet$"):
         made.start()
     pids = [int(one.name) for one in tmp_path.iterdir()]
@@ -72,6 +73,35 @@ def test_one_that_cannot_start_ends_the_start_of_the_others(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert made.missing()
+
+
+@pytest.mark.slow
+def test_one_that_dies_before_it_is_first_asked_to_generate_is_missing(
+    ray_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = replicas_of(Quiet, ray_cluster, tmp_path, monkeypatch)
+    made.start()
+    group = made.groups[1]
+    assert group is not None
+    psutil.Process(int(group.locations[0].pid)).kill()
+    assert made.generate({1: []}, Sampling(), lambda: None) == {}
+    assert [one is None for one in made.groups] == [False, True]
+    made.groups[0].close()  # type: ignore[union-attr]
+
+
+def replicas_of(
+    worker: type[Light], cluster: Cluster, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> replicas.Replicas:
+    """Two copies of a rollout whose ranks are such workers."""
+
+    def group(cluster: Cluster, named: str, ranks: int, **rest: Any) -> WorkerGroup:
+        return WorkerGroup(cluster, worker, ranks, **rest)
+
+    monkeypatch.setattr(replicas, "WorkerGroup", group)
+    recipe = Recipe(cluster=ClusterSettings(ranks=2), rollout=Rollout(own_processes=True, restart=True))
+    nodes = [SimpleNamespace(node_id=ray_cluster_node(), gpus=())] * 2
+    policy: Any = SimpleNamespace(locations=nodes)
+    return replicas.Replicas(cluster, recipe, model_dir, policy, SimpleNamespace())  # type: ignore[arg-type]
 
 
 def ray_cluster_node() -> str:

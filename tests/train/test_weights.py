@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -32,9 +32,14 @@ class Rollouts:
         there = {n: group for n, group in enumerate(self.groups) if group is not None}
         return self.gathered({n: group.submit(method, *args, phase=phase) for n, group in there.items()})
 
-    def gathered(self, calls: Mapping[int, PendingCall], beside: PendingCall | None = None) -> dict[int, Any]:
+    def gathered(
+        self,
+        calls: Mapping[int, PendingCall],
+        beside: PendingCall | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> dict[int, Any]:
         waited = [*calls.values(), *([] if beside is None else [beside])]
-        return dict(zip(calls, results(waited), strict=False))
+        return dict(zip(calls, results(waited, watch), strict=False))
 
 
 @pytest.fixture(scope="module")

@@ -37,12 +37,12 @@ class Asked:
     def ask(self, method: str, *args: Any, phase: str) -> dict[int, Any]:
         return {number: [[self.wanted]] for number, group in enumerate(self.groups) if group is not None}
 
-    def gathered(self, calls: Any, beside: Any = None) -> dict[int, Any]:
+    def gathered(self, calls: Any, beside: Any = None, watch: Any = None) -> dict[int, Any]:
         if self.lost:
             self.groups = [self, None]
         return {}
 
-    def of_asked(self, ask: Any) -> dict[str, float]:
+    def of(self, copies: Any) -> dict[str, float]:
         self.proved += 1
         return {}
 

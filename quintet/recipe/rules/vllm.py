@@ -20,6 +20,12 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             ("rollout.layout.ep", "cluster.device"), f"rollout.layout.ep={layout.ep}: {CPU_EXPERTS}"
         )
+    if recipe.rollout.quantization == "fp8" and recipe.model.dtype == "fp32":
+        yield Problem(
+            ("rollout.quantization", "model.dtype"),
+            "rollout.quantization=fp8: vLLM multiplies 8 bits with bf16, not with model.dtype=fp32; set model.dtype=bf16, or "
+            "rollout.quantization=null",
+        )
 
 
 @rule

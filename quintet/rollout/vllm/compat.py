@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from quintet.errors import UserError
+from pydantic import ValidationError
+
+from quintet.errors import UserError, WorkerFailure
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +98,32 @@ def engine_fields() -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(EngineArgs))
 
 
+@contextmanager
+def starting() -> Iterator[None]:
+    """Where an engine is made. Raises UserError saying what vLLM has against its arguments or the machine, WorkerFailure where
+    its processes do not start."""
+    try:
+        yield
+    except ValidationError as error:
+        told = (f"{'.'.join(map(str, one['loc'])) or error.title}: {one['msg']}" for one in error.errors())
+        raise UserError(
+            f"vLLM {require()} refuses its settings: {'; '.join(one.rstrip('.') for one in told)}. What is in rollout.vllm goes "
+            "to it as it is; the others follow from the recipe"
+        ) from error
+    except ValueError as error:  # too little memory, a format that it does not know
+        raise UserError(
+            f"vLLM {require()} cannot start as the recipe asks: {str(error).rstrip('.')}. (What it calls gpu_memory_utilization "
+            "is rollout.memory_fraction.)"
+        ) from error
+    except RuntimeError as error:
+        if "core initialization failed" not in str(error):
+            raise
+        raise WorkerFailure(
+            "vLLM: the processes of its engine did not start; their error is in this rank's log, in logs/ of the run directory",
+            traceback=traceback.format_exc(),
+        ) from error
+
+
 def make_offline(arguments: Mapping[str, Any], *, processes: bool) -> Any:
     """vLLM's synchronous engine; `processes`: with its core and workers in processes of their own."""
     from vllm.engine.arg_utils import EngineArgs
@@ -110,6 +139,17 @@ def end_offline(engine: Any) -> None:
 
     engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
+
+
+def settle(engine: Any) -> None:
+    """Finish what a synchronous engine in this process has scheduled ahead, after its last request.
+
+    vLLM 0.20.2 drops what it counted in a step that ends no request: such a step would take the next requests' prefix cache
+    counts with it (tests/rollout/vllm/test_offline.py::test_the_prefix_cache_is_used_and_counted, on a GPU).
+    """
+    core = getattr(engine.engine_core, "engine_core", None)
+    while core is not None and core.batch_queue:
+        engine.step()
 
 
 def unfinished(engine: Any, name: str) -> tuple[list[int], Any]:

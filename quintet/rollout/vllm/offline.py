@@ -83,6 +83,8 @@ class OfflineEngine:
                             self._under_way.discard(output.request_id)
             if len(answers) > before:
                 progress(len(answers))
+        with self._turn:
+            compat.settle(self._engine)
         return [answers[name] for name in names]
 
     @contextmanager

@@ -48,7 +48,7 @@ class VllmRollout(Served[Job, Answer]):
 
     model_dir: a Hugging Face directory, whose weights are good until the first sync. device: cpu or cuda. decode: token
     ids → text. progress: told how many samples of a call are done. Raises UserError for a vLLM that is missing or not
-    supported, and for options it does not know.
+    supported, and for options that it does not know or take.
     """
 
     title = "vLLM"
@@ -66,7 +66,9 @@ class VllmRollout(Served[Job, Answer]):
         compat.prepare(device)
         self._mode = mode_of(recipe.rollout)
         arguments = engine_arguments(recipe, model_dir, device)
-        engine = ServerEngine(arguments) if recipe.rollout.mode == "server" else OfflineEngine(arguments)
+        make = ServerEngine if recipe.rollout.mode == "server" else OfflineEngine
+        with compat.starting():
+            engine: Engine = make(arguments)
         super().__init__(recipe, model_dir, engine, decode, progress)
         self._tp = int(arguments["tensor_parallel_size"])
         self._hears = recipe.rollout.return_routes and device == "cpu"

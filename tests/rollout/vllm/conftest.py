@@ -20,12 +20,20 @@ TOLERANCE = 1e-4 if DEVICE == "cpu" else 0.25
 
 
 def recipe_of(
-    max_prompt_tokens: int = 32, lora: dict[str, Any] | None = None, **rollout: Any
+    max_prompt_tokens: int = 32,
+    lora: dict[str, Any] | None = None,
+    dtype: str | None = None,
+    **rollout: Any,
 ) -> schema.Recipe:
     """A recipe whose rollout is vLLM."""
     sizes = {"backend": "vllm", "max_response_tokens": 32, "sequences_per_rank": 16, "memory_fraction": 0.1}
     return schema.Recipe.model_validate(
-        {"data": {"max_prompt_tokens": max_prompt_tokens}, "lora": lora, "rollout": sizes | rollout}
+        {
+            "model": {"dtype": dtype},
+            "data": {"max_prompt_tokens": max_prompt_tokens},
+            "lora": lora,
+            "rollout": sizes | rollout,
+        }
     )
 
 

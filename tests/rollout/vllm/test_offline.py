@@ -148,7 +148,9 @@ def test_the_prefix_cache_is_used_and_counted(rollout):
 
 
 def test_stop_strings_need_a_rollout_with_stop_strings(start, path):
-    made = start("qwen3", path, temperature=0.7, vllm={"max_num_batched_tokens": 65})
+    # On a GPU, one vLLM a process can sleep.
+    mode = "offline" if DEVICE == "cpu" else "server"
+    made = start("qwen3", path, mode=mode, temperature=0.7, vllm={"max_num_batched_tokens": 65})
     with pytest.raises(UserError, match=r"stop strings.*rollout\.stop"):
         made.generate([Request([1])], Sampling(temperature=0.7, stop=("a",)))
     # And while it is there: at another temperature than 1 the policy's log-probs are those of the scaled logits.
@@ -185,3 +187,9 @@ def test_unknown_options_name_the_near_one(start, path):
         start("qwen3", path, vllm={"enforce_eagr": True})
     with pytest.raises(UserError, match=r"rollout\.vllm\.seed: each request has its own"):
         start("qwen3", path, vllm={"seed": 3})
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU, one vLLM a process can sleep")
+def test_a_format_that_vllm_does_not_know_is_a_sentence(start, path):
+    with pytest.raises(UserError, match=r"vLLM .* cannot start as the recipe asks: .*`foo` is not supported"):
+        start("qwen3", path, vllm={"load_format": "foo"})

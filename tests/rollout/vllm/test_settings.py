@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import create_model
 
-from quintet.errors import UserError
+from quintet.errors import UserError, WorkerFailure
 from quintet.rollout import Sampling
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.sampling import check, mode_of
@@ -105,3 +106,22 @@ def test_a_sampling_whose_policy_cannot_be_told_is_refused(sampling, mode, fine)
     else:
         with pytest.raises(UserError, match="cannot tell the policy's log-probs"):
             check(sampling, mode)
+
+
+def test_what_vllm_has_against_a_value_is_a_sentence(monkeypatch):
+    """vLLM checks its settings as quintet does its recipes: by pydantic."""
+    monkeypatch.setattr(compat, "require", lambda: "0.32.0")
+    settings = create_model("CacheConfig", block_size=(int, 16))
+    said = r"vLLM 0\.32\.0 refuses its settings: block_size: Input should be a valid integer.*rollout\.vllm"
+    with pytest.raises(UserError, match=said), compat.starting():
+        settings(block_size="abc")
+
+
+def test_processes_that_do_not_start_are_told_with_where_to_look():
+    with (
+        pytest.raises(WorkerFailure, match=r"did not start; their error is in this rank's log"),
+        compat.starting(),
+    ):
+        raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+    with pytest.raises(RuntimeError, match="out of memory"), compat.starting():
+        raise RuntimeError("out of memory")

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from quintet.cli import main
+from tests.rollout.vllm.conftest import DEVICE, TOLERANCE
 
 ROOT = Path(__file__).parents[3]
 TINY = [
     *("train.steps=2", "train.prompts_per_step=4", "train.eval_prompts=4", "train.eval_samples_per_prompt=2"),
     *("model.build.layers=2", "model.build.hidden_size=64", "sft=null", "rollout.samples_per_prompt=4"),
-    "optimizer.warmup_steps=1",
+    *("optimizer.warmup_steps=1", f"cluster.device={DEVICE}", "rollout.memory_fraction=0.1"),
     *("rollout.backend=vllm", "rollout.sequences_per_rank=16", "rollout.max_response_tokens=6"),
 ]
 
@@ -46,7 +47,7 @@ def test_a_run_trains_on_what_vllm_generates(
         assert line["sync/gib"] > 0
         assert line["sync/proof_seconds"] > 0
         # The same weights, in fp32, by other kernels.
-        assert line["mismatch/logprob_gap_max"] < 1e-3
+        assert line["mismatch/logprob_gap_max"] < max(TOLERANCE, 1e-3)
     # Once vLLM's loading has shown what each of two devices needs, which is before the first step, each gets that alone.
     (weights,) = (run / "checkpoint").glob("*.safetensors")
     travelled = {line["sync/gib"] * 2**30 / weights.stat().st_size for line in steps}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Iterator
@@ -22,12 +23,23 @@ from tests.rollout.vllm.threads import Call
 
 pytestmark = pytest.mark.vllm
 
+MODEL = "qwen3-wide"
+OTHER = 2
+"""Seed of other weights. Their greedy tokens lead the next best by 0.02 nats at least: on a GPU, vLLM's attention is in bf16."""
+
 
 @dataclass
 class Source:
-    """Weights as whole tensors. It pickles."""
+    """Weights as whole tensors. It pickles, as tensors of 8 bits alone do not (torch 2.11)."""
 
     tensors: dict[str, torch.Tensor]
+
+    def __getstate__(self) -> bytes:
+        torch.save(self.tensors, file := io.BytesIO())
+        return file.getvalue()
+
+    def __setstate__(self, state: bytes) -> None:
+        self.tensors = torch.load(io.BytesIO(state))
 
     def pieces(self, receiver: int) -> Iterator[Piece]:
         for name, tensor in self.tensors.items():
@@ -43,7 +55,7 @@ def weights_of(name: str, seed: int = 0) -> Source:
 
 @pytest.fixture(scope="module", params=["offline", "server"])
 def rollout(start, request):
-    return start("qwen3", mode=request.param)
+    return start(MODEL, mode=request.param)
 
 
 def sync(rollout, source, level=2):
@@ -61,27 +73,27 @@ def test_weights_that_were_forgotten_are_not_used(rollout):
     rollout.wake("kv_cache")
     with pytest.raises(QuintetError, match="weights are undefined: it forgot them"):
         greedy(rollout)
-    rollout.update_weights(weights_of("qwen3"))
-    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+    rollout.update_weights(weights_of(MODEL))
+    assert greedy(rollout) == greedy_by_transformers(MODEL, 8)
 
 
 def test_new_weights_are_what_generates(rollout):
-    sync(rollout, weights_of("qwen3", seed=7))
-    other = greedy_by_transformers("qwen3", 8, seed=7)
-    assert greedy(rollout) == other != greedy_by_transformers("qwen3", 8)
+    sync(rollout, weights_of(MODEL, seed=OTHER))
+    other = greedy_by_transformers(MODEL, 8, seed=OTHER)
+    assert greedy(rollout) == other != greedy_by_transformers(MODEL, 8)
     found, unreadable = rollout.fingerprints()
-    assert len({name for name, _ in found}) + len(unreadable) >= len(list(made("qwen3").named_parameters()))
-    sync(rollout, weights_of("qwen3"), level=1)
-    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+    assert len({name for name, _ in found}) + len(unreadable) >= len(list(made(MODEL).named_parameters()))
+    sync(rollout, weights_of(MODEL), level=1)
+    assert greedy(rollout) == greedy_by_transformers(MODEL, 8)
 
 
 def test_a_missing_tensor_is_named(rollout):
-    source = weights_of("qwen3")
+    source = weights_of(MODEL)
     del source.tensors["model.layers.2.mlp.down_proj.weight"]
     with pytest.raises(SyncMismatch, match=r"layers\.2\.mlp\.down_proj"):
         rollout.update_weights(source)
-    rollout.update_weights(weights_of("qwen3"))
-    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+    rollout.update_weights(weights_of(MODEL))
+    assert greedy(rollout) == greedy_by_transformers(MODEL, 8)
 
 
 def test_requests_under_way_go_on_with_the_new_weights(rollout):
@@ -89,14 +101,14 @@ def test_requests_under_way_go_on_with_the_new_weights(rollout):
     call = Call(rollout.generate, [Request([k % 60, 1]) for k in range(120)], sampling)
     call.wait_for_some()
     rollout.pause()
-    sync(rollout, weights_of("qwen3", seed=7))
+    sync(rollout, weights_of(MODEL, seed=OTHER))
     assert not call.ended
     rollout.resume()
     rows = call.result()
     assert {s.finish for (s,) in rows} == {"length"}
     assert all(len(s.response_ids) == 32 == len(s.policy_logprobs) for (s,) in rows)
-    sync(rollout, weights_of("qwen3"))
-    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+    sync(rollout, weights_of(MODEL))
+    assert greedy(rollout) == greedy_by_transformers(MODEL, 8)
 
 
 @dataclass
@@ -117,16 +129,16 @@ def test_nothing_is_generated_with_half_new_weights(rollout):
     rollout.pause()
     rollout.sleep(0)
     with pytest.raises(SyncFailure, match="the trainer went away"):
-        rollout.update_weights(Breaking(weights_of("qwen3", seed=7).tensors))
+        rollout.update_weights(Breaking(weights_of(MODEL, seed=OTHER).tensors))
     rollout.wake("kv_cache")
     rollout.resume()
     with pytest.raises(QuintetError, match="did not arrive whole"):
         greedy(rollout)
     time.sleep(0.5)
     assert not call.ended
-    rollout.update_weights(weights_of("qwen3"))
+    rollout.update_weights(weights_of(MODEL))
     assert {s.finish for (s,) in call.result()} == {"length"}
-    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+    assert greedy(rollout) == greedy_by_transformers(MODEL, 8)
 
 
 def kv_bytes(rollout) -> int:
@@ -141,7 +153,7 @@ def kv_bytes(rollout) -> int:
 
 def test_the_kv_cache_sleeps_alone(rollout):
     """Around new weights for a rollout on devices of its own: its weights stay, requests are held and go on."""
-    sync(rollout, weights_of("qwen3"))
+    sync(rollout, weights_of(MODEL))
     sampling = Sampling(temperature=0, max_response_tokens=32)
     call = Call(rollout.generate, [Request([k % 60, 1]) for k in range(120)], sampling)
     call.wait_for_some()
@@ -151,12 +163,12 @@ def test_the_kv_cache_sleeps_alone(rollout):
     rollout.sleep(0)
     assert kv_bytes(rollout) < awake or rollout._recipe.mode == "server"
     assert not call.ended
-    rollout.update_weights(weights_of("qwen3", seed=7))
+    rollout.update_weights(weights_of(MODEL, seed=OTHER))
     rollout.wake("kv_cache")
     assert kv_bytes(rollout) == awake
     rollout.resume()
     assert {s.finish for (s,) in call.result()} == {"length"}
-    other = greedy_by_transformers("qwen3", 8, seed=7)
+    other = greedy_by_transformers(MODEL, 8, seed=OTHER)
     assert greedy(rollout) == other
     rollout.sleep(0)
     with pytest.raises(QuintetError, match="kv_cache are asleep"):
@@ -168,8 +180,8 @@ def test_the_kv_cache_sleeps_alone(rollout):
     rollout.wake("weights")
     rollout.wake("kv_cache")
     assert greedy(rollout) == other
-    sync(rollout, weights_of("qwen3"))
-    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+    sync(rollout, weights_of(MODEL))
+    assert greedy(rollout) == greedy_by_transformers(MODEL, 8)
 
 
 def memory() -> int:
@@ -182,9 +194,10 @@ def memory() -> int:
 
 
 def test_twenty_cycles_leave_memory_as_it_was(rollout):
-    source, seen = weights_of("qwen3"), []
+    source, seen = weights_of(MODEL), []
     for _ in range(20):
         greedy(rollout)
         sync(rollout, source)
         seen.append(memory())
-    assert seen[-1] <= seen[1] * 1.01
+    # Weights under way come and go by 2 %, so five cycles each are compared; a leak of 2 MB a cycle is still seen.
+    assert min(seen[-5:]) <= max(seen[1:6]) * 1.01
