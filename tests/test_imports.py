@@ -1,12 +1,16 @@
 """The import rules of the house: they point one way, and the pure rooms stay pure."""
 
 import ast
+import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+
+from quintet.uncompiled import uncompiled
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_FREE = ["packing", "recipe", "models", "plan"]
@@ -70,3 +74,40 @@ def test_room_does_not_use_torch_distributed(room: str) -> None:
     for file in (ROOT / "quintet" / room).rglob("*.py"):
         found = {name for name in imported(file) if name.startswith("torch.distributed")}
         assert not found, f"{file}: {found}"
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("quintet.train.ppo", ["torch._dynamo", "torch._inductor", "megatron", "wandb"]),
+        ("quintet.train.worker", ["torch._dynamo", "torch._inductor", "wandb"]),
+        ("quintet.train.rollout_worker", ["torch._dynamo", "torch._inductor", "wandb"]),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels for GPUs are compiled")
+def test_a_process_of_a_run_starts_without_what_it_does_not_use(
+    module: str, unwanted: list[str], tmp_path: Path
+) -> None:
+    """The compiler alone costs a laptop seconds in each process."""
+    (tmp_path / "wandb.py").touch()  # whether it is installed or not
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    command = f"import sys, {module}; sys.exit(', '.join(m for m in {unwanted} if m in sys.modules) or 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{module} brought in: {done.stderr}"
+
+
+def test_marks_for_the_compiler_do_nothing_within_uncompiled_and_are_back_after(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    marks = [torch.compile, torch.compiler.disable, torch.compiler.allow_in_graph]
+    with uncompiled():
+
+        @torch.compile(dynamic=True)
+        @torch.compiler.disable
+        def plain(x: int) -> int:
+            return x + 1
+
+    assert plain(1) == 2
+    assert not hasattr(plain, "__wrapped__")
+    assert marks == [torch.compile, torch.compiler.disable, torch.compiler.allow_in_graph]

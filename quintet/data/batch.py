@@ -17,8 +17,12 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
+
+from quintet.uncompiled import uncompiled
+
+with uncompiled():
+    from tensordict import TensorDict
 
 Batch: TypeAlias = TensorDict
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import torch
+
+from quintet.engine import megatron_compat
+
+megatron_compat.install()
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -26,30 +26,30 @@ from quintet.engine import megatron_compat
 
 megatron_compat.install()
 
-from quintet.algorithms.aggregation import Tally  # noqa: E402
-from quintet.data.batch import Batch  # noqa: E402
-from quintet.engine import build, hf, lora, peft  # noqa: E402
-from quintet.engine.agree import agreed  # noqa: E402
-from quintet.engine.checkpoint.checkpoints import Checkpoints  # noqa: E402
-from quintet.engine.device import upload  # noqa: E402
-from quintet.engine.fingerprint import Fingerprints  # noqa: E402
-from quintet.engine.kernels import kernel_title  # noqa: E402
-from quintet.engine.layers import choose_backend  # noqa: E402
-from quintet.engine.masters import master_fingerprint  # noqa: E402
-from quintet.engine.model import PolicyModel  # noqa: E402
-from quintet.engine.offload import KINDS, Offloader  # noqa: E402
-from quintet.engine.optimizer import build_optimizer, set_learning_rate  # noqa: E402
-from quintet.engine.outputs import Loss, MiniBatchResult, fields_of, flat_fields  # noqa: E402
-from quintet.engine.pipeline import Pipeline  # noqa: E402
-from quintet.engine.row import MicroBatch  # noqa: E402
-from quintet.engine.schedule import learning_rate  # noqa: E402
-from quintet.engine.shards import Shard, shard_fingerprints, shard_map  # noqa: E402
-from quintet.errors import UserError  # noqa: E402
-from quintet.models import ModelShape  # noqa: E402
-from quintet.models.lora import LoraShape  # noqa: E402
-from quintet.models.weights_on_disk import fingerprint  # noqa: E402
-from quintet.packing import alignment  # noqa: E402
-from quintet.recipe import schema  # noqa: E402
+from quintet.algorithms.aggregation import Tally
+from quintet.data.batch import Batch
+from quintet.engine import build, hf, lora, peft
+from quintet.engine.agree import agreed
+from quintet.engine.checkpoint.checkpoints import Checkpoints
+from quintet.engine.device import upload
+from quintet.engine.fingerprint import Fingerprints
+from quintet.engine.kernels import kernel_title
+from quintet.engine.layers import choose_backend
+from quintet.engine.masters import master_fingerprint
+from quintet.engine.model import PolicyModel
+from quintet.engine.offload import KINDS, Offloader
+from quintet.engine.optimizer import build_optimizer, set_learning_rate
+from quintet.engine.outputs import Loss, MiniBatchResult, fields_of, flat_fields
+from quintet.engine.pipeline import Pipeline
+from quintet.engine.row import MicroBatch
+from quintet.engine.schedule import learning_rate
+from quintet.engine.shards import Shard, shard_fingerprints, shard_map
+from quintet.errors import UserError
+from quintet.models import ModelShape
+from quintet.models.lora import LoraShape
+from quintet.models.weights_on_disk import fingerprint
+from quintet.packing import alignment
+from quintet.recipe import schema
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -11,6 +11,7 @@ SDPA: no mask where causality is all there is, and never one larger than a span.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -27,12 +28,12 @@ from quintet.engine.device import upload
 from quintet.engine.sinks import sink_as_key, with_sinks
 from quintet.packing import length_buckets
 
-try:
-    from torch.nn.attention.varlen import varlen_attn as _varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn: Any = None
-else:
-    varlen_attn = _varlen_attn
+varlen_attn: Any = None
+if torch.cuda.is_available():  # it has kernels for GPUs only, and imports torch's compiler
+    with contextlib.suppress(ImportError):  # torch before 2.10
+        from torch.nn.attention.varlen import varlen_attn as _varlen_attn
+
+        varlen_attn = _varlen_attn
 
 # torch 2.12 added the flag; before, fewer KV heads were accepted as they are.
 _NEEDS_GQA_FLAG = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -1,8 +1,9 @@
 """What megatron-core 0.16.1 needs before it runs on a CPU, and without its process-global state.
 
-Nowhere else in quintet is megatron-core or torch adapted. Each adaptation says which gap it closes and which
-test fails without it. `install()` runs before the first use of megatron-core and is idempotent. On a machine
-with a GPU it adapts what there is without process-global state and without TransformerEngine, nothing of devices.
+Nowhere else in quintet is megatron-core adapted, or torch for longer than an import (`quintet.uncompiled`). Each
+adaptation says which gap it closes and which test fails without it. `install()` runs before the first use of
+megatron-core by a rank, and is idempotent. On a machine with a GPU it adapts what there is without process-global
+state and without TransformerEngine, nothing of devices.
 
 The adaptations touch named functions of megatron-core, not torch's factories: code outside megatron-core
 that asks for a CUDA device on a CPU machine still gets torch's own error.
@@ -14,11 +15,14 @@ import contextlib
 import importlib.util
 import logging
 import os
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from quintet.uncompiled import uncompiled
 
 VERSION = "0.16.1"
 _installed = False
@@ -38,7 +42,8 @@ def install() -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _stand_in_for_cuda()
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    import megatron.core
+    with uncompiled(), _without_wandb():
+        import megatron.core
 
     if megatron.core.__version__ != VERSION:
         raise RuntimeError(
@@ -52,6 +57,20 @@ def install() -> None:
         _retarget_cuda_literals()
         _plain_rng()
         _plain_splits()
+
+
+@contextlib.contextmanager
+def _without_wandb() -> Iterator[None]:
+    """Its inference, which is not used here, imports wandb where that is installed: 0.6 s for each rank.
+    (tests/test_imports.py: a process of a run starts without what it does not use)"""
+    if "wandb" in sys.modules:
+        yield
+        return
+    sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.modules.pop("wandb", None)
 
 
 def _provide_scratch_buffer() -> None:

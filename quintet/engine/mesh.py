@@ -9,9 +9,13 @@ ranks of a stage are ordered a second time for experts: etp fastest, then ep, th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
+
+if TYPE_CHECKING:  # what reads shards of a rank elsewhere has no need of megatron-core
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
@@ -67,7 +71,7 @@ class Mesh:
     rank: int
     groups: ProcessGroupCollection
 
-    @property
+    @cached_property  # asked for every tensor
     def coordinates(self) -> dict[str, int]:
         return self.sizes.coordinates(self.rank)
 
@@ -87,6 +91,13 @@ class Mesh:
     def owns_output(self) -> bool:
         """Whether this is the one rank of its dp rank whose results are reported."""
         return self.last_stage and self.at("tp") == 0 and self.at("cp") == 0
+
+
+def alone() -> Mesh:
+    """A rank that holds everything. It has no groups: nothing of it communicates."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return Mesh(Sizes(), 0, ProcessGroupCollection())
 
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -113,6 +124,8 @@ def build_mesh(sizes: Sizes) -> Mesh:
 
     Raises ValueError when the sizes do not multiply to the number of ranks.
     """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     rank, world = dist.get_rank(), dist.get_world_size()
     if sizes.ranks != world:
         raise ValueError(f"{sizes} need {sizes.ranks} ranks, there are {world}")

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from quintet.engine.fingerprint import Fingerprints, fingerprints
-from quintet.engine.mesh import Mesh, Sizes
+from quintet.engine.mesh import Mesh, alone
 from quintet.models import ModelShape, Weight, family_named
 from quintet.models.lora import adapter_weights, is_adapter
 from quintet.models.mcore import Box as Box
@@ -111,9 +111,8 @@ def shard_map(
     weights = table(chunks, shape)
     if shape.tied_embeddings and mesh.sizes.pp > 1:
         embedding = weights["embedding.word_embeddings.weight"]
-        weights["output_layer.weight"] = Weight(
-            "output_layer.weight", embedding.hf, embedding.shapes, "vocab"
-        )
+        tied = Weight("output_layer.weight", embedding.hf, embedding.shapes, "vocab")
+        weights = {**weights, tied.name: tied}
     held = {name: view for chunk in chunks for name, view in global_tensors(chunk, mesh, of)}
     unknown = sorted(set(held) - set(weights))
     if unknown:
@@ -127,16 +126,23 @@ def shard_fingerprints(shards: Sequence[Shard]) -> Fingerprints:
     return fingerprints((one.name, one.shape, one.box, one.view) for one in shards)
 
 
-def table(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[str, Weight]:
+def table(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> Mapping[str, Weight]:
     """The entries of all weights of a model, by megatron-core's name, on whichever rank they are."""
-    weights = list(family_named(shape.family).weights(shape))
     adapters: Any = getattr(chunks[0], "adapters", None)
-    if adapters is not None:
-        weights += list(adapter_weights(weights, adapters.lora))
-    return {w.name: w for w in weights}
+    known = _tables.get(chunks[0])
+    if known is None or known[:2] != (shape, adapters):
+        weights = list(family_named(shape.family).weights(shape))
+        if adapters is not None:
+            weights += list(adapter_weights(weights, adapters.lora))
+        known = _tables[chunks[0]] = shape, adapters, {w.name: w for w in weights}
+    return known[2]
 
 
-def stored_table(chunks: Sequence[Any], shape: ModelShape) -> dict[str, Weight]:
+_tables: WeakKeyDictionary[torch.nn.Module, tuple[ModelShape, Any, dict[str, Weight]]] = WeakKeyDictionary()
+"""Of the models there are: one with many experts has tens of thousands of entries, and every sync reads them."""
+
+
+def stored_table(chunks: Sequence[Any], shape: ModelShape) -> Mapping[str, Weight]:
     """The entries of what a checkpoint holds: the model, or of one with adapters what is trained."""
     weights = table(chunks, shape)
     if getattr(chunks[0], "adapters", None) is None:
@@ -224,7 +230,7 @@ def _experts_apart(name: str, tensor: Tensor, first: int) -> Iterator[tuple[str,
 
 def whole(weight: Weight, tensor: Tensor, shape: ModelShape) -> list[Shard]:
     """The shards of one parameter that is held in full."""
-    return _cut(weight, tensor, shape, Mesh(Sizes(), 0, ProcessGroupCollection()))
+    return _cut(weight, tensor, shape, alone())
 
 
 def _cut(weight: Weight, tensor: Tensor, shape: ModelShape, mesh: Mesh) -> list[Shard]:

@@ -27,6 +27,12 @@ SHAPE = ModelShape(
 )
 
 
+class Stage(SimpleNamespace):
+    """What the shard map asks of a model. Like a module, it is equal to itself alone."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
 def fused_stage() -> Any:
     """The names and shapes that TransformerEngine's layers have on the second of two ep ranks, second pipeline stage:
     layers 0 (dense) and 1 (experts) of the model are its local 0 and 1."""
@@ -47,7 +53,7 @@ def fused_stage() -> Any:
         "1.mlp.experts.linear_fc2.weight1": (8, 6),
     }
     named = [("decoder.layers." + name, torch.nn.Parameter(torch.zeros(n))) for name, n in sizes.items()]
-    return SimpleNamespace(
+    return Stage(
         decoder=SimpleNamespace(layers=[SimpleNamespace(layer_number=i + 1) for i in range(2)]),
         config=SimpleNamespace(num_moe_experts=4),
         named_parameters=lambda: named,

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,6 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+FORKED = ["tests.forked"]
+"""What all that fork in these tests have the server import."""
 GRACE_S = 2.0  # how long ranks that are still running get after the first one failed
 
 
@@ -46,10 +48,10 @@ class PoolError(AssertionError):
 class Pool:
     """Up to `size` processes, started when first needed and replaced after a failure."""
 
-    def __init__(self, size: int = 4, preload: Sequence[str] = ("torch.distributed",)) -> None:
+    def __init__(self, size: int = 4) -> None:
         self.size = size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*preload, __name__])
+        self._context.set_forkserver_preload(FORKED)
         self._workers: list[tuple[Any, Connection]] = []
         self._store: dist.TCPStore | None = None
         self._group = (0, 0)  # number and world size of the process group of the latest run
@@ -102,9 +104,6 @@ class Pool:
             self.close()
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # Read by OpenMP when torch is imported, thus before the fork server starts.
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
         for rank in range(len(self._workers), world_size):
             ours, theirs = self._context.Pipe()
             # Not a daemon: megatron's checkpoint writers are children of their own.
@@ -112,10 +111,6 @@ class Pool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
 
     def _collect(self, world_size: int, timeout_s: float) -> tuple[dict[int, Any], list[str]]:
         """Results by rank, and one text for each rank that failed, in the order in which they failed."""
@@ -153,8 +148,9 @@ class Pool:
 def _serve(pipe: Connection, stacks: Path) -> None:
     """A worker's life: receive a call, run it in a process group of its size, send the outcome back."""
     joined = (0, 0)
-    # Up to eight compute at once: tests that start processes beside them would get a ninth of the machine.
-    os.nice(10)
+    # Up to eight compute at once: tests that start processes beside them would get a ninth of the machine, and those that
+    # start Ray, whose workers run at 15, a twentieth.
+    os.nice(19)
     with stacks.open("w") as stacks_file, contextlib.suppress(EOFError):
         faulthandler.enable(stacks_file)
         while True:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from quintet.models.mcore import whole_box
 from quintet.sync import source
 from quintet.sync.wire import Ticket
+from tests.oracle.pool import FORKED
 from tests.patience import BUSY
 
 PATIENCE_S = 60.0 * BUSY
@@ -77,7 +78,7 @@ class Beside:
     def __init__(self, root: Path) -> None:
         self.root, self.processes = root, []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])  # torch takes a while to import
+        self._context.set_forkserver_preload(FORKED)
 
     def start(self, who: str, syncs: list[int], dies_in: int | None = None, **how: Any) -> Any:
         return self.run(receive, self.root, who, syncs, dies_in, **how)
