@@ -38,7 +38,7 @@ test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 11 minutes
 	@export QUINTET_TORCH=cpu; $(BOOTSTRAP) --venv .venv-vllm --constraints tests/vllm-constraints.txt -- --no-deps -r tests/vllm-constraints.txt -e .
 	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 -m vllm -o timeout=600 $(ARGS)
 
-test-nightly: $(STAMP)  ## the tests that take many minutes or large downloads
+test-nightly: $(STAMP)  ## many minutes: all pairs of most families on eight ranks, ten kills in a save, ...
 	@$(BIN)/python -m pytest -m nightly -o timeout=7200 $(ARGS) || [ $$? -eq 5 ]
 
 lint: $(STAMP)  ## ruff, ruff format, mypy, import rules

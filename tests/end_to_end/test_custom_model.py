@@ -122,5 +122,6 @@ def test_the_commands_of_its_readme_train_it(tmp_path):
     before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "tiny-exaone", saved))
     assert set(before) == set(after)
     assert not any(torch.equal(before[name], after[name]) for name in before)
-    again = ["generate", train[2], f"model.path={saved}", "rollout.samples_per_prompt=1", "--prompt", "1+2="]
+    again = ["generate", train[2], f"model.path={saved}", "rollout.samples_per_prompt=1"]
+    again += ["cluster.ranks=1", "layout.tp=1", "--prompt", "1+2="]
     assert '"response"' in run("-m", "quintet", *again, where=tmp_path)

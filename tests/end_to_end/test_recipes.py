@@ -41,6 +41,7 @@ def test_gsm8k_on_a_laptop(tmp_path):
         "recipes/laptop_gsm8k.yaml",
         f"data.train_path={tmp_path / 'train.jsonl'}",
         f"data.eval_path={tmp_path / 'test.jsonl'}",
+        "train.eval_prompts=16",
     )
     assert summary["status"] == "finished"
     assert summary["steps"] == 2

@@ -23,8 +23,8 @@ FAMILIES = (*DENSE, *MOE)
 THOROUGH = ("qwen3", "deepseek_v3")
 """The families that run all pairs in `make test`; the others run FEW_LAYOUTS there, and of these some BRIEFLY one alone."""
 BRIEFLY = ("mimo", "glm4_moe", "mixtral", "gpt_oss")
-THOROUGH_SLOWLY = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "gpt_oss")
-"""The families that run all pairs in `make test-slow`."""
+THOROUGH_SLOWLY = {"qwen3-tied": 8, "qwen2": 4, "llama": 4, "qwen3_moe": 4, "deepseek_v3": 8, "gpt_oss": 4}
+"""The families that run all pairs in `make test-slow`, on at most so many ranks; `make test-nightly` runs them and qwen3 on 8."""
 LANGUAGE_ONLY = ("glm4_moe",)
 """The families of which transformers has no classifier, which a value model would be compared with."""
 LAYERS, HEADS = 4, {"qwen2": 2, "qwen2-tied": 2, "mimo": 2}
@@ -286,13 +286,24 @@ def fast_cases() -> list[Case]:
 
 
 def slow_cases() -> list[Case]:
-    """What `make test-slow` runs besides: all pairs of most families up to 8 ranks, the rest of BRIEFLY, and adapters up to
-    4."""
-    found = [case for family in THOROUGH_SLOWLY for case in (*covering(family, 8), *bf16(family, 8))]
+    """What `make test-slow` runs besides: all pairs of most families up to 4 or 8 ranks, the rest of BRIEFLY, and adapters
+    up to 4."""
+    found = [
+        case for family, n in THOROUGH_SLOWLY.items() for case in (*covering(family, n), *bf16(family, n))
+    ]
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
     found += lora_cases(4)
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)
+
+
+def nightly_cases() -> list[Case]:
+    """What `make test-nightly` runs besides: all pairs up to 8 ranks."""
+    found = [
+        case for family in ("qwen3", *THOROUGH_SLOWLY) for case in (*covering(family, 8), *bf16(family, 8))
+    ]
+    before = {*fast_cases(), *slow_cases()}
+    return ordered(case for case in found if case not in before)
 
 
 def bf16(family: str, ranks: int, **fixed: Any) -> list[Case]:
@@ -306,7 +317,7 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
     found = [case for backend in backends for case in lora_cases(gpus, backend=backend)]
     for family, backend in product(FAMILIES, backends):
         found += covering(family, gpus, 2 if family in THOROUGH else 1, backend=backend)
-        if family not in THOROUGH_SLOWLY and family in MOE:
+        if family in MOE and family not in THOROUGH_SLOWLY:
             continue  # its routes are near ties in bf16, where GPU kernels round otherwise than CPU's
         found += bf16(family, gpus, backend=backend)
         hybrid = {"optimizer": "adamw", "distributed_optimizer": True, "cpu_optimizer": True}

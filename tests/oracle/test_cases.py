@@ -19,6 +19,7 @@ from tests.oracle.cases import (
     fast_cases,
     few,
     gpu_cases,
+    nightly_cases,
     row_of,
     slow_cases,
     table,
@@ -53,7 +54,7 @@ def test_pairs_are_covered(family: str, ranks: int) -> None:
 
 def test_recipes_of_all_cases_are_accepted(models: dict[str, Path]) -> None:
     # With TransformerEngine's layers, a rule asks whether it is installed here.
-    on_cpu, on_gpus = [*fast_cases(), *slow_cases()], gpu_cases(8, ["portable"])
+    on_cpu, on_gpus = [*fast_cases(), *slow_cases(), *nightly_cases()], gpu_cases(8, ["portable"])
     refused = {case.name: problems(case, models) for case in on_cpu}
     refused |= {f"{case.name} on GPUs": problems(case, models, "cuda") for case in on_gpus}
     assert not {name: found for name, found in refused.items() if found}
@@ -77,7 +78,7 @@ def test_what_the_table_leaves_out_is_refused(models: dict[str, Path], family: s
 
 
 def test_names_tell_cases_apart() -> None:
-    cases = [*fast_cases(), *slow_cases()]
+    cases = [*fast_cases(), *slow_cases(), *nightly_cases()]
     assert len({case.name for case in cases}) == len(cases)
     assert {case.family for case in fast_cases()} == set(FAMILIES)
     assert max(case.ranks for case in fast_cases()) == 4

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.oracle.cases import Case, fast_cases, slow_cases
+from tests.oracle.cases import Case, fast_cases, nightly_cases, slow_cases
 from tests.oracle.compare import broken, errors
 from tests.oracle.lora import written
 from tests.oracle.pool import Pool
@@ -28,4 +28,10 @@ def test_layout_equals_transformers(pool: Pool, models: Path, case: Case) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("case", slow_cases(), ids=lambda case: case.name)
 def test_more_layouts_equal_transformers(pool: Pool, models: Path, case: Case) -> None:
+    check(pool, models, case)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", nightly_cases(), ids=lambda case: case.name)
+def test_every_pair_on_eight_ranks_equals_transformers(pool: Pool, models: Path, case: Case) -> None:
     check(pool, models, case)

@@ -16,6 +16,7 @@ from quintet.errors import WorkerFailure
 from quintet.rollout import Piece
 from quintet.sync.source import ChannelSource
 from quintet.train.session import Session
+from tests.patience import BUSY
 from tests.train.runs import ROOT, TINY, generate, kill_soon, process_of, run, train, when_it_syncs
 
 OWN = [
@@ -26,7 +27,8 @@ OWN = [
 ]
 SEPARATE = ["rollout.placement=separate", "rollout.ranks=2"]
 
-pytestmark = pytest.mark.slow
+# Ray is started once for all runs here.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 @pytest.mark.parametrize(
@@ -50,21 +52,31 @@ def test_what_a_killed_rollout_owed_is_generated_again(tmp_path: Path, placement
         s.fleet.hybrid._due = True
         other = process_of(s, "rollout-0")
         when_it_syncs(s, lambda: kill_soon(process_of(s, "rollout-1")))
+        before = syncing(s)
         again = generate(s)
+        assert syncing(s) - before < 5 * BUSY  # the trainer would wait for a minute, were it not told
         assert process_of(s, "rollout-0") == other  # though separate ones share a channel, which broke
         assert again.generated == samples.generated
         assert train(s, again) == came_to
 
 
-@pytest.mark.parametrize("when", ["generate", "sync", "sleep"])
-def test_without_restart_the_run_ends_and_names_the_process(tmp_path: Path, when: str) -> None:
+@pytest.mark.parametrize(("when", "ranks"), [("generate", 1), ("sync", 2), ("sleep", 1)])
+def test_without_restart_the_run_ends_and_names_the_process(tmp_path: Path, when: str, ranks: int) -> None:
     said = {
         "generate": "rollout-0 rank 0 died in generate: (killed|ended)",
         "sync": "rollout-0 rank 0 died in sync: (killed|ended)",
         "sleep": "rollout-0 rank 0 died in wake: ",
     }
-    with pytest.raises(WorkerFailure, match=said[when]), run(tmp_path, *OWN) as s:
+    with (
+        pytest.raises(WorkerFailure, match=said[when]),
+        run(tmp_path, *OWN, f"cluster.ranks={ranks}") as s,
+    ):
         lose(s, when)
+
+
+def syncing(s: Session) -> float:
+    """Seconds of the run in which weights were on their way, so far."""
+    return s.observer.phases.totals["sync"]
 
 
 def lose(s: Session, when: str) -> None:
@@ -102,7 +114,7 @@ def test_a_tensor_that_arrives_otherwise_ends_the_run_by_name(
 ) -> None:
     monkeypatch.setattr("quintet.train.weights.ChannelSource", Flipping)
     recipe = str(ROOT / "recipes" / "laptop_demo.yaml")
-    assert main(["train", recipe, *TINY, *OWN, "layout.tp=2", f"run.dir={tmp_path}"]) == 5
+    assert main(["train", recipe, *TINY, *OWN, "cluster.ranks=1", f"run.dir={tmp_path}"]) == 5
     said = capsys.readouterr().err
     assert "error: rollout-0 does not hold the trainer's weights after the sync: 1 tensor differs" in said
     assert "model.layers.1.mlp.down_proj.weight (dense)" in said
