@@ -15,6 +15,7 @@ from quintet.rollout.vllm.weights import check, combine
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.wire import Ticket
 from quintet.sync.witness import Digest, Statement, Witness
+from tests.patience import BUSY
 from tests.rollout.vllm.test_weights import make, weights_of
 
 
@@ -27,7 +28,7 @@ class Serving(Worker):
         self._seed = 0
         self._witness = Witness()
         shape, device = MODELS["tiny"].shape, torch.device("cpu")
-        self._server = WeightServer(self._shards, shape, torch.float32, device, 0.25, timeout_s=20.0)
+        self._server = WeightServer(self._shards, shape, torch.float32, device, 0.25, timeout_s=20.0 * BUSY)
 
     def _shards(self) -> list[Shard]:
         held = list(weights_of(self._seed).items())[self.rank :: self.world_size]
@@ -61,7 +62,7 @@ class Taking(Worker):
         self._witness = Witness()
 
     def setup(self) -> None:
-        pass
+        import torch._dynamo  # noqa: F401  (as in vLLM's processes: seconds, which the first weights would wait for)
 
     def receivers(self) -> list[list[Wanted] | None]:
         self.asked += 1
