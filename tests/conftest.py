@@ -48,7 +48,7 @@ def ray_cluster() -> Iterator["Cluster"]:  # noqa: F821, UP037  (Ray is imported
     """A local Ray for the session. `Cluster(other_settings)` within it shares its processes, not its settings."""
     from quintet.cluster.cluster import Cluster
 
-    with Cluster(ClusterSettings(ranks=2, device="cpu", collective_timeout_s=60)) as cluster:
+    with Cluster(ClusterSettings(ranks=2, device="cpu", collective_timeout_s=240)) as cluster:
         yield cluster
 
 

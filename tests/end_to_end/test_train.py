@@ -225,7 +225,7 @@ def test_ctrl_c_leaves_nothing_behind_but_a_readable_run(tmp_path):
     assert len(family) >= 2
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
-    process.communicate(timeout=60)
+    process.communicate(timeout=60 * BUSY)
     assert time.monotonic() - began < 5 * BUSY
     assert process.returncode == 130
     _, alive = psutil.wait_procs(family, timeout=3 * BUSY)

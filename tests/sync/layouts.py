@@ -22,6 +22,7 @@ from quintet.recipe import schema
 from quintet.rollout.base import Piece, Wanted
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.source import ChannelSource
+from tests.patience import BUSY
 
 BUCKET_MIB = 1 / 16
 """Tiny models are 0.3 to 3 MiB."""
@@ -108,7 +109,7 @@ def reshard(
     wanted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(wanted, [Wanted(s.name, s.box) for s in moved])
     server = WeightServer(
-        engine.shard_map, engine.shape, DTYPES["fp32"], build.device(), BUCKET_MIB, timeout_s=30.0
+        engine.shard_map, engine.shape, DTYPES["fp32"], build.device(), BUCKET_MIB, timeout_s=30.0 * BUSY
     )
     # Rank r's rollout is served by the rank before it.
     specs = [
@@ -126,7 +127,7 @@ def whole(
     """On one rank: the full tensors that arrive from the neighbour."""
     engine = engine_of(path, train)
     server = WeightServer(
-        engine.shard_map, engine.shape, DTYPES["fp32"], build.device(), BUCKET_MIB, timeout_s=30.0
+        engine.shard_map, engine.shape, DTYPES["fp32"], build.device(), BUCKET_MIB, timeout_s=30.0 * BUSY
     )
     specs = [[ReceiverSpec(f"rollout {r}", None, colocated)] for r in range(dist.get_world_size())]
     found: dict[str, torch.Tensor] = {}

@@ -14,6 +14,7 @@ from quintet.models import read_shape
 from quintet.sync import fp8
 from quintet.sync.fp8 import BLOCK, DTYPE, LARGEST, SCALE, dequantize, quantize, quantized_names, scales_shape
 from tests.oracle.models import save
+from tests.patience import BUSY
 from tests.sync import layouts
 
 
@@ -80,7 +81,7 @@ def sent(path: Path, layout: dict[str, Any]) -> dict[str, tuple[str, torch.Tenso
 
     engine = layouts.engine_of(path, layout)
     where = (engine.shape, DTYPES["fp32"], torch.device("cpu"), layouts.BUCKET_MIB)
-    server = WeightServer(engine.shard_map, *where, quantization="fp8", timeout_s=30.0)
+    server = WeightServer(engine.shard_map, *where, quantization="fp8", timeout_s=30.0 * BUSY)
     found: dict[str, tuple[str, torch.Tensor]] = {}
     specs = [[ReceiverSpec(f"rollout {r}", None, True)] for r in range(dist.get_world_size())]
 
