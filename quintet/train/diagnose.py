@@ -53,7 +53,7 @@ def diagnose(run: Path, step: int | None, say: Callable[[str], None]) -> Found:
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"{run} is no run directory: it has no recipe.yaml")
     recipe = load_recipe(run / "recipe.yaml", ["resume=null"])
-    replay, weights = _choose(run, recipe, step)
+    replay, weights = _choose(run, recipe, step, say)
     ids = [s.generated.ids for s in replay.samples]
     prompts = [s.generated.prompt_tokens for s in replay.samples]
     say(f"step {replay.step}: {len(ids)} samples, {sum(map(len, ids))} tokens, generated with {weights.path}")
@@ -85,7 +85,9 @@ def recorded_gaps(run: Path) -> dict[int, float]:
     return gaps
 
 
-def _choose(run: Path, recipe: Recipe, step: int | None) -> tuple[Replay, Weights]:
+def _choose(
+    run: Path, recipe: Recipe, step: int | None, say: Callable[[str], None]
+) -> tuple[Replay, Weights]:
     steps = sorted(replays(run), reverse=True)
     if not steps:
         raise UserError(
@@ -94,9 +96,17 @@ def _choose(run: Path, recipe: Recipe, step: int | None) -> tuple[Replay, Weight
         )
     if step is not None and step not in steps:
         raise UserError(f"--step {step}: {run}/replay has {_listed(steps)}")
+    damaged: UserError | None = None
     for one in steps if step is None else [step]:
         if (weights := find_weights(run, recipe, one - 1)) is not None:
-            return read(replay_file(run, one)), weights
+            try:
+                return read(replay_file(run, one)), weights
+            except UserError as error:
+                damaged = damaged or error
+                if step is None:
+                    say(f"{error}; an earlier step is looked for")
+    if damaged is not None:
+        raise damaged
     wanted = f"step {step} was" if step is not None else f"steps {_listed(steps)} were"
     raise UserError(
         f"{run}: the weights that {wanted} generated with are not there any more. A run keeps them with checkpoint.every_steps "

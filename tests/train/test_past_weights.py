@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,14 @@ from quintet.cli import main
 from quintet.errors import UserError
 from quintet.recipe import dump_resolved
 from quintet.recipe.schema import BuildModel, Data, Model, Recipe, Reward, Sft
+from quintet.rollout import Sampling
 from quintet.train.checkpoints import Checkpoints
 from quintet.train.diagnose import diagnose
+from quintet.train.messages import Trained
 from quintet.train.past_weights import Weights, find_weights
+from quintet.train.replay import pack, replay_file, replay_of
 from tests.train.test_checkpoints import save
+from tests.train.test_replay import samples
 
 RECIPE = Recipe(
     model=Model(build=BuildModel()), data=Data(task="addition"), reward=Reward(function="addition")
@@ -66,6 +71,13 @@ def test_what_cannot_be_replayed_is_told(tmp_path: Path, capsys: pytest.CaptureF
     directory(tmp_path / "hf" / "step-000006")
     fails("step-000007.safetensors is no replay file")
     fails("step-000003.safetensors is no replay file", 3)
+    kept = replay_of(3, Sampling(), samples(False), {0: Trained([5, 6, 8], 2, [-0.25], [-0.375])})
+    replay_file(tmp_path, 3).write_bytes(pack(kept))
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"config\.json"):  # what these weights lack; the samples are there
+        diagnose(tmp_path, None, said.append)
+    assert re.search(r"step-000007.safetensors is no replay file: .*; an earlier step is looked for", said[0])
+    assert said[1].startswith("step 3: 1 samples, 3 tokens, generated with ")
     assert main(["diagnose", "mismatch", str(tmp_path), "--step", "0"]) == 2
     assert "steps count from 1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
