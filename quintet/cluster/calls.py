@@ -30,6 +30,8 @@ class Group(Protocol):
         self, failures: list[Failure], phase: str, at_work: Sequence[int], returned: Sequence[int]
     ) -> QuintetError: ...
 
+    def answered(self, rank: int) -> None: ...
+
     def forget_posts(self) -> None: ...
 
     def stalled(self, ranks: Sequence[int], phase: str) -> list[Failure]: ...
@@ -72,6 +74,7 @@ class PendingCall:
     def take(self, ref: Any) -> None:
         """Note the answer of one rank, which has come."""
         rank = self.waiting.pop(ref)
+        self._group.answered(rank)
         failure, self._values[rank] = self._answer(rank, ref)
         if failure is not None:
             self._note(failure)

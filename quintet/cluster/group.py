@@ -166,6 +166,10 @@ class WorkerGroup:
                 )
         return failures
 
+    def answered(self, rank: int) -> None:
+        """A rank that goes on: a later stop of it is another one."""
+        self._stopped.pop(rank, None)
+
     def inspect(self, ranks: Sequence[int] | None = None, wait_s: float = 1.5) -> dict[int, probe.Report]:
         """Stacks, state and log tail of each rank, whatever it is doing; answers within a few seconds."""
         asked = list(self._processes) if ranks is None else list(ranks)
@@ -202,7 +206,7 @@ class WorkerGroup:
         n_ranks = self.n_ranks
         resources = placement.rank_resources(self.cluster.device, self.cluster.is_local, devices_per_rank)
         bundles, strategy = placement.bundles(n_ranks, per_node, resources)
-        _wait_for_room(n_ranks, per_node, resources)
+        _wait_for_room(n_ranks, per_node, resources, self._title)
         self._placement = placement_group(bundles, strategy=strategy)
         if not self._placement.wait(PLACEMENT_TIMEOUT_S):
             raise WorkerFailure(
@@ -341,14 +345,15 @@ class WorkerGroup:
         return error
 
 
-def _wait_for_room(n_ranks: int, ranks_per_node: int | None, resources: dict[str, float]) -> None:
+def _wait_for_room(n_ranks: int, ranks_per_node: int | None, resources: dict[str, float], title: str) -> None:
     """Raise a UserError when the cluster is too small, or stays too full: what another group gave back comes late."""
     total = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    placement.check_fits(total, n_ranks, ranks_per_node, resources)
+    placement.check_fits(total, n_ranks, ranks_per_node, resources, title)
     deadline = time.monotonic() + ROOM_TIMEOUT_S
     while True:
         try:
-            return placement.check_fits(ray_compat.free_resources(), n_ranks, ranks_per_node, resources)
+            free = ray_compat.free_resources()
+            return placement.check_fits(free, n_ranks, ranks_per_node, resources, title)
         except UserError:
             if time.monotonic() > deadline:
                 raise

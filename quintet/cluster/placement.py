@@ -42,16 +42,21 @@ def check_fits(
     n_ranks: int,
     ranks_per_node: int | None,
     resources: Mapping[str, float],
+    title: str = "",
 ) -> None:
-    """Raise a UserError when `nodes` (the resources of each, all or the free ones) cannot hold the ranks."""
+    """Raise a UserError when `nodes` (the resources of each, all or the free ones) cannot hold the ranks.
+
+    title: of the group of ranks, where it is not the trainer's.
+    """
     ((kind, amount),) = resources.items()
     room = [int((node.get(kind, 0.0) + 1e-6) / amount) for node in nodes]
     unit = f"{kind}s" if amount == 1 else f"groups of {amount:g} {kind}s" if amount > 1 else kind
     if ranks_per_node is None:
         if sum(room) < n_ranks:
+            who = f"{title}: " if title else ""
+            advice = "Free or add nodes." if title else "Lower cluster.ranks, or free or add nodes."
             raise UserError(
-                f"{n_ranks} ranks need {n_ranks} free {unit}, and the cluster has {sum(room)} on {len(nodes)} node(s). "
-                "Lower cluster.ranks, or free or add nodes."
+                f"{who}{n_ranks} ranks need {n_ranks} free {unit}, and the cluster has {sum(room)} on {len(nodes)} node(s). {advice}"
             )
         return
     fitting = sum(1 for free in room if free >= ranks_per_node)

@@ -216,9 +216,9 @@ class Rollout(Section):
     adapters alone, sglang always merged weights."""
     probe_tolerance: PositiveFloat | None = None
     """Largest difference of log-probs on fixed tokens where weights cannot be read back; null is 0.002 in fp32; in bf16 0.25,
-    with experts 1."""
+    with experts 1; with rollout.quantization 1."""
     quantization: Literal["fp8"] | None = None
-    """fp8: the rollout's matrices in 8 bits with a scale for each block of 128 × 128 (vllm and sglang on GPUs)."""
+    """fp8: the rollout's matrices in 8 bits with a scale for each block of 128 × 128 (vllm on GPUs)."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a device's memory for weights and KV cache of vllm or sglang."""
     return_routes: bool = False

@@ -128,3 +128,9 @@ def _weights(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
             ("rollout.vllm.load_format", "rollout.quantization"),
             "rollout.vllm.load_format: rollout.quantization=fp8 loads nothing, the first sync brings all weights; remove it",
         )
+    overrides = rollout.vllm.get("hf_overrides")
+    if rollout.quantization == "fp8" and isinstance(overrides, dict) and "quantization_config" in overrides:
+        yield (
+            ("rollout.vllm.hf_overrides", "rollout.quantization"),
+            "rollout.vllm.hf_overrides.quantization_config: it is decided by rollout.quantization=fp8; remove it",
+        )

@@ -194,7 +194,7 @@ class WeightServer:
 
         def prepare() -> None:
             export.check()
-            if self._sequence:
+            if self._outlets:  # also for receivers that want nothing: they look for what is announced
                 memory.extend(Shared(nbytes, self._device) for nbytes in room)
 
         try:

@@ -45,5 +45,9 @@ def check_agreement(wanted: schema.Agreement, tally: Tally, step: int, run: Path
         f"step {step}: rollout and trainer have parted. The KL (k3) of their log-probs is {kl:.3g} nats a token, above "
         f"agreement.stop_above_kl={level:g}; the largest |Δ log-prob| is {found['mismatch/logprob_gap_max']:.3g}, and "
         f"{found['mismatch/over_threshold']:.1%} of the tokens are above agreement.token_threshold={wanted.token_threshold:g}. "
-        f"To find out where they part: quintet diagnose mismatch {run}"
+        + (
+            f"To find out where they part: quintet diagnose mismatch {run}"
+            if wanted.replay_samples_per_step
+            else "To find out where they part, keep samples: agreement.replay_samples_per_step is 0"
+        )
     )

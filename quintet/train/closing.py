@@ -44,12 +44,14 @@ def keep_closing_replay(s: Session, step: int) -> None:
 def stop_if_parted(s: Session, step: int, result: StepResult) -> None:
     """End the run where rollout and trainer have parted further than the recipe allows; raises Disagreement.
 
-    The weights are written to hf/ before, and samples of them, so that there is something to diagnose.
+    The weights are written to hf/ before, and samples of them if the rollout still makes any, so that there is something to
+    diagnose.
     """
     try:
         check_agreement(s.recipe.agreement, result.tally, step, s.observer.directory.path)
     except Disagreement:
         with suppress(QuintetError):  # why the run ends matters more
-            closing_replay(s, step)
             s.fleet.save(s.observer.directory.hf / name_of("rl", step))
+        with suppress(QuintetError):
+            closing_replay(s, step)
         raise

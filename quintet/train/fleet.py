@@ -310,6 +310,8 @@ class Fleet:
     def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int) -> None:
         """A fresh optimizer on the present weights."""
         self.workers.call("start_optimizer", optimizer, total_steps, phase="optimizer")
+        if self._hybrid is not None:
+            self.rollouts.weights_changed()  # the masters: what the first step does to them is looked at as well
 
     def sync(self) -> None:
         """There are new weights for the rollout: see `Hybrid.weights_changed`."""

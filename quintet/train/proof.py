@@ -60,7 +60,7 @@ class Proof:
         return self._recipe.rollout.sync_proof
 
     def changed(self) -> None:
-        """The trainer has taken a step, and its optimizer state is still there to be looked at."""
+        """The trainer has taken a step, or new master weights, and its optimizer state is there to be looked at."""
         if self.asked:
             self._masters = self._policy.call("masters", phase="sync")
 
@@ -85,7 +85,7 @@ class Proof:
         self._unreadable = any(self._evidence.unreadable(ranks) for ranks in told.values())
         self._begin_probe()
         alone = self._look_at_masters(exported)
-        return {"sync/masters_alone": alone, "sync/proof_seconds": time.perf_counter() - began}
+        return {**alone, "sync/proof_seconds": time.perf_counter() - began}
 
     def _hear(
         self, exported: Sequence[Digest], told: dict[str, list[Digest]], copies: Copies
@@ -108,14 +108,17 @@ class Proof:
             told = {name: ranks for name, ranks in told.items() if name in heard or name not in theirs}
         return told
 
-    def _look_at_masters(self, exported: Sequence[Digest]) -> float:
+    def _look_at_masters(self, exported: Sequence[Digest]) -> dict[str, float]:
+        """Whether they have changed alone since the last sync; {} where there is none to compare with."""
         if self._masters is None:
-            return 0.0
+            return {}
         before, self._told = self._told, Told(exported, self._masters)
-        alarm = None if before is None else stuck(before, self._told)
+        if before is None:
+            return {}
+        alarm = stuck(before, self._told)
         if alarm is not None:
             self._say(f"warning: {alarm}")
-        return float(alarm is not None)
+        return {"sync/masters_alone": float(alarm is not None)}
 
     # the probe
 
@@ -136,7 +139,8 @@ class Proof:
         allowed = self._recipe.rollout.probe_tolerance
         if allowed is None:
             dtype = self._policy.call("parameter_type", dispatch=rank_zero)
-            allowed = default_tolerance(dtype, experts=self._shape.moe is not None)
+            experts, quantized = self._shape.moe is not None, self._recipe.rollout.quantization is not None
+            allowed = default_tolerance(dtype, experts=experts, quantized=quantized)
         gaps = [check(self._expected, its, self.sequences, allowed, name) for name, its in scored.items()]
         for name, its in scored.items():
             self._movement.check(self._expected, its, allowed, name)

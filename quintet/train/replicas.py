@@ -261,7 +261,7 @@ class Replicas:
     # weights
 
     def weights_changed(self) -> None:
-        """The trainer has taken a step."""
+        """The trainer has taken a step, or new master weights."""
         self._proof.changed()
 
     def take_weights(self) -> dict[str, float]:

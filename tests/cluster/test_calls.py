@@ -115,6 +115,24 @@ def test_who_was_given_up_is_not_waited_for(mortal: WorkerGroup) -> None:
         call.result()
 
 
+def test_a_process_that_was_woken_and_is_stopped_again_has_its_time_anew(
+    lasting: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nobody looked while it was at work."""
+    said: list[str] = []
+    monkeypatch.setattr(lasting.cluster, "say", said.append)
+    monkeypatch.setattr(lasting.cluster.settings, "collective_timeout_s", 60.0)
+    monkeypatch.setattr(lasting, "_on_nodes", lambda ranks, look: {0: "its process (1) is stopped"})
+    assert lasting.stalled([0], "generate") == []
+    monkeypatch.setattr(lasting.cluster.settings, "collective_timeout_s", 0.0)
+    (gone,) = lasting.stalled([0], "generate")
+    assert "for longer than 0 s" in gone.summary
+    lasting.call("tell")
+    monkeypatch.setattr(lasting.cluster.settings, "collective_timeout_s", 60.0)
+    assert lasting.stalled([0], "generate") == []
+    assert len(said) == 2
+
+
 @pytest.mark.slow
 def test_a_process_that_stays_stopped_is_told_of_and_then_given_up(
     mortal: WorkerGroup, monkeypatch: pytest.MonkeyPatch

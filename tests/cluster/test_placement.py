@@ -22,6 +22,8 @@ def test_more_ranks_than_cores_fit_a_laptop_and_not_a_shared_cluster() -> None:
     placement.check_fits(nodes, 64, None, placement.rank_resources("cpu", is_local=True))
     with pytest.raises(UserError, match=r"4 ranks need 4 free CPUs, and the cluster has 2 on 1 node"):
         placement.check_fits(nodes, 4, None, placement.rank_resources("cpu", is_local=False))
+    with pytest.raises(UserError, match=r"^rollout-1: 4 ranks need .* 1 node\(s\)\. Free or add nodes\.$"):
+        placement.check_fits(nodes, 4, None, {"CPU": 1.0}, "rollout-1")
 
 
 def test_ranks_per_node_needs_enough_nodes() -> None:

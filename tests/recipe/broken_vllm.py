@@ -39,6 +39,16 @@ BROKEN_VLLM = [
     ),
     (
         "vllm_can_do_it",
+        [
+            V,
+            "cluster.device=cuda",
+            "rollout.quantization=fp8",
+            "rollout.vllm.hf_overrides={quantization_config: {quant_method: awq}}",
+        ],
+        ["rollout.vllm.hf_overrides.quantization_config: it is decided by rollout.quantization=fp8"],
+    ),
+    (
+        "vllm_can_do_it",
         [V, "cluster.device=cuda", "rollout.quantization=fp8", "model.dtype=fp32"],
         ["vLLM multiplies 8 bits with bf16", "model.dtype=bf16"],
     ),

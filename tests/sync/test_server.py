@@ -200,6 +200,27 @@ def test_tickets_of_another_plan_or_key_and_of_nobody_are_refused():
         list(ChannelSource([dataclasses.replace(ticket, address=address, timeout_s=1.0)]).pieces(0))
 
 
+@pytest.mark.parametrize("colocated", [True, False], ids=["colocated", "separate"])
+def test_a_receiver_that_wants_nothing_is_served_that(colocated):
+    """A pipeline stage without adapters, where adapters travel alone; with nobody else to serve, and beside another."""
+    server = server_of(shards())
+    for others in ([], [ReceiverSpec("other", boxes("a"), colocated)]):
+        tickets = server.plan([[ReceiverSpec("stage", [], colocated), *others]])
+        for _ in range(2):
+            found: list[list[str]] = [[] for _ in tickets]
+            takers = [
+                Taker(ChannelSource([ticket]), lambda piece, names=names: names.append(piece.name))
+                for ticket, names in zip(tickets, found, strict=True)
+            ]
+            served = server.serve()
+            for taker in takers:
+                taker.finish()
+            assert served.lost == {}
+            assert found == [[], *(["a"] for _ in others)]
+    server.close()
+    assert shared_memory() == 0
+
+
 def test_what_cannot_be_handed_out_is_said_before_anything_moves():
     held = shards()
     server = server_of(held)

@@ -46,5 +46,8 @@ def test_a_step_above_the_level_ends_the_run() -> None:
         Disagreement, match=r"step 7: .* 8\.04 nats .*=8; .* 3, and 50\.0% .*mismatch runs/one"
     ):
         check_agreement(Agreement(stop_above_kl=8), parted, 7, run)
+    kept_none = Agreement(stop_above_kl=8, replay_samples_per_step=0)
+    with pytest.raises(Disagreement, match=r"keep samples: agreement\.replay_samples_per_step is 0$"):
+        check_agreement(kept_none, parted, 7, run)
     with pytest.raises(Disagreement, match="nan"):
         check_agreement(Agreement(stop_above_kl=1000), tally(0.0, math.nan), 7, run)

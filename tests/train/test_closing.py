@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quintet.errors import SyncMismatch, WorkerFailure
+from quintet.errors import Disagreement, SyncMismatch, WorkerFailure
 from quintet.train import closing
 
 
@@ -25,6 +26,30 @@ def test_a_death_after_the_model_is_written_is_a_warning(monkeypatch: pytest.Mon
     (note,) = told_when(monkeypatch, WorkerFailure("rollout-0 rank 0 died in generate: killed\nits log ..."))
     assert note.startswith("warning: no samples of the trained model are kept")
     assert note.endswith("rollout-0 rank 0 died in generate: killed")
+
+
+def test_weights_of_a_run_that_parted_are_written_whatever_becomes_of_its_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[str] = []
+
+    def parted(*_: Any) -> None:
+        raise Disagreement("step 3: parted")
+
+    def fail(*_: Any) -> None:
+        done.append("samples")
+        raise SyncMismatch("rollout-0 does not hold the trainer's weights")
+
+    monkeypatch.setattr(closing, "check_agreement", parted)
+    monkeypatch.setattr(closing, "closing_replay", fail)
+    s: Any = SimpleNamespace(
+        recipe=SimpleNamespace(agreement=None),
+        observer=SimpleNamespace(directory=SimpleNamespace(path=tmp_path, hf=tmp_path / "hf")),
+        fleet=SimpleNamespace(save=lambda path: done.append(path.name)),
+    )
+    with pytest.raises(Disagreement, match="step 3"):
+        closing.stop_if_parted(s, 3, SimpleNamespace(tally=None))  # type: ignore[arg-type]
+    assert done == ["step-000003", "samples"]
 
 
 def test_wrong_weights_are_still_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
