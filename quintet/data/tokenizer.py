@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -51,6 +52,21 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
     if chat_template is not None:
         tokenizer.chat_template = _template_text(chat_template)
     return tokenizer
+
+
+def check_stops(stops: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Raise UserError for a string that is to end responses and holds a special token: texts of responses are without these,
+    so it would never be found."""
+    special = {
+        str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+    } | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    for stop in stops:
+        for token, number in special.items():
+            if token in stop:
+                raise UserError(
+                    f"rollout.stop: {stop!r} would never be found, because responses are read without special tokens, and {token!r} "
+                    f"is one; use rollout.stop_token_ids=[{number}]"
+                )
 
 
 def build_char_tokenizer(alphabet: str, directory: str | Path) -> Tokenizer:

@@ -224,8 +224,8 @@ class Rollout(Section):
     return_routes: bool = False
     """Samples tell the experts that each token was sent to (mixture-of-experts models)."""
     layout: RolloutLayout | None = None
-    """null is the training layout: the rollout then reads the engine's own parameters, which works without cp, ep, etp
-    and vpp. Another layout is resharded after each step."""
+    """null is, of a native rollout in the trainer's processes, the training layout: it then reads the engine's own parameters,
+    which works without cp, ep, etp and vpp; of any other, one device a copy. Another layout is resharded after each step."""
     samples_per_prompt: PositiveInt = 8
     max_response_tokens: PositiveInt = 512
     temperature: NonNegativeFloat = 1.0

@@ -33,6 +33,8 @@ DECIDED = {
     "quantization": "it is rollout.quantization",
     "weight_cache_mode": "its weights cannot be updated in place",
     "enable_lora": "adapters arrive merged into the weights",
+    "lora_paths": "adapters arrive merged into the weights",
+    "enable_eplb": "experts stay where new weights are brought",
     "disaggregation_mode": "a rollout reads prompts and writes responses on the same devices",
     "custom_sigquit_handler": "quintet reports processes that die",
 }
@@ -75,6 +77,15 @@ def refusals(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
             (
                 f"rollout.layout.ep={layout.ep}: SGLang spreads experts over the tensor-parallel ranks; use an ep that divides "
                 f"tp={layout.tp}"
+            ),
+        )
+    drafts = rollout.sglang.get("speculative_algorithm")
+    if drafts is not None and drafts != "NGRAM":
+        yield (
+            ("rollout.sglang.speculative_algorithm",),
+            (
+                f"rollout.sglang.speculative_algorithm={drafts}: a model that drafts has weights of its own, which the trainer does not "
+                "have, so no sync brings them; use NGRAM, or no speculation"
             ),
         )
     yield from decided_options("rollout.sglang", rollout.sglang, DECIDED)

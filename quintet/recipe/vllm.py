@@ -16,7 +16,14 @@ DECIDED = {
     "tensor_parallel_size": "it is rollout.layout.tp",
     "pipeline_parallel_size": "it is rollout.layout.pp",
     "data_parallel_size": "each data-parallel rank is a rollout of its own",
+    "data_parallel_size_local": "each data-parallel rank is a rollout of its own",
+    "data_parallel_rank": "each data-parallel rank is a rollout of its own",
+    "prefill_context_parallel_size": "a rollout has rollout.layout.tp × pp devices",
+    "nnodes": "a rollout is within one node",
+    "node_rank": "a rollout is within one node",
     "enable_expert_parallel": "it is rollout.layout.ep",
+    "enable_eplb": "experts stay where new weights are brought",
+    "eplb_config": "experts stay where new weights are brought",
     "distributed_executor_backend": "it follows from rollout.layout",
     "max_model_len": "it is data.max_prompt_tokens + rollout.max_response_tokens",
     "max_num_seqs": "it is rollout.sequences_per_rank",
@@ -25,6 +32,10 @@ DECIDED = {
     "enable_sleep_mode": "it is on where vLLM has it",
     "enable_return_routed_experts": "it is rollout.return_routes",
     "generation_config": "what ends a response is in rollout.stop and rollout.stop_token_ids",
+    "override_generation_config": "the sampling is in rollout",
+    "runner": "a rollout generates",
+    "convert": "a rollout generates",
+    "hf_config_path": "it is model.path",
     "logprobs_mode": "it follows from rollout.temperature",
     "quantization": "it is rollout.quantization",
     "disable_log_stats": "counters of speculation come from them",
@@ -50,7 +61,6 @@ ADAPTED = ("llama", "qwen2", "qwen3")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for: an adapter has the room of the next larger one."""
 
-_LEAST_TEMPERATURE = 0.01
 _DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation for which no model drafts."""
 
@@ -81,11 +91,12 @@ def refusals(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
                 "them, or rollout.backend=native"
             ),
         )
-    if 0 < t < _LEAST_TEMPERATURE:
+    if "speculative_config" in rollout.vllm and rollout.min_p > 0:
         yield (
-            ("rollout.temperature",),
+            ("rollout.vllm.speculative_config", "rollout.min_p"),
             (
-                f"rollout.temperature={t}: vLLM would sample at {_LEAST_TEMPERATURE} instead; use 0 for greedy, or at least that"
+                f"rollout.vllm.speculative_config with rollout.min_p={rollout.min_p}: vLLM drafts without min_p; use top_p or top_k, or "
+                "no speculation"
             ),
         )
     if "speculative_config" in rollout.vllm and t not in (0, 1):
@@ -129,8 +140,8 @@ def _weights(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
             "rollout.vllm.load_format: rollout.quantization=fp8 loads nothing, the first sync brings all weights; remove it",
         )
     overrides = rollout.vllm.get("hf_overrides")
-    if rollout.quantization == "fp8" and isinstance(overrides, dict) and "quantization_config" in overrides:
+    if isinstance(overrides, dict) and "quantization_config" in overrides:
         yield (
-            ("rollout.vllm.hf_overrides", "rollout.quantization"),
-            "rollout.vllm.hf_overrides.quantization_config: it is decided by rollout.quantization=fp8; remove it",
+            ("rollout.vllm.hf_overrides",),
+            "rollout.vllm.hf_overrides.quantization_config: it is rollout.quantization; remove it",
         )

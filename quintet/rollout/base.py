@@ -145,7 +145,8 @@ class Rollout(Protocol):
         ...
 
     def update_weights(self, source: WeightSource) -> None:
-        """Take new weights. What was computed with the old ones, the prefix cache, is forgotten."""
+        """Take new weights. What was computed with the old ones, the prefix cache, is forgotten; requests that are held go on
+        from the tokens they have, whose log-probs stay those of the old weights."""
         ...
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:

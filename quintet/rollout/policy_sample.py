@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+from quintet.errors import QuintetError
 from quintet.rollout.base import Sample, Sampling
 
 
@@ -18,7 +20,14 @@ def policy_sample(
 
     The model's own are the same at temperature 1, and where sampling is greedy; those sampled under are the same where
     nothing is cut, and 0 where sampling is greedy. What does not follow is None.
+
+    Raises QuintetError for log-probs that are no numbers, or not one a token.
     """
+    if len(policy_logprobs) != len(response_ids) or not all(map(math.isfinite, policy_logprobs)):
+        raise QuintetError(
+            f"the rollout's engine told {len(policy_logprobs)} log-probs of {len(response_ids)} tokens, "
+            f"{sum(not math.isfinite(one) for one in policy_logprobs)} of them no numbers: nothing can be trained on these"
+        )
     text = decode(response_ids)
     for stop in sampling.stop:
         text = text.split(stop)[0]

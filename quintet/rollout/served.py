@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -204,9 +204,18 @@ class Served(ABC, Generic[JobT, AnswerT]):
 
     @contextmanager
     def _weights_arriving(self) -> Iterator[None]:
-        """After an error within it the weights are undefined, and nothing goes on, until the next ones have come."""
+        """After an error within it the weights are undefined, and nothing goes on, until the next ones have come. Raises
+        QuintetError while the weights are asleep."""
+        if "weights" in self._asleep:
+            raise QuintetError("the rollout's weights are asleep: wake them before new ones arrive")
         held_back, self._forgot = self._forgot, True
-        yield
+        try:
+            yield
+        except BaseException:
+            if not self._held:
+                with suppress(Exception):  # the first error tells more
+                    self._engine.pause()
+            raise
         self._forgot = False
         if held_back:
             self._go_on()

@@ -29,6 +29,9 @@ class Shared:
         self.nbytes, self._on_gpu = nbytes, device.type == "cuda"
         if self._on_gpu:
             self._address = _allocate(nbytes)
+            self._handle = _handle(
+                self._address
+            )  # now: what cannot be shared is found before anyone waits for it
             self.bytes = _tensor_at(self._address, nbytes, device)
         else:
             self._file = _file(nbytes)
@@ -37,7 +40,7 @@ class Shared:
     def show(self, connection: Connection) -> None:
         """Let the process at the other end `see` it."""
         if self._on_gpu:
-            connection.send_bytes(_handle(self._address))
+            connection.send_bytes(self._handle)
         else:
             send_handle(connection, self._file, 0)  # a pid counts on Windows alone
 

@@ -258,6 +258,11 @@ class GroupOutlet(Outlet):
         group = Group(name, store.host, store.port, 0, 1 + len(members), self._backend)
         for rank, one in enumerate(members, start=1):
             self._answer(one, replace(answer, group=replace(group, rank=rank)))
+        if self.lost.keys() & set(
+            members
+        ):  # the group has its size: nobody is to wait for the one that is gone
+            self._give_up([one for one in members if one in self.lost])
+            return
         try:
             if self._group is None:
                 self._group = BulkGroup(group, self.timeout_s, self._all_here)
@@ -301,11 +306,11 @@ class GroupOutlet(Outlet):
         while not gone and time.monotonic() < deadline:
             gone = [one for one, connection in self._lines.items() if ended(connection)]
             time.sleep(0.01)
-        why = (
-            f"of its process group {', '.join(gone)} went away"
-            if gone
-            else f"its process group broke: {error}"
-        )
+        self._give_up(gone, f"its process group broke: {error}")
+
+    def _give_up(self, gone: Sequence[str], otherwise: str = "") -> None:
+        """Lose all that are left, because those went away."""
+        why = f"of its process group {', '.join(gone)} went away" if gone else otherwise
         for one in list(self._lines):
             self._lose(one, GONE if one in gone else why)
         self.leave()

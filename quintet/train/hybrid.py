@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from quintet.cluster.group import WorkerGroup
-from quintet.errors import QuintetError, SyncFailure, UserError, WorkerFailure
+from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
 from quintet.recipe.rollout import sleep_level
 from quintet.rollout import Part
@@ -86,11 +86,12 @@ class Hybrid:
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Rollouts are awake with the present weights; training state is away as the recipe says, and comes back, also
-        when the body raises. After a process has died nothing is brought back: the run ends."""
+        when the body raises. After a process has died, or SIGTERM, nothing is brought back: the run ends, and whatever
+        generates is not waited for."""
         self.ready()
         try:
             yield
-        except (WorkerFailure, SyncFailure):
+        except (WorkerFailure, SyncFailure, Stopped):
             raise
         except Exception:
             with suppress(QuintetError):  # the first error tells more

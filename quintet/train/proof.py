@@ -47,6 +47,8 @@ class Proof:
         self._policy, self._recipe, self._shape, self._say = policy, recipe, shape, say
         self._masters: list[int | None] | None = None
         self._told: Told | None = None
+        self._due = False  # whether masters are to be looked at: once for each change, however often weights are brought
+        self._alone: dict[str, float] = {}
         self._evidence = Evidence()
         self._unreadable = False
         self._expected: list[list[float]] = []
@@ -62,7 +64,7 @@ class Proof:
     def changed(self) -> None:
         """The trainer has taken a step, or new master weights, and its optimizer state is there to be looked at."""
         if self.asked:
-            self._masters = self._policy.call("masters", phase="sync")
+            self._masters, self._due = self._policy.call("masters", phase="sync"), True
 
     def of(self, copies: Copies) -> dict[str, float]:
         """Compare what each copy of the rollout holds with what the trainer hands out; metrics. {} where the recipe wants no
@@ -109,16 +111,15 @@ class Proof:
         return told
 
     def _look_at_masters(self, exported: Sequence[Digest]) -> dict[str, float]:
-        """Whether they have changed alone since the last sync; {} where there is none to compare with."""
-        if self._masters is None:
-            return {}
-        before, self._told = self._told, Told(exported, self._masters)
-        if before is None:
-            return {}
-        alarm = stuck(before, self._told)
-        if alarm is not None:
-            self._say(f"warning: {alarm}")
-        return {"sync/masters_alone": float(alarm is not None)}
+        """Whether their last change reached nothing that is handed out; {} where there is no earlier sync to compare with."""
+        if self._masters is not None and self._due:
+            self._due = False
+            before, self._told = self._told, Told(exported, self._masters)
+            alarm = None if before is None else stuck(before, self._told)
+            if alarm is not None:
+                self._say(f"warning: {alarm}")
+            self._alone = {} if before is None else {"sync/masters_alone": float(alarm is not None)}
+        return self._alone
 
     # the probe
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quintet.data.prompts import Prompt, PromptSet, alphabet_of, load_prompts, make_prompts
 from quintet.data.stream import PromptStream
-from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
+from quintet.data.tokenizer import build_char_tokenizer, check_stops, load_tokenizer
 from quintet.errors import QuintetError, SyncFailure, SyncMismatch, UserError, WorkerFailure
 from quintet.models import ModelShape, check_weights, read_end_ids, read_shape
 from quintet.models.weights_on_disk import find_weights, fingerprint
@@ -96,6 +96,8 @@ def prepare(
     tokenizer = load_tokenizer(model_dir, recipe.model.chat_template)
     shape = read_shape(model_dir).without_mtp()
     check_weights(model_dir, shape)
+    if command != "sft":
+        check_stops(recipe.rollout.stop, tokenizer)
     end_ids = sorted({tokenizer.eos_token_id, *read_end_ids(model_dir)})
     inputs = Inputs(model_dir, shape, tokenizer, None, None, None, end_ids)
     if texts:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
+from quintet.data.tokenizer import build_char_tokenizer, check_stops, load_tokenizer
 from quintet.errors import UserError
 
 ALPHABET = "0123456789+= \n\tabc(é’中"
@@ -53,6 +53,15 @@ def test_template_override(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path / "t", str(tmp_path / "template.jinja")).chat_template.endswith("!")
     with pytest.raises(UserError, match=r"model\.chat_template is neither"):
         load_tokenizer(tmp_path / "t", "no_such_file")
+
+
+def test_what_would_never_be_found_in_a_response_is_told(tokenizers: list[object]) -> None:
+    for tokenizer in tokenizers:
+        check_stops(["\n\n", "eos", "<"], tokenizer)
+        with pytest.raises(
+            UserError, match=r"'<eos>\\n' would never be found.* rollout\.stop_token_ids=\[1\]"
+        ):
+            check_stops(["a", "<eos>\n"], tokenizer)
 
 
 def test_bad_directories(tmp_path: Path) -> None:

@@ -110,6 +110,20 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
         ["rollout.probe_tolerance=0.1", "rollout.backend=vllm", "rollout.sync_proof=false"],
         ["rollout.probe_tolerance=0.1 is not read with rollout.sync_proof=false"],
     ),
+    (
+        "temperatures_are_told_apart",
+        ["rollout.temperature=0.001"],
+        ["rollout.temperature=0.001", "would sample at that"],
+    ),
+    (
+        "temperatures_are_told_apart",
+        ["rollout.temperature=0", "rollout.top_k=5", "rollout.min_p=0.1"],
+        [
+            "rollout.top_k=5 is not read with rollout.temperature=0",
+            "set rollout.top_k=0, or a temperature",
+            "rollout.min_p=0.1 is not read",
+        ],
+    ),
     ("native_reads_its_keys", ["rollout.mode=server"], ["rollout.mode=server is of vllm"]),
     ("native_reads_its_keys", ["rollout.quantization=fp8"], ["native generates in the type that trains"]),
     (

@@ -14,8 +14,21 @@ BROKEN_VLLM = [
     ),
     (
         "vllm_can_do_it",
-        [V, "rollout.temperature=0.001"],
-        ["rollout.temperature=0.001", "would sample at 0.01"],
+        [V, "rollout.min_p=0.1", "rollout.vllm.speculative_config={method: ngram}"],
+        ["speculative_config with rollout.min_p=0.1: vLLM drafts without min_p"],
+    ),
+    (
+        "vllm_can_do_it",
+        [V, "rollout.vllm={enable_eplb: true, override_generation_config: {temperature: 2}}"],
+        [
+            "rollout.vllm.enable_eplb: experts stay",
+            "rollout.vllm.override_generation_config: the sampling is in rollout; remove it",
+        ],
+    ),
+    (
+        "vllm_can_do_it",
+        [V, "cluster.device=cpu", "rollout.vllm.enable_chunked_prefill=true"],
+        ["rollout.vllm.enable_chunked_prefill=true: of a prompt"],
     ),
     (
         "vllm_can_do_it",
@@ -45,7 +58,7 @@ BROKEN_VLLM = [
             "rollout.quantization=fp8",
             "rollout.vllm.hf_overrides={quantization_config: {quant_method: awq}}",
         ],
-        ["rollout.vllm.hf_overrides.quantization_config: it is decided by rollout.quantization=fp8"],
+        ["rollout.vllm.hf_overrides.quantization_config: it is rollout.quantization; remove it"],
     ),
     (
         "vllm_can_do_it",

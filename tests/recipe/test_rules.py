@@ -91,6 +91,8 @@ BROKEN = [
     ("checkpoint_keys_are_read", ["checkpoint.on_error=continue"], ["checkpoint.on_error=continue is not"]),
     ("groups_have_a_contrast", ["rollout.samples_per_prompt=1"], ["at least 2"]),
     ("groups_have_a_contrast", ["rollout.temperature=0"], ["grpo learns nothing"]),
+    ("groups_have_a_contrast", ["rollout.top_k=1"], ["rollout.top_k=1 leaves the likeliest token alone"]),
+    ("groups_have_a_contrast", ["rollout.min_p=1"], ["rollout.min_p=1 leaves the likeliest token alone"]),
     (
         "batches_divide",
         ["train.mini_batches_per_step=3"],

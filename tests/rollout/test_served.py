@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from quintet.errors import QuintetError, UserError
 from quintet.recipe import schema
 from quintet.rollout.base import Request, Sampling
+from quintet.rollout.policy_sample import policy_sample
 from quintet.rollout.seeds import positive_seeds
 from quintet.rollout.served import Answer, Job, Served
 from tests.models.directory import write_model
@@ -173,6 +176,22 @@ def test_what_is_held_waits_for_weights_that_arrived_whole(make):
         assert rollout._engine.log == ["pause"]
     assert rollout._engine.log == ["pause", "resume"]
     assert rollout.score([[1, 2]]) == [[-2.0]]
+    with pytest.raises(ConnectionError), rollout._weights_arriving():
+        raise ConnectionError
+    assert rollout._engine.log[2:] == ["pause"], "nobody held it, and half-new weights generate nothing"
+
+
+def test_weights_do_not_come_to_one_that_has_no_memory_for_them(make):
+    rollout = make()
+    rollout.sleep()
+    with pytest.raises(QuintetError, match="weights are asleep"), rollout._weights_arriving():
+        raise AssertionError
+
+
+@pytest.mark.parametrize("told", [[-1.0], [-1.0, math.nan], [-math.inf, -1.0]])
+def test_logprobs_that_cannot_be_trained_on_are_told(told):
+    with pytest.raises(QuintetError, match="log-probs of 2 tokens"):
+        policy_sample([3, 4], told, "stop", Sampling(), str)
 
 
 def test_counts_are_since_the_last_call(make):

@@ -7,12 +7,16 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from quintet.sync.outlets import GroupOutlet
 from quintet.sync.server import ReceiverSpec, WeightServer
+from quintet.sync.wire import Answer, Hello
 from tests.patience import BUSY
 from tests.sync.one_rank import NAMES, boxes, server_of, shards, shared_memory
 from tests.sync.receivers import Beside
@@ -94,6 +98,21 @@ def test_the_group_of_one_that_dies_does_not_wait_for_it(beside: Beside, joining
     assert server.serve().lost == {}
     assert all(same(beside.took(1, one), 10) for one in mates)
     server.close()
+
+
+def test_one_that_is_gone_when_its_group_is_formed_is_not_waited_for():
+    """It came, and died before it was greeted; the group would have had a place for it."""
+    store: Any = SimpleNamespace(host="127.0.0.1", port=1)
+    outlet = GroupOutlet(["dies", "lives"], [], 300.0, store, "gloo")
+    ends = {one: Pipe() for one in ("dies", "lives")}
+    outlet.meet({one: (mine, Hello(one, "plan", False, None)) for one, (mine, _) in ends.items()}, {})
+    ends["dies"][1].close()
+    began = time.monotonic()
+    outlet.open(Answer(), [])
+    assert time.monotonic() - began < AT_ONCE_S
+    assert outlet.lost["dies"].startswith("its connection closed")
+    assert outlet.lost["lives"] == "of its process group dies went away"
+    outlet.close()
 
 
 @pytest.mark.parametrize("colocated", KINDS)

@@ -203,7 +203,7 @@ def test_tickets_of_another_plan_or_key_and_of_nobody_are_refused():
 @pytest.mark.parametrize("colocated", [True, False], ids=["colocated", "separate"])
 def test_a_receiver_that_wants_nothing_is_served_that(colocated):
     """A pipeline stage without adapters, where adapters travel alone; with nobody else to serve, and beside another."""
-    server = server_of(shards())
+    server, before = server_of(shards()), shared_memory()
     for others in ([], [ReceiverSpec("other", boxes("a"), colocated)]):
         tickets = server.plan([[ReceiverSpec("stage", [], colocated), *others]])
         for _ in range(2):
@@ -218,7 +218,7 @@ def test_a_receiver_that_wants_nothing_is_served_that(colocated):
             assert served.lost == {}
             assert found == [[], *(["a"] for _ in others)]
     server.close()
-    assert shared_memory() == 0
+    assert shared_memory() <= before
 
 
 def test_what_cannot_be_handed_out_is_said_before_anything_moves():

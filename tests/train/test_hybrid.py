@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quintet.errors import UserError, WorkerFailure
+from quintet.errors import Stopped, UserError, WorkerFailure
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Engine, Rollout
 from quintet.train.hybrid import Hybrid
@@ -126,6 +126,15 @@ def test_a_rollout_in_the_trainer_sleeps_from_the_start(tmp_path: Path) -> None:
     with one.generating():
         assert asked.taken() == TAKEN
     assert asked.taken() == GIVEN
+
+
+def test_a_run_that_is_told_to_stop_at_once_waits_for_nobody(tmp_path: Path) -> None:
+    asked = Asked()
+    one = hybrid(asked, tmp_path)
+    asked.taken()
+    with pytest.raises(Stopped), one.generating():
+        raise Stopped("ended by SIGTERM")
+    assert asked.taken() == TAKEN
 
 
 def test_a_run_directory_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def groups_have_a_contrast(facts: Facts) -> Iterator[Problem]:
             ("rollout.temperature",),
             "rollout.temperature=0: greedy samples of one prompt are all the same, so grpo learns nothing; use 1.0",
         )
+    for key, leaves_one in {"top_k": rollout.top_k == 1, "min_p": rollout.min_p == 1}.items():
+        if leaves_one:
+            yield Problem(
+                (f"rollout.{key}",),
+                f"rollout.{key}=1 leaves the likeliest token alone, so samples of one prompt are all the same, and grpo learns "
+                f"nothing; use {'more' if key == 'top_k' else 'less'}, or remove it",
+            )
 
 
 @rule

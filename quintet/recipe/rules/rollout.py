@@ -12,6 +12,8 @@ from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.schema import Rollout
 from quintet.recipe.vllm import ADAPTED, RANKS
 
+LEAST_TEMPERATURE = 0.01
+
 
 def _said(rollout: Rollout, name: str) -> str | None:
     """`rollout.name=value` where a key is set to another value than the default, which the resolved recipe writes out."""
@@ -176,6 +178,26 @@ def sync_keys_are_read(facts: Facts) -> Iterator[Problem]:
                 ("rollout.probe_tolerance", "rollout.sync_proof"),
                 f"{said} is not read with rollout.sync_proof=false; remove one of them",
             )
+
+
+@rule
+def temperatures_are_told_apart(facts: Facts) -> Iterator[Problem]:
+    """Greedy is temperature 0, where nothing is left to cut; any other is large enough to divide logits by."""
+    rollout = facts.recipe.rollout
+    if 0 < rollout.temperature < LEAST_TEMPERATURE:
+        yield Problem(
+            ("rollout.temperature",),
+            f"rollout.temperature={rollout.temperature}: log-probs mean little at less than {LEAST_TEMPERATURE}, and vLLM would "
+            "sample at that; use 0 for greedy, or at least that",
+        )
+    if rollout.temperature == 0:
+        for name in ("top_p", "top_k", "min_p"):
+            if said := _said(rollout, name):
+                yield Problem(
+                    (f"rollout.{name}", "rollout.temperature"),
+                    f"{said} is not read with rollout.temperature=0, which takes the likeliest token; set "
+                    f"rollout.{name}={Rollout.model_fields[name].default}, or a temperature",
+                )
 
 
 @rule

@@ -20,6 +20,12 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             ("rollout.layout.ep", "cluster.device"), f"rollout.layout.ep={layout.ep}: {CPU_EXPERTS}"
         )
+    if recipe.cluster.device == "cpu" and recipe.rollout.vllm.get("enable_chunked_prefill"):
+        yield Problem(
+            ("rollout.vllm.enable_chunked_prefill", "cluster.device"),
+            "rollout.vllm.enable_chunked_prefill=true: of a prompt that is cut over two steps vLLM for CPU cannot set a seed's "
+            "generator back; remove it",
+        )
     if recipe.rollout.quantization == "fp8" and recipe.model.dtype == "fp32":
         yield Problem(
             ("rollout.quantization", "model.dtype"),

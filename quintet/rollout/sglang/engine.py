@@ -45,7 +45,8 @@ class SglangEngine:
             if self._failed is not None:
                 raise self._failed
         self._calls = threading.Lock()  # one thread at a time has jobs in it
-        self._running = self._ask(_event())
+        self._changed: asyncio.Condition = self._ask(_condition())
+        self._running = True
         self._inside = 0  # requests that SGLang has
         self._pauses = self._aborts = 0
 
@@ -104,7 +105,8 @@ class SglangEngine:
         """The answer of a job, through any number of pauses. begun: how often all was aborted before it."""
         made = Answer([], [], "abort")
         while True:
-            await self._running.wait()
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._running or self._aborts != begun)
             if self._aborts != begun:
                 break
             pauses = self._pauses
@@ -147,12 +149,17 @@ class SglangEngine:
         self._ask(self._pause())
 
     async def _pause(self) -> None:
-        self._running.clear()
+        self._running = False
         self._pauses += 1
         await self._emptied()
 
     def resume(self) -> None:
-        self._loop.call_soon_threadsafe(self._running.set)
+        self._ask(self._resume())
+
+    async def _resume(self) -> None:
+        self._running = True
+        async with self._changed:
+            self._changed.notify_all()
 
     def abort(self) -> None:
         self._ask(self._abort())
@@ -160,7 +167,8 @@ class SglangEngine:
     async def _abort(self) -> None:
         self._aborts += 1
         await self._emptied()
-        self._running.set()
+        async with self._changed:  # those that are held end; what comes after them is held as before
+            self._changed.notify_all()
 
     async def _emptied(self) -> None:
         """Once is not enough: a request on its way to the scheduler is not yet there to be given up."""
@@ -214,10 +222,8 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-async def _event() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
+async def _condition() -> asyncio.Condition:
+    return asyncio.Condition()
 
 
 def _joined(first: Answer, second: Answer) -> Answer:

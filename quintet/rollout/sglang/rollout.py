@@ -100,12 +100,10 @@ class SglangRollout(Served[Job, Answer]):
     def update_weights(self, source: WeightSource) -> None:
         """Take new weights. The prefix cache is emptied; requests that are held go on with the new weights. After an error
         the weights are undefined, and nothing goes on, until the next ones have come."""
-        if "weights" in self._asleep:
-            raise QuintetError("the rollout's weights are asleep: wake them before new ones arrive")
-        self._engine.forget_prefixes()
-        self._taken = set()  # what does not come this time must be missed
         device = torch.device("cuda", torch.cuda.current_device())
         with self._weights_arriving(), contextlib.closing(source.pieces(0)) as pieces:  # type: ignore[type-var]
+            self._engine.forget_prefixes()
+            self._taken = set()  # what does not come this time must be missed
             for bucket in in_buckets(pieces, self._recipe.bucket_mib, device):
                 torch.cuda.current_stream(device).synchronize()
                 self._engine.load(bucket.flat, bucket.entries)

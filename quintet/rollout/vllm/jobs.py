@@ -26,7 +26,7 @@ class Engine(served.Engine[Job, Answer], Protocol):
         ...
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache; requests under way begin anew."""
+        """Empty the prefix cache; requests under way are read anew, with the tokens they have."""
         ...
 
 

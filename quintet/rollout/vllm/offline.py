@@ -116,10 +116,17 @@ class OfflineEngine:
     def pause(self) -> None:
         with self._between_steps():
             self._paused = True
+            self._schedule("pause_scheduler", "keep", False)
 
     def resume(self) -> None:
         with self._between_steps():
+            self._schedule("resume_scheduler")
             self._paused = False
+
+    def _schedule(self, what: str, *args: Any) -> None:
+        """Tell a core in a process of its own, which steps whether or not it is asked for what it made."""
+        if self._apart:
+            self._answer_of(lambda: self._engine.engine_core.call_utility(what, *args))
 
     def abort(self) -> None:
         with self._between_steps():

@@ -120,7 +120,8 @@ class VllmRollout(Served[Job, Answer]):
         return wanted if self._recipe.quantization is None else [None] * len(wanted)
 
     def update_weights(self, source: WeightSource) -> None:
-        """Take new weights. The prefix cache is emptied; requests that are held begin anew with the new weights. Raises
+        """Take new weights. The prefix cache is emptied; requests that are held go on with the new weights: they keep
+        the tokens they have, with the log-probs that the old ones gave these. Raises
         SyncMismatch naming tensors that did not come, or that vLLM's model has no place for; after any error the weights are
         undefined, and nothing goes on, until the next ones have come."""
         with self._weights_arriving():
@@ -134,7 +135,7 @@ class VllmRollout(Served[Job, Answer]):
     def sleep(self, level: int) -> None:
         """Give up the KV cache, and at level 1, which keeps a copy on the host, and 2, which forgets them, the weights; frozen
         ones, beside which adapters come alone, are kept.
-        Requests under way are held, and begin anew when all is awake again. On CPU the weights stay (see `extension`)."""
+        Requests under way are held, and go on when all is awake again. On CPU the weights stay (see `extension`)."""
         if self._alone:
             level = min(level, 1)  # frozen weights do not come again
         if parts_of(level) <= self._asleep:

@@ -15,6 +15,7 @@ from quintet.rollout.vllm.extension import answers, call
 from quintet.rollout.vllm.jobs import Answer, answer
 
 T = TypeVar("T")
+ABORTS_AGAIN_S = 0.02
 
 
 class ServerEngine:
@@ -88,7 +89,11 @@ class ServerEngine:
 
     def abort(self) -> None:
         async def all_of_them() -> None:
-            await self._engine.abort(list(self._under_way))
+            """Once is not enough: vLLM does not know a request yet whose prompt it is still preparing."""
+            asked = set(self._under_way)
+            while left := asked & self._under_way:
+                await self._engine.abort(list(left))
+                await asyncio.sleep(ABORTS_AGAIN_S)
 
         with self._watch.named():
             self._do(all_of_them())

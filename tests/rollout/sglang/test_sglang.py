@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -70,6 +71,7 @@ def test_options_that_quintet_decides_are_refused(name):
         ({"quantization": "fp8"}, "rollout.quantization=fp8 with SGLang"),
         ({"layout": {"pp": 2}}, "rollout.layout.pp=2 with SGLang"),
         ({"layout": {"tp": 4, "ep": 3}}, "an ep that divides tp=4"),
+        ({"sglang": {"speculative_algorithm": "EAGLE"}}, "speculative_algorithm=EAGLE: a model that drafts"),
     ],
 )
 def test_what_it_cannot_do_is_refused_with_what_to_do(rollout, names):
@@ -411,7 +413,14 @@ def test_what_is_aborted_has_the_tokens_it_came_to(engine, paused):
     answers = running.done()
     assert {a.finish for a in answers} == {"abort"}
     assert all(0 < len(a.response_ids) == len(a.logprobs) < 5000 for a in answers)
-    assert len(engine.run(jobs(1), lambda done: None)[0].response_ids) == 50, "it goes on after an abort"
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(engine.run, jobs(1), lambda done: None)
+        if paused:  # and stays so
+            time.sleep(0.05)
+            assert not later.done()
+            engine.forget_prefixes()  # which nobody may have requests for
+            engine.resume()
+        assert len(later.result(20)[0].response_ids) == 50, "it goes on after an abort"
 
 
 def test_memory_is_given_up_and_weights_taken_only_without_requests(engine):

@@ -43,6 +43,24 @@ def test_sleeps_and_wakes(rollout):
     assert greedy(rollout) == greedy_by_transformers(MODEL, 8)
 
 
+def test_what_is_held_is_held_in_its_core_too(rollout):
+    """Which is a process of its own, and steps whether or not anybody waits for what it makes."""
+    sampling = Sampling(max_response_tokens=24, ignore_end=True)
+    requests = [Request([k % 60], samples=2, seed=k) for k in range(12)]
+    whole = [[s.response_ids for s in row] for row in rollout.generate(requests, sampling)]
+    call = Call(rollout.generate, requests, sampling)
+    call.wait_for_some(1)
+    core = rollout._engine._engine.engine_core
+    rollout.pause()
+    assert core.call_utility("is_scheduler_paused")
+    rollout.sleep(0)
+    rollout.wake("kv_cache")
+    assert core.call_utility("is_scheduler_paused")
+    rollout.resume()
+    assert not core.call_utility("is_scheduler_paused")
+    assert [[s.response_ids for s in row] for row in call.result()] == whole
+
+
 def test_a_worker_that_dies_is_named(rollout):
     """The last: nothing of this engine works afterwards."""
     children = psutil.Process().children(recursive=True)

@@ -70,6 +70,16 @@ def test_abort_ends_what_is_under_way(rollout):
     assert responses(rollout.generate(many(1), LONG)) == whole[:1]
 
 
+def test_abort_ends_what_has_only_just_been_asked_for(rollout):
+    """vLLM prepares prompts before it knows their requests."""
+    call = Call(rollout.generate, many(60), LONG)
+    while not rollout._engine._under_way:
+        time.sleep(0)
+    rollout.abort()
+    ends = [s.finish for row in call.result() for s in row]
+    assert ends.count("abort") > 0.9 * len(ends)
+
+
 def test_abort_while_paused_stays_paused(rollout):
     call = Call(rollout.generate, many(20), LONG)
     call.wait_for_some()
