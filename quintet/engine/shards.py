@@ -285,17 +285,18 @@ def _cut_stacked(weight: Weight, stack: Stack, tensor: Tensor, rank: int, parts:
             halves.append((((2 * start, 2 * stop), *rest), tensor.unflatten(0, (2, -1)).transpose(0, 1)))
         else:
             for half, view in enumerate(tensor.chunk(2, 0)):
-                halves.append(
-                    (((start + half * shape[0], stop + half * shape[0]), *rest), view.unflatten(0, (-1, 1)))
-                )
+                halves.append((((start + half * shape[0], stop + half * shape[0]), *rest), view))
     else:
         dim = {"replicated": None, "columns": 1}[split]
-        halves.append((_box(shape, dim, rank, parts), tensor.unflatten(0, (-1, 1))))
+        halves.append((_box(shape, dim, rank, parts), tensor))
     name, full = weight.tensors[0]
     shards = []
-    for box, view in halves:  # view: [rows, rows in a group, columns]
-        if stack.transposed and view.dim() == 3:
-            box, view = box[::-1], view.permute(2, 0, 1)
+    for (
+        box,
+        view,
+    ) in halves:  # view: [rows, columns], interleaved [rows, 2, columns]; of a bias without the columns
+        if stack.transposed and len(box) == 2:
+            box, view = box[::-1], view.movedim(-1, 0)
         shards.append(Shard(name, full, ((stack.expert, stack.expert + 1), *box), view[None]))
     return shards
 

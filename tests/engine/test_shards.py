@@ -142,15 +142,19 @@ def test_an_experts_part_of_a_tensor_of_all_experts(split, shapes, transposed, i
             assert (shard.name, shard.shape) == (name, full)
             assert torch.equal(shard.read(), want[at])
             covered[at] = 1
-            unit = shard.unit(len(full) - 1)
-            (first, last), sub = shard.box[-1], list(shard.box)
-            for start in range(first, last, unit):
-                sub[-1] = (start, start + unit)
-                part = want[tuple(slice(a, b) for a, b in sub)]
-                assert torch.equal(shard.part(tuple(sub)).reshape(part.shape), part)
-            if unit > 1:
-                with pytest.raises(ValueError, match="cut through"):
-                    shard.part((*shard.box[:-1], (first + 1, last)))
+            outputs = len(full) - 1 if weight.stack.transposed else 1
+            for dim in range(1, len(full)):
+                unit = shard.unit(dim)
+                assert unit == (2 if weight.stack.interleaved and dim == outputs else 1)
+                (first, last), sub = shard.box[dim], list(shard.box)
+                for start in range(first, last, unit):
+                    sub[dim] = (start, start + unit)
+                    part = want[tuple(slice(a, b) for a, b in sub)]
+                    assert torch.equal(shard.part(tuple(sub)).reshape(part.shape), part)
+                if unit > 1:
+                    sub[dim] = (first + 1, last)
+                    with pytest.raises(ValueError, match="cut through"):
+                        shard.part(tuple(sub))
             shard.write(shard.read() + 1)
         assert torch.equal(mine, before + 1)
     assert covered.sum() == whole.numel()
