@@ -73,7 +73,7 @@ def plan_transfers(
 @dataclass(frozen=True)
 class Holdings:
     """What one rank brings to a plan and takes from it. buffers: names among them that are no parameters. units: of those
-    whose parts are whole groups of rows (q, k and v; gate and up), the size of a group along each dim."""
+    whose rows lie in groups (q, k and v; gate and up), the size of a group along each dim: parts are whole ones, or within one."""
 
     sources: list[Holding]
     targets: list[Holding]

@@ -67,24 +67,22 @@ class Shard:
         return counts
 
     def unit(self, dim: int = 0) -> int:
-        """How much of the full tensor's dim is one step of the view: a part has whole units of it."""
+        """How much of the full tensor's dim is one step of the view: a part has whole units of it, or is within one."""
         first = sum(self._dims[:dim])
         return math.prod(self.view.shape[first + 1 : first + self._dims[dim]])
 
     def part(self, box: Box) -> Tensor:
         """View of a box (in the full tensor's coordinates) that lies within this shard's.
 
-        Raises ValueError when the box cuts through an interleaved group.
+        Raises ValueError when the box is neither whole interleaved groups nor within one.
         """
         view, at = self.view, 0
         for dim, ((start, stop), held, dims) in enumerate(zip(box, self.box, self._dims, strict=True)):
             if (start, stop) != held:
-                unit, offset = self.unit(dim), held[0]
-                if (start - offset) % unit or (stop - offset) % unit:
-                    raise ValueError(
-                        f"{self.name}: {start}:{stop} of dim {dim} cut through a group of {unit}"
-                    )
-                view = view.narrow(at, (start - offset) // unit, (stop - start) // unit)
+                try:
+                    view = _narrowed(view, range(at, at + dims), start - held[0], stop - held[0])
+                except ValueError as cut:
+                    raise ValueError(f"{self.name}: {start}:{stop} of dim {dim} {cut}") from None
             at += dims
         return view
 
@@ -96,6 +94,21 @@ class Shard:
         """Copy a piece of the box's shape into the live parameter."""
         with torch.no_grad():
             self.view.copy_(piece.reshape(self.view.shape))
+
+
+def _narrowed(view: Tensor, dims: range, start: int, stop: int) -> Tensor:
+    """View of start:stop of what these dims are together. Raises ValueError when that is no box of them."""
+    for at in dims:
+        unit = math.prod(view.shape[at + 1 : dims.stop])
+        if start % unit == stop % unit == 0:
+            return view.narrow(at, start // unit, (stop - start) // unit)
+        group = start // unit
+        start, stop = start - group * unit, stop - group * unit
+        if stop > unit:
+            break
+        # Within one group: some of the heads that share a KV head, where a rollout has more tp ranks than KV heads.
+        view = view.narrow(at, group, 1)
+    raise ValueError(f"cut through a group of {unit}")
 
 
 def shard_map(

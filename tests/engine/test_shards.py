@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,3 +159,26 @@ def test_an_experts_part_of_a_tensor_of_all_experts(split, shapes, transposed, i
             shard.write(shard.read() + 1)
         assert torch.equal(mine, before + 1)
     assert covered.sum() == whole.numel()
+
+
+@pytest.mark.parametrize("inner", [(), (5,)], ids=["bias", "weight"])
+def test_a_part_may_be_some_of_the_heads_that_share_a_kv_head(inner):
+    """Where a rollout has more tp ranks than KV heads: 8 heads of 3, 4 to a KV head, in the second of two tp ranks."""
+    from quintet.engine.mesh import Mesh, Sizes
+    from quintet.engine.shards import _cut
+    from quintet.models.weight import Weight
+
+    shape = replace(SHAPE, heads=16, kv_heads=4, head_dim=3)
+    full = [(n * 3, *inner) for n in (16, 4, 4)]
+    weight = Weight("linear_qkv", ("q", "k", "v"), tuple(full), "qkv")
+    q, k, _ = _cut(weight, torch.randn(2 * 6 * 3, *inner), shape, Mesh(Sizes(tp=2), 1, None))
+    assert (q.unit(), k.unit()) == (12, 3)
+    rest = tuple((0, n) for n in inner)
+    for first, last in [(0, 6), (6, 12), (18, 24), (3, 6), (12, 24), (13, 15)]:
+        part = q.part(((24 + first, 24 + last), *rest))
+        assert torch.equal(part.reshape(-1, *inner), q.read()[first:last])
+        assert part._base is not None
+    with pytest.raises(ValueError, match="q: 33:42 of dim 0 cut through a group of 12"):
+        q.part(((33, 42), *rest))
+    with pytest.raises(ValueError, match="q: 25:29 of dim 0 cut through a group of 3"):
+        q.part(((25, 29), *rest))

@@ -6,18 +6,23 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from quintet.engine.shards import Shard
 from quintet.errors import SyncFailure, UserError
+from quintet.models.mcore import whole_box
 from quintet.rollout.base import Piece, Wanted
+from quintet.rollout.vllm.weights import Weights, check
 from quintet.sync.server import ReceiverSpec, WeightServer
 from quintet.sync.source import ChannelSource
 from quintet.sync.wire import listen, local_address
+from tests.rollout.vllm.test_weights import Fused, Repacked, weights_of
 from tests.sync.layouts import Taker
 from tests.sync.one_rank import NAMES, ROWS, Watched, boxes, server_of, shards, shared_memory
 
@@ -235,3 +240,42 @@ def test_what_cannot_be_handed_out_is_said_before_anything_moves():
     with pytest.raises(UserError, match="weights are offloaded"):
         server.serve()
     server.close()
+
+
+@pytest.mark.parametrize("model", [Fused, Repacked], ids=["copied", "loaded"])
+def test_a_vllm_worker_gets_some_of_the_heads_that_share_a_kv_head(model):
+    """Two workers, each with two of the four heads: they ask for them after a first sync of whole tensors. So small are
+    buckets that they are cut as well."""
+    workers = [model(rank, 2) for rank in range(2)]
+    held = [Weights([("", one)], one.load, lambda name: False) for one in workers]
+    named = weights_of(0)
+    server = server_of(list(trained(named)), bucket_mib=64 / 2**20)
+    for seed in range(3):
+        for name, tensor in weights_of(seed).items():
+            named[name].copy_(tensor)
+        wanted = [one.wanted() if seed else None for one in held]
+        if seed:
+            heads = [{w.box[0] for w in parts if w.name == "layers.1.q"} for parts in wanted]
+            assert heads == [{(0, 4)}, {(4, 8)}]
+        specs = [ReceiverSpec(f"r{rank}", parts, True) for rank, parts in enumerate(wanted)]
+        sources = [ChannelSource([ticket]) for ticket in server.plan([specs])]
+        with ThreadPoolExecutor(2) as pool:
+            taking = [
+                pool.submit(one.take, source.pieces(0)) for one, source in zip(held, sources, strict=True)
+            ]
+            assert server.serve().lost == {}
+            check([one.result(60) for one in taking])
+        for rank, one in enumerate(workers):
+            expected = model(rank, 2)
+            expected.load(named.items())
+            assert all(
+                torch.equal(*pair) for pair in zip(one.parameters(), expected.parameters(), strict=True)
+            )
+    server.close()
+
+
+def trained(named: dict[str, torch.Tensor]) -> Iterator[Shard]:
+    """One rank's shards of all these, q as the trainer has it: [KV heads, heads that share one, head_dim, hidden]."""
+    for name, tensor in named.items():
+        view = tensor.view(1, 4, 2, -1) if name.endswith(".q") else tensor
+        yield Shard(name, tuple(tensor.shape), whole_box(tensor.shape), view)
