@@ -304,10 +304,8 @@ def _cut_stacked(weight: Weight, stack: Stack, tensor: Tensor, rank: int, parts:
         halves.append((_box(shape, dim, rank, parts), tensor))
     name, full = weight.tensors[0]
     shards = []
-    for (
-        box,
-        view,
-    ) in halves:  # view: [rows, columns], interleaved [rows, 2, columns]; of a bias without the columns
+    # Views are [rows, columns], interleaved [rows, 2, columns]; of a bias, without the columns.
+    for box, view in halves:
         if stack.transposed and len(box) == 2:
             box, view = box[::-1], view.movedim(-1, 0)
         shards.append(Shard(name, full, ((stack.expert, stack.expert + 1), *box), view[None]))
