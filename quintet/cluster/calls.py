@@ -10,7 +10,7 @@ from quintet.cluster import ray_compat
 from quintet.cluster.dispatch import Dispatch
 from quintet.cluster.failures import Failure
 from quintet.cluster.progress import FIRST_POST_S
-from quintet.errors import QuintetError
+from quintet.errors import QuintetError, WorkerFailure
 
 import ray  # isort: skip
 
@@ -142,6 +142,30 @@ class PendingCall:
         except ray.exceptions.RayError as error:
             # The outcome itself did not travel: it cannot be pickled, or an argument is lost.
             return Failure(rank, f"{type(error).__name__}: {error}".split("\n", 1)[0], str(error)), None
+
+
+def first_answers(refs: Sequence[Any], group: str, others: Callable[[], QuintetError | None]) -> list[Any]:
+    """What processes answer before they are ranks, when Ray's word is all that is known of one that ends.
+
+    `others` is asked about twice a second whether the start is given up, and why.
+    """
+    answers: dict[Any, Any] = {}
+    waiting = list(refs)
+    while waiting:
+        if (given_up := others()) is not None:
+            raise given_up
+        with ray_compat.signals_pass():
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=WATCH_EVERY_S)
+        try:
+            answers |= {ref: ray.get(ref) for ref in done}
+        except ray.exceptions.RayError as error:
+            died = isinstance(error, ray.exceptions.RayActorError)
+            what = "ended while it started" if died else "did not start"
+            said = str(error).strip().split("\n", 1)[0].rstrip(".")
+            trace = str(error) if isinstance(error, ray.exceptions.RayTaskError) else None
+            text = f"{group}: a process {what}: {said}"
+            raise WorkerFailure(text, phase="start", traceback=trace) from error
+    return [answers[ref] for ref in refs]
 
 
 def results(calls: Sequence[PendingCall], watch: Callable[[], None] | None = None) -> list[Any]:

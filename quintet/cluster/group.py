@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from quintet.cluster import placement, probe, ray_compat
-from quintet.cluster.calls import PendingCall
+from quintet.cluster.calls import PendingCall, first_answers
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import Call, Dispatch, one_to_all
 from quintet.cluster.failures import Failure, explain
@@ -79,7 +79,6 @@ class WorkerGroup:
                 self._place(devices_per_rank, per_node) if beside is None else self._place_beside(beside)
             )
             """Where each rank is."""
-            self._going_on()
             self._build(worker_class, layout, kwargs)
         except BaseException:
             self.close()
@@ -223,7 +222,7 @@ class WorkerGroup:
             ).remote()
             for index in range(n_ranks)
         ]
-        locations = ray.get([seat.locate.remote() for seat in self._seats])
+        locations: list[Location] = self._first([seat.locate.remote() for seat in self._seats])
         order = placement.rank_order(locations)
         self._seats = [self._seats[index] for index in order]
         return [locations[index] for index in order]
@@ -239,7 +238,7 @@ class WorkerGroup:
             ).remote()
             for others in beside
         ]
-        found: list[Location] = ray.get([seat.locate.remote() for seat in self._seats])
+        found: list[Location] = self._first([seat.locate.remote() for seat in self._seats])
         return [
             replace(location, gpus=tuple(gpu for other in others for gpu in other.gpus))
             for location, others in zip(found, beside, strict=True)
@@ -252,7 +251,7 @@ class WorkerGroup:
         kwargs: dict[str, Any],
     ) -> None:
         locations = self.locations
-        port = ray.get(self._seats[0].listen.remote())
+        (port,) = self._first([self._seats[0].listen.remote()])
         blob = ray.put(ray.cloudpickle.dumps((worker_class, kwargs)))
         single = placement.needs_single_cuda_connection(self.cluster.device, layout)
         refs = {}
@@ -304,9 +303,8 @@ class WorkerGroup:
             return WorkerFailure(f"the start of {self.name} was given up", phase="setup")
         return None
 
-    def _going_on(self) -> None:
-        if (failure := self._no_more()) is not None:
-            raise failure
+    def _first(self, refs: list[Any]) -> list[Any]:
+        return first_answers(refs, self.name, self._no_more)
 
     # --- calling ---
 

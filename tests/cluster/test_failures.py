@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 
 import pytest
 
+from quintet.cluster import group as group_module
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import rank_zero
 from quintet.cluster.failures import Failure, explain, root_cause
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.probe import Report, tidy
+from quintet.cluster.seat import Location, Seat
 from quintet.errors import UserError, WorkerFailure
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.cluster.workers import Collective, Light, Stillborn
@@ -70,6 +74,44 @@ def test_other_ends(ray_cluster: Cluster) -> None:
 def test_a_rank_that_fails_to_start(ray_cluster: Cluster, how: str, text: str) -> None:
     with pytest.raises(WorkerFailure, match=f"^Rank 1 {text}"):
         WorkerGroup(ray_cluster, Stillborn, 2, how=how)
+
+
+@pytest.mark.parametrize("when", ["locate", "listen"])
+def test_a_process_that_ends_before_it_is_a_rank(
+    ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def ends(self: Seat) -> None:
+        os._exit(7)
+
+    monkeypatch.setattr(group_module, "Seat", type("Mortal", (Seat,), {when: ends}))
+    with pytest.raises(
+        WorkerFailure, match="rollout-1: a process ended while it started: The actor died"
+    ) as caught:
+        WorkerGroup(ray_cluster, Light, 1, name="rollout-1", told=True)
+    assert caught.value.phase == "start"
+    assert "\n" not in str(caught.value)
+
+
+def test_one_beside_ranks_whose_node_is_gone_does_not_start(ray_cluster: Cluster) -> None:
+    gone = Location("e" * 56, "127.0.0.1", (), 1, 1, 0.0, None)
+    with pytest.raises(
+        WorkerFailure, match="rollout-1: a process did not start: The actor is not schedulable"
+    ):
+        WorkerGroup(ray_cluster, Light, 1, name="rollout-1", told=True, beside=[[gone]])
+
+
+def test_a_start_that_is_given_up_waits_for_no_process(
+    ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(self: Seat) -> None:
+        time.sleep(20 * BUSY)
+
+    monkeypatch.setattr(group_module, "Seat", type("Slow", (Seat,), {"locate": waits}))
+    given_up, began = threading.Event(), time.monotonic()
+    threading.Timer(0.2, given_up.set).start()
+    with pytest.raises(WorkerFailure, match="the start of rollout-1 was given up"):
+        WorkerGroup(ray_cluster, Light, 1, name="rollout-1", given_up=given_up)
+    assert time.monotonic() - began < 10 * BUSY
 
 
 def test_a_hang_shows_who_waits_and_who_never_came(ray_cluster: Cluster) -> None:
