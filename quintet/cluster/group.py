@@ -258,12 +258,14 @@ class WorkerGroup:
         logs = self.cluster.log_dir
         self._posts = group_prefix(ray.get_runtime_context().get_job_id(), self.name)
         for rank, location in enumerate(locations):
+            log = logs / f"{self.name}-rank-{rank}.log"
             self._processes[rank] = probe.RankProcess(
                 rank=rank,
                 node_id=location.node_id,
                 pid=location.pid,
                 created=location.created,
-                log=logs / f"{self.name}-rank-{rank}.log",
+                log=log,
+                log_begins=probe.size(log),
                 stacks=logs / f"{self.name}-rank-{rank}.stacks",
                 oom_kills=location.oom_kills,
             )

@@ -41,6 +41,8 @@ class RankProcess:
     """The process's start time; tells it from a later process of the same number."""
     log: Path
     """Its stdout and stderr."""
+    log_begins: int
+    """Bytes in the log when it started, of a rank of this name that was there before."""
     stacks: Path
     """Where it writes its stacks."""
     oom_kills: int | None
@@ -60,14 +62,14 @@ class Report:
 
 def inspect(processes: list[RankProcess], wait_s: float = 1.5) -> dict[int, Report]:
     """Report on processes of this node, by rank; live ones get `wait_s` seconds to write their stacks."""
-    before = {process.rank: _size(process.stacks) for process in processes}
+    before = {process.rank: size(process.stacks) for process in processes}
     asked = {process.rank: before[process.rank] for process in processes if _ask(process)}
     deadline = time.monotonic() + wait_s
     grown: dict[int, int] = {}
     waiting = [process for process in processes if process.rank in asked]
     while waiting and time.monotonic() < deadline:
         time.sleep(0.02)
-        sizes = {process.rank: _size(process.stacks) for process in waiting}
+        sizes = {process.rank: size(process.stacks) for process in waiting}
         # Complete once it has grown and then stood still for one turn.
         waiting = [p for p in waiting if not (asked[p.rank] < sizes[p.rank] == grown.get(p.rank))]
         grown = sizes
@@ -146,7 +148,7 @@ def _find(process: RankProcess) -> psutil.Process | None:
 def _report(process: RankProcess, asked_at: int | None) -> Report:
     found = _find(process)
     written = _read(process.stacks)
-    log_tail = "\n".join(_read(process.log).strip().splitlines()[-20:])
+    log_tail = "\n".join(_read(process.log, process.log_begins).strip().splitlines()[-20:])
     if found is None:
         return Report(False, _how_it_ended(process, written), tidy(written), log_tail)
     with contextlib.suppress(psutil.Error):
@@ -188,13 +190,15 @@ def _is_machinery(frame: str) -> bool:
     return "/site-packages/ray/" in frame or "/threading.py" in frame
 
 
-def _size(path: Path) -> int:
+def size(path: Path) -> int:
+    """Bytes of a file; 0 where there is none."""
     with contextlib.suppress(OSError):
         return path.stat().st_size
     return 0
 
 
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace")
+def _read(path: Path, begin: int = 0) -> str:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace")
     return ""

@@ -114,6 +114,19 @@ def test_a_start_that_is_given_up_waits_for_no_process(
     assert time.monotonic() - began < 10 * BUSY
 
 
+def test_last_words_are_not_of_an_earlier_life(ray_cluster: Cluster) -> None:
+    def end(how: str) -> str:
+        with (
+            WorkerGroup(ray_cluster, Light, 1, name="revenant") as group,
+            pytest.raises(WorkerFailure, match="Rank 0 died in fail") as caught,
+        ):
+            group.call("fail", how, 0)
+        return str(caught.value)
+
+    assert "last words" in end("kill")
+    assert "last words" not in end("os._exit")
+
+
 def test_a_hang_shows_who_waits_and_who_never_came(ray_cluster: Cluster) -> None:
     settings = ClusterSettings(ranks=4, device="cpu", collective_timeout_s=2)
     with Cluster(settings) as cluster:
