@@ -80,10 +80,13 @@ def stopped(processes: list[RankProcess]) -> dict[int, str]:
     """Which of these processes of this node, or of those that they started, the kernel does not let run: by rank, how."""
     found = {}
     for process in processes:
+        root, family = _find(process), []
         with contextlib.suppress(psutil.Error):
-            root = _find(process)
             family = [] if root is None else [root, *root.children(recursive=True)]
-            for one in family:
+        for one in family:
+            with contextlib.suppress(
+                psutil.Error
+            ):  # a child that has ended meanwhile says nothing of the others
                 if (state := one.status()) in _STOPPED:
                     who = "its process" if one is root else f"its process {one.name()}"
                     found[process.rank] = f"{who} ({one.pid}) {_STOPPED[state]}"
