@@ -217,6 +217,7 @@ def _run(
 ) -> None:
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_in_process, args=(recipe, command, stop_after, log, again))
+    log.touch()  # to be read even of a process that is killed before it opens it
     process.start()
     try:
         process.join()
@@ -227,9 +228,8 @@ def _run(
         raise
     if process.exitcode:
         said = log.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")
-        raise UserError(
-            "a run of verify-resume failed:\n" + "\n".join(said[-15:]) + f"\nAll it said is in {log}"
-        )
+        told = "\n".join(said[-15:]) or f"it said nothing; its exit code is {process.exitcode}"
+        raise UserError(f"a run of verify-resume failed:\n{told}\nAll it said is in {log}")
 
 
 def _in_process(

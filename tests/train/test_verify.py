@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from quintet.cli.verify_resume import _check_layout
 from quintet.errors import UserError
-from quintet.train.verify import Outcome, Step, first_difference, judge
+from quintet.recipe import Recipe
+from quintet.train.verify import Outcome, Step, _run, first_difference, judge
 
 
 def run(*losses: float, samples: str = "ab", grad: float = 1.0) -> list[Step]:
@@ -23,6 +29,28 @@ def outcome(
     straight: list[Step], resumed: list[Step], weights: tuple[tuple[str, float], ...] = ()
 ) -> Outcome:
     return Outcome(straight, resumed, list(weights), ("f", "g" if weights else "f"), "rl", 2)
+
+
+class Killed:
+    """A process that ends before it does anything."""
+
+    exitcode = -9
+
+    def __init__(self, **how: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    join = start
+
+
+def test_a_run_that_is_killed_before_it_says_anything_is_a_run_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing, "get_context", lambda how: SimpleNamespace(Process=Killed))
+    with pytest.raises(UserError, match=r"(?s)a run of verify-resume failed:.*exit code is -9.*run\.log"):
+        _run(Recipe(), "train", None, tmp_path / "run.log")
 
 
 @pytest.mark.parametrize("gpu", [False, True])
