@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "rollout.sync_proof",
     "rollout.probe_tolerance",
     "rollout.quantization",
+    "rollout.adapters",  # how they travel
     "rollout.memory_fraction",
     "rollout.return_routes",
     "rollout.layout",

@@ -61,6 +61,12 @@ def test_a_section_that_comes_is_one_change(load):
     assert [(key, old) for key, old, _ in changed_keys(then, now, "rl")] == [("sft", None)]
 
 
+def test_how_adapters_travel_may_change(load):
+    then = load("lora={rank: 4}").model_dump(mode="json")
+    then["rollout"]["adapters"] = "alone"  # as of vLLM
+    assert changed_keys(then, load("lora={rank: 4}"), "rl") == []
+
+
 def test_a_key_that_did_not_exist_counts_as_its_default(load):
     then = load().model_dump(mode="json")
     del then["algorithm"]["kl_coef"], then["data"]
