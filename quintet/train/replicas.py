@@ -17,7 +17,7 @@ from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import megatron_compute, rank_zero
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.seat import Location
-from quintet.errors import QuintetError, SyncFailure, UserError, WorkerFailure
+from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
 from quintet.recipe.rollout import copies, devices_of_copy, processes_of_copy
 from quintet.rollout import Part, Request, Sampling
@@ -79,11 +79,13 @@ class Replicas:
                     self._lose(number, made)
                 else:
                     self.groups[number] = made
+        except Stopped:
+            raise
         except QuintetError:
             given_up.set()
             pool.shutdown()
             raise
-        finally:  # Ctrl-C: what still starts is cut off when its cluster goes
+        finally:  # Ctrl-C, SIGTERM: what still starts is cut off when its cluster goes
             given_up.set()
             pool.shutdown(wait=False, cancel_futures=True)
 

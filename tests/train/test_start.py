@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from quintet.cluster.cluster import Cluster
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.progress import KEY_VARIABLE
 from quintet.cluster.worker import Place
-from quintet.errors import UserError
+from quintet.errors import Stopped, UserError
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Cluster as ClusterSettings
 from quintet.recipe.schema import Rollout
@@ -87,6 +88,29 @@ def test_one_that_dies_before_it_is_first_asked_to_generate_is_missing(
     assert made.generate({1: []}, Sampling(), lambda: None) == {}
     assert [one is None for one in made.groups] == [False, True]
     made.groups[0].close()  # type: ignore[union-attr]
+
+
+def test_a_stop_waits_for_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, ended = threading.Event(), threading.Event()
+
+    def start_one(number: int, given_up: threading.Event) -> UserError:
+        given_up.wait(20 * BUSY)
+        go_on.wait(5 * BUSY)
+        ended.set()
+        return UserError("the start was given up")
+
+    def stop(starting: object) -> None:
+        raise Stopped("ended by SIGTERM")
+
+    recipe, nothing = Recipe(rollout=Rollout(own_processes=True)), SimpleNamespace()
+    made = replicas.Replicas(nothing, recipe, tmp_path, nothing, nothing)  # type: ignore[arg-type]
+    monkeypatch.setattr(made, "_start_one", start_one)
+    monkeypatch.setattr(replicas, "as_completed", stop)
+    with pytest.raises(Stopped, match="ended by SIGTERM"):
+        made.start()
+    assert not ended.is_set()
+    go_on.set()
+    assert ended.wait(5 * BUSY)
 
 
 def replicas_of(
