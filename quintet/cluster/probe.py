@@ -84,9 +84,8 @@ def stopped(processes: list[RankProcess]) -> dict[int, str]:
         with contextlib.suppress(psutil.Error):
             family = [] if root is None else [root, *root.children(recursive=True)]
         for one in family:
-            with contextlib.suppress(
-                psutil.Error
-            ):  # a child that has ended meanwhile says nothing of the others
+            # One by one: a child that has ended meanwhile says nothing of the others.
+            with contextlib.suppress(psutil.Error):
                 if (state := one.status()) in _STOPPED:
                     who = "its process" if one is root else f"its process {one.name()}"
                     found[process.rank] = f"{who} ({one.pid}) {_STOPPED[state]}"
