@@ -29,9 +29,8 @@ class Shared:
         self.nbytes, self._on_gpu = nbytes, device.type == "cuda"
         if self._on_gpu:
             self._address = _allocate(nbytes)
-            self._handle = _handle(
-                self._address
-            )  # now: what cannot be shared is found before anyone waits for it
+            # Now: what cannot be shared is found before anyone waits for it.
+            self._handle = _handle(self._address)
             self.bytes = _tensor_at(self._address, nbytes, device)
         else:
             self._file = _file(nbytes)

@@ -258,10 +258,9 @@ class GroupOutlet(Outlet):
         group = Group(name, store.host, store.port, 0, 1 + len(members), self._backend)
         for rank, one in enumerate(members, start=1):
             self._answer(one, replace(answer, group=replace(group, rank=rank)))
-        if self.lost.keys() & set(
-            members
-        ):  # the group has its size: nobody is to wait for the one that is gone
-            self._give_up([one for one in members if one in self.lost])
+        gone = [one for one in members if one in self.lost]
+        if gone:  # the group has a place for them, and nobody is to wait until it is filled
+            self._give_up(gone)
             return
         try:
             if self._group is None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from benchmarks.engine_work import MODELS
-from quintet.cluster.calls import PendingCall, results
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.group import WorkerGroup
 from quintet.recipe import schema
 from quintet.train.proof import Proof
+from quintet.train.replicas import Replicas
 from quintet.train.weights import WeightSync
 from tests.rollout.vllm.test_weights import weights_of
 from tests.train.sync_workers import Serving, Taking
@@ -22,24 +21,11 @@ pytestmark = pytest.mark.slow
 EVERYTHING = sum(t.nbytes for t in weights_of(0).values())
 
 
-class Rollouts:
-    """Those of a run, none of which dies."""
+class Rollouts(Replicas):
+    """Those of a run, which are there already, and none of which dies."""
 
     def __init__(self, *groups: WorkerGroup) -> None:
-        self.groups: list[WorkerGroup | None] = list(groups)
-
-    def ask(self, method: str, *args: Any, phase: str) -> dict[int, list[Any]]:
-        there = {n: group for n, group in enumerate(self.groups) if group is not None}
-        return self.gathered({n: group.submit(method, *args, phase=phase) for n, group in there.items()})
-
-    def gathered(
-        self,
-        calls: Mapping[int, PendingCall],
-        beside: PendingCall | None = None,
-        watch: Callable[[], None] | None = None,
-    ) -> dict[int, Any]:
-        waited = [*calls.values(), *([] if beside is None else [beside])]
-        return dict(zip(calls, results(waited, watch), strict=False))
+        self.groups, self._recipe = list(groups), schema.Recipe()
 
 
 @pytest.fixture(scope="module")

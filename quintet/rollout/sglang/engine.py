@@ -45,8 +45,7 @@ class SglangEngine:
             if self._failed is not None:
                 raise self._failed
         self._calls = threading.Lock()  # one thread at a time has jobs in it
-        self._changed: asyncio.Condition = self._ask(_condition())
-        self._running = True
+        self._changed, self._running = asyncio.Condition(), True
         self._inside = 0  # requests that SGLang has
         self._pauses = self._aborts = 0
 
@@ -220,10 +219,6 @@ class SglangEngine:
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-async def _condition() -> asyncio.Condition:
-    return asyncio.Condition()
 
 
 def _joined(first: Answer, second: Answer) -> Answer:
