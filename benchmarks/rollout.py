@@ -2,6 +2,7 @@
 
     python -m benchmarks.rollout --gpus 1                  Qwen2.5-1.5B's shape on one GPU
     python -m benchmarks.rollout --gpus 2 --only native    one side alone, over two GPUs (tensor parallel)
+    python -m benchmarks.rollout --gpus 1 --only vllm bare bare-first    vLLM behind quintet, and alone
     python -m benchmarks.rollout --shape laptop --turns 5  a small model on a CPU, where vLLM for CPU is installed
     python -m benchmarks.rollout --tiny                    a dry run, on a CPU too
 
@@ -30,7 +31,10 @@ from typing import Any
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 
-SIDES = ("native", "vllm")
+SIDES = ("native", "vllm", "bare", "bare-first")
+"""quintet's back ends, and vLLM alone: at its best, and with its first model runner."""
+BASELINES = {"vllm": "bare", "native": "vllm"}
+"""By side, whose value its record is compared with, if that was measured in the same run."""
 ON_CPU = "laptop"
 """The shape that is measured on a CPU, whatever else there is."""
 
@@ -122,6 +126,23 @@ def vllm(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
     return rollout, rollout.close
 
 
+def bare(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tuple[Any, Callable[[], None]]:
+    """vLLM without quintet, and what ends it."""
+    import torch
+
+    from benchmarks.rollout_bare import BareVllm
+
+    rollout = BareVllm(
+        model,
+        longest=max(case.prompt_tokens + case.longest + 1 for case in cases),
+        sequences=max(case.prompts * case.samples_per_prompt for case in cases),
+        gpus=args.gpus,
+        dtype="bfloat16" if torch.cuda.is_available() else "float32",
+        second_runner=args.worker == "bare",
+    )
+    return rollout, rollout.close
+
+
 def write_model(path: Path, config: dict[str, Any], dtype: str) -> None:
     """Random weights of a config's shape, as a Hugging Face directory."""
     import torch
@@ -144,7 +165,7 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
 
         write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
         return
-    rollout, end = {"native": native, "vllm": vllm}[args.worker](args, model, cases)
+    rollout, end = {"native": native, "vllm": vllm}.get(args.worker, bare)(args, model, cases)
     found = [measure(rollout, case, config["vocab_size"], args.rounds) for case in cases]
     if os.environ.get("RANK", "0") == "0":
         answer.write_text(json.dumps(found))
@@ -199,7 +220,7 @@ def run_side(name: str, ranks: int, model: Path, args: argparse.Namespace) -> li
 def records_of(
     args: argparse.Namespace, metric: str, unit: str, seconds: dict[str, list[list[float]]]
 ) -> list[dict[str, Any]]:
-    """A record a case and side, with the other side's value as its baseline; prints them. seconds: by side and case."""
+    """A record a case and side, with the value of the side that it is compared with as its baseline; prints them. seconds: by side and case."""
     records = []
     place = "cpu" if args.shape == ON_CPU else f"{args.gpus}gpu"
     for at, case in enumerate(cases_of(args.shape)):
@@ -207,8 +228,8 @@ def records_of(
         values = {side: tokens / statistics.median(found[at]) for side, found in seconds.items()}
         for side, value in values.items():
             name = "/".join(part for part in (args.shape, place, case.name, side) if part)
-            other = next((v for s, v in values.items() if s != side), None)
-            records.append(record("rollout", name, metric, value, unit, baseline=other))
+            baseline = values.get(BASELINES.get(side, ""))
+            records.append(record("rollout", name, metric, value, unit, baseline=baseline))
             rounds = ", ".join(f"{s:.2f}" for s in seconds[side][at])
             print(f"{name}: {value:,.0f} {unit} ({tokens} response tokens in {rounds} s)", flush=True)
     return records
@@ -226,7 +247,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="a dry run with tiny sizes, on a CPU where there is no GPU; writes no records",
     )
-    add("--only", choices=SIDES, help="one side alone; its records have no baseline")
+    add("--only", nargs="+", choices=SIDES, help="these sides alone (default native and vllm)")
     add("--rounds", type=int, default=3, help="measured calls of each case a turn (default 3)")
     add(
         "--turns",
@@ -262,7 +283,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="quintet-rollout-") as directory:
         model = Path(directory) / "model"
         run_side("write", 1, model, args)
-        sides = [args.only] if args.only else list(SIDES)
+        sides = args.only or ["native", "vllm"]
         found = {side: [[] for _ in cases_of(args.shape)] for side in sides}
         for side in sides * args.turns:
             for rounds, more in zip(

@@ -207,16 +207,18 @@ def told(args, seconds):
     return records_of(args, "tokens_per_second", "tokens/s", seconds)
 
 
-def test_each_side_is_the_other_ones_baseline() -> None:
+def test_native_is_beside_vllm_and_vllm_beside_itself_alone() -> None:
     args = arguments(["--gpus", "2"])
     fixed, tail = (sum(map(sum, case.response_tokens())) for case in cases_of("qwen2.5-1.5b"))
-    seconds = {"native": [[4.0, 5.0, 9.0], [1.0]], "vllm": [[2.0, 2.5, 1.0], [2.0]]}
+    seconds = {"native": [[4.0, 5.0, 9.0], [1.0]], "vllm": [[2.0, 2.5, 1.0], [2.0]], "bare": [[1.0], [4.0]]}
     found = {one["case"]: (one["value"], one["baseline"]) for one in told(args, seconds)}
     assert found == {
         "qwen2.5-1.5b/2gpu/native": (fixed / 5, fixed / 2),
-        "qwen2.5-1.5b/2gpu/vllm": (fixed / 2, fixed / 5),
+        "qwen2.5-1.5b/2gpu/vllm": (fixed / 2, fixed),
+        "qwen2.5-1.5b/2gpu/bare": (fixed, None),
         "qwen2.5-1.5b/2gpu/long-tail/native": (tail, tail / 2),
-        "qwen2.5-1.5b/2gpu/long-tail/vllm": (tail / 2, tail),
+        "qwen2.5-1.5b/2gpu/long-tail/vllm": (tail / 2, tail / 4),
+        "qwen2.5-1.5b/2gpu/long-tail/bare": (tail / 4, None),
     }
     (alone, _) = told(args, {"native": seconds["native"]})
     assert alone["baseline"] is None

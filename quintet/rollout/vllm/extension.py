@@ -24,6 +24,7 @@ class Extension(WeightWorker):
     def called(self, message: bytes) -> bytes:
         """Call a method: (name, arguments) and the answer, or what it raised and where, are pickled. vLLM's own way through
         its processes makes other things of objects, and text of errors."""
+        compat.complete_runner(self.model_runner)
         name, arguments = pickle.loads(message)
         try:
             return pickle.dumps((getattr(self, name)(*arguments), None, ""))
@@ -38,10 +39,11 @@ class Extension(WeightWorker):
         """
         if self.device.type != "cpu":
             torch.cuda.synchronize()  # a step that was scheduled ahead may still read what is about to go
-            if level:
-                self.sleep(level)  # type: ignore[attr-defined]
-            else:
-                compat.release_kv_cache()
+            with compat.tables_kept(self.model_runner.kv_caches):
+                if level:
+                    self.sleep(level)  # type: ignore[attr-defined]
+                else:
+                    compat.release_kv_cache()
             return
         storages = {c.untyped_storage()._cdata: c.untyped_storage() for c in self.model_runner.kv_caches}
         self._kv_bytes = [(storage, storage.nbytes()) for storage in storages.values()]

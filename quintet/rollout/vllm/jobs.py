@@ -25,6 +25,10 @@ class Engine(served.Engine[Job, Answer], Protocol):
         """Call a method of all workers, between steps; their answers in the order of ranks."""
         ...
 
+    def counts(self) -> dict[str, float]:
+        """Return what it has counted since it was made: speculation and the prefix cache, see `compat.COUNTERS`."""
+        ...
+
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; requests under way are read anew, with the tokens they have."""
         ...

@@ -30,6 +30,7 @@ class OfflineEngine:
         devices = arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"]
         with Watch.over_children("vLLM") as self._watch:
             self._engine = compat.make_offline(arguments, processes=devices > 1)
+        self._counts = compat.StepCounts(self._engine)
         self._adapter = adapter_request() if arguments.get("enable_lora") else None
         self._apart = devices > 1
         self._numbers = itertools.count()
@@ -108,6 +109,9 @@ class OfflineEngine:
         with self._between_steps():
             message = call(method, args)
             return answers(self._answer_of(lambda: self._engine.collective_rpc("called", args=(message,))))
+
+    def counts(self) -> dict[str, float]:
+        return dict(self._counts.counts)
 
     def forget_prefixes(self) -> None:
         with self._between_steps():

@@ -29,18 +29,9 @@ from quintet.rollout.vllm.offline import OfflineEngine
 from quintet.rollout.vllm.routes import heard, routes_of
 from quintet.rollout.vllm.sampling import check, mode_of, parameters
 from quintet.rollout.vllm.server import ServerEngine
-from quintet.rollout.vllm.settings import engine_arguments
+from quintet.rollout.vllm.settings import engine_arguments, second_runner_lacks
 from quintet.rollout.vllm.weights import check as check_taken
 from quintet.rollout.vllm.weights import combine
-
-COUNTERS = {
-    "vllm:spec_decode_num_drafts": "drafts",
-    "vllm:spec_decode_num_draft_tokens": "draft_tokens",
-    "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
-    "vllm:prefix_cache_queries": "prefix_cache_queries",
-    "vllm:prefix_cache_hits": "prefix_cache_hits",
-}
-"""vLLM's counters, and what `VllmRollout.metrics` calls them."""
 
 
 class VllmRollout(Served[Job, Answer]):
@@ -64,6 +55,8 @@ class VllmRollout(Served[Job, Answer]):
         progress: Progress = lambda done: None,
     ) -> None:
         compat.prepare(device)
+        if device == "cuda":
+            print(compat.choose_runner(second_runner_lacks(recipe)), flush=True)
         self._mode = mode_of(recipe.rollout)
         arguments = engine_arguments(recipe, model_dir, device)
         make = ServerEngine if recipe.rollout.mode == "server" else OfflineEngine
@@ -109,7 +102,7 @@ class VllmRollout(Served[Job, Answer]):
                 sample.routes = routes_of(told, self._shape, prompt + len(sample.response_ids))
 
     def _counts(self) -> dict[str, float]:
-        return {COUNTERS[name]: value for name, value in compat.counters(list(COUNTERS)).items()}
+        return self._engine.counts()
 
     # weights and memory
 

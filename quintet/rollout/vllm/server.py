@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from quintet.rollout.death import Watch
 from quintet.rollout.served import Job, Progress
+from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_request
 from quintet.rollout.vllm.extension import answers, call
 from quintet.rollout.vllm.jobs import Answer, answer
@@ -74,6 +75,9 @@ class ServerEngine:
     def rpc(self, method: str, *args: Any) -> list[Any]:
         with self._watch.named():
             return answers(self._do(self._engine.collective_rpc("called", args=(call(method, args),))))
+
+    def counts(self) -> dict[str, float]:
+        return compat.counters()
 
     def forget_prefixes(self) -> None:
         with self._watch.named():

@@ -80,6 +80,19 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     return arguments
 
 
+def second_runner_lacks(recipe: schema.Recipe) -> str | None:
+    """Return what of a recipe vLLM's second model runner cannot do (0.20.2), None where it can do all."""
+    if recipe.rollout.return_routes:
+        return "rollout.return_routes"
+    if adapters_alone(recipe):
+        return "rollout.adapters=alone"
+    if "speculative_config" in recipe.rollout.vllm:
+        return "rollout.vllm.speculative_config"
+    if layout_of_copy(recipe).pp > 1:
+        return "rollout.layout.pp > 1 (not tried)"
+    return None
+
+
 def _kv_bytes(recipe: schema.Recipe, model_dir: Path, dtype: str) -> int:
     """KV cache on CPU, a rank: every slot's longest sequence, within its share of the machine's memory."""
     layout = layout_of_copy(recipe)

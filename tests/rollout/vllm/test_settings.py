@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from pydantic import create_model
 
@@ -9,7 +11,7 @@ from quintet.errors import UserError, WorkerFailure
 from quintet.rollout import Sampling
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.sampling import check, mode_of
-from quintet.rollout.vllm.settings import engine_arguments
+from quintet.rollout.vllm.settings import engine_arguments, second_runner_lacks
 from tests.models.directory import write_model
 from tests.rollout.vllm.conftest import recipe_of
 
@@ -125,3 +127,34 @@ def test_processes_that_do_not_start_are_told_with_where_to_look():
         raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
     with pytest.raises(RuntimeError, match="out of memory"), compat.starting():
         raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "lacks"),
+    [
+        ({}, None),
+        ({"layout": {"tp": 2}, "quantization": "fp8"}, None),
+        ({"return_routes": True}, "rollout.return_routes"),
+        ({"layout": {"pp": 2}}, "rollout.layout.pp > 1 (not tried)"),
+        ({"lora": {"rank": 8}, "adapters": "alone"}, "rollout.adapters=alone"),
+        ({"vllm": {"speculative_config": {"method": "ngram"}}}, "rollout.vllm.speculative_config"),
+    ],
+)
+def test_the_second_runner_is_taken_where_it_can_do_all(monkeypatch, rollout, lacks):
+    monkeypatch.setenv(compat.RUNNER, "left by an engine before")
+    monkeypatch.setattr(compat, "_RUNNER_ASKED", None)
+    assert second_runner_lacks(recipe_of(**rollout)) == lacks
+    line = compat.choose_runner(lacks)
+    assert os.environ[compat.RUNNER] == ("0" if lacks else "1")
+    assert line == (
+        f"vLLM: the first model runner: the second lacks {lacks}"
+        if lacks
+        else "vLLM: the second model runner"
+    )
+
+
+def test_the_users_runner_is_taken(monkeypatch):
+    monkeypatch.setenv(compat.RUNNER, "0")
+    monkeypatch.setattr(compat, "_RUNNER_ASKED", "0")
+    assert compat.choose_runner(None) == "vLLM: model runner by VLLM_USE_V2_MODEL_RUNNER=0"
+    assert os.environ[compat.RUNNER] == "0"
