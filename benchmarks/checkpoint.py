@@ -186,8 +186,12 @@ def _from_pretrained(path: Path, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     if importlib.util.find_spec("accelerate"):  # device_map needs it
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, device_map=str(device))
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
+        return AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=False, dtype=torch.bfloat16, device_map=str(device)
+        )
+    return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, dtype=torch.bfloat16).to(
+        device
+    )
 
 
 def measure_state(bench: Bench, shape: ModelShape, disk: tuple[float, float], tiny: bool) -> None:

@@ -145,9 +145,9 @@ def run(args: argparse.Namespace, work: dict[str, Any]) -> dict[str, Any]:
     """Train for the work's steps; return seconds by step (warm-up left out) and their summary."""
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.float32, attn_implementation=args.attention
+        args.model, trust_remote_code=False, dtype=torch.float32, attn_implementation=args.attention
     )
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False, padding_side="left")
     clock = StepClock()
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = TimedTrainer(

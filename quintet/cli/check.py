@@ -25,6 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command=arguments.command)
     notes = [*_resolved(recipe, arguments.command), *_check_data(recipe, arguments.command)]
+    notes += _remote_code(recipe)
     if arguments.command in ("train", "sft"):
         from quintet.cli.saves import describe_saves
 
@@ -254,6 +255,22 @@ def _check_data(recipe: Recipe, command: str) -> list[str]:
             raise UserError(f"data.{which}_path: {path} has no rows")
         notes.append(f"Data: {rows} {which} prompts in {path or f'the built-in task {data.task}'}.")
     return notes
+
+
+def _remote_code(recipe: Recipe) -> list[str]:
+    """What is to be said of code that comes with the model, which is not run here. Raises UserError where it would be needed."""
+    from quintet.data.tokenizer import code_of_tokenizer, load_tokenizer, remote_code_warning
+
+    path = recipe.model.path
+    if path is None:
+        return []
+    if recipe.model.trust_remote_code:
+        return [remote_code_warning(path)]
+    if (
+        code_of_tokenizer(path) is not None
+    ):  # else it is not worth the seconds that transformers takes to import
+        load_tokenizer(path)
+    return []
 
 
 def _verify_weights(recipe: Recipe) -> list[str]:

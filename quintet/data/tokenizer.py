@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quintet.errors import UserError
+from quintet.models.hf_config import read_json
+from quintet.recipe.schema import Model
 
 # transformers' classes change their names between versions and import slowly; nothing here needs the type.
 Tokenizer: TypeAlias = Any
@@ -19,25 +21,37 @@ _PLAIN_CHAT_TEMPLATE = (
 )
 
 
-def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer in a Hugging Face directory; nothing is downloaded.
+def load_tokenizer(path: str | Path, settings: Model | None = None) -> Tokenizer:
+    """Read the tokenizer in a Hugging Face directory; nothing is downloaded, and no code of it runs that `settings` do not trust.
 
     Args:
         path: directory with tokenizer.json or what else `AutoTokenizer` reads.
-        chat_template: Jinja text, or a file with it, instead of the tokenizer's own.
+        settings: the recipe's section, whose chat_template and trust_remote_code count.
 
     Raises:
-        UserError: no such directory, no tokenizer in it, or one without an end-of-sequence token.
+        UserError: no such directory, no tokenizer in it, one that needs code that is not trusted, or one without an
+            end-of-sequence token.
     """
+    settings = settings or Model()
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"model.path: there is no directory {path}; it must hold config.json and a tokenizer")
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=settings.trust_remote_code
+        )
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        code = None if settings.trust_remote_code else code_of_tokenizer(path)
+        if code is not None:
+            raise UserError(
+                f"model.path: no tokenizer could be read from {path} without the code that comes with it: auto_map in "
+                f"tokenizer_config.json names {code}, and code of a model is not run unasked. Read it, and set "
+                "model.trust_remote_code=true to run it in every process of the run; or name a directory whose "
+                f"tokenizer.json does without. (transformers: {first_line})"
+            ) from error
         raise UserError(
             f"model.path: no tokenizer could be read from {path} ({first_line}); "
             "it needs tokenizer.json and tokenizer_config.json"
@@ -49,9 +63,23 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if chat_template is not None:
-        tokenizer.chat_template = _template_text(chat_template)
+    if settings.chat_template is not None:
+        tokenizer.chat_template = _template_text(settings.chat_template)
     return tokenizer
+
+
+def code_of_tokenizer(path: Path) -> str | None:
+    """Return what tokenizer_config.json names as the tokenizer's own code, such as tokenization_x.TokenizerX; None if nothing."""
+    file = path / "tokenizer_config.json"
+    named = read_json(file).get("auto_map") if file.is_file() else None
+    named = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    classes = named if isinstance(named, list) else [named]
+    return next((str(one) for one in reversed(classes) if one is not None), None)
+
+
+def remote_code_warning(path: Path) -> str:
+    """Return what a user should see before code in a model's directory runs."""
+    return f"warning: model.trust_remote_code=true: code that comes with {path} runs with the rights of this user"
 
 
 def check_stops(stops: Sequence[str], tokenizer: Tokenizer) -> None:

@@ -17,15 +17,17 @@ COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
+    "*.model",
+    "*.tiktoken",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "*.py",  # what auto_map names: without it, who trusts it could not read what was saved
 )
-"""Files that a saved model takes along."""
+"""Files that a saved model takes along, as patterns."""
 
 
 def saved_config(
@@ -46,14 +48,18 @@ def saved_config(
 def copy_companions(source: Path, directory: Path) -> None:
     """Copy what stands beside the weights in `source`, config.json as well, to `directory`."""
     directory.mkdir()
-    for name in ("config.json", *COMPANIONS):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
+    shutil.copyfile(source / "config.json", directory / "config.json")
+    _copy(source, directory)
 
 
 def write_companions(directory: Path, companions: Path, config: dict[str, Any]) -> None:
     """config.json as given, and copies of what else stands beside the weights in `companions`."""
-    for name in COMPANIONS:
-        if (companions / name).is_file():
-            shutil.copyfile(companions / name, directory / name)
+    _copy(companions, directory)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy(source: Path, directory: Path) -> None:
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, directory / file.name)

@@ -88,6 +88,8 @@ class Model(Section):
     """Compute and parameter type; null is bf16 on GPU (fp32 master weights) and fp32 on CPU."""
     chat_template: str | None = None
     """Jinja text or a file; null takes the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Run code that `path` brings along (auto_map in its JSON files), in every process of the run. Read it first."""
 
 
 class Layout(Section):

@@ -10,6 +10,7 @@ from quintet.recipe.schema import Rollout
 DECIDED = {
     "model_path": "it is model.path",
     "tokenizer_path": "it is the model's own",
+    "trust_remote_code": "it is model.trust_remote_code",
     "skip_tokenizer_init": "prompts travel as tokens",
     "dtype": "it is model.dtype",
     "device": "SGLang runs on NVIDIA GPUs here",

@@ -10,6 +10,7 @@ from quintet.recipe.schema import Rollout
 DECIDED = {
     "model": "it is model.path",
     "tokenizer": "it is the model's own",
+    "trust_remote_code": "it is model.trust_remote_code",
     "skip_tokenizer_init": "prompts travel as tokens",
     "dtype": "it is model.dtype",
     "seed": "each request has its own, from run.seed",

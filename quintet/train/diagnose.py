@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintet.data.tokenizer import load_tokenizer
+from quintet.data.tokenizer import load_tokenizer, remote_code_warning
 from quintet.errors import SyncMismatch, UserError
 from quintet.observe.run_directory import replays
 from quintet.recipe import load_recipe
@@ -57,7 +57,9 @@ def diagnose(run: Path, step: int | None, say: Callable[[str], None]) -> Found:
     ids = [s.generated.ids for s in replay.samples]
     prompts = [s.generated.prompt_tokens for s in replay.samples]
     say(f"step {replay.step}: {len(ids)} samples, {sum(map(len, ids))} tokens, generated with {weights.path}")
-    tokenizer = load_tokenizer(weights.model, recipe.model.chat_template)
+    if recipe.model.trust_remote_code:
+        say(remote_code_warning(weights.model))
+    tokenizer = load_tokenizer(weights.model, recipe.model)
     faults = token_faults(replay, tokenizer, special=not recipe.data.chat)
     tokens = sum(map(len, ids)) - sum(prompts)
     if faults:  # nothing that is computed from the one or the other would mean anything

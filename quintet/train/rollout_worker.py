@@ -40,7 +40,7 @@ class RolloutWorker(Worker):
         if recipe.rollout.backend == "native":
             super().setup()
         use_family(recipe.model.family)
-        self.tokenizer = load_tokenizer(self.model_dir, recipe.model.chat_template)
+        self.tokenizer = load_tokenizer(self.model_dir, recipe.model)
         self.rollout = make_rollout(
             recipe, self.model_dir, device=self.device, decode=self._text, progress=self._progress
         )

@@ -6,6 +6,7 @@ Everything a user can get wrong is read and checked in `prepare`, before any pro
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quintet.data.prompts import Prompt, PromptSet, alphabet_of, load_prompts, make_prompts
 from quintet.data.stream import PromptStream
-from quintet.data.tokenizer import build_char_tokenizer, check_stops, load_tokenizer
+from quintet.data.tokenizer import build_char_tokenizer, check_stops, load_tokenizer, remote_code_warning
 from quintet.errors import QuintetError, SyncFailure, SyncMismatch, UserError, WorkerFailure
 from quintet.models import ModelShape, check_weights, read_end_ids, read_shape
 from quintet.models.weights_on_disk import find_weights, fingerprint
@@ -93,7 +94,9 @@ def prepare(
         )
     if model_dir is None:
         raise UserError("model.path is not set: name a Hugging Face directory, or give model.build")
-    tokenizer = load_tokenizer(model_dir, recipe.model.chat_template)
+    if recipe.model.trust_remote_code:
+        print(remote_code_warning(model_dir), file=sys.stderr)
+    tokenizer = load_tokenizer(model_dir, recipe.model)
     shape = read_shape(model_dir).without_mtp()
     check_weights(model_dir, shape)
     if command != "sft":

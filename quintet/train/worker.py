@@ -66,7 +66,7 @@ class PolicyWorker(Worker):
         super().setup()
         recipe = self.recipe
         use_family(recipe.model.family)
-        self.tokenizer = load_tokenizer(self.model_dir, recipe.model.chat_template)
+        self.tokenizer = load_tokenizer(self.model_dir, recipe.model)
         self.shape = read_shape(self.model_dir).without_mtp()
         self.lora = lora_shape(recipe, self.shape)
         # Gradients, optimizer state and a reference policy cost memory: only commands that need them have them.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quintet.data.tokenizer import build_char_tokenizer, check_stops, load_tokenizer
 from quintet.errors import UserError
+from quintet.recipe.schema import Model
 
 ALPHABET = "0123456789+= \n\tabc(é’中"
 
@@ -49,10 +50,11 @@ def test_chat_template(tokenizers: list[object]) -> None:
 def test_template_override(tmp_path: Path) -> None:
     build_char_tokenizer("ab", tmp_path / "t")
     (tmp_path / "template.jinja").write_text("{{ messages[0].content }}!")
-    assert load_tokenizer(tmp_path / "t", "{{ x }}").chat_template == "{{ x }}"
-    assert load_tokenizer(tmp_path / "t", str(tmp_path / "template.jinja")).chat_template.endswith("!")
+    file = Model(chat_template=str(tmp_path / "template.jinja"))
+    assert load_tokenizer(tmp_path / "t", Model(chat_template="{{ x }}")).chat_template == "{{ x }}"
+    assert load_tokenizer(tmp_path / "t", file).chat_template.endswith("!")
     with pytest.raises(UserError, match=r"model\.chat_template is neither"):
-        load_tokenizer(tmp_path / "t", "no_such_file")
+        load_tokenizer(tmp_path / "t", Model(chat_template="no_such_file"))
 
 
 def test_what_would_never_be_found_in_a_response_is_told(tokenizers: list[object]) -> None:

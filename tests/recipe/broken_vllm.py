@@ -27,6 +27,11 @@ BROKEN_VLLM = [
     ),
     (
         "vllm_can_do_it",
+        [V, "rollout.vllm.trust_remote_code=true"],
+        ["rollout.vllm.trust_remote_code: it is model.trust_remote_code; remove it"],
+    ),
+    (
+        "vllm_can_do_it",
         [V, "cluster.device=cpu", "rollout.vllm.enable_chunked_prefill=true"],
         ["rollout.vllm.enable_chunked_prefill=true: of a prompt"],
     ),

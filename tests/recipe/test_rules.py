@@ -42,6 +42,11 @@ BROKEN = [
     ("one_model", ["model.build=null"], ["no model", "model.path", "model.build"]),
     ("one_model", ["model.path={model}"], ["both model.path and model.build"]),
     (
+        "code_comes_with_a_directory",
+        ["model.trust_remote_code=true"],
+        ["a model that is built brings no code"],
+    ),
+    (
         "built_model_is_sound",
         ["model.build.heads=4", "model.build.kv_heads=3"],
         ["heads=4 is not divisible by"],

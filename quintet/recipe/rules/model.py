@@ -65,7 +65,8 @@ def weights_are_there(facts: Facts) -> Iterator[Problem]:
             check_weights(path, facts.read)
         except UserError as error:
             yield Problem(("model.path",), f"model.path: {error}")
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+    code_may_read_others = facts.recipe.model.trust_remote_code
+    if not code_may_read_others and not any((path / name).is_file() for name in _TOKENIZER_FILES):
         yield Problem(
             ("model.path",),
             f"model.path: {path} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy it from the model's page",
@@ -73,6 +74,17 @@ def weights_are_there(facts: Facts) -> Iterator[Problem]:
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@rule
+def code_comes_with_a_directory(facts: Facts) -> Iterator[Problem]:
+    """Only a model that is read can bring code along."""
+    model = facts.recipe.model
+    if model.trust_remote_code and model.path is None:
+        yield Problem(
+            ("model.trust_remote_code", "model.build"),
+            "model.trust_remote_code=true: a model that is built brings no code; remove it, or name a model.path",
+        )
 
 
 @rule

@@ -22,6 +22,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path) -> dict[str, Any]:
     layout = rollout.layout or schema.RolloutLayout()
     arguments: dict[str, Any] = {
         "model_path": str(model_dir),
+        "trust_remote_code": recipe.model.trust_remote_code,
         # Prompts come as tokens. Only stop strings are looked for in text.
         "skip_tokenizer_init": not rollout.stop,
         "dtype": _DTYPES[recipe.model.dtype or "bf16"],

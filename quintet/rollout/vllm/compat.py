@@ -138,6 +138,11 @@ def starting() -> Iterator[None]:
             "is rollout.memory_fraction.)"
         ) from error
     except RuntimeError as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"vLLM {require()} cannot read the model without code that comes with it (auto_map in config.json), and code of "
+                "a model is not run unasked. Read it, and set model.trust_remote_code=true; or use rollout.backend=native"
+            ) from error
         if "core initialization failed" not in str(error):
             raise
         raise WorkerFailure(

@@ -36,6 +36,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     dtype = recipe.model.dtype or ("fp32" if device == "cpu" else "bf16")
     arguments: dict[str, Any] = {
         "model": str(model_dir),
+        "trust_remote_code": recipe.model.trust_remote_code,
         # Prompts come as tokens. Only stop strings are looked for in text.
         "skip_tokenizer_init": not rollout.stop,
         "dtype": _DTYPES[dtype],

@@ -36,6 +36,7 @@ def test_sizes_follow_the_recipe(arguments):
     assert made["gpu_memory_utilization"] == 0.3
     assert made["dtype"] == "bfloat16"
     assert made["enable_sleep_mode"]
+    assert made["trust_remote_code"] is False
     assert "enforce_eager" not in made
 
 
