@@ -121,12 +121,15 @@ def test_code_that_is_not_needed_does_not_run(model: Path) -> None:
     assert not (model.parent / "trace").exists()
 
 
-def test_vllms_words_for_a_config_that_needs_code_become_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "require", lambda: "0.32.0")
-    theirs = RuntimeError("Failed to load the model config. Consider setting `trust_remote_code=True` in LLM")
+@pytest.mark.vllm
+def test_vllm_runs_nothing_either(model: Path) -> None:
+    compat.prepare("cpu")
+    from vllm.engine.arg_utils import EngineArgs
+
     said = r"auto_map in config\.json.*set model\.trust_remote_code=true"
     with pytest.raises(UserError, match=said), compat.starting():
-        raise theirs
+        EngineArgs(model=str(model), trust_remote_code=False, dtype="float32").create_engine_config()
+    assert not (model.parent / "trace").exists()
 
 
 def test_every_call_says_whether_it_trusts() -> None:
