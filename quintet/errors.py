@@ -6,6 +6,8 @@ is printed without a traceback. Everything else is a bug, and keeps its tracebac
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class QuintetError(Exception):
     """Base of the errors raised on purpose; `exit_code` is what the command line ends with. `message` is what it prints, to
@@ -25,6 +27,14 @@ class UserError(QuintetError):
     """Bad input: a recipe, a file, a missing package. The message stands on its own."""
 
     exit_code = 2
+
+
+class DamagedCheckpoint(UserError):
+    """Files of a checkpoint are not as they were written; `checkpoint` is its directory, where that is known."""
+
+    def __init__(self, message: str = "", checkpoint: Path | None = None) -> None:
+        super().__init__(message)
+        self.checkpoint = checkpoint
 
 
 class Stopped(QuintetError):

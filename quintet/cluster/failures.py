@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from quintet.cluster.probe import Report
-from quintet.errors import Disagreement, QuintetError, SyncFailure, SyncMismatch, UserError, WorkerFailure
+from quintet.errors import (
+    DamagedCheckpoint,
+    Disagreement,
+    QuintetError,
+    SyncFailure,
+    SyncMismatch,
+    UserError,
+    WorkerFailure,
+)
 
 # What gloo, NCCL and torch's store say. Tested with gloo on CPU; the NCCL wordings are from torch's sources.
 _TIMED_OUT = re.compile(
@@ -28,7 +36,13 @@ _CUT_OFF = re.compile(
     r"|Failed to (recv|send), got 0 bytes|Connection was likely closed|connectFullMesh failed",
 )
 
-_TOLD: tuple[type[QuintetError], ...] = (UserError, SyncMismatch, SyncFailure, Disagreement)
+_TOLD: tuple[type[QuintetError], ...] = (
+    DamagedCheckpoint,
+    UserError,
+    SyncMismatch,
+    SyncFailure,
+    Disagreement,
+)
 """Errors that a rank raises on purpose: their message is all there is to say, and their class decides the exit code."""
 
 

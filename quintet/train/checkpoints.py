@@ -9,10 +9,12 @@ checkpoint, and harms none. Here is no torch: the controller, `quintet check` an
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -69,6 +71,8 @@ class Manifest(BaseModel):
     """Local time."""
     files: dict[str, NonNegativeInt] = {}
     """Bytes of each file, by its path below the checkpoint."""
+    crc32: int | None = None
+    """Of all else in the file, as `_crc32` writes it; null in a manifest of a version that wrote none."""
 
     @property
     def bytes(self) -> int:
@@ -152,7 +156,8 @@ class Checkpoints:
         manifest = manifest.model_copy(update={"files": _sizes(path)})
         draft = path / f"{MANIFEST}.part"
         with draft.open("w", encoding="utf-8") as file:
-            file.write(manifest.model_dump_json(indent=2) + "\n")
+            content = json.loads(manifest.model_dump_json(exclude={"crc32"}))
+            file.write(json.dumps(content | {"crc32": _crc32(content)}, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
         for directory in {path, *(p.parent for p in path.rglob("*"))}:
@@ -188,11 +193,16 @@ class Checkpoints:
         """Directories with a manifest, the newest first; whether they are whole is not looked at."""
         return [path for path in self._all() if (path / MANIFEST).exists()]
 
-    def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and what was wrong with those newer than it."""
+    def latest(self, damaged: Mapping[Path, str] | None = None) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that is whole, and what was wrong with those newer than it.
+
+        damaged: of which it is known already, with what is wrong: files of the right size are not looked into here.
+        """
         skipped: list[str] = []
         for path in self._all():
             try:
+                if damaged and path in damaged:
+                    raise Damaged(damaged[path])
                 return Checkpoint.read(path), skipped
             except Damaged as reason:
                 skipped.append(f"{path.name}: {reason}")
@@ -238,7 +248,8 @@ def _named(directory: Path) -> list[tuple[tuple[int, int], Path]]:
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:
-        manifest = Manifest.model_validate_json(file.read_bytes(), strict=True)
+        data = file.read_bytes()
+        manifest = Manifest.model_validate_json(data, strict=True)
     except FileNotFoundError:
         unfinished = f"no {MANIFEST}: its save was not finished" if path.is_dir() else f"there is no {path}"
         raise Damaged(unfinished) from None
@@ -250,6 +261,8 @@ def _read_manifest(path: Path) -> Manifest:
         if first["loc"] == ("format",) and isinstance(first["input"], int):
             raise Damaged(f"{file.name} has format {first['input']}, and this quintet reads 1") from None
         raise Damaged(f"{file.name} is damaged ({where}: {first['msg']})") from None
+    if manifest.crc32 not in (None, _crc32(json.loads(data))):
+        raise Damaged(f"{file.name} is damaged: its checksum is not the one it was written with")
     for name, size in manifest.files.items():
         try:
             found = (path / name).stat().st_size
@@ -258,6 +271,11 @@ def _read_manifest(path: Path) -> Manifest:
         if found != size:
             raise Damaged(f"{name} has {found} bytes instead of {size}")
     return manifest
+
+
+def _crc32(manifest: dict[str, Any]) -> int:
+    content = {key: value for key, value in manifest.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _sizes(path: Path) -> dict[str, int]:

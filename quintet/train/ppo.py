@@ -16,6 +16,7 @@ from quintet.train.closing import keep_closing_replay, stop_if_parted
 from quintet.train.evaluate import evaluate
 from quintet.train.objective import policy_objective
 from quintet.train.record import record
+from quintet.train.resume import past_damage
 from quintet.train.session import Session, session
 from quintet.train.sft import imitate
 
@@ -25,13 +26,17 @@ def train(recipe: Recipe, stop_after: int | None = None, again: Path | None = No
 
     stop_after: save after this step and raise Stopped, as SIGTERM would have it. again: save what is loaded once more, to there.
     """
-    with session(recipe, "train", stop_after, again) as s:
-        if recipe.sft is not None and not s.saver.skips("sft"):
-            imitate(s, recipe.sft, recipe.sft.optimizer)
-        reinforce(s)
-        run = s.finish()
-        keep_closing_replay(s, recipe.train.steps)  # only now: the model is written
-        return run
+
+    def run(damaged: dict[Path, str]) -> Path:
+        with session(recipe, "train", stop_after, again, damaged=damaged) as s:
+            if recipe.sft is not None and not s.saver.skips("sft"):
+                imitate(s, recipe.sft, recipe.sft.optimizer)
+            reinforce(s)
+            directory = s.finish()
+            keep_closing_replay(s, recipe.train.steps)  # only now: the model is written
+            return directory
+
+    return past_damage(run)
 
 
 def reinforce(s: Session) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quintet.errors import UserError
+from quintet.errors import DamagedCheckpoint, UserError
 from quintet.recipe.resume import MAY_CHANGE, changed_keys
 from quintet.recipe.schema import Recipe
 from quintet.train.checkpoints import MANIFEST, Checkpoint, Checkpoints, Damaged
@@ -29,18 +30,37 @@ class Resume:
         return None if self.checkpoint is None else self.checkpoint.path.parent.parent
 
 
-def find_resume(recipe: Recipe, command: str) -> Resume:
-    """Find and check the checkpoint that a recipe asks to go on from.
+def past_damage(run: Callable[[dict[Path, str]], Path]) -> Path:
+    """Call `run`, and once more for each checkpoint that turned out to be damaged when it was loaded, with what is wrong with
+    each of those so far; returns what it returns.
+
+    Every process starts anew, as if the earlier checkpoint had been named: nothing of what was loaded before stays.
+    """
+    damaged: dict[Path, str] = {}
+    while True:
+        try:
+            return run(damaged)
+        except DamagedCheckpoint as error:
+            if error.checkpoint is None:
+                raise
+            damaged[error.checkpoint] = error.message
+
+
+def find_resume(recipe: Recipe, command: str, damaged: Mapping[Path, str] | None = None) -> Resume:
+    """Find and check the checkpoint that a recipe asks to go on from. damaged: see `Checkpoints.latest`.
 
     auto: of the runs of `run.name` in `run.dir`, the newest (by the time in its name) that has a whole checkpoint; runs without
     one are told and passed over, and a new run begins where there is none. Of a run the newest whole checkpoint counts.
 
-    Raises UserError when there is no such checkpoint, it is damaged, or the recipe differs in a key that may not change.
+    Raises UserError when there is no such checkpoint, the one that is named or all of a run's are damaged, or the recipe differs
+    in a key that may not change.
     """
     if recipe.resume is None:
         return Resume()
     try:
-        found = _newest_run(recipe) if recipe.resume == AUTO else _named(Path(recipe.resume))
+        found = (
+            _newest_run(recipe, damaged) if recipe.resume == AUTO else _named(Path(recipe.resume), damaged)
+        )
     except OSError as error:
         raise UserError(
             f"resume={recipe.resume}: {error.filename} cannot be read: {error.strerror}"
@@ -50,12 +70,14 @@ def find_resume(recipe: Recipe, command: str) -> Resume:
     return found
 
 
-def check_again(chosen: Resume, recipe: Recipe, command: str) -> None:
+def check_again(
+    chosen: Resume, recipe: Recipe, command: str, damaged: Mapping[Path, str] | None = None
+) -> None:
     """Look once more, now that no other process can go on with the run.
 
     Raises UserError when another one did between the choice and the lock.
     """
-    if chosen.run is not None and find_resume(recipe, command).checkpoint != chosen.checkpoint:
+    if chosen.run is not None and find_resume(recipe, command, damaged).checkpoint != chosen.checkpoint:
         raise UserError(
             f"resume={recipe.resume}: another process went on with {chosen.run} while this one started; run the command again"
         )
@@ -80,13 +102,19 @@ def _sft_steps(recipe: Recipe, loop: dict[str, float]) -> int:
     return 0 if stop is not None and loop["smooth"] < stop else recipe.sft.steps
 
 
-def _newest_run(recipe: Recipe) -> Resume:
+def _newest_run(recipe: Recipe, damaged: Mapping[Path, str] | None) -> Resume:
     notes: list[str] = []
     ours = re.compile(rf"{re.escape(recipe.run.name)}-(\d{{8}}-\d{{6}})(?:-(\d+))?")
     folder = recipe.run.dir
     runs = [(m, p) for p in (folder.iterdir() if folder.is_dir() else ()) if (m := ours.fullmatch(p.name))]
     for _, run in sorted(runs, key=lambda one: (one[0][1], int(one[0][2] or 1)), reverse=True):
-        checkpoint, skipped = Checkpoints(run / "checkpoints").latest()
+        checkpoints = Checkpoints(run / "checkpoints")
+        checkpoint, skipped = checkpoints.latest(damaged)
+        if checkpoint is None and checkpoints.published():
+            raise UserError(
+                f"resume=auto: no checkpoint of {run} is whole{_because(skipped)}. Put whole files back, name another run, or "
+                "begin a new one (resume=null)"
+            )
         if checkpoint is not None and not (notes and _finished(run)):
             return Resume(checkpoint, [*notes, *_skipped(run, skipped)])
         if (
@@ -110,7 +138,7 @@ def _newest_run(recipe: Recipe) -> Resume:
     )
 
 
-def _named(path: Path) -> Resume:
+def _named(path: Path, damaged: Mapping[Path, str] | None) -> Resume:
     if path.absolute().name == "checkpoints":
         path = path.absolute().parent
     if (path / MANIFEST).exists() or (path.parent.name == "checkpoints" and path.is_dir()):
@@ -128,10 +156,15 @@ def _named(path: Path) -> Resume:
             f"resume={path} is a Hugging Face directory: it has weights and no state of training. To start a new run from "
             f"them set model.path={path}"
         )
-    checkpoint, skipped = Checkpoints(path.absolute() / "checkpoints").latest()
+    checkpoint, skipped = Checkpoints(path.absolute() / "checkpoints").latest(damaged)
     if checkpoint is None:
         raise UserError(f"resume={path} has no whole checkpoint{_because(skipped)}")
     return Resume(checkpoint, _skipped(path, skipped))
+
+
+def is_named(resume: str | None, checkpoint: Path) -> bool:
+    """Whether `resume` names this checkpoint and no run that may have others."""
+    return resume not in (None, AUTO) and Path(str(resume)).absolute() == checkpoint.absolute()
 
 
 def _others(path: Path) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quintet.data.stream import PromptStream
-from quintet.errors import Stopped, UserError
+from quintet.errors import DamagedCheckpoint, Stopped, UserError
 from quintet.models import ModelShape
 from quintet.observe import Observer, package_versions
 from quintet.observe.memory import GIB
@@ -32,6 +32,7 @@ from quintet.train.checkpoints import (
     later_than,
     name_of,
 )
+from quintet.train.resume import is_named
 from quintet.train.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ class Saver:
             try:
                 self.fleet.load_checkpoint(found.policy, found.reference)
             except UserError as error:
+                if isinstance(error, DamagedCheckpoint) and not is_named(self.recipe.resume, found.path):
+                    raise DamagedCheckpoint(error.message, found.path) from None
                 raise UserError(f"{error}. {self._instead_of(found)}") from None
             if self._again is not None:
                 self._save_again(found, self._again)

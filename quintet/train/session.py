@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,18 +207,19 @@ def session(
     stop_after: int | None = None,
     again: Path | None = None,
     texts: Sequence[str] = (),
+    damaged: Mapping[Path, str] | None = None,
 ) -> Iterator[Session]:
     """Prepare, make or reopen the run directory, start the ranks; and end all of it well, however the body ends.
 
     `generate` and `eval` leave no run directory behind and write progress to standard error. stop_after, again: see `train`;
-    texts: see `prepare`.
+    texts: see `prepare`; damaged: see `find_resume`.
     """
     trains = command in ("train", "sft")
-    resume = find_resume(recipe, command) if trains else Resume()
+    resume = find_resume(recipe, command, damaged) if trains else Resume()
     with tempfile.TemporaryDirectory(prefix="quintet-") as scratch:
         inputs = prepare(recipe, command, Path(scratch), resume, texts)
         with Observer(recipe, keep=trains, resume=resume.run) as observer:
-            check_again(resume, recipe, command)
+            check_again(resume, recipe, command, damaged)
             for note in resume.notes:
                 observer.note(note)
             if recipe.model.build is not None and resume.run is None:

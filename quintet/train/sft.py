@@ -8,6 +8,7 @@ from pathlib import Path
 from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Optimizer, Recipe, Sft
 from quintet.train.objective import sft_objective
+from quintet.train.resume import past_damage
 from quintet.train.session import Session, session
 
 MEMORY_EVERY_STEPS = 10
@@ -19,10 +20,15 @@ def sft(recipe: Recipe, stop_after: int | None = None, again: Path | None = None
 
     stop_after: save after this step and raise Stopped, as SIGTERM would have it. again: save what is loaded once more, to there.
     """
-    assert recipe.sft is not None
-    with session(recipe, "sft", stop_after, again) as s:
-        imitate(s, recipe.sft, recipe.sft.optimizer)
-        return s.finish()
+    settings = recipe.sft
+    assert settings is not None
+
+    def run(damaged: dict[Path, str]) -> Path:
+        with session(recipe, "sft", stop_after, again, damaged=damaged) as s:
+            imitate(s, settings, settings.optimizer)
+            return s.finish()
+
+    return past_damage(run)
 
 
 def imitate(s: Session, recipe: Sft, optimizer: Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -105,6 +106,16 @@ def test_a_damaged_one_is_passed_over_with_the_reason(checkpoints, kind):
     assert SAID[kind] in reason
     with pytest.raises(Damaged):
         Checkpoint.read(damaged)
+
+
+def test_no_flipped_bit_of_a_manifest_is_believed(checkpoints):
+    """It says where the data go on, and what was smoothed so far: a digit more or less would be another run."""
+    path = save(checkpoints, "sft", 12, loop={"smooth": 0.1 + 0.2})
+    written, whole = Checkpoint.read(path), (path / MANIFEST).read_bytes()
+    for at in range(len(whole)):
+        (path / MANIFEST).write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with contextlib.suppress(Damaged):
+            assert Checkpoint.read(path) == written, f"byte {at}"  # white space
 
 
 def test_one_whose_reference_is_gone_is_passed_over(checkpoints):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from quintet.errors import UserError
+from quintet.errors import DamagedCheckpoint, UserError
 from quintet.observe.lock import LOCK, RunLock
 from quintet.recipe import Recipe
 from quintet.recipe.schema import BuildModel, Data, Model, Run, Sft, Train
 from quintet.train.checkpoints import MANIFEST, Checkpoints
-from quintet.train.resume import Resume, check_again, find_resume, nothing_left
+from quintet.train.resume import Resume, check_again, find_resume, nothing_left, past_damage
 from quintet.train.session import Inputs, _check_reference
 from tests.train.test_checkpoints import save
 
@@ -53,6 +53,43 @@ def test_auto_takes_the_newest_run_with_a_whole_checkpoint(recipe):
     assert [one.partition(" ")[0] for one in found.notes] == ["resume=auto:", "passed"]
     assert "math-20260104-100000 has no whole checkpoint" in found.notes[0]
     assert "step-000004: no manifest.json: its save was not finished" in found.notes[1]
+
+
+def test_what_turned_out_to_be_damaged_is_passed_over_until_nothing_is_left(recipe):
+    older = a_run(recipe, "math-20260101-100000", 9)
+    run = a_run(recipe, "math-20260102-100000", 3, 4)
+    damaged = {run / "checkpoints/step-000004": "policy/__0_0.distcp: w is damaged"}
+    found = find_resume(recipe, "train", damaged)
+    assert found.checkpoint.manifest.step == 3
+    assert found.notes == [f"passed over in {run}: step-000004: policy/__0_0.distcp: w is damaged"]
+    check_again(found, recipe, "train", damaged)
+    (run / "checkpoints/step-000003/policy/0.distcp").write_bytes(b"")
+    with pytest.raises(UserError) as error:
+        find_resume(recipe, "train", damaged)
+    for part in (
+        f"no checkpoint of {run} is whole (step-000004: policy/__0_0",
+        "; step-000003: policy/0.distcp has 0",
+    ):
+        assert part in str(error.value)
+    assert str(older) not in str(error.value), (
+        "steps that were done are not given up for an older run in silence"
+    )
+    recipe.resume = str(run)
+    with pytest.raises(UserError, match=r"no whole checkpoint \(step-000004: .*; step-000003: "):
+        find_resume(recipe, "train", damaged)
+
+
+def test_a_run_is_started_again_for_each_checkpoint_that_is_damaged():
+    seen, end = [], Path("run")
+
+    def run(damaged: dict[Path, str]) -> Path:
+        seen.append(dict(damaged))
+        if len(damaged) < 2:
+            raise DamagedCheckpoint("why", Path(f"step-{len(damaged)}"))
+        return end
+
+    assert past_damage(run) == end
+    assert seen == [{}, {Path("step-0"): "why"}, {Path("step-0"): "why", Path("step-1"): "why"}]
 
 
 def test_auto_begins_anew_where_there_is_nothing(recipe):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from quintet.engine.checkpoint.reader import Reader
 from quintet.engine.checkpoint.rng import random_states, set_random_states
 from quintet.engine.checkpoint.saver import Saver
 from quintet.engine.checkpoint.slots import Slot, moment_names, slots
-from quintet.errors import UserError
+from quintet.errors import DamagedCheckpoint, UserError
 
 if TYPE_CHECKING:
     from quintet.engine.engine import Engine
@@ -51,12 +52,18 @@ class Checkpoints:
         return self._saver.finished(wait)
 
     def load(self, path: Path) -> int:
-        """Fill the engine from a checkpoint; returns the optimizer steps it was saved after. Collective."""
+        """Fill the engine from a checkpoint; returns the optimizer steps it was saved after. Collective.
+
+        Raises DamagedCheckpoint on every rank, with the engine as it was, when what one of them reads is not what was written;
+        another UserError when it is whole and of another model or optimizer.
+        """
         engine = self._engine
-        reader, state = agreed(lambda: self._open(path))
+        with _damage():
+            reader, state = agreed(lambda: self._open(path))
         steps, moments = int(state["steps"]), tuple(state["moments"])
-        holding = self._holding()
-        load, random = agreed(lambda: self._read(reader, state, holding))
+        load = agreed(lambda: self._fitting(reader, state))
+        with _damage():
+            random = agreed(lambda: self._read(load, state))
         engine._incomplete = f"{path} could not be loaded to its end"
         for slot in self._slots():
             slot.begin(moments, steps)
@@ -82,10 +89,18 @@ class Checkpoints:
             raise UserError(
                 f"{path / CHECKSUMS} is missing: whether the other files are whole cannot be told"
             )
-        self._check_adapters(path, state)
-        if self._engine._optimizer is not None:
-            self._check_optimizer(path, state)
         return reader, state
+
+    def _fitting(self, reader: Reader, state: dict[str, Any]) -> Load:
+        """What this rank will take, once it is sure that it is of this model and optimizer."""
+        engine, path, holding = self._engine, reader.path, self._holding()
+        self._check_adapters(path, state)
+        if engine._optimizer is not None:
+            self._check_optimizer(path, state)
+        load = Load(reader, holding)
+        load.want_weights(holding, from_masters=engine._optimizer is not None)
+        load.want_states(self._states(holding), state["moments"])
+        return load
 
     def _check_adapters(self, path: Path, state: dict[str, Any]) -> None:
         """Raise UserError when the adapters are others than those saved, or beside other weights."""
@@ -138,15 +153,11 @@ class Checkpoints:
                 f"optimizer.name={recipe.name} needs {', '.join(moment_names(recipe)) or 'none'}. Set optimizer.name and its momentum back"
             )
 
-    def _read(self, reader: Reader, state: dict[str, Any], holding: Holding) -> tuple[Load, Any]:
-        """Everything this rank takes, checked, and its random states where the layout is the same."""
-        engine = self._engine
-        load = Load(reader, holding)
-        load.want_weights(holding, from_masters=engine._optimizer is not None)
-        load.want_states(self._states(holding), state["moments"])
+    def _read(self, load: Load, state: dict[str, Any]) -> Any:
+        """Read and check all that is wanted; this rank's random states, where the layout is the same."""
         load.read()
         same = state["layout"] == self._layout()
-        return load, reader.json(f"rng-{engine.mesh.rank:05d}.json") if same else None
+        return load.reader.json(f"rng-{self._engine.mesh.rank:05d}.json") if same else None
 
     def _holding(self) -> Holding:
         if self._held is None:  # of a model with many experts it is some 10⁵ names
@@ -184,3 +195,12 @@ class Checkpoints:
             "adapters": self._adapters(),
             "versions": {"torch": torch.__version__, "megatron-core": megatron.core.__version__},
         }
+
+
+@contextlib.contextmanager
+def _damage() -> Iterator[None]:
+    """What is raised while files are read is told as damage: `agreed` raises a UserError on each rank, whatever its kind was."""
+    try:
+        yield
+    except UserError as error:
+        raise DamagedCheckpoint(error.message) from error

@@ -122,7 +122,7 @@ class Reader:
         file = self.path / CHECKSUMS
         if not file.exists():
             return {}
-        sums = _json(file, file.read_bytes())
+        sums = _json(file, _content(file))
         try:
             sizes = {name: int(known["bytes"]) for name, known in sums["files"].items()}
             sums["tensors"].items()
@@ -138,7 +138,7 @@ class Reader:
 
     def _bytes(self, name: str) -> bytes:
         """Content of a file beside the tensors, checked."""
-        data = (self.path / name).read_bytes()
+        data = _content(self.path / name)
         if self._sums and zlib.crc32(data) != self._sums["files"].get(name, {}).get("crc32"):
             raise UserError(f"{self.path / name} is damaged: its checksum is not the one it was written with")
         return data
@@ -237,6 +237,13 @@ def _check_types(key: str, stored: Stored) -> None:
 
 def _counts(numbers: Iterable[Any]) -> bool:
     return all(type(one) is int and one >= 0 for one in numbers)
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _json(file: Path, data: bytes) -> dict[str, Any]:

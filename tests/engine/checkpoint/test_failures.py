@@ -88,6 +88,63 @@ def test_damage_that_one_rank_sees_stops_all_before_anything_changes(pool, model
     assert first == second
 
 
+def refusal(call: Any) -> tuple[str, str]:
+    """Kind and words."""
+    try:
+        call()
+    except UserError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def flips(path: Path, where: Path) -> list[tuple[str, str, str]]:
+    """On each of two ranks: one bit after another is flipped in every file; each time, the file and the kind and words of the
+    refusal. What is not refused is loaded as it was saved."""
+    import torch.distributed as dist
+
+    engine = trained(path)
+    engine.save(where)
+    saved, rng = held(engine), random.Random(0)
+    step(engine, CASE)
+    later = held(engine)
+    told = []
+    for file in sorted(where.iterdir()):
+        whole = file.read_bytes()
+        for at in (rng.randrange(len(whole)) for _ in range(6)):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+            dist.barrier()
+            refused = refusal(lambda: engine.load(where))
+            told.append((file.name, *refused))
+            assert same(held(engine), later if refused[0] else saved), f"byte {at} of {file.name}"
+            if not refused[0]:
+                step(engine, CASE)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(whole)
+    release(engine)
+    return told
+
+
+def test_no_flipped_bit_is_loaded(pool, models, tmp_path):
+    path = save("qwen2", models / "qwen2")
+    first, second = pool.run(flips, 2, path, tmp_path / "saved")
+    assert first == second, "ranks parted"
+    assert {kind for _, kind, _ in first} <= {"DamagedCheckpoint", ""}
+    assert all(str(tmp_path / "saved") in words for _, kind, words in first if kind)
+    # The rest is not read, or white space of JSON.
+    for name in (
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "rng-00000.json",
+        "rng-00001.json",
+        "state.json",
+    ):
+        assert all(kind for file, kind, _ in first if file == name), name
+
+
 def full_disk(path: Path, where: Path) -> list[str]:
     """On each of two ranks: rank 1 may write no more than 100 KB to a file; then it may again."""
     import torch.distributed as dist
