@@ -12,6 +12,8 @@ Written for and tested with ray 2.60. Adaptations, and what fails without them (
   (`test_what_a_signal_raises_ends_a_wait_as_itself`).
 - `_undisturbed`: Ray that is interrupted while it starts crashes when the program ends, and it takes SIGTERM for itself
   (`test_a_signal_while_ranks_start_ends_in_one_sentence`).
+- `_Job`: workers would look for modules in the working directory, and in that of the script, before all others
+  (tests/security/test_safe_path.py).
 - `_kill_started`: `ray.shutdown` returns before agents and workers are gone (`test_nothing_is_left_behind`).
 """
 
@@ -21,6 +23,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -30,6 +34,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+import quintet
 from quintet.errors import UserError
 
 # Read by Ray when it is imported or started. The last but one keeps `uv run` from packing up the working directory
@@ -48,6 +53,7 @@ import ray._private.state
 import ray._private.utils
 import ray._private.worker
 from ray.experimental import internal_kv
+from ray.job_config import JobConfig
 
 START_TIMEOUT_S = 180.0
 OBJECT_STORE_BYTES_WITHOUT_GPU = 512 * 2**20
@@ -71,6 +77,21 @@ class _LeanNode(ray._private.node.Node):
                 ray._private.services.get_node(self.gcs_address, self._node_id)
                 return
             time.sleep(0.05)
+
+
+class _Job(JobConfig):
+    """Workers look for modules where their Python does; for this package where it is here, if that is another place."""
+
+    def __init__(self) -> None:
+        root, code = str(Path(quintet.__file__).parents[1]), "import quintet; print(quintet.__file__)"
+        found = subprocess.run(
+            [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+        )
+        super().__init__(_py_driver_sys_path=[] if found.stdout.strip() == quintet.__file__ else [root])
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        """What Ray asks before it adds the two directories, and nothing else."""
+        return True
 
 
 def _no_error_messages(worker: Any, threads_stopped: threading.Event) -> None:
@@ -135,6 +156,7 @@ def start_local(num_cpus: int, num_gpus: int | None) -> LocalRay:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="error",
+                job_config=_Job(),
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(directory),
             )
@@ -157,7 +179,7 @@ def join(address: str) -> None:
         _undisturbed(),
         mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages),
     ):
-        ray.init(address=address, log_to_driver=False, logging_level="error")
+        ray.init(address=address, log_to_driver=False, logging_level="error", job_config=_Job())
 
 
 class LocalRay:

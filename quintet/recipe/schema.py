@@ -290,7 +290,8 @@ BUILT_IN_REWARDS = ("math", "gsm8k", "exact_match", "length", "addition", "count
 
 class Reward(Section):
     function: str = "math"
-    """One of BUILT_IN_REWARDS, or a user's own `module:function` or `file.py:function`."""
+    """One of BUILT_IN_REWARDS, or a user's own `file.py:function`, or `module:function` of a module that is installed or on
+    PYTHONPATH."""
 
 
 class Algorithm(Section):

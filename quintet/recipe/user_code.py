@@ -88,14 +88,22 @@ def _load_module(key: str, name: str, kind: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise UserError(
-                f"{key}: there is no module {name!r}; for a file write path/file.py:{kind}"
-            ) from None
+            raise UserError(f"{key}: there is no module {name!r}; {_instead(name, kind)}") from None
         raise _import_error(key, name, error) from error
     except UserError as error:
         raise UserError(f"{key}: {name}: {error}") from None
     except Exception as error:
         raise _import_error(key, name, error) from error
+
+
+def _instead(name: str, kind: str) -> str:
+    file = f"{name.replace('.', '/')}.py"
+    if not Path(file).is_file():
+        return f"for a file write path/file.py:{kind}"
+    return (
+        f"it is here as {file}, and modules are not looked for in the working directory: write {file}:{kind}, or put the "
+        "directory into PYTHONPATH"
+    )
 
 
 def _import_error(key: str, name: str, error: Exception) -> UserError:

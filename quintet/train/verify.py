@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 from quintet.errors import QuintetError, Stopped, UserError
 from quintet.observe.ledger import read_jsonl, read_metrics
@@ -216,9 +217,14 @@ def _run(
     recipe: Recipe, command: Command, stop_after: int | None, log: Path, again: Path | None = None
 ) -> None:
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_in_process, args=(recipe, command, stop_after, log, again))
+    process = context.Process(
+        target=_in_process, args=(recipe, command, stop_after, log, again, "PYTHONSAFEPATH" in os.environ)
+    )
     log.touch()  # to be read even of a process that is killed before it opens it
-    process.start()
+    with mock.patch.dict(
+        os.environ, PYTHONSAFEPATH="1"
+    ):  # it is `python -c`, which begins in the working directory
+        process.start()
     try:
         process.join()
     except KeyboardInterrupt as interrupt:
@@ -233,8 +239,10 @@ def _run(
 
 
 def _in_process(
-    recipe: Recipe, command: Command, stop_after: int | None, log: Path, again: Path | None
+    recipe: Recipe, command: Command, stop_after: int | None, log: Path, again: Path | None, safe_path: bool
 ) -> None:
+    if not safe_path:  # this process has been started: what a reward starts finds its modules as in any run
+        del os.environ["PYTHONSAFEPATH"]
     with log.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -25,6 +25,8 @@ _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _ENVIRONMENT = {
     # The context is a few tokens longer than a sample, as SGLang keeps some back; a model's limit counts without those.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    # Its processes are `python -c`, which would look for modules in the working directory first.
+    "PYTHONSAFEPATH": "1",
 }
 
 

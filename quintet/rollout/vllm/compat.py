@@ -29,6 +29,8 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Workers are started anew: a fork of a process with threads (Ray's, CUDA's) may never wake.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # They are `python -c`, which would look for modules in the working directory first.
+    "PYTHONSAFEPATH": "1",
     # FlashInfer's sampler has no seed a request, and compiles itself on first use.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # What workers answer are objects; those who could read or forge them are processes of this machine's user.
