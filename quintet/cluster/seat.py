@@ -27,6 +27,7 @@ import ray
 from quintet.cluster.failures import Failure
 from quintet.cluster.probe import STACK_SIGNAL, kernel_oom_kills
 from quintet.cluster.worker import Place
+from quintet.disk import lossy
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class Seat:
         with order.log.open("ab", buffering=0) as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+        sys.stdout, sys.stderr = lossy(1), lossy(2)  # words that a full disk does not take end no rank
         # The file gets its name when the signal is caught: to a process without it, the signal is not sent.
         unnamed = order.stacks.with_suffix(".unnamed")
         self._stacks_file = unnamed.open("w")

@@ -35,7 +35,7 @@ class Ledger:
     def write(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line. Values are numbers or null; numpy and 0-dim tensors become plain numbers."""
         line = {"stage": stage, "step": step} | {key: _plain(key, value) for key, value in metrics.items()}
-        append(self._file, json.dumps(line) + "\n")
+        append(self._file, json.dumps(line).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -46,15 +46,15 @@ def open_to_append(path: Path) -> FileIO:
     return path.open("ab", buffering=0)
 
 
-def append(file: FileIO, text: str) -> None:
-    """Write all of a text, or nothing. Raises UserError when the disk does not take it."""
-    data, before = text.encode(), os.fstat(file.fileno()).st_size
+def append(file: FileIO, data: bytes) -> None:
+    """Write all of it, or nothing. Raises UserError when the disk does not take it."""
+    before = os.fstat(file.fileno()).st_size
     try:
         while data:
             data = data[file.write(data) :]
     except OSError as error:
         with contextlib.suppress(OSError):
-            file.truncate(before)  # half a line would hide those that come after it
+            file.truncate(before)  # half a record would hide those that come after it
         raise UserError(f"{file.name} cannot be written: {error.strerror}") from None
 
 

@@ -64,10 +64,13 @@ class RunLock:
             raise UserError(f"{path} cannot be written: {error.strerror}") from None
         try:
             self._take()
-        except BaseException:
-            self._file.close()
+            self._write(json.dumps(_me()) + "\n")
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # of what a full disk has not taken yet
+                self._file.close()
+            if isinstance(error, OSError):
+                raise UserError(f"{path} cannot be written: {error.strerror}") from None
             raise
-        self._write(json.dumps(_me()) + "\n")
         self._released = threading.Event()
         threading.Thread(target=self._beat, daemon=True, name="run lock").start()
 

@@ -6,17 +6,22 @@ with its status and a report of the steps there were.
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 
-from quintet.errors import Stopped, UserError
+from quintet.disk import lossy
+from quintet.errors import Stopped
 from quintet.observe.ledger import Ledger, read_metrics
+from quintet.observe.losses import Losses
 from quintet.observe.memory import HostMemory, device_peak
 from quintet.observe.phases import PhaseTimer
 from quintet.observe.progress import Progress
@@ -48,7 +53,11 @@ class Observer:
         resume: Path | None = None,
     ) -> None:
         self.recipe, self.keep = recipe, keep
-        self.console = console or Console(highlight=False, stderr=not keep)
+        goes_on = recipe.checkpoint.on_error == "continue"
+        self.console = console or Console(
+            highlight=False, stderr=not keep, file=_log() if keep and goes_on else None
+        )
+        self._losses = Losses(goes_on, self.note)
         self._scratch = ExitStack()
         self.directory = self._directory(resume)
         self.progress = Progress(self.console)
@@ -150,12 +159,12 @@ class Observer:
 
     def samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Write samples to samples.jsonl: prompt, response, answer, reward, and what else there is."""
-        with self._disk():
+        with self._losses.of(self.directory.samples.name):
             self.directory.write_samples(step, samples)
 
     def replay(self, step: int, data: bytes) -> None:
         """Write samples of a step with their tokens and log-probs: the content of a file below replay/."""
-        with self._disk():
+        with self._losses.of("samples for replay"):
             self.directory.write_replay(step, data)
 
     def note(self, text: str) -> None:
@@ -184,8 +193,6 @@ class Observer:
         try:
             self._close(summary)
         except Exception as late:
-            if kind is None and isinstance(late, OSError):
-                raise UserError(f"{late.filename or self.directory.path}: {late.strerror}") from None
             if kind is None:
                 raise
             # What ended the run matters more.
@@ -201,34 +208,34 @@ class Observer:
     def _close(self, summary: dict[str, Any]) -> None:
         lines = read_metrics(self.directory.metrics)
         summary |= summarize(lines, self.phases.elapsed(), self.phases.totals) | self.extra
+        if self._losses.total:
+            summary["records_left_out"] = self._losses.total
         if len(starts := self.directory.starts()) > 1:
             summary["starts"] = starts
-        self.directory.write_summary(summary)
-        write_report(self.directory.path)
+        with self._losses.of(self.directory.summary.name):
+            self.directory.write_summary(summary)
+        with self._losses.of(self.directory.report.name):
+            write_report(self.directory.path)
         for tracker in self._trackers:
-            tracker.close()
+            with self._losses.of(tracker.name):
+                tracker.close()
+        self._losses.tell()
         if summary["status"] != "failed":
             self.console.print(closing_table(summary))
         for text in where_to_look(self.directory):
             self.console.print(text, soft_wrap=True, markup=False)
 
-    @contextmanager
-    def _disk(self) -> Iterator[None]:
-        """What the disk does not take of the records ends the run, or is left out, as the recipe wants."""
-        try:
-            yield
-        except UserError as error:
-            if self.recipe.checkpoint.on_error == "stop":
-                raise
-            left_out = self.extra["records_left_out"] = self.extra.get("records_left_out", 0) + 1
-            if left_out == 1:
-                self.note(
-                    f"warning: {error}; what it does not take of metrics and samples is left out. Training goes on "
-                    "(checkpoint.on_error=continue)"
-                )
-
     def _record(self, stage: str, step: int, line: Mapping[str, Any]) -> None:
-        with self._disk():
+        with self._losses.of(self.directory.metrics.name):
             self._ledger.write(stage, step, line)
         for tracker in self._trackers:
-            tracker.log(stage, step, line)
+            with self._losses.of(tracker.name):
+                tracker.log(stage, step, line)
+
+
+def _log() -> TextIO | None:
+    """Standard output, where it is a file: a full disk ends the run there no more than elsewhere."""
+    out = sys.__stdout__
+    if out is None or sys.stdout is not out or not stat.S_ISREG(os.fstat(out.fileno()).st_mode):
+        return None
+    return lossy(out.fileno())

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from quintet.disk import write_whole
 from quintet.errors import UserError
 from quintet.observe.ledger import append, open_to_append
 from quintet.observe.lock import LOCK, RunLock
@@ -140,7 +141,7 @@ class RunDirectory:
         """Append samples of a step: mappings such as prompt, response, answer, reward."""
         lines = (json.dumps({"step": step, **one}, ensure_ascii=False, default=str) + "\n" for one in samples)
         with open_to_append(self.samples) as file:
-            append(file, "".join(lines))
+            append(file, "".join(lines).encode())
 
     def write_replay(self, step: int, data: bytes) -> None:
         """Write a step's samples for replay, and remove those of earlier steps that nothing can be replayed with any more:
@@ -149,9 +150,7 @@ class RunDirectory:
         file = self.replay / replay_name(step)
         try:
             self.replay.mkdir(exist_ok=True)
-            draft = file.with_name(f"{file.name}.part")
-            draft.write_bytes(data)
-            draft.replace(file)
+            write_whole(file, data)
             for old, path in list(replays(self.path).items())[:-REPLAYS]:
                 if not self._has_weights(old - 1):
                     path.unlink()
@@ -165,9 +164,7 @@ class RunDirectory:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json in one move, so that a reader never sees half of it."""
-        draft = self.summary.with_suffix(".json.part")
-        draft.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
-        draft.replace(self.summary)
+        write_whole(self.summary, (json.dumps(summary, indent=2, default=str) + "\n").encode())
 
 
 def replay_name(step: int) -> str:
@@ -197,9 +194,7 @@ def _cut(file: Path, aside: Path, keep: Callable[[dict[str, Any]], bool]) -> Non
     if cut:
         # First what is set aside, then what stays: cut off in between, lines are there twice and none is lost.
         (aside / file.name).write_bytes(b"".join(cut))
-        draft = file.with_name(f"{file.name}.part")
-        draft.write_bytes(b"".join(kept))
-        draft.replace(file)
+        write_whole(file, b"".join(kept))
 
 
 def environment() -> dict[str, Any]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import netrc
 import os
 import secrets
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from quintet.errors import UserError
+from quintet.observe.ledger import append, open_to_append
 from quintet.recipe import Recipe
 
 
 class Tracker(Protocol):
     """Takes a step's metrics somewhere."""
+
+    name: str
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Metrics that are None are left out."""
@@ -49,37 +55,51 @@ def make_trackers(recipe: Recipe, directory: Path) -> list[Tracker]:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/` of the run directory, written without torch."""
+    """An event file in `tensorboard/` of the run directory, written without torch.
+
+    Not by TensorBoard's own writer: its thread dies of a full disk, with half an event in the file.
+    """
+
+    name = "tensorboard"
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        import tensorboard  # noqa: F401  (whether it is installed is to be told now)
 
         self._directory = directory / "tensorboard"
-        self._writer = EventFileWriter(str(self._directory))
+        self._directory.mkdir(exist_ok=True)
+        self._begin()
+
+    def _begin(self) -> None:
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open_to_append(self._directory / name)
+        self._write(file_version="brain.Event:2")
+
+    def _write(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(Event(wall_time=time.time(), **fields).SerializeToString())
+        append(self._file, record.getvalue())
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
-        import time
-
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _named(stage, metrics).items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._write(step=step, summary=Summary(value=values))
 
     def go_on(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Written anew: TensorBoard's own way to drop later steps would drop those of the other stage too."""
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer.close()
+        self._file.close()
         for file in self._directory.iterdir():
             file.unlink()
-        self._writer = EventFileWriter(str(self._directory))
+        self._begin()
         for line in lines:
             values = {key: value for key, value in line.items() if key not in ("stage", "step")}
             self.log(line["stage"], line["step"], values)
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class WeightsAndBiases:
@@ -87,6 +107,8 @@ class WeightsAndBiases:
 
     WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE are W&B's own and are respected.
     """
+
+    name = "wandb"
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         import wandb

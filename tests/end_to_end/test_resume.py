@@ -22,6 +22,7 @@ import pytest
 
 from quintet.observe.ledger import CLOCK_KEYS
 from quintet.train.checkpoints import MANIFEST, Checkpoints
+from tests.disks import mounted
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -216,16 +217,9 @@ def test_a_worker_is_killed_during_a_save_and_what_goes_on_is_stopped_by_sigterm
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few MiB: one or two checkpoints fit, then write() fails with ENOSPC."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True, text=True
-    )
-    if made.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {made.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    """One or two checkpoints fit, then write() fails with ENOSPC."""
+    with mounted(tmp_path / "disk", "8m") as disk:
+        yield disk
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quintet.disk import write_whole
 from quintet.errors import UserError
 from quintet.observe.ledger import read_jsonl, read_metrics
 from quintet.observe.report.page import Run, page
@@ -32,7 +33,7 @@ def write_report(run_dir: Path) -> Path:
         environment=_read_json(directory.environment),
         recipe=_recipe_lines(directory.recipe),
     )
-    directory.report.write_text(page(run), encoding="utf-8")
+    write_whole(directory.report, page(run).encode())
     return directory.report
 
 

@@ -1,0 +1,57 @@
+"""Records that the disk does not take: dropped and counted, told once, and once more when it takes them again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from quintet.errors import UserError
+
+
+class Losses:
+    """Of one run. goes_on: whether the run does, or ends with the first record that is refused. say: shows a line."""
+
+    def __init__(self, goes_on: bool, say: Callable[[str], None]) -> None:
+        self.total = 0
+        """Records that were left out so far."""
+        self._goes_on, self._say = goes_on, say
+        self._failing: set[str] = set()
+        self._lost: Counter[str] = Counter()
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Within, a record of `what` is written, such as "metrics.jsonl".
+
+        Raises UserError naming the file where the disk refuses it and the run is to end with that.
+        """
+        try:
+            yield
+        except (UserError, OSError) as error:
+            told = str(error)
+            if isinstance(error, OSError):
+                told = f"{error.filename or what} cannot be written: {error.strerror or error}"
+            if not self._goes_on:
+                raise UserError(told) from None
+            if not self._failing:
+                self._say(
+                    f"warning: {told}; what the disk does not take of metrics, samples and logs is left out. Training goes on "
+                    "(checkpoint.on_error=continue)"
+                )
+            self._failing.add(what)
+            self._lost[what] += 1
+            self.total += 1
+        else:
+            if what in self._failing:
+                self._failing.remove(what)
+                if not self._failing:
+                    self._say(f"the disk takes records again; {self._shown()}")
+                    self._lost.clear()
+
+    def tell(self) -> None:
+        """Say at the end of a run what is missing, if the disk has not taken records again."""
+        if self._failing:
+            self._say(f"the disk was full at the end; {self._shown()}")
+
+    def _shown(self) -> str:
+        return f"left out were {', '.join(f'{count} of {what}' for what, count in self._lost.items())}"
