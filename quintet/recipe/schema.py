@@ -291,7 +291,7 @@ BUILT_IN_REWARDS = ("math", "gsm8k", "exact_match", "length", "addition", "count
 class Reward(Section):
     function: str = "math"
     """One of BUILT_IN_REWARDS, or a user's own `file.py:function`, or `module:function` of a module that is installed or on
-    PYTHONPATH."""
+    PYTHONPATH. math gives a response 0.2 s of processor time, and then 0 (metric reward/timed_out)."""
 
 
 class Algorithm(Section):

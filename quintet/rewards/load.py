@@ -29,6 +29,8 @@ class RewardResult:
     reward: float
     metrics: dict[str, float]
     """What else the function returned, by name, such as `well_formed`."""
+    timed_out: bool = False
+    """Whether the reward is 0 because scoring took too long."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class RewardFunction:
                 f"reward {self.spec} raised {type(error).__name__}: {error}{_sample(prompt, response, answer)}\n"
                 + traceback.format_exc()
             ) from error
+        timed_out = isinstance(value, verifiers.TimedOut)
         if not isinstance(value, Mapping):
             value = {"reward": value}
         if "reward" not in value:
@@ -62,7 +65,7 @@ class RewardFunction:
                 + _sample(prompt, response, answer)
             )
         numbers = {str(name): self._number(name, v, prompt, response, answer) for name, v in value.items()}
-        return RewardResult(numbers.pop("reward"), numbers)
+        return RewardResult(numbers.pop("reward"), numbers, timed_out)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (load_reward, (self.spec,))

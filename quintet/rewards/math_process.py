@@ -1,7 +1,8 @@
 """math-verify in a process of its own.
 
 In-process it would bring its limits with it: its timeouts are signals (main thread only), `9**9**9` in a response
-stops the interpreter inside one C call that no signal interrupts, and its logging is loud. A process can be ended.
+stops the interpreter inside one C call that no signal interrupts, and its logging is loud. A process can be ended, and
+`math_worker` has itself ended after 0.2 s of processor time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from quintet.errors import UserError
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 10.0
+"""By the clock, for a worker that has no processor time to be ended by."""
 _START_TIMEOUT_S = 120.0
 
 
@@ -30,7 +32,8 @@ class _MathProcess:
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
-    def ask(self, gold: str, answer: str) -> bool:
+    def ask(self, gold: str, answer: str) -> bool | None:
+        """Whether the two are equal; None if the worker cannot tell in time."""
         with self._lock:
             process = self._started()
             assert process.stdin is not None
@@ -39,11 +42,11 @@ class _MathProcess:
                 process.stdin.flush()
             except OSError:
                 self.close()
-                return False
+                return None
             line = self._line(process, TIMEOUT_S)
             if line is None:
                 self.close()
-            return line == b"1"
+            return None if line in (None, b"x") else line == b"1"
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -100,10 +103,10 @@ def _this_process() -> _MathProcess:
 
 
 @lru_cache(maxsize=4096)
-def equivalent(gold: str, answer: str) -> bool:
-    """Whether two expressions (LaTeX or plain) are equal as mathematics; False also where that takes too long.
+def equivalent(gold: str, answer: str) -> bool | None:
+    """Whether two expressions (LaTeX or plain) are equal as mathematics; None where that takes too long to tell.
 
-    Cached: samples of one prompt repeat their answers. A fresh worker takes seconds to start, a question milliseconds.
+    Cached: samples of one prompt repeat their answers. The worker takes seconds to start, a question milliseconds.
 
     Raises:
         UserError: math-verify is not installed.

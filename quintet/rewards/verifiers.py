@@ -10,6 +10,10 @@ from quintet.rewards.numbers import final_answer, final_number, numbers_in, to_n
 _LONGEST_EXPRESSION = 512
 
 
+class TimedOut(float):
+    """The reward 0 of a response that took too long to be scored, so that it can be counted."""
+
+
 def exact_match(prompt: str, response: str, answer: str) -> float:
     """1 if the response is the answer, up to blanks around it."""
     return float(response.strip() == answer.strip())
@@ -33,7 +37,7 @@ def math(prompt: str, response: str, answer: str) -> float:
     """1 if the response's final answer is mathematically equal to the answer (text or LaTeX).
 
     Plain numbers and equal texts are compared at once and exactly; the rest goes to the math-verify library, in a
-    process of its own that is ended when it takes too long (then 0).
+    process of its own that is ended after 0.2 s of processor time (then `TimedOut`, which is 0).
     """
     marked = final_answer(answer) if re.search(r"\\f?boxed|####", answer) else None
     gold = marked.text if marked else answer.strip()
@@ -52,7 +56,8 @@ def math(prompt: str, response: str, answer: str) -> float:
         return 1.0
     if max(len(expression), len(gold)) > _LONGEST_EXPRESSION:
         return 0.0
-    return float(equivalent(_expression(gold), expression))
+    equal = equivalent(_expression(gold), expression)
+    return TimedOut() if equal is None else float(equal)
 
 
 def _is_plain(text: str) -> bool:
@@ -64,7 +69,7 @@ def _is_plain(text: str) -> bool:
 
 def _expression(text: str) -> str:
     """The last formula between dollars or \\( \\) in `text`, or all of it."""
-    formulas = re.findall(r"\$([^$]{1,512})\$|\\\(((?:[^\\]|\\[^)]){1,512})\\\)", text)
+    formulas = re.findall(r"\$([^$]{1,512})\$|\\\(((?:[^\\]|\\[^()]){1,512}+)\\\)", text)
     return (formulas[-1][0] or formulas[-1][1] if formulas else text).strip().rstrip(".").strip()
 
 

@@ -27,6 +27,9 @@ def evaluate(s: Session, step: int) -> dict[str, float]:
     }
     if any("well_formed" in r.metrics for r in sampled.rewards):
         metrics["well_formed"] = sampled.mean("well_formed")
+    for part in (sampled, greedy):
+        if (late := part.timed_out(s.recipe.reward.function)) is not None:
+            s.observer.note(f"evaluation after step {step}: {late}")
     s.observer.evaluation(step, metrics | s.fleet.memory())
     return metrics
 

@@ -23,6 +23,7 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
     metrics |= {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
+        "reward/timed_out": sum(r.timed_out for r in samples.rewards),
         "response_tokens/mean": statistics.fmean(responses),
         "response_tokens/max": max(responses),
         "loss": result.loss,
@@ -41,6 +42,8 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
         **s.fleet.hybrid.metrics,
         **s.fleet.memory(),
     }
+    if (late := samples.timed_out(s.recipe.reward.function)) is not None:
+        s.observer.note(f"step {step}: {late}")
     s.observer.step(step, metrics, total=s.recipe.train.steps)
     if result.replayed:
         s.observer.replay(step, pack(replay_of(step, s.sampling(), samples, result.replayed)))

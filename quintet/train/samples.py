@@ -25,6 +25,17 @@ class Samples:
         values = [r.reward if name == "reward" else r.metrics.get(name, 0.0) for r in self.rewards]
         return sum(values) / max(len(values), 1)
 
+    def timed_out(self, reward: str) -> str | None:
+        """Say how many responses `reward`, the function of that name, could not score in time, and which is the first."""
+        late = [i for i, scored in enumerate(self.rewards) if scored.timed_out]
+        if not late:
+            return None
+        prompt, response = self.prompts[self.groups[late[0]]], self.generated[late[0]].text
+        return (
+            f"reward {reward}: {len(late)} of {len(self.rewards)} responses took too long to score and got 0; the first is "
+            f"sample {late[0]}, {response[-80:]!r}, to {prompt.source}"
+        )
+
     def shown(self, count: int) -> list[dict[str, Any]]:
         """The first `count` samples, as they are written to samples.jsonl."""
         return [

@@ -48,7 +48,9 @@ def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
             samples=lambda step, rows: told.update(rows=rows),
         ),
         recipe=SimpleNamespace(
-            train=SimpleNamespace(steps=1), run=SimpleNamespace(samples_logged_per_step=1)
+            train=SimpleNamespace(steps=1),
+            run=SimpleNamespace(samples_logged_per_step=1),
+            reward=SimpleNamespace(function="math"),
         ),
     )
     record(session, 1, samples, StepResult(0.25, tally, 1.5, 1e-3))  # type: ignore[arg-type]
@@ -58,6 +60,7 @@ def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
         "tokens": 16,
         "tokens_trained": 8,
         "reward/mean": 0.5,
+        "reward/timed_out": 0,
         "well_formed": 1.0,
     }
     wanted |= {"reward/loss": 99.0, "reward/tokens": 99.0, "memory/device_gib": 30.0}
@@ -65,6 +68,16 @@ def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
     (row,) = told["rows"]
     assert (row["prompt"], row["response"], row["reward"]) == ("1+1=", "2", 1.0)
     assert row["metrics"]["prompt"] == 99.0
+
+
+def test_what_could_not_be_scored_in_time_is_counted_and_named(samples: Samples) -> None:
+    assert samples.timed_out("math") is None
+    samples.prompts[0] = SimpleNamespace(source="prompts.jsonl:17")  # type: ignore[call-overload]
+    samples.rewards[1] = RewardResult(0.0, {}, timed_out=True)
+    said = samples.timed_out("math")
+    assert said == (
+        "reward math: 1 of 2 responses took too long to score and got 0; the first is sample 1, '3', to prompts.jsonl:17"
+    )
 
 
 def test_only_work_that_takes_a_while_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
