@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quintet.models.hf_config import HfConfig
-from quintet.models.shape import ModelShape, Rope
+from quintet.models.shape import MOST_LAYERS, ModelShape, Rope
 
 _ROPE_FACTORS = {
     "default": (),
@@ -89,7 +89,7 @@ def dense_shape(
             raise config.wrong("head_dim", f"an even number, not {head_dim}: rotary embedding turns pairs")
     shape = ModelShape(
         family=family,
-        layers=config.whole("num_hidden_layers"),
+        layers=config.whole("num_hidden_layers", most=MOST_LAYERS),
         hidden_size=hidden,
         ffn_hidden_size=config.whole("intermediate_size"),
         heads=heads,
@@ -114,7 +114,7 @@ MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 def read_mtp_layers(config: HfConfig) -> int:
     """Layers for multi-token prediction; 0 where the config does not speak of them."""
-    return next((config.count(key) for key in MTP_KEYS if config.has(key)), 0)
+    return next((config.count(key, most=MOST_LAYERS) for key in MTP_KEYS if config.has(key)), 0)
 
 
 def refuse_biases(config: HfConfig, *keys: str) -> None:

@@ -15,6 +15,7 @@ each megatron-core parameter. Loading, exporting, weight sync and fingerprints a
 
 from __future__ import annotations
 
+import functools
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from typing import Any, ClassVar, TypeVar
 
 from quintet.errors import UserError
 from quintet.models.hf_config import HfConfig, read_json
-from quintet.models.shape import ModelShape
+from quintet.models.shape import MOST_EXPERT_LAYERS, ModelShape
 from quintet.models.table import Names, decoder_weights
 from quintet.models.weight import Weight
 
@@ -71,6 +72,10 @@ class Family(ABC):
             made = f"one of the family {shape.family!r}" if isinstance(shape, ModelShape) else repr(shape)
             raise UserError(
                 f"{_title(type(self))}.shape must give a ModelShape of the family {self.name!r}, not {made}"
+            )
+        if shape.moe and (layers := shape.layers + shape.mtp_layers) * shape.moe.experts > MOST_EXPERT_LAYERS:
+            raise UserError(
+                f"{where}: {layers} layers of {shape.moe.experts} experts are more than {MOST_EXPERT_LAYERS:,} experts"
             )
         if not any(name.endswith(VALUE_MODEL) for name in read.texts("architectures")):
             return shape
@@ -182,6 +187,16 @@ def family_named(name: str) -> Family:
     """A family by its own name, as `ModelShape.family` holds it."""
     _load_builtin()
     return _FAMILIES[name]
+
+
+def table_of(shape: ModelShape) -> tuple[Weight, ...]:
+    """The table of a model's weights, in layer order, which the latest callers share: of the largest models it has 50,000."""
+    return _table(family_named(shape.family), shape)
+
+
+@functools.lru_cache(maxsize=2)
+def _table(family: Family, shape: ModelShape) -> tuple[Weight, ...]:
+    return tuple(family.weights(shape))
 
 
 def read_shape(path: Path) -> ModelShape:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
 from quintet.errors import UserError
+from quintet.models.shape import LARGEST
 
+MOST_BYTES = 8 << 20
 _NEEDED: Any = object()
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """The object in a JSON file.
 
-    Raises UserError naming the file when it cannot be read, is not UTF-8, not JSON, or no object.
+    Raises UserError naming the file when it cannot be read, is too large, not UTF-8, not JSON, or no object.
     """
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as f:
+            data = f.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise UserError(
+                f"{file}: larger than {most_bytes >> 20} MiB, which no such file is; download it again"
+            )
+        data = json.loads(data.decode())
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -27,6 +35,8 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UserError(f"{file} line {error.lineno}: not valid JSON ({error.msg})") from None
     except RecursionError:
         raise UserError(f"{file}: nested too deeply; expected a JSON object") from None
+    except ValueError:  # more digits than Python reads
+        raise UserError(f"{file}: a number in it has thousands of digits; download it again") from None
     if not isinstance(data, dict):
         raise UserError(f"{file}: expected a JSON object")
     return data
@@ -67,18 +77,20 @@ class HfConfig:
         shown = shown if len(shown) <= 60 else shown[:57] + "…"
         return UserError(f"{self.where}: {self.prefix}{key} is {shown}; expected {expected}")
 
-    def whole(self, key: str, default: int = _NEEDED) -> int:
-        """A whole number greater than 0."""
-        value = self._get(key, default, "a whole number greater than 0")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, "a whole number greater than 0")
-        return value
+    def whole(self, key: str, default: int = _NEEDED, most: int = LARGEST) -> int:
+        """A whole number greater than 0, `most` at most."""
+        return self._number_from(1, key, default, most, "a whole number greater than 0")
 
-    def count(self, key: str, default: int = _NEEDED) -> int:
-        """A whole number, 0 or more."""
-        value = self._get(key, default, "a whole number, 0 or more")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.wrong(key, "a whole number, 0 or more")
+    def count(self, key: str, default: int = _NEEDED, most: int = LARGEST) -> int:
+        """A whole number, 0 or more, `most` at most."""
+        return self._number_from(0, key, default, most, "a whole number, 0 or more")
+
+    def _number_from(self, least: int, key: str, default: int, most: int, expected: str) -> int:
+        value = self._get(key, default, expected)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(key, expected)
+        if value > most:
+            raise self.wrong(key, f"at most {most:,}")
         return value
 
     def counts(self, key: str) -> list[int]:
@@ -93,7 +105,11 @@ class HfConfig:
     def number(self, key: str, default: float = _NEEDED) -> float:
         """A finite number greater than 0."""
         value = self._get(key, default, "a number greater than 0")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value <= sys.float_info.max
+        ):
             raise self.wrong(key, "a number greater than 0")
         return float(value)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of a weight that can be read, and their bytes. Quantized weights would come out as nonsense."""
 
 _OTHER_DTYPES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_MOST_HEADER_BYTES = 32 << 20
+"""Three times that of a file with every tensor of the largest models; the format would allow 100 MB."""
+_MOST_DIMS = 8
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,7 @@ def parse_header(text: bytes, size: int) -> Header:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise _Damaged(f"its header is damaged: {twice} is there twice")
     return found
 
@@ -101,7 +103,8 @@ def _entry(name: str, one: dict[str, Any], data: int) -> Entry:
     """data: where in the file the header's offsets count from."""
     dtype, shape, offsets = one["dtype"], tuple(one["shape"]), tuple(one["data_offsets"])
     whole = all(type(n) is int and n >= 0 for n in (*shape, *offsets))
-    if len(one) != 3 or not isinstance(dtype, str) or not whole or len(offsets) != 2:
+    sized = len(offsets) == 2 and len(shape) <= _MOST_DIMS
+    if len(one) != 3 or not isinstance(dtype, str) or not whole or not sized:
         raise _Damaged(f"its header is damaged: {name} has no sound dtype, shape and data_offsets")
     start, stop = offsets
     width = (DTYPES | _OTHER_DTYPES).get(dtype)

@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+LARGEST = 2**31 - 1
+"""Of a whole number that has no smaller limit of its own: 32 bits hold it, and it is more than anyone asks for."""
+
+MOST_LAYERS = 1024
+MOST_EXPERT_LAYERS = 1 << 16
+"""Layers times experts. Each is a weight by itself, and what is known of a model is known of every weight."""
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -12,7 +19,7 @@ class Rope:
     head's dims that are turned, the first ones."""
 
     theta: float = 10000.0
-    scaling: dict[str, Any] | None = None
+    scaling: dict[str, Any] | None = field(default=None, hash=False)
     share: float = 1.0
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quintet.errors import UserError
-from quintet.models.family import family_named, read_shape
+from quintet.models.family import read_shape, table_of
 from quintet.models.hf_config import read_json
 from quintet.models.safetensors_header import DTYPES, Entry, Header, read_header
 from quintet.models.shape import ModelShape
@@ -16,6 +17,8 @@ from quintet.models.weight import Weight
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 """Buffers that old checkpoints carry and that follow from the config."""
+
+_MOST_INDEX_BYTES = 32 << 20
 
 VALUE_HEAD = "score.weight"
 """The head of a value model, which starts at zero where a checkpoint has none."""
@@ -74,51 +77,58 @@ def find_weights(path: Path) -> WeightsOnDisk:
             path, {n: Located(single, e) for n, e in header.tensors.items()}, {single: header}
         )
     file_of = _read_index(index)
-    if single.is_file() and single not in file_of.values():
+    named: dict[Path, set[str]] = defaultdict(set)
+    for name, file in file_of.items():
+        named[file].add(name)
+    if single.is_file() and single not in named:
         raise UserError(
             f"{path}: both {single.name} and {index.name} are there and the index does not name the former; which of them "
             "holds the model cannot be told: move the other away"
         )
     headers = {}
-    for file in sorted(set(file_of.values())):
+    for file, names in sorted(named.items()):
         if not file.is_file():
             raise UserError(f"{file} is missing: {index} names it; download it again")
         headers[file] = read_header(file)
-        _check_index(index, file_of, file, headers[file])
+        _check_index(index, file_of, names, file, headers[file])
     return WeightsOnDisk(path, {n: Located(f, headers[f].tensors[n]) for n, f in file_of.items()}, headers)
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    names = read_json(index).get("weight_map")
+    names = read_json(index, _MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) and file for file in names.values()):
         raise UserError(f'{index}: expected a "weight_map" object that maps tensor names to file names')
-    for name, file in names.items():
+    first = {file: name for name, file in reversed(names.items())}
+    for file, name in first.items():
+        if len(file) > 255 or "\0" in file:
+            raise UserError(f"{index}: {name} is said to be in {file!r:.80}, which is no name of a file")
         if Path(file).is_absolute() or ".." in Path(file).parts:
             raise UserError(f"{index}: {name} is said to be in {file}, which is outside of the directory")
-    return {name: index.parent / file for name, file in names.items()}
+    paths = {file: index.parent / file for file in first}
+    return {name: paths[file] for name, file in names.items()}
 
 
-def _check_index(index: Path, file_of: dict[str, Path], file: Path, header: Header) -> None:
-    """One file against the index: each has to name the tensors that the other does."""
+def _check_index(index: Path, file_of: dict[str, Path], names: set[str], file: Path, header: Header) -> None:
+    """One file against the index: each has to name the tensors that the other does. names: those said to be in the file."""
     for name in header.tensors:
+        if name in names:
+            continue
         if name not in file_of:
             raise UserError(
                 f"{file}: {name} is in it, but {index} does not name that tensor; the two are not of one download"
             )
-        if file_of[name] != file:
-            raise UserError(
-                f"{file}: {name} is in it, but {index} says it is in {file_of[name].name}; the two are not of one download"
-            )
-    for name, said in file_of.items():
-        if said == file and name not in header.tensors:
-            raise UserError(
-                f"{file}: {name} is not in it, though {index} says so; the two are not of one download"
-            )
+        raise UserError(
+            f"{file}: {name} is in it, but {index} says it is in {file_of[name].name}; the two are not of one download"
+        )
+    if missing := names - header.tensors.keys():
+        raise UserError(
+            f"{file}: {min(missing)} is not in it, though {index} says so; the two are not of one download"
+        )
 
 
 def mtp_weights(shape: ModelShape) -> list[Weight]:
     """The entries of layers for multi-token prediction in a family's table, in a model that has them."""
-    table = family_named(shape.family).weights(shape)
+    table = table_of(shape)
     return [weight for weight in table if weight.name.startswith("mtp.")]
 
 
@@ -136,14 +146,13 @@ def held_shape(path: Path, names: set[str] | None = None) -> ModelShape:
     return shape if held else shape.without_mtp()
 
 
-def _stored(shape: ModelShape, names: set[str], where: Path) -> tuple[list[Weight], set[str]]:
+def _stored(shape: ModelShape, names: set[str], where: Path) -> tuple[Sequence[Weight], set[str]]:
     """What the directory of a model of this shape must hold, and the tensors it may hold besides.
 
     Layers for multi-token prediction must be whole whether or not the shape has them: a saved model takes them along.
     """
     whole = replace(shape, mtp_layers=shape.mtp_layers or held_shape(where, names).mtp_layers)
-    family = family_named(shape.family)
-    table = list(family.weights(whole))
+    table = table_of(whole)
     spare = {copy for weight in table for copy in weight.copies}
     if shape.tied_embeddings or shape.head == "value":
         head, _ = _ends(whole)
@@ -154,7 +163,7 @@ def _stored(shape: ModelShape, names: set[str], where: Path) -> tuple[list[Weigh
 def _ends(shape: ModelShape) -> tuple[Weight, Weight]:
     """The entries of an LM head of its own and of the embedding, whether or not the shape has such a head."""
     untied = replace(shape, tied_embeddings=False, head="lm")
-    table = {weight.name: weight for weight in family_named(shape.family).weights(untied)}
+    table = {weight.name: weight for weight in table_of(untied)}
     return table["output_layer.weight"], table["embedding.word_embeddings.weight"]
 
 

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quintet.models import MlaShape, MoeShape, family_named
+from quintet.models import MlaShape, MoeShape
 from quintet.models.lora import LoraShape, adapted, linears
 from quintet.models.shape import SWIGLU, Glu
+from quintet.plan.parameters import sorted_weights
 from quintet.plan.setup import Setup
 from quintet.recipe.recompute import recompute_modules
 
@@ -98,9 +99,10 @@ def _low_rank(setup: Setup, lora: LoraShape, layers: range) -> int:
     the parts lie beside each other. Their input is what the layer would keep if it were trained."""
     sizes = _Sizes(setup, frozenset(recompute_modules(setup.engine, setup.shape)))
     moe, kept = setup.shape.moe, 0
-    for linear in linears(family_named(setup.shape.family).weights(setup.shape)):
-        number, parts = int(linear.name.split(".")[2]), adapted(linear, lora)
-        if number not in layers or not parts or _again(linear.name, sizes.recomputed):
+    weights = sorted_weights(setup.shape).layers
+    for linear in linears(weight for number in layers for weight in weights.get(number, ())):
+        parts = adapted(linear, lora)
+        if not parts or _again(linear.name, sizes.recomputed):
             continue
         ranks, inside, out = len(parts) * lora.rank, parts[0].in_, sum(p.out for p in linear.parts)
         if linear.split.startswith("expert_") and moe is not None:

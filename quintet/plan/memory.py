@@ -57,7 +57,7 @@ def rank_memory(setup: Setup, place: Place | None = None) -> Memory:
     held = sum(p.numel for part in parts for p in part)
     if setup.optimizer is None:
         return Memory(parameters=held * setup.width)
-    flat = buffers(setup, place)
+    flat = buffers(setup, place, parts)
     padded, owned = sum(one.numel for one in flat), sum(one.owned for one in flat)
     # The distributed optimizer moves parameters into a buffer like the gradients', padding and all.
     frozen = sum(p.numel for part in parts for p in part if not p.trained)

@@ -9,12 +9,14 @@ ranks than the rest have buffers of their own.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from quintet.models import Weight, family_named
+from quintet.models import ModelShape, Weight
+from quintet.models.family import table_of
 from quintet.models.lora import LoraShape, adapter_weights
 from quintet.plan.setup import Place, Setup
 
@@ -44,7 +46,7 @@ class Flat:
 def chunks(setup: Setup, stage: int) -> list[list[Parameter]]:
     """Parameters of each of a stage's chunks (layout.vpp of them), in the order in which its modules hold them."""
     shape, layout = setup.shape, setup.layout
-    weights = [w for w in family_named(shape.family).weights(shape) if w.trained]
+    weights = sorted_weights(shape)
     per_chunk = shape.layers // (layout.pp * layout.vpp)
     found = []
     for part in range(layout.vpp):
@@ -53,7 +55,33 @@ def chunks(setup: Setup, stage: int) -> list[list[Parameter]]:
         begins = stage == 0 and part == 0
         ends = stage == setup.last and part == layout.vpp - 1
         held = list(_of_chunk(setup, weights, layers, begins, ends))
-        found.append(held if setup.lora is None else list(_with_adapters(setup, setup.lora, held, weights)))
+        beside = [weight for number in layers for weight in weights.layers.get(number, [])]
+        found.append(held if setup.lora is None else list(_with_adapters(setup, setup.lora, held, beside)))
+    return found
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The trained weights of a model: of each decoder layer, of those for multi-token prediction, and the others."""
+
+    layers: dict[int, list[Weight]]
+    ahead: list[Weight]
+    others: list[Weight]
+
+
+@functools.lru_cache(maxsize=1)
+def sorted_weights(shape: ModelShape) -> Sorted:
+    """Where the trained weights of a model are. Sorted once for all stages: the table of a large model is long."""
+    found = Sorted({}, [], [])
+    for weight in table_of(shape):
+        if not weight.trained:
+            continue
+        if layer := _LAYER.match(weight.name):
+            found.layers.setdefault(int(layer[1]), []).append(weight)
+        elif weight.name.startswith("mtp."):
+            found.ahead.append(weight)
+        else:
+            found.others.append(weight)
     return found
 
 
@@ -85,32 +113,23 @@ def _with_adapters(
     yield from waiting
 
 
-def _of_chunk(
-    setup: Setup, weights: Sequence[Weight], layers: range, begins: bool, ends: bool
-) -> Iterator[Parameter]:
+def _of_chunk(setup: Setup, weights: Sorted, layers: range, begins: bool, ends: bool) -> Iterator[Parameter]:
     shape = setup.shape
     twice = shape.tied_embeddings and setup.layout.pp > 1
-    embedding = weights[0]
+    embedding, *others = weights.others
     if begins:
         yield Parameter(embedding.name, _numel(setup, embedding), shared=twice)
-    by_layer: dict[int, list[Weight]] = {number: [] for number in layers}
-    for weight in weights:
-        found = _LAYER.match(weight.name)
-        if found and int(found[1]) in by_layer:
-            by_layer[int(found[1])].append(weight)
     for number in layers:
-        yield from _of_layer(setup, by_layer[number])
+        yield from _of_layer(setup, weights.layers.get(number, []))
     if not ends:
         return
-    ahead = [weight for weight in weights if weight.name.startswith("mtp.")]
-    for weight in weights[1:]:
-        if not _LAYER.match(weight.name) and weight not in ahead:
-            yield Parameter(weight.name, _numel(setup, weight))
+    for weight in others:
+        yield Parameter(weight.name, _numel(setup, weight))
     if twice:
         yield Parameter("output_layer.weight", _numel(setup, embedding), shared=True)
     # Layers for multi-token prediction, of a model that is only evaluated, read an embedding on their own stage.
-    yield from _of_layer(setup, ahead)
-    if ahead and not begins and not twice:
+    yield from _of_layer(setup, weights.ahead)
+    if weights.ahead and not begins and not twice:
         yield Parameter(embedding.name, _numel(setup, embedding))
 
 
@@ -160,10 +179,10 @@ def _numel(setup: Setup, weight: Weight) -> int:
     return total // (setup.etp if weight.split.startswith("expert_") else setup.layout.tp)
 
 
-def buffers(setup: Setup, place: Place) -> list[Flat]:
-    """Flat buffers of all chunks of a rank that trains."""
+def buffers(setup: Setup, place: Place, parts: list[list[Parameter]]) -> list[Flat]:
+    """Flat buffers of a rank that trains. parts: its chunks."""
     found = []
-    for held in chunks(setup, place.pp):
+    for held in parts:
         parameters = [p for p in held if p.trained]
         apart = [p for p in parameters if p.expert and setup.own_expert_groups]
         rest = [p for p in parameters if not (p.expert and setup.own_expert_groups)]

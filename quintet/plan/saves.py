@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from quintet.models import ModelShape, family_named
+from quintet.models import ModelShape
+from quintet.models.family import table_of
 from quintet.models.lora import adapter_parameters
 from quintet.recipe import schema
 from quintet.recipe.derived import optimizers
@@ -35,7 +36,7 @@ def _trained(recipe: schema.Recipe, shape: ModelShape) -> int:
     lora = lora_shape(recipe, shape)
     if lora is None:
         return shape.without_mtp().parameter_count
-    return adapter_parameters(family_named(shape.family).weights(shape), lora)
+    return adapter_parameters(table_of(shape), lora)
 
 
 def _width(dtype: Type) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quintet.errors import UserError
-from quintet.models.family import family_named
+from quintet.models.family import table_of
 from quintet.models.lora import ALL_LINEAR, LoraShape, adapter_weights, check_targets
 from quintet.models.peft import read_adapter
 from quintet.models.shape import ModelShape
@@ -20,7 +20,7 @@ def lora_shape(recipe: Recipe, shape: ModelShape) -> LoraShape | None:
     asked = recipe.lora
     if asked is None:
         return None
-    weights = list(family_named(shape.family).weights(shape))
+    weights = table_of(shape)
     if asked.targets is not None:
         try:
             check_targets(weights, _patterns(asked.targets))

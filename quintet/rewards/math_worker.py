@@ -92,9 +92,8 @@ def _answer(verify: Verify, asked: mmap.mmap) -> None:
     """Answer until the input ends."""
     while line := sys.stdin.buffer.readline():
         asked[0] = 1
-        signal.setitimer(
-            signal.ITIMER_PROF, PROCESSOR_S
-        )  # its signal has no handler, and so ends the process
+        # The timer's signal has no handler, and so ends the process.
+        signal.setitimer(signal.ITIMER_PROF, PROCESSOR_S)
         try:
             result = verify(*json.loads(line))
         except Exception:

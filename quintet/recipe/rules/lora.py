@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from quintet.errors import UserError
-from quintet.models.family import family_named
+from quintet.models.family import table_of
 from quintet.models.lora import adapted, linears
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.rules.facts import Facts, Problem, rule
@@ -36,7 +36,7 @@ def every_stage_has_adapters(facts: Facts) -> Iterator[Problem]:
     except UserError:  # said by `adapters_fit`
         return
     assert lora is not None
-    weights = family_named(shape.family).weights(shape)
+    weights = table_of(shape)
     on = {int(one.name.split(".")[2]) for one in linears(weights) if adapted(one, lora)}
     size = shape.layers // parts
     for part in range(parts):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from quintet.errors import UserError
-from quintet.models.family import family_named
+from quintet.models.family import table_of
 from quintet.models.lora import adapter_weights
+from quintet.models.weight import Weight
 from quintet.recipe.derived import optimizers
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.lr_multipliers import check_lr_multipliers
@@ -44,7 +45,7 @@ def lr_multipliers_match(facts: Facts) -> Iterator[Problem]:
     if facts.shape is None or not sections:
         return
     tensors: defaultdict[str, list[str]] = defaultdict(list)
-    weights = list(family_named(facts.shape.family).weights(facts.shape))
+    weights: Sequence[Weight] = table_of(facts.shape)
     if facts.recipe.lora is not None:
         try:
             lora = lora_shape(facts.recipe, facts.shape)
