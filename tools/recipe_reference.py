@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from quintet.models.shape import LARGEST  # noqa: E402
 from quintet.recipe.keys import expected, leaf_keys  # noqa: E402
 
 PAGE = ROOT / "docs" / "recipe.md"
@@ -24,6 +25,7 @@ def reference() -> str:
         "",
         "A recipe is a YAML file of these keys; any of them can be set on the command line as `key=value`. What is not",
         "written has its default. `quintet check RECIPE.yaml` prints a recipe with every key written out.",
+        f"Whole numbers without another limit are at most {LARGEST:,}.",
         "This page is made by `python tools/recipe_reference.py`.",
     ]
     section = None
@@ -36,7 +38,8 @@ def reference() -> str:
             "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
         )
         meaning = " ".join((field.description or "").split())
-        cells = (f"`{key}`", f"`{shown}`" if shown else "", expected(field), meaning)
+        takes = expected(field).replace(f" and at most {LARGEST:,}", "")
+        cells = (f"`{key}`", f"`{shown}`" if shown else "", takes, meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -175,7 +175,7 @@ def _bounds(metadata: list[Any]) -> str:
             case annotated_types.Lt(lt=bound):
                 words.append(f"less than {bound}")
             case annotated_types.Le(le=bound):
-                words.append(f"at most {bound}")
+                words.append(f"at most {bound:,}")
             case annotated_types.MinLen(min_length=least):
                 words.append(f"of at least {least} character{'s' * (least != 1)}")
     return " and ".join(words)

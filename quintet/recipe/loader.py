@@ -19,8 +19,11 @@ from quintet.errors import UserError
 from quintet.recipe.keys import all_keys, expected, nearest_key, section_type
 from quintet.recipe.rules import Command, Problem, broken_rules
 from quintet.recipe.schema import Recipe
+from quintet.recipe.yaml_text import MOST_CHARACTERS, read_yaml, write_yaml
 from quintet.recipe.yaml_text import Path as KeyPath
-from quintet.recipe.yaml_text import read_yaml, write_yaml
+
+_MOST_TOLD = 20
+_MOST_SECTIONS = 16
 
 
 @dataclass
@@ -62,11 +65,14 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, command: Com
         # JSON mode is strict about types ("3" is no number) yet takes text for a path and 1 for 1.0.
         recipe = Recipe.model_validate_json(json.dumps(source.data), strict=True)
     except ValidationError as error:
-        problems = [_explain(details, source) for details in error.errors(include_url=False)]
-        raise UserError(_report(source, problems)) from None
-    problems = [_locate(problem, source) for problem in broken_rules(recipe, command)]
-    if problems:
-        raise UserError(_report(source, problems))
+        found = error.errors(include_url=False)
+        raise UserError(
+            _report(source, [_explain(details, source) for details in found[:_MOST_TOLD]], len(found))
+        ) from None
+    broken = broken_rules(recipe, command)
+    if broken:
+        told = [_locate(problem, source) for problem in broken[:_MOST_TOLD]]
+        raise UserError(_report(source, told, len(broken)))
     return recipe
 
 
@@ -77,7 +83,8 @@ def dump_resolved(recipe: Recipe) -> str:
 
 def _read(path: Path) -> _Source:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)  # of a longer one as much as tells that it is too long
     except FileNotFoundError:
         raise UserError(f"recipe {path} does not exist (looked in {Path.cwd()})") from None
     except IsADirectoryError:
@@ -97,9 +104,9 @@ def _read(path: Path) -> _Source:
 
 def _apply(source: _Source, override: str) -> None:
     key, equals, text = override.partition("=")
-    where = f'override "{override}"'
+    where = f'override "{_cut(override)}"'
     path = tuple(key.strip().split("."))
-    if not equals or not all(path):
+    if not equals or not all(path) or len(path) > _MOST_SECTIONS:
         raise UserError(f"{where}: expected key=value with a dotted key, such as train.steps=10")
     try:
         value = read_yaml(text, where).data
@@ -131,10 +138,12 @@ def _fill_empty_sections(data: dict[str, Any]) -> None:
 
 def _explain(details: ErrorDetails, source: _Source) -> str:
     path = tuple(str(part) for part in details["loc"])
-    key = ".".join(path)
+    key = _cut(".".join(path))
     where = source.origin(path) or source.name
     if details["type"] == "extra_forbidden":
         return f"{where}: unknown key {key}; the nearest valid key is {nearest_key(key)}{_siblings(path)}"
+    if details["type"] in ("value_error", "too_long", "string_too_long"):
+        return f"{where}: {key} is {_shown(details['input'])}; {details['msg'].removeprefix('Value error, ')}"
     known = all_keys()
     field_key = next((key for key in _prefixes(path) if key in known), None)
     wanted = f"expected {expected(known[field_key])}" if field_key else details["msg"]
@@ -164,12 +173,17 @@ def _locate(problem: Problem, source: _Source) -> str:
     return f"{', '.join(dict.fromkeys(places)) or source.name}: {problem.message}"
 
 
-def _report(source: _Source, problems: list[str]) -> str:
-    if len(problems) == 1:
+def _report(source: _Source, problems: list[str], count: int) -> str:
+    """problems: those that are told, of `count`."""
+    if count == 1:
         return problems[0]
-    return f"{source.name} has {len(problems)} problems:\n" + "\n".join(f"  {one}" for one in problems)
+    more = [f"and {count - len(problems)} more"] if count > len(problems) else []
+    return f"{source.name} has {count} problems:\n" + "\n".join(f"  {one}" for one in (*problems, *more))
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "…"
+    return _cut(json.dumps(value, ensure_ascii=False, default=str), 60)
+
+
+def _cut(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else text[: most - 3] + "…"

@@ -13,20 +13,34 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+from quintet.models.shape import LARGEST, MOST_LAYERS
+
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
+Ranks = Annotated[int, Field(gt=0, le=1 << 20)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
-UserPathText = Annotated[str, AfterValidator(os.path.expanduser)]
+Pattern = Annotated[str, Field(max_length=200)]
+"""Of names of weights."""
+
+
+def _expanded(path: str) -> str:
+    path = os.path.expanduser(path)  # noqa: PTH111  (Path's fails where there is no such user)
+    if "\0" in path or any(len(os.fsencode(part)) > 255 for part in path.split("/")) or len(path) > 4000:
+        raise ValueError("no file system takes such a path")
+    return path
+
+
+UserPathText = Annotated[str, AfterValidator(_expanded)]
 """A path where "~" is the home directory: no shell expands it inside a YAML file or after `key=`."""
+UserPath = Annotated[Path, AfterValidator(lambda path: Path(_expanded(str(path))))]
 
 
 def _absolute(spec: str) -> str:
     place, colon, name = spec.rpartition(":")
-    return f"{Path(place).expanduser().absolute()}:{name}" if colon and place.endswith(".py") else spec
+    return f"{Path(_expanded(place)).absolute()}:{name}" if colon and place.endswith(".py") else spec
 
 
 UserCode = Annotated[str, AfterValidator(_absolute)]
@@ -44,7 +58,7 @@ class Run(Section):
     """Name of the run; its directory is `dir/name-<time>`."""
     dir: UserPath = Path("runs")
     """Where run directories are made."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seeds data order, initial weights and sampling noise."""
     trackers: list[Literal["tensorboard", "wandb"]] = []
     """Where metrics go besides metrics.jsonl."""
@@ -55,24 +69,24 @@ class Run(Section):
 class Cluster(Section):
     address: str | None = None
     """Ray address of an existing cluster; null starts a local one."""
-    ranks: PositiveInt = 1
+    ranks: Ranks = 1
     """Worker processes; one device each. The product of the layout's sizes must divide it."""
-    ranks_per_node: PositiveInt | None = None
+    ranks_per_node: Ranks | None = None
     """Ranks on one node; null packs them on as few nodes as hold them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    collective_timeout_s: PositiveFloat = 600.0
+    collective_timeout_s: Annotated[float, Field(gt=0, le=10**7)] = 600.0
     """A collective that waits longer ends the run with the stacks of all ranks."""
 
 
 class BuildModel(Section):
     """A model made from nothing, for laptops and speed tests: a Qwen3-shaped decoder with random weights."""
 
-    layers: PositiveInt = 4
-    hidden_size: PositiveInt = 128
-    ffn_hidden_size: PositiveInt = 384
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 2
-    head_dim: PositiveInt = 32
+    layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 4
+    hidden_size: Annotated[int, Field(gt=0, le=1 << 18)] = 128
+    ffn_hidden_size: Annotated[int, Field(gt=0, le=1 << 20)] = 384
+    heads: Annotated[int, Field(gt=0, le=1 << 12)] = 4
+    kv_heads: Annotated[int, Field(gt=0, le=1 << 12)] = 2
+    head_dim: Annotated[int, Field(gt=0, le=1 << 12)] = 32
     tied_embeddings: bool = True
     max_position_embeddings: PositiveInt = 4096
 
@@ -96,19 +110,19 @@ class Layout(Section):
     """Sizes of the mesh axes. dp is what is left: ranks / (tp * pp * cp). Experts have axes of their own over the
     same ranks of a stage: etp, ep, and expert dp, which is what is left: ranks / (etp * ep * pp)."""
 
-    tp: PositiveInt = 1
+    tp: Ranks = 1
     """Tensor parallel: every matrix is cut, between heads and across the MLP. Divides heads, KV heads and MLP width."""
     sp: bool = False
     """Sequence parallel: activations between the matrices are cut over the tp ranks. Needs tp > 1; experts need it then."""
-    pp: PositiveInt = 1
+    pp: Ranks = 1
     """Pipeline parallel: stages of equally many layers."""
-    vpp: PositiveInt = 1
+    vpp: Ranks = 1
     """Virtual pipeline stages (model chunks) a rank: the interleaved schedule. Needs pp > 1; pp * vpp divides the layers."""
-    cp: PositiveInt = 1
+    cp: Ranks = 1
     """Context parallel: each sample's tokens are spread over cp ranks, which share a micro-batch of cp times the budget."""
-    ep: PositiveInt = 1
+    ep: Ranks = 1
     """Expert parallel: the experts of a layer are spread over ep of the stage's ranks. Divides the experts."""
-    etp: PositiveInt | None = None
+    etp: Ranks | None = None
     """Expert tensor parallel: each expert is cut over etp ranks; null is tp. 1 keeps experts whole; needs ep > 1 to differ
     from tp."""
 
@@ -117,11 +131,13 @@ class Lora(Section):
     """Low-rank adapters: the model is frozen, and what is trained is a pair of small matrices beside each chosen linear
     layer (https://arxiv.org/abs/2106.09685)."""
 
-    rank: PositiveInt | None = None
+    rank: Annotated[int, Field(gt=0, le=1 << 16)] | None = None
     """Of A and B; null is that of lora.path, otherwise 16."""
     alpha: PositiveFloat | None = None
     """Adapters are scaled by alpha / rank; null is that of lora.path, otherwise twice the rank."""
-    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | None = None
+    targets: Literal["all-linear"] | Annotated[list[Pattern], Field(min_length=1, max_length=100)] | None = (
+        None
+    )
     """Linear layers with adapters: ends of Hugging Face module names such as q_proj, "*" being any text. all-linear is every one
     but embedding, router and head; null is those of lora.path, otherwise all-linear."""
     rslora: bool | None = None
@@ -134,7 +150,7 @@ class Optimizer(Section):
     name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     """adamw decouples weight decay from the gradient, adam adds it to the gradient (L2)."""
     lr: PositiveFloat = 1e-6
-    lr_multipliers: dict[str, PositiveFloat] = {}
+    lr_multipliers: Annotated[dict[Pattern, PositiveFloat], Field(max_length=100)] = {}
     """Factor on lr by parameter: a pattern of Hugging Face names such as "*.gate.weight" → factor; the first match counts."""
     beta1: Beta = 0.9
     beta2: Beta = 0.98
@@ -185,11 +201,11 @@ class Engine(Section):
 
 
 class RolloutLayout(Section):
-    tp: PositiveInt = 1
+    tp: Ranks = 1
     """Tensor parallel. Divides heads, KV heads and MLP width; with vllm and sglang it may also be a multiple of the KV heads."""
-    pp: PositiveInt = 1
+    pp: Ranks = 1
     """Pipeline parallel."""
-    ep: PositiveInt = 1
+    ep: Ranks = 1
     """Expert parallel."""
 
 
@@ -199,7 +215,7 @@ class Rollout(Section):
     """Of vllm: offline answers a step's requests together, server takes them one by one (its asynchronous engine)."""
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated generates on the devices that train, which change hands between the phases; separate on `ranks` of its own."""
-    ranks: PositiveInt | None = None
+    ranks: Ranks | None = None
     """Devices of a separate rollout."""
     own_processes: bool = False
     """Native colocated rollouts in processes of their own, as vllm and sglang always are; false runs them in the trainer's."""

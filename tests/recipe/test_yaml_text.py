@@ -82,3 +82,31 @@ def test_written_yaml_reads_back_the_same(data: object) -> None:
 )
 def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
     assert read_yaml(write_yaml({"key": text, text: 1}), "x").data == {"key": text, text: 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:\n- " + "[" * 40 + "]" * 40, r"x:2: not valid YAML: nested more than 32 levels deep"),
+        (
+            "a: &a " + "x" * 60_000 + "\nb: [*a,\n *a, *a]",
+            r"x:1: with its aliases written out, longer than 131,072",
+        ),
+        ("a:\n" + "  b\n" * 30_000, r"x: longer than 65,536 characters"),
+        ("a: [" + "1," * 1001 + "]", r"x:1: 1,001 values in one place; at most 1,000"),
+        ("a: 1\nb: " + "1" * 65, r"x:2: a number of 65 characters"),
+        ("a: !!int 9e", r"x:1: '9e' is not what its YAML tag tag:yaml.org,2002:int says"),
+        ("a: !!bool maybe", r"x:1: 'maybe' is not what its YAML tag"),
+        (r'a: "\ud800"', r"x:1: half of a surrogate pair is no character"),
+    ],
+)
+def test_what_would_take_all_time_or_memory_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_yaml(text, "x")
+
+
+def test_what_stays_below_the_limits_is_read() -> None:
+    read = read_yaml("a: &a [1, 2]\nb: [*a, *a]\nc: " + "[" * 30 + "]" * 30 + "\nd: " + "9" * 64, "x").data
+    assert read["b"] == [[1, 2], [1, 2]]
+    assert read["d"] == int("9" * 64)
+    assert len(read_yaml("# " + "x" * 60_000 + "\na: [" + "1, " * 1000 + "]", "x").data["a"]) == 1000

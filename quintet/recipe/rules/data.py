@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from quintet.disk import is_file
 from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.schema import BUILT_IN_REWARDS
 
@@ -93,7 +94,7 @@ def reward_is_there(facts: Facts) -> Iterator[Problem]:
             ("reward.function",),
             f"reward.function={function}: expected {', '.join(BUILT_IN_REWARDS)}, module:function or file.py:function",
         )
-    elif where.endswith(".py") and not Path(where).expanduser().is_file():
+    elif where.endswith(".py") and not is_file(where):
         yield Problem(
             ("reward.function",), f"reward.function: there is no file {where} (looked in {Path.cwd()})"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from quintet.disk import is_file
 from quintet.errors import UserError
 from quintet.models.family import VALUE_MODEL
 from quintet.models.weights_on_disk import check_weights
@@ -134,13 +135,8 @@ def built_model_is_sound(facts: Facts) -> Iterator[Problem]:
 def chat_template_exists(facts: Facts) -> Iterator[Problem]:
     """A chat template that reads like a file name is a file."""
     template = facts.recipe.model.chat_template
-    if (
-        template
-        and "{" not in template
-        and "\n" not in template
-        and not Path(template).expanduser().is_file()
-    ):
+    if template and "{" not in template and "\n" not in template and not is_file(template):
         yield Problem(
             ("model.chat_template",),
-            f"model.chat_template: there is no file {template} (looked in {Path.cwd()}); Jinja text would have a {{ in it",
+            f"model.chat_template: there is no file {template:.200} (looked in {Path.cwd()}); Jinja text would have a {{ in it",
         )
