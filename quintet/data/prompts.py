@@ -8,8 +8,10 @@ import re
 import string
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from quintet.data.chat_template import KEY, ChatTemplate, TemplateFailure, own_template, render
 from quintet.data.files import Row, read_rows
 from quintet.data.tasks import TASKS, draw_problems, make_task
 from quintet.data.tokenizer import Tokenizer
@@ -276,7 +278,7 @@ def _check_messages(source: str, key: str, messages: list[Any], data: Data) -> M
 
 
 def _tokenize(drafts: list[_Draft], data: Data, tokenizer: Tokenizer) -> list[Prompt]:
-    texts = [_render(draft, tokenizer) for draft in drafts]
+    texts = _render(drafts, tokenizer)
     # A chat template writes the special tokens itself; raw text gets those the tokenizer puts around any text.
     token_ids = _encode(tokenizer, texts, special=not data.chat)
     answered = [i for i, draft in enumerate(drafts) if draft.response is not None]
@@ -300,18 +302,20 @@ def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[list[
     return ids
 
 
-def _render(draft: _Draft, tokenizer: Tokenizer) -> str:
-    if isinstance(draft.messages_or_text, str):
-        return draft.messages_or_text
-    from jinja2 import TemplateError
-
+def _render(drafts: list[_Draft], tokenizer: Tokenizer) -> list[str]:
+    """As `tokenizer.apply_chat_template` does, in a process of limited time and memory."""
+    chats = [draft for draft in drafts if not isinstance(draft.messages_or_text, str)]
+    if not chats:
+        return [str(draft.messages_or_text) for draft in drafts]
+    text = tokenizer.get_chat_template()
+    own = own_template(Path(tokenizer.name_or_path))
+    template = own if own is not None and own.text == text else ChatTemplate(text, KEY)
     try:
-        text: str = tokenizer.apply_chat_template(
-            draft.messages_or_text, tokenize=False, add_generation_prompt=True
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise UserError(f"{draft.source}: the chat template cannot render this prompt: {error}") from error
-    return text
+        return render(template, [d.messages_or_text for d in chats], tokenizer.special_tokens_map)
+    except TemplateFailure as failed:
+        raise UserError(
+            f"{chats[failed.number].source}: the chat template cannot render this prompt: {failed}"
+        ) from None
 
 
 def _check_tokens(prompts: list[Prompt], data: Data, tokenizer: Tokenizer) -> None:

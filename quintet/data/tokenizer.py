@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from quintet.data.chat_template import given_template
 from quintet.errors import UserError
 from quintet.models.hf_config import read_json
 from quintet.recipe.schema import Model
@@ -64,7 +65,7 @@ def load_tokenizer(path: str | Path, settings: Model | None = None) -> Tokenizer
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if settings.chat_template is not None:
-        tokenizer.chat_template = _template_text(settings.chat_template)
+        tokenizer.chat_template = given_template(settings.chat_template).text
     return tokenizer
 
 
@@ -122,12 +123,3 @@ def build_char_tokenizer(alphabet: str, directory: str | Path) -> Tokenizer:
     Path(directory).mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
     return tokenizer
-
-
-def _template_text(chat_template: str) -> str:
-    if "{" in chat_template:
-        return chat_template
-    path = Path(chat_template).expanduser()
-    if not path.is_file():
-        raise UserError(f"model.chat_template is neither Jinja text nor a file: {chat_template}")
-    return path.read_text(encoding="utf-8")
