@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,56 +16,93 @@ from quintet.errors import UserError
 
 if TYPE_CHECKING:
     from quintet.models import ModelShape
-    from quintet.models.lora import LoraShape
     from quintet.recipe import Recipe
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the recipe and its data, print it in full to stdout and what follows from it to stderr; writes nothing. 0 sound, 2 not."""
     from quintet.recipe import dump_resolved, load_recipe
+    from quintet.recipe.time_limit import TimeUp, time_limit
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides, command=arguments.command)
-    notes = [*_resolved(recipe, arguments.command), *_check_data(recipe, arguments.command)]
-    notes += _remote_code(recipe)
-    if arguments.command in ("train", "sft"):
+    command = arguments.command
+    try:
+        with time_limit(arguments.time_limit_s):
+            recipe = load_recipe(arguments.recipe, arguments.overrides, command=command)
+            notes = _look_through(_looks(recipe, command))
+    except TimeUp as limit:
+        raise UserError(
+            f"{arguments.recipe}: {limit} did not suffice to look through it; --time-limit-s gives it more"
+        ) from None
+    notes += [*_check_data(recipe, command), *_remote_code(recipe)]
+    if command in ("train", "sft"):
         from quintet.cli.saves import describe_saves
 
-        notes += describe_saves(recipe, arguments.command)
+        notes += describe_saves(recipe, command)
     if arguments.verify_weights:
         notes += _verify_weights(recipe)
     print(dump_resolved(recipe), end="")
     sys.stdout.flush()
     print(
-        "\n".join([f"{arguments.recipe} is a sound recipe for quintet {arguments.command}.", *notes]),
-        file=sys.stderr,
+        "\n".join([f"{arguments.recipe} is a sound recipe for quintet {command}.", *notes]), file=sys.stderr
     )
     return 0
 
 
-def _resolved(recipe: Recipe, command: str) -> Iterator[str]:
-    """What follows from the recipe and is not written in it."""
-    from quintet.recipe.lora import lora_shape
+Look = Callable[[], str | None]
+
+
+def _look_through(looks: dict[str, Look]) -> list[str]:
+    """What each look has to say, and which were not taken when the time was over."""
+    from quintet.recipe.time_limit import TimeUp
+
+    notes: list[str] = []
+    for number, look in enumerate(looks.values()):
+        try:
+            note = look()
+        except TimeUp as limit:
+            left = ", ".join(list(looks)[number:])
+            return [*notes, f"Not looked through in {limit}: {left}; --time-limit-s gives it more."]
+        if note is not None:
+            notes.append(note)
+    return notes
+
+
+def _looks(recipe: Recipe, command: str) -> dict[str, Look]:
+    """What follows from the recipe and is not written in it: what each look is at, and the look."""
+    from quintet.data.tasks import TASKS
     from quintet.recipe.rules import shape_of
 
     shape = shape_of(recipe)
     assert shape is not None  # a sound recipe names a model
-    yield _model(recipe, shape)
-    lora = lora_shape(recipe, shape)
-    if lora is not None:
-        yield _lora(lora, shape)
-    yield _layout(recipe)
-    if shape.moe is not None:
-        yield _experts(recipe, shape.moe.experts)
+    looks: dict[str, Look] = {
+        "the chat template": lambda: _chat_template(recipe),
+        "the model": lambda: _model(recipe, shape),
+        "the adapters": lambda: _lora(recipe, shape),
+        "the layout": lambda: _layout(recipe),
+        "the experts": lambda: _experts(recipe, shape),
+    }
     if command != "sft":
-        yield _rollout(recipe)
-        backend, here = recipe.rollout.backend, recipe.cluster.address is None
-        if here and backend != "native" and importlib.util.find_spec(backend) is None:
-            yield f"Rollout: {backend} is not installed here, which quintet {command} needs (docs/rollout.md)."
-    yield _engine(recipe, shape)
+        looks["the rollout"] = lambda: _rollout(recipe)
+        looks["what generates"] = lambda: _installed(recipe, command)
+    looks["the engine"] = lambda: _engine(recipe, shape)
     if command in ("train", "sft"):
-        yield _rows(recipe)
+        looks["micro-batches"] = lambda: _rows(recipe)
         if recipe.model.path is not None:
-            yield _memory(recipe, shape, command)
+            looks["memory"] = lambda: _memory(recipe, shape, command)
+    if recipe.data.task in TASKS:
+        for which in _needs(recipe, command):
+            looks[f"{which} problems of the task {recipe.data.task}"] = functools.partial(
+                _count_rows, recipe, command, which
+            )
+    return looks
+
+
+def _chat_template(recipe: Recipe) -> None:
+    """Render the shortest conversation, as a run renders every prompt."""
+    from quintet.data.chat_template import check_template
+
+    if recipe.data.chat:
+        check_template(recipe.model.path, recipe.model.chat_template, recipe.data.system_prompt)
 
 
 def _model(recipe: Recipe, shape: ModelShape) -> str:
@@ -85,11 +123,15 @@ def _ahead(path: Path) -> str:
     return f" {what} for multi-token prediction: not trained, saved as found."
 
 
-def _lora(lora: LoraShape, shape: ModelShape) -> str:
-    from quintet.models.family import family_named
+def _lora(recipe: Recipe, shape: ModelShape) -> str | None:
+    from quintet.models.family import table_of
     from quintet.models.lora import adapted, adapter_parameters, linears
+    from quintet.recipe.lora import lora_shape
 
-    weights = list(family_named(shape.family).weights(shape))
+    lora = lora_shape(recipe, shape)
+    if lora is None:
+        return None
+    weights = table_of(shape)
     number, layers = adapter_parameters(weights, lora), list(linears(weights))
     beside = sum(len(adapted(one, lora)) for one in layers)
     rslora = " (rslora)" if lora.rslora else ""
@@ -117,9 +159,12 @@ def _layout(recipe: Recipe) -> str:
     )
 
 
-def _experts(recipe: Recipe, experts: int) -> str:
+def _experts(recipe: Recipe, shape: ModelShape) -> str | None:
     from quintet.recipe.derived import expert_tp
 
+    if shape.moe is None:
+        return None
+    experts = shape.moe.experts
     layout, etp = recipe.layout, expert_tp(recipe)
     edp = recipe.cluster.ranks // (layout.pp * layout.ep * etp)
     held = experts // layout.ep
@@ -145,6 +190,13 @@ def _rollout(recipe: Recipe) -> str:
     copies = recipe.cluster.ranks // (layout.tp * layout.pp)
     what = "resharded" if recipe.lora is None else "adapters resharded"
     return f"Rollout: dp {copies} × tp {layout.tp} × pp {layout.pp}, {what} each step."
+
+
+def _installed(recipe: Recipe, command: str) -> str | None:
+    backend, here = recipe.rollout.backend, recipe.cluster.address is None
+    if not here or backend == "native" or importlib.util.find_spec(backend) is not None:
+        return None
+    return f"Rollout: {backend} is not installed here, which quintet {command} needs (docs/rollout.md)."
 
 
 def _engine(recipe: Recipe, shape: ModelShape) -> str:
@@ -235,26 +287,36 @@ def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:
 _GIB = 1 << 30
 
 
-def _check_data(recipe: Recipe, command: str) -> list[str]:
-    """Read every row as the run will, short of rendering and tokenizing, which need the tokenizer."""
-    from quintet.data.prompts import check_rows
-
-    data, notes = recipe.data, []
+def _needs(recipe: Recipe, command: str) -> dict[Literal["train", "eval"], list[str]]:
+    """The sides of the data that the command reads, and the columns besides the prompt."""
     needs: dict[Literal["train", "eval"], list[str]] = {}
     if command in ("train", "sft"):
         needs["train"] = ["answer"] * (command == "train") + ["response"] * (recipe.sft is not None)
     if command in ("train", "eval") and recipe.train.eval_prompts:
         needs["eval"] = ["answer"]
-    for which, columns in needs.items():
-        path = data.train_path if which == "train" else data.eval_path
-        if path is not None and not Path(path).exists():
-            notes.append(f"Data: {path} is not a file here, taken for a hub name; its rows were not checked.")
-            continue
-        rows = check_rows(data, which, seed=recipe.run.seed, needs=columns)
-        if not rows:
-            raise UserError(f"data.{which}_path: {path} has no rows")
-        notes.append(f"Data: {rows} {which} prompts in {path or f'the built-in task {data.task}'}.")
-    return notes
+    return needs
+
+
+def _check_data(recipe: Recipe, command: str) -> list[str]:
+    """Read every row of files as the run will, short of rendering and tokenizing, which need the tokenizer."""
+    from quintet.data.tasks import TASKS
+
+    if recipe.data.task in TASKS:  # looked at with the recipe
+        return []
+    return [_count_rows(recipe, command, which) for which in _needs(recipe, command)]
+
+
+def _count_rows(recipe: Recipe, command: str, which: Literal["train", "eval"]) -> str:
+    from quintet.data.prompts import check_rows
+
+    data = recipe.data
+    path = data.train_path if which == "train" else data.eval_path
+    if path is not None and not Path(path).exists():
+        return f"Data: {path} is not a file here, taken for a hub name; its rows were not checked."
+    rows = check_rows(data, which, seed=recipe.run.seed, needs=_needs(recipe, command)[which])
+    if not rows:
+        raise UserError(f"data.{which}_path: {path} has no rows")
+    return f"Data: {rows} {which} prompts in {path or f'the built-in task {data.task}'}."
 
 
 def _remote_code(recipe: Recipe) -> list[str]:
@@ -294,6 +356,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         choices=["train", "sft", "generate", "eval"],
         default="train",
         help="what the recipe is checked for (default: train)",
+    )
+    parser.add_argument(
+        "--time-limit-s",
+        type=float,
+        default=3.0,
+        metavar="SECONDS",
+        help="most processor time for the recipe and the model's config.json and headers, before data are read (default: 3)",
     )
     parser.add_argument(
         "--verify-weights",

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from quintet.errors import UserError
+from quintet.recipe.time_limit import no_time_limit
 
 
 def load_named(key: str, spec: str, kind: str, fits: Callable[[Any], bool]) -> tuple[Any, str]:
@@ -28,12 +29,13 @@ def load_named(key: str, spec: str, kind: str, fits: Callable[[Any], bool]) -> t
         UserError: there is no such module, file or name, it is of another kind, or importing it failed.
     """
     place, _, name = spec.rpartition(":")
-    if place.endswith(".py"):
-        path = Path(place).expanduser().resolve()
-        module = _load_file(key, path)
-        spec = f"{path}:{name}"
-    else:
-        module = _load_module(key, place, kind)
+    with no_time_limit():
+        if place.endswith(".py"):
+            path = Path(place).expanduser().resolve()
+            module = _load_file(key, path)
+            spec = f"{path}:{name}"
+        else:
+            module = _load_module(key, place, kind)
     if not hasattr(module, name):
         defined = [n for n, v in vars(module).items() if fits(v) and not n.startswith("_")]
         raise UserError(

@@ -27,6 +27,7 @@ from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in th
 )
 from quintet.recipe.rules.facts import RULES, Command, Facts, Problem, shape_of_built
 from quintet.recipe.schema import Recipe
+from quintet.recipe.time_limit import TimeUp
 from quintet.recipe.user_family import use_family
 
 __all__ = ["RULES", "Command", "Facts", "Problem", "broken_rules", "shape_of"]
@@ -55,4 +56,12 @@ def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
         key = "model.family" if str(error).startswith("model.family: ") else "model.path"
         problems.append(Problem((key,), f"{key}: {str(error).removeprefix(f'{key}: ')}"))
     facts = Facts(recipe, command, shape)
-    return problems + [problem for one in RULES for problem in one(facts)]
+    for number, one in enumerate(RULES):
+        try:
+            problems += one(facts)
+        except TimeUp as limit:
+            sentence = (one.__doc__ or "").strip().partition("\n")[0]
+            said = f"{limit} did not suffice to look through {len(RULES) - number} of its rules, from this on: {sentence}"
+            problems.append(Problem((), said))
+            break
+    return problems
