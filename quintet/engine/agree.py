@@ -5,11 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from quintet.errors import UserError
+from quintet.typed import Typed, Words
 
 T = TypeVar("T")
+_FAILURE: Typed[tuple[bool, str] | None] = Typed(tuple[bool, Words] | None, "an error, or none")
+
+
+def gathered(kind: Typed[T], mine: T) -> list[T]:
+    """Return every rank's value, in rank order. Collective over the default process group.
+
+    Values travel as JSON in tensors of bytes, so nothing that arrives is run. Raises QuintetError naming a rank whose value is
+    of another type.
+    """
+    world = dist.get_world_size()
+    data = torch.frombuffer(bytearray(kind.dump(mine)), dtype=torch.uint8)
+    sizes = torch.empty(world, dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]))
+    longest = int(sizes.max())
+    all_data = torch.empty(world * longest, dtype=torch.uint8)
+    dist.all_gather_into_tensor(all_data, torch.nn.functional.pad(data, (0, longest - len(data))))
+    rows = all_data.view(world, longest).numpy()
+    return [
+        kind.load(row[:size].tobytes(), f"rank {rank}")
+        for rank, (row, size) in enumerate(zip(rows, sizes.tolist(), strict=True))
+    ]
 
 
 def agreed(work: Callable[[], T]) -> T:
@@ -26,9 +49,8 @@ def agreed(work: Callable[[], T]) -> T:
         result.append(work())
     except Exception as error:
         failure = error
-    said: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
     mine = None if failure is None else (isinstance(failure, UserError), str(failure) or repr(failure))
-    dist.all_gather_object(said, mine)
+    said = gathered(_FAILURE, mine)
     if failure is not None:
         raise failure
     for rank, one in enumerate(said):

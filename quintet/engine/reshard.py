@@ -12,15 +12,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quintet.engine.agree import gathered
 from quintet.engine.device import copy_all
 from quintet.engine.shards import Shard
 from quintet.models.mcore import Box, box_sizes, meet, split, volume
+from quintet.typed import Typed
 
 Holding = tuple[str, Box]
 """Name and box of a shard, without its data."""
@@ -81,6 +82,9 @@ class Holdings:
     units: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
+_HOLDINGS: Typed[Holdings] = Typed(Holdings, "what a rank holds of tensors")
+
+
 def gather_holdings(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[Holdings]:
     """Every rank's, in rank order. Collective."""
     both = [*sources, *targets]
@@ -90,9 +94,7 @@ def gather_holdings(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[
         {one.name for one in both if not one.trained},
         units_of(both),
     )
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, mine)
-    return held
+    return gathered(_HOLDINGS, mine)
 
 
 def units_of(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:

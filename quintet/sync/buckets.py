@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quintet.models.mcore import Box, box_sizes, split, volume
+from quintet.typed import Dtype
 
 ALIGNMENT = 256
 """Bytes; every entry begins at a multiple."""
@@ -26,7 +27,7 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     box: Box
-    dtype: torch.dtype
+    dtype: Dtype
     offset: int = 0
 
     @property

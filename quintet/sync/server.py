@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from quintet.engine.agree import agreed
+from quintet.engine.agree import agreed, gathered
 from quintet.engine.hf import planned_tensors
 from quintet.engine.reshard import all_units, gather_holdings
 from quintet.engine.shards import Shard
@@ -34,6 +34,7 @@ from quintet.sync.fp8 import quantized_names
 from quintet.sync.memory import Shared
 from quintet.sync.outlets import GroupOutlet, Outlet, Reception, Store
 from quintet.sync.wire import Answer, Ticket, has_left
+from quintet.typed import Typed
 
 PATIENCE = 4
 """A receiver waits so many times as long as the trainer: it must outlast others that the trainer waits for in vain."""
@@ -49,6 +50,12 @@ class ReceiverSpec:
     id: str
     wanted: list[Wanted] | None
     colocated: bool
+
+
+_SPECS: Typed[list[ReceiverSpec]] = Typed(list[ReceiverSpec], "who takes weights from a rank")
+_NAMES: Typed[tuple[dict[str, tuple[int, ...]], set[str]]] = Typed(
+    tuple[dict[str, tuple[int, ...]], set[str]], "the names of a rank's tensors"
+)
 
 
 @dataclass
@@ -96,9 +103,8 @@ class WeightServer:
 
         Raises UserError naming a receiver that wants what the engine does not hold.
         """
-        rank, world = dist.get_rank(), dist.get_world_size()
-        everyone: list[Any] = [None] * world
-        dist.all_gather_object(everyone, list(assignments[rank]))
+        rank = dist.get_rank()
+        everyone = gathered(_SPECS, list(assignments[rank]))
         shards = agreed(self._engine_shards)
         held = gather_holdings(shards, [])
         tensors = self._tensors(shards)
@@ -144,8 +150,7 @@ class WeightServer:
             for one in planned_tensors(self._shape, self._dtype)
         }
         mine = {s.name: s.shape for s in shards if s.name not in found}
-        others: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(others, (mine, {s.name for s in shards}))
+        others = gathered(_NAMES, (mine, {s.name for s in shards}))
         held = set[str]().union(*(names for _, names in others))
         for more, _ in others:
             for name, full in more.items():

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from quintet.disk import sync
 from quintet.errors import UserError
 from quintet.models.mcore import Box, box_sizes
+from quintet.typed import Dtype
 
 INDEX = ".metadata"
 CHECKSUMS = "checksums.json"
@@ -54,7 +55,7 @@ class Entry:
     key: str
     shape: tuple[int, ...]
     box: Box
-    dtype: torch.dtype
+    dtype: Dtype
     file: str
     offset: int
     length: int

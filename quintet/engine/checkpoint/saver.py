@@ -5,17 +5,18 @@ anew and sent all bytes through shared memory (megatron-core's way: seconds befo
 checksums release Python's lock.
 
 Ranks tell rank 0 of what they wrote through the store that the process group was started with, so that no collective
-runs beside those of training. Rank 0 then writes what makes the directory a checkpoint, or removes it.
+runs beside those of training. That store lets anyone in who reaches its port, so what a rank tells is sealed with a key that
+only the ranks have. Rank 0 then writes what makes the directory a checkpoint, or removes it.
 """
 
 from __future__ import annotations
 
 import errno
-import pickle
+import hmac
+import secrets
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,11 +26,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from quintet.engine.agree import agreed
+from quintet.engine.agree import agreed, gathered
 from quintet.engine.checkpoint.format import Entry, TensorFile, publish, write_json
 from quintet.engine.checkpoint.parts import Part
 from quintet.engine.checkpoint.staging import Staging
 from quintet.errors import UserError
+from quintet.typed import Typed, Words
 
 POLL_S = 0.05
 SILENCE_S = 900.0
@@ -38,6 +40,27 @@ WRITERS = 4
 """Threads that write, each a file of its own: one thread's checksums are slower than a fast disk."""
 FILE_BYTES = 256 << 20
 """Less than this is not worth another file."""
+SEAL_BYTES = 32
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What the ranks know of a save that nobody else does: its name, and the key that seals what they tell."""
+
+    token: str
+    key: str
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells of its part: what it wrote, or why it could not."""
+
+    entries: list[Entry]
+    problem: Words | None
+
+
+_NAMES: Typed[_Names] = Typed(_Names, "the name of a save")
+_REPORT: Typed[_Report] = Typed(_Report, "what a rank tells of its part of a checkpoint")
 
 
 @dataclass
@@ -45,7 +68,7 @@ class _Job:
     """One save of one rank. rng: random states of this rank. state: content of state.json."""
 
     path: Path
-    token: str
+    names: _Names
     rank: int
     ranks: int
     parts: list[Part]
@@ -71,7 +94,7 @@ class Saver:
         """
         if self._job is not None:
             raise RuntimeError("the last save is not finished: call save_finished(wait=True) first")
-        token = _begin(path)
+        names = _begin(path)
         pieces = [piece for part in parts if part.saved for piece in part.pieces()]
         try:
             copies = agreed(lambda: self._staging.copy([piece.flat for piece in pieces]))
@@ -80,7 +103,7 @@ class Saver:
                 shutil.rmtree(path, ignore_errors=True)
             raise
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._job = _Job(path, token, rank, ranks, pieces, copies, rng, state)
+        self._job = _Job(path, names, rank, ranks, pieces, copies, rng, state)
         store = dist.distributed_c10d._get_default_store()
         threading.Thread(target=_write, args=(self._job, store), name="checkpoint", daemon=True).start()
 
@@ -100,12 +123,10 @@ class Saver:
         return True
 
 
-def _begin(path: Path) -> str:
-    """Make the directory on rank 0, and a name for this save. Collective."""
-    token = [uuid.uuid4().hex]
+def _begin(path: Path) -> _Names:
+    """Make the directory on rank 0, and the names of this save. Collective."""
     agreed(lambda: _make(path) if dist.get_rank() == 0 else None)
-    dist.broadcast_object_list(token, src=0)
-    return token[0]
+    return gathered(_NAMES, _Names(secrets.token_hex(16), secrets.token_hex(32)))[0]
 
 
 def _make(path: Path) -> None:
@@ -125,7 +146,7 @@ def _write(job: _Job, store: Any) -> None:
         entries, error = [], _in_words(job.path, cause)
     try:
         if job.rank:
-            store.set(_key(job, job.rank), pickle.dumps((entries, error and str(error))))
+            _tell(job, store, _Report(entries, None if error is None else str(error) or repr(error)))
         else:
             error = _conclude(job, store, entries, error)
     except Exception as cause:
@@ -166,18 +187,20 @@ def _write_file(path: Path, written: Sequence[tuple[Part, Tensor]]) -> list[Entr
 def _conclude(job: _Job, store: Any, entries: list[Entry], error: Exception | None) -> Exception | None:
     """Rank 0, when all ranks have written theirs: publish it, or remove the directory. Returns the error there was."""
     for rank in range(1, job.ranks):
-        key = _key(job, rank)
         if not _heard(job, store, rank):
             error = error or UserError(
                 f"checkpoint {job.path} was not saved: nothing came from rank {rank} for {SILENCE_S:g} s; look in its log whether it "
                 "ended, and at its disk"
             )
             continue
-        theirs, problem = pickle.loads(store.get(key))
-        store.delete_key(key)
-        entries = entries + theirs
-        if problem and error is None:
-            error = UserError(problem)
+        try:
+            told = _told(job, store, rank)
+        except UserError as cause:
+            error = error or cause
+            continue
+        entries = entries + told.entries
+        if told.problem is not None and error is None:
+            error = UserError(told.problem)
     if error is None:
         try:
             publish(job.path, entries, job.state)
@@ -201,8 +224,30 @@ def _heard(job: _Job, store: Any, rank: int) -> bool:
     return True
 
 
+def _tell(job: _Job, store: Any, report: _Report) -> None:
+    data = _REPORT.dump(report)
+    store.set(_key(job, job.rank), _seal(job, job.rank, data) + data)
+
+
+def _told(job: _Job, store: Any, rank: int) -> _Report:
+    """What a rank has told. Raises UserError where that is not what it said."""
+    told = store.get(_key(job, rank))
+    store.delete_key(_key(job, rank))
+    seal, data = told[:SEAL_BYTES], told[SEAL_BYTES:]
+    if not hmac.compare_digest(seal, _seal(job, rank, data)):
+        raise UserError(
+            f"checkpoint {job.path} was not saved: what rank 0's store has from rank {rank} was not written by that rank. Somebody "
+            "else writes to the ports of this run: nobody but its nodes may reach them"
+        )
+    return _REPORT.load(data, f"rank {rank}")
+
+
+def _seal(job: _Job, rank: int, data: bytes) -> bytes:
+    return hmac.digest(bytes.fromhex(job.names.key), _key(job, rank).encode() + b"\0" + data, "sha256")
+
+
 def _key(job: _Job, rank: int) -> str:
-    return f"quintet checkpoint {job.token} {rank}"
+    return f"quintet checkpoint {job.names.token} {rank}"
 
 
 def _in_words(path: Path, cause: Exception) -> Exception:

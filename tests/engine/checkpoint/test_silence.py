@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,20 +17,27 @@ from quintet.recipe.schema import Optimizer
 
 def concluded(path: Path, store: Any) -> Exception | None:
     path.mkdir()
-    job = saver._Job(path, "token", 0, 3, [], [], {}, {"steps": 1})
-    return saver._conclude(job, store, [], None)
+    return saver._conclude(job_of(path), store, [], None)
+
+
+def job_of(path: Path, rank: int = 0) -> saver._Job:
+    return saver._Job(path, saver._Names("token", "ab" * 32), rank, 3, [], [], {}, {"steps": 1})
+
+
+def tell(store: Any, rank: int) -> None:
+    saver._tell(job_of(Path(), rank), store, saver._Report([], None))
 
 
 def test_a_rank_that_never_answers_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "SILENCE_S", 0.2)
     store = HashStore()
-    store.set("quintet checkpoint token 1", pickle.dumps(([], None)))
+    tell(store, 1)
     error = concluded(tmp_path / "saved", store)
     assert isinstance(error, UserError)
     assert "nothing came from rank 2" in str(error)
     assert not (tmp_path / "saved").exists()
     for rank in (1, 2):
-        store.set(f"quintet checkpoint token {rank}", pickle.dumps(([], None)))
+        tell(store, rank)
     assert concluded(tmp_path / "again", store) is None
 
 
