@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quintet.sync.wire import Group
+from quintet.sync.wire import Group, address_toward
 
 POLL_S = 0.0002
 LOOK_S = 0.05
@@ -51,7 +51,7 @@ class BulkGroup:
         store: Any = dist.TCPStore(group.host, group.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
         store = dist.PrefixStore(group.name, store)  # type: ignore[attr-defined]
         if gpu is None:
-            return dist.ProcessGroupGloo(store, group.rank, group.size, timeout)
+            return _gloo(store, group, timeout)
         torch.cuda.set_device(gpu)
         self._group = _nccl(store, group.rank, group.size, timeout)
         # NCCL's members meet at what they first send, and not before.
@@ -138,6 +138,15 @@ def _watched(act: Callable[[], Any], timeout_s: float, alive: Callable[[], bool]
         return value
     finally:
         del error  # it holds this frame, which would hold it, and the data
+
+
+def _gloo(store: Any, group: Group, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    # It listens where its sender can reach it, and not on what the machine's name stands for.
+    options._devices = [gloo.create_device(hostname=address_toward(group.host))]
+    return gloo(store, group.rank, group.size, options)
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

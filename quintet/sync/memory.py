@@ -58,7 +58,7 @@ class Seen:
     def __init__(self, connection: Connection, nbytes: int, device: torch.device) -> None:
         self._address: int | None = None
         if device.type == "cuda":
-            self._address = _open(connection.recv_bytes())
+            self._address = _open(connection.recv_bytes(ctypes.sizeof(_Handle)))
             self.bytes = _tensor_at(self._address, nbytes, device)
         else:
             file = recv_handle(connection)

@@ -8,10 +8,8 @@ filled anew; and memory that it may still look at is not given back before it ha
 from __future__ import annotations
 
 import secrets
-import socket
-import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -22,117 +20,30 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from quintet.errors import QuintetError
 from quintet.sync.buckets import Bucket
 from quintet.sync.group import BulkGroup
 from quintet.sync.memory import Shared
 from quintet.sync.wire import (
-    END,
-    Absent,
-    Address,
+    SAID,
+    TAKEN,
     Answer,
+    End,
     GivenUp,
     Group,
     Hello,
-    admit,
+    Offer,
+    Said,
     ended,
     hang_up,
-    host_address,
+    hear,
     listen,
-    local_address,
+    say,
 )
 
 MEETS_S = 1.0
 """A process that died takes its sockets with it, one a little before the other."""
-PAUSE_S = 0.1
-ENDED = "its process ended before it came for its weights"
 GONE = "its connection closed: it died, or gave up, before everything had arrived"
-
-
-class Reception:
-    """Lets receivers in, in the background: those of the present plan, once they proved to hold the key."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.key, self.timeout_s = secrets.token_bytes(32), timeout_s
-        self.plan, self._closed = "", False
-        self._expected: set[str] = set()
-        self._absent: set[str] = set()
-        self._here: dict[str, tuple[Connection, Hello]] = {}
-        self._changed = threading.Condition()
-        self._sockets: dict[bool, socket.socket] = {}
-        self._addresses: dict[bool, Address] = {}
-
-    def address(self, colocated: bool) -> Address:
-        """Where receivers knock: a socket of this node, or one that other nodes reach."""
-        if colocated not in self._addresses:
-            address: Address = local_address() if colocated else (host_address(), 0)
-            found = self._sockets[colocated] = listen(address)
-            self._addresses[colocated] = address if colocated else found.getsockname()
-            threading.Thread(target=self._accept, args=(found,), daemon=True).start()
-        return self._addresses[colocated]
-
-    def expect(self, receivers: Iterable[str]) -> str:
-        """From now on these are let in, and those of older plans are not; returns the plan's name."""
-        with self._changed:
-            self.plan, self._expected, self._absent = secrets.token_hex(8), set(receivers), set()
-            for connection, _ in self._here.values():
-                connection.close()
-            self._here = {}
-            return self.plan
-
-    def meet(self) -> tuple[dict[str, tuple[Connection, Hello]], dict[str, str]]:
-        """Whoever is expected and comes within the time limit; and why each of the others is not here. Those are not waited for
-        of whom it is known that they do not come."""
-        deadline = time.monotonic() + self.timeout_s
-        with self._changed:
-            while self._expected - self._absent - set(self._here):
-                if not self._changed.wait(deadline - time.monotonic()):
-                    break
-            found, self._here = self._here, {}
-            late = f"it did not come for its weights within {self.timeout_s:g} s"
-            missing = {one: ENDED if one in self._absent else late for one in self._expected - set(found)}
-        return found, missing
-
-    def close(self) -> None:
-        """Nobody is let in any more."""
-        self._closed = True
-        self.expect(())
-        for one in self._sockets.values():
-            one.shutdown(socket.SHUT_RDWR)  # ends the wait for receivers
-            one.close()
-        self._sockets = {}
-
-    def _accept(self, listening: socket.socket) -> None:
-        while True:
-            try:
-                channel, _ = listening.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(PAUSE_S)  # too many open files, or one who knocked and went: others will come
-                continue
-            threading.Thread(target=self._greet, args=(channel,), daemon=True).start()
-
-    def _greet(self, channel: socket.socket) -> None:
-        admitted = admit(channel, self.key, self.timeout_s)
-        if admitted is None:
-            return
-        connection, said = admitted
-        with self._changed:
-            if said.plan == self.plan and said.receiver in self._expected:
-                if isinstance(said, Absent):
-                    self._absent.add(said.receiver)
-                    connection.close()
-                else:
-                    former = self._here.pop(said.receiver, None)
-                    if former is not None:
-                        former[0].close()
-                    self._here[said.receiver] = connection, said
-                self._changed.notify_all()
-                return
-        late = Answer(refused="its ticket is of an earlier plan: the trainer has planned anew since")
-        with suppress(OSError):
-            connection.send(late)
-        connection.close()
 
 
 class Outlet:
@@ -162,7 +73,7 @@ class Outlet:
     def _answer(self, one: str, answer: Answer, memory: Sequence[Shared] = ()) -> None:
         connection = self._lines[one]
         try:
-            connection.send(replace(answer, buckets=None if self._hellos[one].knows else self.buckets))
+            say(connection, SAID, replace(answer, buckets=None if self._hellos[one].knows else self.buckets))
             for shared in memory:
                 shared.show(connection)
         except OSError as error:
@@ -171,7 +82,7 @@ class Outlet:
     def offer(self, number: int, slot: int, memory: Tensor) -> None:
         """Hand over the bucket of this number, which is in `memory`, the slot's bytes."""
         for one in list(self._lines):
-            self._say(one, (number, slot))
+            self._say(one, Offer(number, slot))
 
     def wait(self, number: int) -> None:
         """Until everyone has taken that bucket: its memory is free then."""
@@ -180,7 +91,7 @@ class Outlet:
     def finish(self) -> None:
         """Tell the receivers that it was all, and hear from them that they have it."""
         for one in list(self._lines):
-            self._say(one, END)
+            self._say(one, End())
         self._hear(len(self.buckets))
 
     def close(self) -> None:
@@ -203,24 +114,26 @@ class Outlet:
                 while self._heard[one] < wanted:
                     if not connection.poll(max(0.0, deadline - time.monotonic())):
                         raise BlockingIOError
-                    self._heard[one] = connection.recv()
-            except (EOFError, OSError) as error:
+                    self._heard[one] = hear(connection, TAKEN, one)
+            except (QuintetError, EOFError, OSError) as error:
                 self._lose(one, self._reason(error))
 
-    def _say(self, receiver: str, what: Any) -> None:
+    def _say(self, receiver: str, what: Said) -> None:
         try:
-            self._lines[receiver].send(what)
+            say(self._lines[receiver], SAID, what)
         except OSError as error:
             self._lose(receiver, self._reason(error))
 
     def _reason(self, error: Exception) -> str:
+        if isinstance(error, QuintetError):
+            return str(error)
         return f"it took nothing for {self.timeout_s:g} s" if isinstance(error, BlockingIOError) else GONE
 
     def _lose(self, receiver: str, reason: str) -> None:
         self.lost[receiver] = reason
         connection = self._lines.pop(receiver)
         with suppress(OSError):
-            connection.send(GivenUp(reason))
+            say(connection, SAID, GivenUp(reason))
         hang_up(connection)
         self._leave_alone(connection)
 
@@ -316,19 +229,22 @@ class GroupOutlet(Outlet):
 
 
 class Store:
-    """Where the members of this rank's groups find each other; made when it is first needed."""
+    """Where the members of this rank's groups find each other, on one address of this node; made when it is first needed."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-
-    @cached_property
-    def host(self) -> str:
-        return host_address()
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self.host, self._timeout_s = host, timeout_s
 
     @cached_property
     def store(self) -> Any:
-        wait = timedelta(seconds=self._timeout_s)
-        return dist.TCPStore(self.host, 0, is_master=True, timeout=wait, wait_for_workers=False)  # type: ignore[attr-defined]
+        listening = listen((self.host, 0))  # torch's own socket would listen on all addresses
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            self.host,
+            listening.getsockname()[1],
+            is_master=True,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
 
     @property
     def port(self) -> int:

@@ -32,7 +32,8 @@ from quintet.sync.buckets import Entry, in_buckets, slots
 from quintet.sync.export import Export, Made, made
 from quintet.sync.fp8 import quantized_names
 from quintet.sync.memory import Shared
-from quintet.sync.outlets import GroupOutlet, Outlet, Reception, Store
+from quintet.sync.outlets import GroupOutlet, Outlet, Store
+from quintet.sync.reception import Reception
 from quintet.sync.wire import Answer, Ticket, has_left
 from quintet.typed import Typed
 
@@ -73,8 +74,9 @@ class WeightServer:
 
     engine_shards: what this rank holds, asked for at each plan (adapters merged, or alone, as receivers want it). shape: the
     model's. dtype: what parameters travel as; buffers are fp32. quantization: of the matrices of whole tensors, see
-    `quintet.sync.fp8`. timeout_s: how long one side waits for the other to come, or
-    to take a bucket; less than a collective's time limit, for other ranks wait meanwhile.
+    `quintet.sync.fp8`. host: this node's address that receivers on other nodes reach, the only one that is listened on. timeout_s:
+    how long one side waits for the other to come, or to take a bucket; less than a collective's time limit, for other ranks wait
+    meanwhile.
     """
 
     def __init__(
@@ -86,12 +88,13 @@ class WeightServer:
         bucket_mib: float = 256,
         *,
         quantization: Literal["fp8"] | None = None,
+        host: str = "127.0.0.1",
         timeout_s: float = 60.0,
     ) -> None:
         self._engine_shards, self._shape, self._dtype, self._device = engine_shards, shape, dtype, device
         self._bucket_bytes, self._timeout_s = int(bucket_mib * (1 << 20)), timeout_s
         self._quantized = quantized_names(shape) if quantization == "fp8" else set[str]()
-        self._reception, self._store = Reception(timeout_s), Store(timeout_s)
+        self._reception, self._store = Reception(host, timeout_s), Store(host, timeout_s)
         self._export: Export | None = None
         self._outlets: list[Outlet] = []
         self._sequence: list[tuple[Outlet, int]] = []

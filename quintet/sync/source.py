@@ -12,12 +12,26 @@ from typing import Any
 
 import torch
 
-from quintet.errors import SyncFailure
+from quintet.errors import QuintetError, SyncFailure
 from quintet.rollout.base import Piece
 from quintet.sync.buckets import Bucket, slots
 from quintet.sync.group import BulkGroup
 from quintet.sync.memory import Seen
-from quintet.sync.wire import END, Answer, GivenUp, Group, Hello, Ticket, call
+from quintet.sync.wire import (
+    SAID,
+    TAKEN,
+    Answer,
+    End,
+    GivenUp,
+    Group,
+    Hello,
+    Offer,
+    Said,
+    Ticket,
+    call,
+    hear,
+    say,
+)
 
 SAYS_S = 3.0
 """Within this time of a process group's end its sender says whose fault it was."""
@@ -32,7 +46,7 @@ class _Words:
     def fair(self) -> bool:
         """Always true; raises SyncFailure once no more weights come, saying why."""
         while not self._end and self._connection.poll(0):
-            self._end = _next(self._connection, self._ticket) == END
+            self._end = isinstance(_next(self._connection, self._ticket), End)
         return True
 
     def bad(self) -> None:
@@ -42,7 +56,7 @@ class _Words:
 
     def end(self) -> bool:
         """Whether these were all the weights that the trainer had."""
-        return self._end or _next(self._connection, self._ticket) == END
+        return self._end or isinstance(_next(self._connection, self._ticket), End)
 
 
 @dataclass
@@ -96,7 +110,8 @@ class ChannelSource:
         connection = call(ticket, Hello(ticket.receiver, ticket.plan, known is not None, name))
         try:
             answer = _next(connection, ticket)
-            assert isinstance(answer, Answer)
+            if not isinstance(answer, Answer):
+                raise SyncFailure(f"receiver {ticket.receiver}: the trainer did not answer its greeting")
             if answer.refused is not None:
                 raise SyncFailure(f"receiver {ticket.receiver}: {answer.refused}")
             if known is None:
@@ -116,11 +131,10 @@ def _through_memory(
     seen: list[Seen] = []
     try:
         seen.extend(Seen(connection, room, _device(answer)) for room in answer.room)
-        while (said := _next(connection, ticket)) != END:
-            number, slot = said
-            yield _pieces(known.buckets[number], seen[slot].bytes)
+        while isinstance(said := _next(connection, ticket), Offer):
+            yield _pieces(known.buckets[said.number], seen[said.slot].bytes)
             _wait_for_copies(answer)
-            _say(connection, ticket, number)
+            _say(connection, ticket, said.number)
     finally:
         for one in seen:  # before the trainer hears that all is taken, and frees it
             one.close()
@@ -181,13 +195,17 @@ def _wait_for_copies(answer: Answer) -> None:
         torch.cuda.synchronize()
 
 
-def _next(connection: Connection, ticket: Ticket) -> Any:
+def _next(connection: Connection, ticket: Ticket) -> Said:
     try:
         if connection.poll(ticket.timeout_s):
-            said = connection.recv()
+            said = hear(connection, SAID, "the trainer")
             if isinstance(said, GivenUp):
                 raise SyncFailure(f"receiver {ticket.receiver}: the trainer gave it up: {said.why}")
             return said
+    except SyncFailure:
+        raise
+    except QuintetError as error:
+        raise SyncFailure(f"receiver {ticket.receiver}: {error}") from None
     except (EOFError, OSError):
         raise SyncFailure(
             f"receiver {ticket.receiver}: the trainer went away before all weights had arrived, or gave this receiver up"
@@ -197,9 +215,9 @@ def _next(connection: Connection, ticket: Ticket) -> Any:
     )
 
 
-def _say(connection: Connection, ticket: Ticket, what: Any) -> None:
+def _say(connection: Connection, ticket: Ticket, taken: int) -> None:
     try:
-        connection.send(what)
+        say(connection, TAKEN, taken)
     except OSError:
         raise SyncFailure(
             f"receiver {ticket.receiver}: the trainer went away before all weights had arrived, or gave this receiver up"

@@ -1,7 +1,7 @@
-"""What both ends of a channel know: addresses, and how they greet each other.
+"""What both ends of a channel know: addresses, how they greet each other, and what they say.
 
-Control messages are pickled Python over a socket; each side first proves that it holds the key. The weights themselves take
-another way: memory that both map, or a process group.
+Control messages are JSON of the types below over a socket, after each side has proved that it holds the key. The weights themselves
+take another way: memory that both map, or a process group.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ import struct
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Base64Bytes, Field
 
 from quintet.errors import SyncFailure
 from quintet.sync.buckets import Bucket
+from quintet.sync.handshake import WrongKey, introduce
+from quintet.typed import Typed, Words
 
+T = TypeVar("T")
 Address = str | tuple[str, int]
 """Of a socket on this node, or (host, port)."""
 TELLS_S = 5.0
@@ -39,7 +44,7 @@ class Ticket:
     address: Address
     from_afar: Address
     plan: str
-    key: bytes
+    key: Base64Bytes
     timeout_s: float
 
 
@@ -52,6 +57,7 @@ class Hello:
     plan: str
     knows: bool
     group: str | None
+    kind: Literal["hello"] = "hello"
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Absent:
 
     receiver: str
     plan: str
+    kind: Literal["absent"] = "absent"
 
 
 @dataclass(frozen=True)
@@ -86,18 +93,42 @@ class Answer:
     room: tuple[int, int] = (0, 0)
     bucket_bytes: int = 0
     device: str = "cpu"
+    kind: Literal["answer"] = "answer"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The bucket of this number is in memory, in this slot of it."""
+
+    number: int
+    slot: int
+    kind: Literal["offer"] = "offer"
+
+
+@dataclass(frozen=True)
+class End:
+    """Said by the sender after the last bucket."""
+
+    kind: Literal["end"] = "end"
 
 
 @dataclass(frozen=True)
 class GivenUp:
     """A sender's last words to a receiver that gets no more."""
 
-    why: str
+    why: Words
+    kind: Literal["given up"] = "given up"
 
 
-END = "end"
-"""Said by the sender after the last bucket. A receiver says the number of each bucket that it has taken, and after the end how
-many there were."""
+FIRST: Typed[Hello | Absent] = Typed(
+    Annotated[Hello | Absent, Field(discriminator="kind")], "a receiver's first words"
+)
+TAKEN: Typed[int] = Typed(int, "the number of a bucket")
+"""Said by a receiver of each bucket that it has taken, and after the end how many there were."""
+Said = Answer | Offer | End | GivenUp
+SAID: Typed[Said] = Typed(Annotated[Said, Field(discriminator="kind")], "the words of a trainer")
+MOST_BYTES = 1 << 30
+"""What is longer is no message."""
 
 
 def local_address() -> str:
@@ -107,22 +138,19 @@ def local_address() -> str:
     return str(Path(tempfile.mkdtemp(prefix="quintet-sync-")) / "socket")
 
 
-def host_address() -> str:
-    """This node's address as other nodes of the run see it."""
+def address_toward(host: str) -> str:
+    """Return this node's address on the network by which it reaches another; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((os.environ.get("MASTER_ADDR", "10.255.255.255"), 9))  # nothing is sent
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
 
 
 def listen(address: Address) -> socket.socket:
-    """A socket that takes receivers."""
+    """Listen on one address, and no other."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     found = socket.socket(family)
     found.bind(address)
-    found.listen(64)
+    found.listen(socket.SOMAXCONN)
     return found
 
 
@@ -136,20 +164,15 @@ def bounded(channel: socket.socket, timeout_s: float) -> Connection:
     return Connection(channel.detach())
 
 
-def admit(channel: socket.socket, key: bytes, timeout_s: float) -> tuple[Connection, Hello | Absent] | None:
-    """The sender's side of a greeting; None for one who does not know the key, or does not say what it must."""
-    connection = bounded(channel, timeout_s)
-    try:
-        deliver_challenge(connection, key)
-        answer_challenge(connection, key)
-        if connection.poll(timeout_s):
-            said = connection.recv()
-            if isinstance(said, Hello | Absent):
-                return connection, said
-    except (AuthenticationError, OSError, EOFError, AssertionError):
-        pass
-    connection.close()
-    return None
+def say(connection: Connection, kind: Typed[T], what: T) -> None:
+    """Send a message of this kind. Raises OSError for one who does not read it."""
+    connection.send_bytes(kind.dump(what))
+
+
+def hear(connection: Connection, kind: Typed[T], source: str) -> T:
+    """Receive a message of this kind. Raises QuintetError naming its source when it is something else, EOFError or OSError when
+    none comes, or one of a size that no message has."""
+    return kind.load(connection.recv_bytes(MOST_BYTES), source)
 
 
 def call(ticket: Ticket, said: Hello | Absent) -> Connection:
@@ -160,29 +183,24 @@ def call(ticket: Ticket, said: Hello | Absent) -> Connection:
     channel.settimeout(ticket.timeout_s)
     try:
         channel.connect(ticket.address)
-        connection = bounded(channel, ticket.timeout_s)
     except OSError as error:
         channel.close()
         raise SyncFailure(
             f"{who}: no trainer answers at {ticket.address!r} ({error}): it ended, or is on a node that cannot be reached"
         ) from None
     try:
-        if not connection.poll(ticket.timeout_s):
-            raise SyncFailure(f"{who}: the trainer did not greet it within {ticket.timeout_s:g} s")
-        answer_challenge(connection, ticket.key)
-        deliver_challenge(connection, ticket.key)
-        connection.send(said)
-    except AuthenticationError:
-        connection.close()
-        raise SyncFailure(
-            f"{who}: its ticket has another key than the trainer: it is of a trainer that ended"
-        ) from None
-    except (OSError, EOFError, SyncFailure) as error:
-        connection.close()
-        if isinstance(error, SyncFailure):
-            raise
-        raise SyncFailure(f"{who}: the trainer ended while greeting it") from None
-    return connection
+        introduce(channel, ticket.key, ticket.timeout_s)
+        connection = bounded(channel, ticket.timeout_s)
+        say(connection, FIRST, said)
+        return connection
+    except WrongKey:
+        why = "its ticket has another key than the trainer: it is of a trainer that ended"
+    except TimeoutError:
+        why = f"the trainer did not greet it within {ticket.timeout_s:g} s"
+    except OSError:
+        why = "the trainer ended while greeting it"
+    channel.close()
+    raise SyncFailure(f"{who}: {why}")
 
 
 def does_not_come(ticket: Ticket) -> None:
