@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import Call, Dispatch, one_to_all
 from quintet.cluster.failures import Failure, explain
 from quintet.cluster.progress import KEY_VARIABLE, group_prefix
-from quintet.cluster.seat import Location, Order, Seat
+from quintet.cluster.seat import LOOPBACK, Location, Order, Seat, rank_environment
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import QuintetError, UserError, WorkerFailure
 from quintet.recipe.schema import Layout
@@ -251,7 +250,8 @@ class WorkerGroup:
         kwargs: dict[str, Any],
     ) -> None:
         locations = self.locations
-        (port,) = self._first([self._seats[0].listen.remote()])
+        hosts = [LOOPBACK if self.cluster.is_local else location.host for location in locations]
+        (port,) = self._first([self._seats[0].listen.remote(hosts[0])])
         blob = ray.put(ray.cloudpickle.dumps((worker_class, kwargs)))
         single = placement.needs_single_cuda_connection(self.cluster.device, layout)
         refs = {}
@@ -278,13 +278,14 @@ class WorkerGroup:
                 local_world_size=local_world_size,
                 # Ray shows an actor its own GPU only, which is then number 0.
                 device="cpu" if self.cluster.device == "cpu" else "cuda:0",
-                master_host=locations[0].host,
+                master_host=hosts[0],
                 master_port=port,
+                host=hosts[rank],
                 collective_timeout_s=self.cluster.settings.collective_timeout_s,
             )
             order = Order(
                 place=place,
-                env=_environment(place, location, self.cluster.is_local)
+                env=rank_environment(place, location, self.cluster.is_local)
                 | {KEY_VARIABLE: f"{self._posts}{rank}"},
                 search_path=[path for path in sys.path if path],
                 log=self._processes[rank].log,
@@ -358,26 +359,6 @@ def _wait_for_room(n_ranks: int, ranks_per_node: int | None, resources: dict[str
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.1)
-
-
-def _environment(place: Place, location: Location, is_local: bool) -> dict[str, str]:
-    env = {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "MASTER_ADDR": place.master_host,
-        "MASTER_PORT": str(place.master_port),
-    }
-    if place.device == "cpu":
-        threads = max(1, location.cores // place.local_world_size)
-        env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-    else:  # as Ray sets it for ranks with devices of their own
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in location.gpus)
-    if is_local and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # gloo would look the host's name up, which laptops often cannot.
-        env["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    return env
 
 
 _NODE_GONE = probe.Report(False, "no answer: its node is gone")

@@ -29,6 +29,8 @@ from quintet.cluster.probe import STACK_SIGNAL, kernel_oom_kills
 from quintet.cluster.worker import Place
 from quintet.disk import lossy
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True)
 class Location:
@@ -78,9 +80,10 @@ class Seat:
             oom_kills=kernel_oom_kills(),
         )
 
-    def listen(self) -> int:
-        """Find the port of rank 0's store, and hold it: the socket is handed to the store when torch is there."""
-        self._listener = socket.create_server(("", 0), backlog=4096)
+    def listen(self, host: str) -> int:
+        """Find the port of rank 0's store on this address alone, and hold it: the socket is handed to the store when torch is
+        there, whose own would listen on all addresses."""
+        self._listener = socket.create_server((host, 0), backlog=4096)
         return int(self._listener.getsockname()[1])
 
     def build(self, order: Order, blob: bytes) -> tuple[Failure | None, bool | None]:
@@ -140,11 +143,40 @@ class Seat:
         faulthandler.enable(self._stacks_file)
         faulthandler.register(STACK_SIGNAL, self._stacks_file, all_threads=True)
         unnamed.rename(order.stacks)
+        for name, value in order.env.items():
+            if name.endswith("_SOCKET_IFNAME") and (other := os.environ.get(name, value)) != value:
+                print(
+                    f"{name}={value}, not {other}: ranks that are all on this machine talk over loopback",
+                    flush=True,
+                )
         os.environ.update(order.env)
         sys.path.extend(path for path in order.search_path if path not in sys.path)
 
     def _failure(self, error: BaseException) -> Failure:
         return Failure.of_exception(self._rank, error, __file__)
+
+
+def rank_environment(place: Place, location: Location, is_local: bool) -> dict[str, str]:
+    """Return what a rank's environment needs beside its node's. is_local: all ranks of the run are on this machine."""
+    env = {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": place.master_host,
+        "MASTER_PORT": str(place.master_port),
+    }
+    if place.device == "cpu":
+        threads = max(1, location.cores // place.local_world_size)
+        env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+    else:  # as Ray sets it for ranks with devices of their own
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in location.gpus)
+    if is_local:
+        # gloo would look the host's name up, which laptops often cannot, and which may stand for an address that others reach.
+        # What the environment says for runs on a cluster does not count here.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        env |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    return env
 
 
 def resolve(value: Any) -> Any:

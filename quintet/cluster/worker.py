@@ -32,6 +32,8 @@ class Place:
     collective_timeout_s: float
     master_fd: int | None = None
     """Rank 0 only: the listening socket behind `master_port`, held since the port was found."""
+    host: str = "127.0.0.1"
+    """This node's address for the run's other ranks: sockets of the run listen there, and on no other."""
 
 
 class Worker:

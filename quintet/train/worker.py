@@ -252,6 +252,7 @@ class PolicyWorker(Worker):
                 build.device(),
                 self.recipe.rollout.bucket_mib,
                 quantization=self.recipe.rollout.quantization,
+                host=self.place.host,
                 timeout_s=min(SYNC_TIMEOUT_S, self.place.collective_timeout_s / 2),
             )
         return self._server.plan(assignments)

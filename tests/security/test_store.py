@@ -15,7 +15,7 @@ from tests.engine.checkpoint.ranks import bare_engine, release
 from tests.oracle.cases import Case
 from tests.oracle.models import save
 from tests.patience import BUSY
-from tests.security.stranger import poison
+from tests.security.stranger import Stranger
 
 CASE = Case("qwen2", dp=2, distributed_optimizer=True)
 
@@ -50,10 +50,13 @@ def test_what_a_stranger_writes_to_the_store_is_not_run(pool, tmp_path):
     harm, poisoned = tmp_path / "harm", tmp_path / "poisoned"
     with ThreadPoolExecutor(1) as threads:
         saving = threads.submit(pool.run, save_while_poisoned, 2, path, tmp_path / "saved", poisoned)
-        keys = poison(pool._store.port, "quintet checkpoint", harm, 60 * BUSY)
+        stranger = Stranger("quintet checkpoint", harm)
+        stranger.knock(pool._store.port)
+        while not stranger.poisoned and not saving.done():
+            stranger.poison()
         poisoned.touch()
         said = saving.result()
-    assert len(keys) == 1
+    assert len(stranger.poisoned) == 1
     assert not harm.exists()
     assert "what rank 0's store has from rank 1 was not written by that rank" in said[0]
     assert not (tmp_path / "saved").exists()
