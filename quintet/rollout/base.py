@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -108,7 +109,11 @@ class Piece:
 
 
 class WeightSource(Protocol):
-    """Where a rollout gets new weights from. It pickles, and is opened in the process that takes them."""
+    """Where a rollout gets new weights from, opened in the process that takes them."""
+
+    def words(self) -> str:
+        """What `opened` makes it of again in another process."""
+        ...
 
     def pieces(self, receiver: int) -> Iterator[Piece]:
         """All that the receiver of this number takes (its place in `Rollout.receivers`), once, in any order. Exhausting
@@ -118,6 +123,16 @@ class WeightSource(Protocol):
     def batches(self, receiver: int) -> Iterator[list[Piece]]:
         """The same, as many pieces at a time as are there: they are good until the next list is asked for."""
         ...
+
+
+SOURCE = "quintet.sync.source:ChannelSource"
+"""The source that travels to other processes, of a room above this one."""
+
+
+def opened(words: str) -> WeightSource:
+    """Return the source of which these are the `WeightSource.words`. Raises QuintetError when they are something else."""
+    source: WeightSource = pkgutil.resolve_name(SOURCE).of(words)
+    return source
 
 
 COUNTS = ("prefix_cache_queries", "prefix_cache_hits", "drafts", "draft_tokens", "accepted_tokens")

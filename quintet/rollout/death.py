@@ -104,7 +104,7 @@ class Watch:
     def close(self) -> None:
         """Stop watching: what dies now is meant to."""
         with suppress(OSError):
-            self._wake.send(None)
+            self._wake.send_bytes(b"stop")
         if self._reaper is not None:
             self._reaper.kill()
             self._reaper.communicate()

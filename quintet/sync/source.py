@@ -32,6 +32,7 @@ from quintet.sync.wire import (
     hear,
     say,
 )
+from quintet.typed import Typed
 
 SAYS_S = 3.0
 """Within this time of a process group's end its sender says whose fault it was."""
@@ -80,6 +81,7 @@ class _Standing:
         self.group = None
 
 
+_TICKETS: Typed[list[Ticket]] = Typed(list[Ticket], "tickets")
 _STANDING: dict[str, _Standing] = {}
 
 
@@ -88,6 +90,15 @@ class ChannelSource:
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         self.tickets = list(tickets)
+
+    def words(self) -> str:
+        """As `WeightSource.words`."""
+        return _TICKETS.dump(self.tickets).decode()
+
+    @classmethod
+    def of(cls, words: str) -> ChannelSource:
+        """Return the source of which these are the words. Raises QuintetError when they are something else."""
+        return cls(_TICKETS.load(words.encode(), "the rollout"))
 
     def pieces(self, receiver: int) -> Iterator[Piece]:
         """All that receiver takes, once: see `WeightSource`. A piece is good until the next is asked for.

@@ -33,8 +33,6 @@ _ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",
     # FlashInfer's sampler has no seed a request, and compiles itself on first use.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # What workers answer are objects; those who could read or forge them are processes of this machine's user.
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     # Scoring asks for one token more than the longest sample has, which may be one more than the model has positions. It is
     # drawn and never computed with; that samples fit is the recipe's to check.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",

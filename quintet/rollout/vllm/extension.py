@@ -1,18 +1,26 @@
-"""What vLLM's workers can do besides their own: vLLM mixes `Extension` into its worker class (`worker_extension_cls`)."""
+"""What vLLM's workers can do besides their own: vLLM mixes `Extension` into its worker class (`worker_extension_cls`).
+
+They are asked through vLLM, which carries bytes alone: the name of one of `VERBS` and its arguments, and back what it returns or
+raised. These are JSON of the types that the method declares.
+"""
 
 from __future__ import annotations
 
-import pickle
 import traceback
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 import torch
 
+from quintet.errors import QuintetError, SyncFailure, SyncMismatch, UserError
 from quintet.rollout.base import Part
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.worker import WeightWorker
+from quintet.typed import Typed, Words
 
 EXTENSION = f"{__name__}.Extension"
+ANSWER, RAISED = b"answer", b"raised"
 
 
 class Extension(WeightWorker):
@@ -22,14 +30,17 @@ class Extension(WeightWorker):
     _kv_bytes: list[tuple[torch.UntypedStorage, int]]
 
     def called(self, message: bytes) -> bytes:
-        """Call a method: (name, arguments) and the answer, or what it raised and where, are pickled. vLLM's own way through
-        its processes makes other things of objects, and text of errors."""
+        """Call a method, and return what `answers` reads. vLLM's own way through its processes makes other things of objects,
+        and text of errors."""
         compat.complete_runner(self.model_runner)
-        name, arguments = pickle.loads(message)
+        name, _, told = message.partition(b"\n")
         try:
-            return pickle.dumps((getattr(self, name)(*arguments), None, ""))
+            verb = VERBS[name.decode()]
+            value = getattr(self, verb.name)(*verb.arguments.load(told, "the rollout"))
+            return ANSWER + b"\n" + verb.answer.dump(value)
         except Exception as error:
-            return pickle.dumps((None, error, traceback.format_exc()))
+            raised = _Raised(type(error).__name__, str(error), traceback.format_exc())
+            return RAISED + b"\n" + _RAISED.dump(raised)
 
     def fall_asleep(self, level: int) -> None:
         """Give the KV cache up, and at levels 1 and 2 on a GPU the weights: 1 copies them to the host, 2 forgets them.
@@ -61,15 +72,61 @@ class Extension(WeightWorker):
                 cache.zero_()
 
 
+class _Verb:
+    """A method that may be called, and the types of its arguments and of what it returns."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.name = method.__name__
+        types = get_type_hints(method, include_extras=True)
+        self.answer: Typed[Any] = Typed(types.pop("return"), f"what {self.name} returns")
+        taken: Any = tuple[tuple(types.values())]  # type: ignore[misc]
+        self.arguments: Typed[tuple[Any, ...]] = Typed(taken, f"what {self.name} takes")
+
+
+VERBS = {
+    method.__name__: _Verb(method)
+    for method in (
+        Extension.fall_asleep,
+        Extension.listen_for_routes,
+        Extension.read_fingerprints,
+        Extension.read_frozen,
+        Extension.take_routes,
+        Extension.take_weights,
+        Extension.wake_part,
+        Extension.wanted_weights,
+    )
+}
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """What a worker raised: name of the class, message, and traceback."""
+
+    kind: str
+    message: Words
+    where: Words
+
+
+_RAISED: Typed[_Raised] = Typed(_Raised, "an error of vLLM's worker")
+_ERRORS = {kind.__name__: kind for kind in (QuintetError, SyncFailure, SyncMismatch, UserError)}
+"""Errors that come back as themselves; of others it is their text."""
+
+
 def call(name: str, arguments: tuple[Any, ...]) -> bytes:
-    """The message that has `called` call a method."""
-    return pickle.dumps((name, arguments))
+    """Return the message that has `called` call a method."""
+    return name.encode() + b"\n" + VERBS[name].arguments.dump(arguments)
 
 
-def answers(replies: list[bytes]) -> list[Any]:
-    """What the workers answered. Raises the first worker's error, with its traceback as the cause."""
-    found = [pickle.loads(reply) for reply in replies]
-    for rank, (_, error, where) in enumerate(found):
-        if error is not None:
-            raise error from RuntimeError(f"in vLLM's worker of rank {rank}:\n{where}")
-    return [value for value, _, _ in found]
+def answers(name: str, replies: list[bytes]) -> list[Any]:
+    """Return what the workers answered to a call of this method. Raises the first worker's error, with its traceback as the
+    cause; QuintetError for what is no answer to it."""
+    found = []
+    for rank, reply in enumerate(replies):
+        which, _, told = reply.partition(b"\n")
+        if which == RAISED:
+            raised = _RAISED.load(told, f"vLLM's worker of rank {rank}")
+            known = _ERRORS.get(raised.kind)
+            error = known(raised.message) if known else RuntimeError(f"{raised.kind}: {raised.message}")
+            raise error from RuntimeError(f"in vLLM's worker of rank {rank}:\n{raised.where}")
+        found.append(VERBS[name].answer.load(told, f"vLLM's worker of rank {rank}"))
+    return found

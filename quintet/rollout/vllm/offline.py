@@ -108,7 +108,9 @@ class OfflineEngine:
     def rpc(self, method: str, *args: Any) -> list[Any]:
         with self._between_steps():
             message = call(method, args)
-            return answers(self._answer_of(lambda: self._engine.collective_rpc("called", args=(message,))))
+            return answers(
+                method, self._answer_of(lambda: self._engine.collective_rpc("called", args=(message,)))
+            )
 
     def counts(self) -> dict[str, float]:
         return dict(self._counts.counts)

@@ -118,7 +118,7 @@ class VllmRollout(Served[Job, Answer]):
         SyncMismatch naming tensors that did not come, or that vLLM's model has no place for; after any error the weights are
         undefined, and nothing goes on, until the next ones have come."""
         with self._weights_arriving():
-            check_taken(self._engine.rpc("take_weights", source))
+            check_taken(self._engine.rpc("take_weights", source.words()))
             self._engine.forget_prefixes()
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:

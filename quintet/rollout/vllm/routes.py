@@ -7,9 +7,11 @@ routers. A token found in the prefix cache passes no router, so on CPU that cach
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pydantic import Base64Bytes
 from torch import Tensor
 
 from quintet.errors import QuintetError
@@ -17,6 +19,22 @@ from quintet.models.shape import ModelShape
 
 ROOM = 64
 """Tokens by which a request's memory grows at least."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """Routes on their way to another process: int16 of this shape."""
+
+    shape: tuple[int, int, int]
+    data: Base64Bytes
+
+    @classmethod
+    def of(cls, routes: np.ndarray) -> Told:
+        tokens, layers, top_k = routes.shape
+        return cls((tokens, layers, top_k), routes.tobytes())
+
+    def routes(self) -> np.ndarray:
+        return np.frombuffer(self.data, np.int16).reshape(self.shape)
 
 
 class Listener:
@@ -56,10 +74,13 @@ class Listener:
         return held
 
 
-def heard(workers: Sequence[dict[str, np.ndarray]], tp: int) -> dict[str, np.ndarray]:
+def heard(workers: Sequence[dict[str, Told]], tp: int) -> dict[str, np.ndarray]:
     """The routes of all layers, of what each worker heard: one stage after another, whose tp workers hear the same."""
     stages = workers[::tp]
-    return {request: np.concatenate([stage[request] for stage in stages], axis=1) for request in stages[0]}
+    return {
+        request: np.concatenate([stage[request].routes() for stage in stages], axis=1)
+        for request in stages[0]
+    }
 
 
 def routes_of(told: np.ndarray, shape: ModelShape, tokens: int) -> np.ndarray:

@@ -74,7 +74,9 @@ class ServerEngine:
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         with self._watch.named():
-            return answers(self._do(self._engine.collective_rpc("called", args=(call(method, args),))))
+            return answers(
+                method, self._do(self._engine.collective_rpc("called", args=(call(method, args),)))
+            )
 
     def counts(self) -> dict[str, float]:
         return compat.counters()

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from quintet.models.mcore import Box, meet, volume, whole_box
 from quintet.rollout.base import Fingerprints, Piece, Wanted
 from quintet.rollout.vllm.live import Live, Models, owner
 from quintet.rollout.vllm.trace import Record, Trace, named_tensors
+from quintet.typed import AsPairs
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], None]
 """Loads whole tensors by their Hugging Face names; each is nobody else's."""
@@ -48,7 +49,7 @@ class Taken:
 class Reading:
     """Fingerprints of one worker's weights: live ones, and of what is unreadable or has no place those of what arrived."""
 
-    fingerprints: Fingerprints
+    fingerprints: Annotated[Fingerprints, AsPairs()]
     unreadable: set[str]
     untaken: set[str]
 

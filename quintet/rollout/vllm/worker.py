@@ -10,14 +10,13 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from quintet.rollout.base import Wanted, WeightSource
+from quintet.rollout.base import Wanted, opened
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import Beside, pieces_on_disk
-from quintet.rollout.vllm.routes import Listener
+from quintet.rollout.vllm.routes import Listener, Told
 from quintet.rollout.vllm.weights import Reading, Taken, Weights
 
 
@@ -31,9 +30,10 @@ class WeightWorker:
     _weights_held: Weights | Beside
     _routes_heard: Listener
 
-    def take_weights(self, source: WeightSource) -> Taken:
-        """Take what the source has for this worker (its rank among tp · pp is the receiver's number). See `weights.check`."""
-        pieces = source.pieces(self.rank)
+    def take_weights(self, source: str) -> Taken:
+        """Take what the source of these words has for this worker (its rank among tp · pp is the receiver's number). See
+        `weights.check`."""
+        pieces = opened(source).pieces(self.rank)
         try:
             taken = self._held().take(pieces)
         finally:
@@ -58,9 +58,9 @@ class WeightWorker:
             runner.get_model(), lambda layers: Listener(runner, layers)
         )
 
-    def take_routes(self) -> dict[str, np.ndarray]:
+    def take_routes(self) -> dict[str, Told]:
         """Routes of the requests since the last call: see `routes.heard`."""
-        return self._routes_heard.take()
+        return {request: Told.of(routes) for request, routes in self._routes_heard.take().items()}
 
     def read_frozen(self) -> Taken:
         """Read the weights that adapters are beside, before these come."""

@@ -18,6 +18,7 @@ from quintet.sync.proof import compare
 from tests.rollout.vllm.conftest import DEVICE, TOLERANCE
 from tests.rollout.vllm.greedy import PROMPTS
 from tests.rollout.vllm.models import model
+from tests.rollout.vllm.sent import update
 from tests.rollout.vllm.test_worker import DTYPE, Source, flip_norm, named_weights, whole
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -94,7 +95,7 @@ def test_what_is_generated_is_the_merged_model_s(rollout: Any) -> None:
     for seed in (1, 2, 3):
         named, wanted = adapters_of(seed), rollout.receivers()
         assert all((one is None) == (seed == 1 or len(wanted) == 1) for one in wanted)
-        rollout.update_weights(Source(named, wanted=wanted))
+        update(rollout, Source(named, wanted=wanted))
         assert differing(rollout, named) == []
         rows = rollout.generate([Request(p) for p in PROMPTS], sampling)
         said.append([sample.response_ids for (sample,) in rows])
@@ -112,7 +113,7 @@ def test_what_is_generated_is_the_merged_model_s(rollout: Any) -> None:
 
 def test_they_are_kept_in_sleep(rollout: Any) -> None:
     named = adapters_of(4)
-    rollout.update_weights(Source(named))
+    update(rollout, Source(named))
     rollout.sleep(2)
     rollout.wake("weights")
     rollout.wake("kv_cache")
@@ -126,8 +127,8 @@ def test_what_does_not_come_or_changes_is_named(rollout: Any) -> None:
     named = adapters_of(5)
     lost = f"{PEFT_PREFIX}model.layers.1.self_attn.o_proj.lora_B.weight"
     with pytest.raises(SyncMismatch, match=f"did not get {lost}:"):
-        rollout.update_weights(Source(named, dropped=[lost]))
-    rollout.update_weights(Source(named | {lost: named[lost] * 2}))
+        update(rollout, Source(named, dropped=[lost]))
+    update(rollout, Source(named | {lost: named[lost] * 2}))
     assert differing(rollout, named) == [lost]
     if isinstance(rollout._engine, OfflineEngine):
         rollout._engine._engine.collective_rpc(flip_norm)
@@ -144,9 +145,9 @@ def test_they_come_again_where_vllm_has_dropped_them(rollout: Any) -> None:
     if not isinstance(rollout._engine, OfflineEngine):
         return  # its workers are the same
     named = adapters_of(6)
-    rollout.update_weights(Source(named))
+    update(rollout, Source(named))
     rollout._engine._engine.collective_rpc(drop)
-    rollout.update_weights(Source(named))
+    update(rollout, Source(named))
     assert differing(rollout, named) == []
     rows = rollout.generate([Request(PROMPTS[0])], Sampling(temperature=0, max_response_tokens=4))
     if DEVICE == "cpu":

@@ -19,6 +19,7 @@ from quintet.rollout.vllm.weights import Weights, check, combine
 from quintet.sync.fp8 import dequantize, quantize, quantized_names, scales_shape
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.models import model, save
+from tests.rollout.vllm.sent import update
 from tests.rollout.vllm.test_update import Source
 
 
@@ -89,7 +90,7 @@ def test_a_rollout_in_eight_bits(start: Any, tmp_path: Path) -> None:
     for seed in range(2):
         one = model("qwen3", seed=seed, **sizes)
         sent = in_eight_bits(one, quantized_names(read_shape(tmp_path)))
-        rollout.update_weights(Source(sent))
+        update(rollout, Source(sent))
         found, unreadable = rollout.fingerprints()
         assert not unreadable
         assert found == fingerprints((n, tuple(t.shape), whole_box(t.shape), t) for n, t in sent.items())

@@ -20,6 +20,7 @@ from tests.oracle.models import hub_names
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.greedy import greedy, greedy_by_transformers, made
 from tests.rollout.vllm.models import model, save
+from tests.rollout.vllm.sent import update
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -82,6 +83,14 @@ def differing(rollout: Any, named: dict[str, Tensor]) -> list[str]:
     return [d.name for d in compare([engine], [found], {n: tuple(t.shape) for n, t in named.items()})]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def functions_travel() -> Iterator[None]:
+    """These tests have workers in other processes run what changes weights under quintet; it runs without that itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        yield
+
+
 @pytest.fixture(scope="module", params=[("glm4_moe", 2), ("qwen2-tied", 1)])
 def case(request: pytest.FixtureRequest, start: Any) -> tuple[str, Any]:
     """On two devices, dense layers, experts, a shared one and a router's bias; and tied embeddings and biases."""
@@ -93,7 +102,7 @@ def test_new_weights(case: tuple[str, Any]) -> None:
     name, rollout = case
     for seed, rows in ((1, None), (2, 40)):
         named = named_weights(made(name, seed))
-        rollout.update_weights(Source(named, rows))
+        update(rollout, Source(named, rows))
         assert differing(rollout, named) == []
         if DEVICE == "cpu":  # in bf16, tokens that are nearly as likely change places
             assert greedy(rollout) == greedy_by_transformers(name, 8, seed)
@@ -102,11 +111,11 @@ def test_new_weights(case: tuple[str, Any]) -> None:
 def test_workers_ask_for_the_parts_that_they_read(case: tuple[str, Any]) -> None:
     """Half of a model on each of two devices, and some more: norms and routers are on both. On one device it is all."""
     name, rollout = case
-    rollout.update_weights(Source(named_weights(made(name, 1))))
+    update(rollout, Source(named_weights(made(name, 1))))
     for seed in (2, 3):
         named = named_weights(made(name, seed))
         wanted = rollout.receivers()
-        rollout.update_weights(Source(named, wanted=wanted))
+        update(rollout, Source(named, wanted=wanted))
         assert differing(rollout, named) == []
         if DEVICE == "cpu":
             assert greedy(rollout) == greedy_by_transformers(name, 8, seed)
@@ -126,9 +135,9 @@ def test_a_tensor_lost_on_the_way_is_named(case: tuple[str, Any]) -> None:
         else "model.layers.2.mlp.up_proj.weight"
     )
     with pytest.raises(SyncMismatch, match=f"did not get {lost}:"):
-        rollout.update_weights(Source(named, dropped=[lost]))
+        update(rollout, Source(named, dropped=[lost]))
     with pytest.raises(SyncMismatch, match=r"no place for model\.layers\.0\.extra\.weight:"):
-        rollout.update_weights(Source(named | {"model.layers.0.extra.weight": torch.ones(3)}))
+        update(rollout, Source(named | {"model.layers.0.extra.weight": torch.ones(3)}))
 
 
 def test_what_changes_on_the_way_is_named(case: tuple[str, Any]) -> None:
@@ -142,7 +151,7 @@ def test_what_changes_on_the_way_is_named(case: tuple[str, Any]) -> None:
     swapped = [f"model.layers.2.mlp.experts.{e}.up_proj.weight" for e in (1, 2)] if "moe" in name else []
     if swapped:
         sent |= dict(zip(swapped, [named[n] for n in reversed(swapped)], strict=True))
-    rollout.update_weights(Source(sent))
+    update(rollout, Source(sent))
     assert sorted(differing(rollout, named)) == sorted(flipped + swapped)
 
 
@@ -181,7 +190,7 @@ def forget_the_head(worker: Any) -> None:
 def test_what_changes_after_loading_is_named(case: tuple[str, Any]) -> None:
     name, rollout = case
     named = named_weights(made(name, 5))
-    rollout.update_weights(Source(named))
+    update(rollout, Source(named))
     changes = {
         flip_norm: ["model.norm.weight"],
     }
@@ -195,7 +204,7 @@ def test_what_changes_after_loading_is_named(case: tuple[str, Any]) -> None:
     for change, names in changes.items():
         rollout._engine._engine.collective_rpc(change)
         assert differing(rollout, named) == names
-        rollout.update_weights(Source(named))
+        update(rollout, Source(named))
         assert differing(rollout, named) == []
 
 
@@ -205,5 +214,5 @@ def test_a_kv_head_that_two_workers_hold(start: Any, tmp_path: Path) -> None:
     rollout = start("qwen3", save("qwen3", tmp_path / "model", **changed), layout={"tp": tp})
     for seed in (1, 2):  # by vLLM's loaders, then in place
         named = named_weights(model("qwen3", seed=seed, **changed))
-        rollout.update_weights(Source(named))
+        update(rollout, Source(named))
         assert differing(rollout, named) == []
