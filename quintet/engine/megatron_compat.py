@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from quintet.engine.agree import gathered
+from quintet.typed import Typed
 from quintet.uncompiled import uncompiled
 
 VERSION = "0.16.1"
@@ -51,6 +53,7 @@ def install() -> None:
         )
     _provide_scratch_buffer()
     _plain_router_products()
+    _keys_as_json()
     if importlib.util.find_spec("transformer_engine") is None:
         _no_fp8_checkpoints()
     if not torch.cuda.is_available():
@@ -88,6 +91,29 @@ def _plain_router_products() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
+
+
+_KEYS: Typed[Any] = Typed(
+    list[tuple[tuple[tuple[str, float | bool], ...] | None, bool]], "the keys of a rank's parameter groups"
+)
+
+
+def _keys_as_json() -> None:
+    """Ranks tell each other the keys of their parameter groups as pickles, over sockets that may be others' too.
+    (tests/security/test_collectives.py)"""
+    from megatron.core import optimizer
+
+    def all_gather_object(found: list[Any], mine: Any) -> None:
+        found[:] = gathered(_KEYS, mine)
+
+    groups: Any = optimizer._get_param_groups
+    distributed = types.SimpleNamespace(**vars(torch.distributed) | {"all_gather_object": all_gather_object})
+    names = groups.__globals__ | {
+        "torch": types.SimpleNamespace(**vars(torch) | {"distributed": distributed})
+    }
+    optimizer._get_param_groups = types.FunctionType(
+        groups.__code__, names, groups.__name__, groups.__defaults__
+    )
 
 
 def _no_fp8_checkpoints() -> None:

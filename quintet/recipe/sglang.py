@@ -19,6 +19,8 @@ DECIDED = {
     "pp_size": "it is rollout.layout.pp",
     "dp_size": "each data-parallel rank is a rollout of its own",
     "ep_size": "it is rollout.layout.ep",
+    "host": "a rollout is within one node, and listens there alone",
+    "dist_init_addr": "a rollout is within one node, and listens there alone",
     "nnodes": "a rollout is within one node",
     "node_rank": "a rollout is within one node",
     "context_length": "it is data.max_prompt_tokens + rollout.max_response_tokens",

@@ -32,7 +32,10 @@ ALLOWED = {
         "ray.cloudpickle",
     ): "the class of a rank's worker, which goes through Ray's own channel",
     ("cluster/seat.py", "ray.cloudpickle"): "where it arrives",
-    ("recipe/user_code.py", "spec.loader.exec_module"): "files that a recipe names: a recipe is trusted as code is",
+    (
+        "recipe/user_code.py",
+        "spec.loader.exec_module",
+    ): "files that a recipe names: a recipe is trusted as code is",
 }
 """File and what it does there: why it may."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ SUPPORTED = ("0.5.17",)
 """The versions of the distribution `sglang` that quintet was written for."""
 
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+
+_MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 _ENVIRONMENT = {
     # The context is a few tokens longer than a sample, as SGLang keeps some back; a model's limit counts without those.
@@ -84,6 +87,14 @@ def engine_fields() -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(ServerArgs))
 
 
+def stay_on_loopback() -> None:
+    """Have the processes of the next engine, which unpickle what they say to each other, talk where nobody else listens: its ranks
+    meet in a file, where a store of torch's would listen on all addresses, and their gloo is on loopback."""
+    file, path = tempfile.mkstemp(prefix="quintet-sglang-")
+    os.close(file)
+    os.environ |= {_MEETING: f"file://{path}", "GLOO_SOCKET_IFNAME": "lo"}
+
+
 def make_engine(arguments: Mapping[str, Any]) -> Any:
     """SGLang's offline engine. Its event loop is `loop`, which is that of the calling thread."""
     from sglang.srt.entrypoints.engine import Engine
@@ -91,6 +102,7 @@ def make_engine(arguments: Mapping[str, Any]) -> Any:
 
     # Devices are named by what they are in CUDA's handles, not by their number: the processes may number them otherwise.
     monkey_patch_torch_reductions()
+    stay_on_loopback()
     return Engine(**arguments)
 
 

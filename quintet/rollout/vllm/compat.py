@@ -6,8 +6,10 @@ environment.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
+import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +46,13 @@ _RUNNER_ASKED = os.environ.get(RUNNER)
 """What the user says of it, read before `choose_runner` writes there."""
 KEPT = "runner"
 """Tag of what the allocator of sleeping memory is to leave alone."""
+_ON_LOOPBACK = {
+    # An engine's processes are on one node: whatever the environment says for others, they talk where nobody else listens, for
+    # they unpickle what they say to each other.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 _ON_CPU = {
     # vLLM would bind its threads to cores that other ranks use as well.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -82,8 +91,10 @@ def require() -> str:
 
 
 def prepare(device: str) -> str:
-    """Set what vLLM reads from the environment when it is imported, where the user has not; returns its version."""
+    """Set what vLLM reads from the environment when it is imported, where the user has not; but where it listens, in any case.
+    Returns its version."""
     version = require()
+    os.environ.update(_ON_LOOPBACK)
     for name, value in (_ENVIRONMENT | (_ON_CPU if device == "cpu" else {})).items():
         os.environ.setdefault(name, value)
     if device == "cpu":
@@ -109,6 +120,25 @@ def choose_runner(lacks: str | None) -> str:
         if lacks
         else "vLLM: the second model runner"
     )
+
+
+def stores_on_loopback() -> None:
+    """Have a store that torch makes in this process to meet at `tcp://host:port` listen on that host alone.
+
+    torch's (2.11 to 2.13) listen on all addresses, and the workers of vLLM 0.20.2 make one; those of 0.32.0 meet in a file
+    (tests/security/test_engines.py::test_where_vllm_s_workers_meet_is_on_loopback).
+    """
+    torch_meets: Any = importlib.import_module("torch.distributed.rendezvous")
+    made = torch_meets.TCPStore
+
+    def on_its_host(host_name: str, port: int, *, is_master: bool = False, **how: Any) -> Any:
+        if is_master:
+            how["master_listen_fd"] = socket.create_server(
+                (host_name, port), backlog=socket.SOMAXCONN
+            ).detach()
+        return made(host_name=host_name, port=port, is_master=is_master, **how)
+
+    torch_meets.TCPStore = on_its_host
 
 
 def engine_fields() -> frozenset[str]:

@@ -19,6 +19,9 @@ from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.worker import WeightWorker
 from quintet.typed import Typed, Words
 
+# A worker imports this before it meets the others.
+compat.stores_on_loopback()
+
 EXTENSION = f"{__name__}.Extension"
 ANSWER, RAISED = b"answer", b"raised"
 

@@ -1,0 +1,56 @@
+"""Engines of other projects, whose processes unpickle what they say to each other: nobody else hears them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from quintet.rollout.sglang import compat
+
+ROOT = Path(__file__).parents[2]
+MEET = """
+import sys, time
+{before}
+import torch, torch.distributed as dist
+from tests.security.ranks import listening
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
+dist.all_reduce(torch.ones(1))
+print(*(address for address, _ in listening()))
+dist.barrier()
+"""
+
+
+def met(where: str, before: str) -> set[str]:
+    """Addresses that two processes listen on which have met there."""
+    command = [sys.executable, "-c", MEET.format(before=before), where]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    return {address for rank in ranks for address in rank.communicate(timeout=240)[0].split()}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def test_where_vllm_s_workers_meet_is_on_loopback():
+    where = f"tcp://127.0.0.1:{free_port()}"
+    assert met(where, "import quintet.rollout.vllm.extension") == {"127.0.0.1"}
+
+
+def test_where_sglang_s_ranks_meet_is_a_file(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    compat.stay_on_loopback()
+    where = os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert where.startswith("file://")
+    assert met(where, "") == {"127.0.0.1"}
+    Path(where.removeprefix("file://")).unlink(missing_ok=True)
