@@ -1,10 +1,15 @@
-"""Files: what a power cut may not undo, a reader not see half of, a full disk not end, and names that may be anything."""
+"""Files: what a power cut may not undo, a reader not see half of, a full disk not end, and a killed process not leave; and names
+that may be anything."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import io
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +20,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def is_file(name: str) -> bool:
     """Whether `name`, in which "~" is the home directory, is a file; False for what no file can be called."""
     return os.path.isfile(os.path.expanduser(name))  # noqa: PTH111, PTH113  (Path's raise for such names)
+
+
+OWNER = ".owner"
+"""The file in a scratch directory that its owner has locked: the kernel's lock is gone with the process, however that ended."""
 
 
 def sync(path: Path) -> None:
@@ -61,3 +70,39 @@ def lossy(descriptor: int) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(_Lossy(descriptor)), "utf-8", errors="backslashreplace", line_buffering=True
     )
+
+
+class Scratch(tempfile.TemporaryDirectory[str]):
+    """Make a directory that only this user can enter, for as long as this process needs it.
+
+    Whoever makes one first removes those beside it that killed processes have left, of the same user.
+    """
+
+    def __init__(self, prefix: str = "quintet-", parent: str | None = None) -> None:
+        remove_left_behind(Path(parent or tempfile.gettempdir()))
+        super().__init__(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+        self.path = Path(self.name)
+        # It gets its name once it is locked: a file that can be locked has no owner any more. Where a file system has no locks,
+        # nobody removes what is left behind.
+        unnamed = self.path / f"{OWNER}.new"
+        self._lock = unnamed.open("w")
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            unnamed.rename(self.path / OWNER)
+
+    def cleanup(self) -> None:
+        super().cleanup()
+        self._lock.close()
+
+
+def remove_left_behind(parent: Path) -> None:
+    """Remove the scratch directories in `parent` whose owners are gone, where they were this user's."""
+    for directory in parent.glob("quintet-*"):
+        try:
+            if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+                continue
+            with (directory / OWNER).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+        except OSError:  # it has no owner's file, or a live owner, or is gone already
+            continue

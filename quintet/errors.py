@@ -80,6 +80,12 @@ class WorkerFailure(QuintetError):
         return "\n\n".join(parts)
 
 
+class RayFailure(QuintetError):
+    """A process of Ray's own died, which ends the run. The message names it, and its log."""
+
+    exit_code = 3
+
+
 class Disagreement(QuintetError):
     """The rollout's log-probs of a step's tokens are further from the trainer's than the recipe allows."""
 

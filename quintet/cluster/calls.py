@@ -156,6 +156,7 @@ def first_answers(refs: Sequence[Any], group: str, others: Callable[[], QuintetE
             raise given_up
         with ray_compat.signals_pass():
             done, waiting = ray.wait(waiting, num_returns=1, timeout=WATCH_EVERY_S)
+        ray_compat.check()
         try:
             answers |= {ref: ray.get(ref) for ref in done}
         except ray.exceptions.RayError as error:
@@ -205,6 +206,7 @@ def _wait(calls: Sequence[PendingCall], watch: Callable[[], None] | None, *, pat
         turn = WATCH_EVERY_S if left is None else min(left, WATCH_EVERY_S)
         with ray_compat.signals_pass():
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=turn)
+        ray_compat.check()
         if done:
             waiting[done[0]].take(done[0])
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from quintet.cluster import ray_compat  # sets Ray's environment before Ray is imported
-from quintet.errors import UserError
+from quintet.disk import Scratch
+from quintet.errors import QuintetError, UserError
 from quintet.recipe.schema import Cluster as Settings
 
 import ray  # isort: skip
@@ -43,7 +43,7 @@ class Cluster:
         """Whether all of the cluster is this machine, and ours to fill."""
         self._log_dir = log_dir
         self._started: ray_compat.LocalRay | None = None
-        self._joined = False
+        self._joined: contextlib.ExitStack | None = None
         self._groups: list[WorkerGroup] = []
         self._exit = contextlib.ExitStack()
 
@@ -57,17 +57,15 @@ class Cluster:
         began = time.perf_counter()
         try:
             if self._log_dir is None:
-                self._log_dir = Path(
-                    self._exit.enter_context(tempfile.TemporaryDirectory(prefix="quintet-logs-"))
-                )
+                self._log_dir = Path(self._exit.enter_context(Scratch("quintet-logs-")))
             self._log_dir = self._log_dir.absolute()
             self._log_dir.mkdir(parents=True, exist_ok=True)
             self._connect()
             nodes = [node for node in ray.nodes() if node["Alive"]]
             self.is_local = self.settings.address is None and len(nodes) == 1
             self.device = self._choose_device()
-        except BaseException:
-            self.__exit__(None, None, None)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         self.start_s = time.perf_counter() - began
         return self
@@ -78,6 +76,7 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        failure = ray_compat.death()
         with ray_compat.uninterrupted():
             if self._started is not None:
                 # The groups' processes go with their Ray.
@@ -87,10 +86,12 @@ class Cluster:
             else:
                 for group in self._groups:
                     group.close()
-                if self._joined:
-                    ray.shutdown()
-            self._groups, self._started, self._joined = [], None, False
+                if self._joined is not None:
+                    self._joined.close()
+            self._groups, self._started, self._joined = [], None, None
             self._exit.close()
+        if failure is not None and isinstance(error, Exception) and not isinstance(error, QuintetError):
+            raise failure from error  # what a call of Ray's says then
 
     def adopt(self, group: WorkerGroup) -> None:
         """Close `group` together with the cluster."""
@@ -113,17 +114,18 @@ class Cluster:
             return
         if self.settings.address is None:
             cpu_only = self.settings.device == "cpu"
-            self._started = ray_compat.start_local(self.settings.ranks, num_gpus=0 if cpu_only else None)
+            self._started = ray_compat.start_local(
+                self.settings.ranks, 0 if cpu_only else None, self.settings.ray_auth, self.log_dir
+            )
             return
         try:
             _knock(self.settings.address)
-            ray_compat.join(self.settings.address)
-        except (OSError, RuntimeError, ValueError) as error:
+            self._joined = ray_compat.join(self.settings.address, self.settings.ray_auth)
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RpcError) as error:
             raise UserError(
                 f"No Ray cluster answers at cluster.address={self.settings.address!r} ({_first_line(error)}). "
                 "Start one there with `ray start --head`, or leave cluster.address null for a local one."
             ) from error
-        self._joined = True
 
     def _choose_device(self) -> Literal["cpu", "cuda"]:
         if self.settings.device == "cpu":

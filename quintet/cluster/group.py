@@ -187,10 +187,11 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the group's processes and give its place back."""
-        for seat in self._seats:
-            ray.kill(seat)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
+        if ray_compat.death() is None:
+            for seat in self._seats:
+                ray.kill(seat)
+            if self._placement is not None:
+                remove_placement_group(self._placement)
         self.forget()
 
     def forget(self) -> None:
@@ -252,7 +253,7 @@ class WorkerGroup:
         locations = self.locations
         hosts = [LOOPBACK if self.cluster.is_local else location.host for location in locations]
         (port,) = self._first([self._seats[0].listen.remote(hosts[0])])
-        blob = ray.put(ray.cloudpickle.dumps((worker_class, kwargs)))
+        blob = ray_compat.put(ray.cloudpickle.dumps((worker_class, kwargs)))
         single = placement.needs_single_cuda_connection(self.cluster.device, layout)
         refs = {}
         logs = self.cluster.log_dir
@@ -315,6 +316,7 @@ class WorkerGroup:
         self, rank: int, method: str, rank_call: Call, phase: str, num_returns: int
     ) -> list[Any]:
         args, kwargs = rank_call
+        ray_compat.check()
         seat_call = self._seats[rank].call
         if num_returns == 1:
             return [seat_call.remote(method, args, kwargs, phase)]

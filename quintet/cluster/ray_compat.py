@@ -21,29 +21,33 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import quintet
-from quintet.errors import UserError
+from quintet.cluster.guardian import Guardian
+from quintet.disk import Scratch
+from quintet.errors import RayFailure, UserError
 
-# Read by Ray when it is imported or started. The last but one keeps `uv run` from packing up the working directory
-# and building an environment anew for every worker; with the last one, a thread that asks Ray something after its end
-# gets an error, and no new Ray.
+# Read by Ray when it is imported or started. RAY_ENABLE_UV_RUN_RUNTIME_ENV keeps `uv run` from packing up the working directory
+# and building an environment anew for every worker; with RAY_ENABLE_AUTO_CONNECT=0 a thread that asks Ray something after its end
+# gets an error, and no new Ray; without reports of tasks, which nothing reads, the end does not wait 5 s for a dead GCS to take them.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
 
 import psutil
 import ray
@@ -52,10 +56,21 @@ import ray._private.services
 import ray._private.state
 import ray._private.utils
 import ray._private.worker
+import ray._raylet
 from ray.experimental import internal_kv
 from ray.job_config import JobConfig
 
+Auth = Literal["token", "none"]
+"""What whoever connects to a Ray must show: the values of cluster.ray_auth."""
+_AUTH_MODE = {"token": "token", "none": "disabled"}
+_TOKEN_PLACES = "Ray reads it from RAY_AUTH_TOKEN, from the file that RAY_AUTH_TOKEN_PATH names, or from ~/.ray/auth_token"
 START_TIMEOUT_S = 180.0
+REPLY_TIMEOUT_S = 5.0  # of Ray's GCS, where its answer is not waited for in any case
+WATCH_EVERY_S = 0.5
+LAST_RESORT_S = 8.0
+LOG_TAIL_LINES = 10
+_INFORMATION = re.compile(r"\[\S+ \S+ I |\[state-dump\]|\s*$")
+"""Lines of a log of Ray's that say how it is doing, rather than what is wrong."""
 OBJECT_STORE_BYTES_WITHOUT_GPU = 512 * 2**20
 
 
@@ -133,20 +148,23 @@ def _undisturbed() -> Iterator[None]:
         signal.raise_signal(came[0])
 
 
-def start_local(num_cpus: int, num_gpus: int | None) -> LocalRay:
-    """Start Ray on this machine only, reachable from this machine only; returns what `stop` needs.
+def start_local(num_cpus: int, num_gpus: int | None, auth: Auth, log_dir: Path) -> LocalRay:
+    """Start Ray on this machine, listening on its loopback interface alone; returns what `stop` needs.
 
-    `num_cpus` is also the number of worker processes that are started ahead of need. `num_gpus` None lets Ray count them.
+    `num_cpus` is also the number of worker processes that are started ahead of need. `num_gpus` None lets Ray count them. With
+    `auth` "token" whoever connects must show a token that is made here, whatever RAY_AUTH_MODE says outside. If a process of Ray's
+    own dies, its log is kept in `log_dir`.
     """
+    global _local
     before = set(psutil.Process().children(recursive=True))
     small = num_gpus == 0 or not Path("/dev/nvidiactl").exists()
-    # A short directory: the sockets in it must stay under 104 characters on macOS.
-    directory = Path(tempfile.mkdtemp(prefix="quintet-ray-", dir="/tmp"))
+    local = LocalRay(before, auth, log_dir)
     try:
         with (
             _undisturbed(),
             mock.patch.object(ray._private.node, "Node", _LeanNode),
             mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages),
+            mock.patch.object(ray._private.services, "resolve_ip_for_localhost", lambda host: host),
         ):
             ray.init(
                 address="local",
@@ -158,11 +176,11 @@ def start_local(num_cpus: int, num_gpus: int | None) -> LocalRay:
                 logging_level="error",
                 job_config=_Job(),
                 _node_ip_address="127.0.0.1",
-                _temp_dir=str(directory),
+                _temp_dir=str(local.directory),
             )
     except BaseException as error:  # also Ctrl-C: a half-started cluster is ours to clear away
         with uninterrupted():
-            LocalRay(directory, before).stop()
+            local.stop()
         if not isinstance(error, Exception):
             raise
         raise UserError(
@@ -170,27 +188,110 @@ def start_local(num_cpus: int, num_gpus: int | None) -> LocalRay:
             "that has too much else to do, or too little memory, is the usual reason: try again when it has less, or join a Ray "
             "that runs with cluster.address."
         ) from error
-    return LocalRay(directory, before)
+    local.watch()
+    _local = local
+    return local
 
 
-def join(address: str) -> None:
-    """Connect to a running cluster."""
-    with (
-        _undisturbed(),
-        mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages),
-    ):
-        ray.init(address=address, log_to_driver=False, logging_level="error", job_config=_Job())
+def join(address: str, auth: Auth) -> contextlib.ExitStack:
+    """Connect to a running cluster; what is returned disconnects when it is closed.
+
+    With `auth` "token" the token is found where Ray looks for it, and the cluster must ask for it. Raises UserError otherwise.
+    """
+    where = (
+        address if address != "auto" else ray._private.services.canonicalize_bootstrap_address_or_die(address)
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment(RAY_AUTH_MODE=_AUTH_MODE[auth]))
+        _check_auth(where, f"The Ray cluster at cluster.address={address!r}", auth)
+        with (
+            _undisturbed(),
+            mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages),
+        ):
+            ray.init(address=where, log_to_driver=False, logging_level="error", job_config=_Job())
+        stack.callback(ray.shutdown)
+        return stack.pop_all()
+
+
+def _check_auth(address: str, cluster: str, auth: Auth) -> None:
+    open_to_all = _admits(address, "none")
+    if auth == "none" and not open_to_all:
+        raise UserError(
+            f"{cluster} asks for a token, and cluster.ray_auth=none sends none: leave that key out."
+        )
+    if auth == "none":
+        return
+    if open_to_all:
+        raise UserError(
+            f"{cluster} asks for no token: whoever reaches it can run code in it. Start it with RAY_AUTH_MODE=token in the "
+            "environment; or, in a network that you trust, set cluster.ray_auth=none."
+        )
+    if not ray._raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        raise UserError(f"{cluster} asks for a token, and there is none here: {_TOKEN_PLACES}.")
+    if not _admits(address, auth):
+        raise UserError(f"{cluster} asks for another token than the one here: {_TOKEN_PLACES}.")
+
+
+def _admits(address: str, auth: Auth) -> bool:
+    """Whether the cluster answers one who shows a token, or none."""
+    with _environment(RAY_AUTH_MODE=_AUTH_MODE[auth], RAY_BACKEND_LOG_LEVEL="error"):
+        try:
+            ray._raylet.GcsClient(address=address).internal_kv_exists(b"", None, timeout=REPLY_TIMEOUT_S)
+        except ray.exceptions.AuthenticationError:
+            return False
+        return True
 
 
 class LocalRay:
-    """The processes and files of a Ray that `start_local` started."""
+    """The processes and files of a Ray that `start_local` starts."""
 
-    def __init__(self, directory: Path, before: set[psutil.Process]) -> None:
-        self.directory = directory
+    def __init__(self, before: set[psutil.Process], auth: Auth, log_dir: Path) -> None:
         self._before = before
+        self._log_dir = log_dir
+        # In /tmp, because the sockets' paths must stay under 104 characters on macOS. Ray opens its directory to everybody,
+        # so it is one within ours.
+        self._scratch = Scratch("quintet-ray-", "/tmp")
+        self.directory = self._scratch.path / "r"
+        self._guardian = Guardian(self._scratch.path)
+        token = self._scratch.path / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        self._environment = _environment(
+            RAY_AUTH_MODE=_AUTH_MODE[auth],
+            RAY_AUTH_TOKEN=None,
+            RAY_AUTH_TOKEN_PATH=str(token),
+        )
+        self._environment.__enter__()
+        self._death: str | None = None
+        self._stopping = threading.Event()
+
+    def death(self) -> RayFailure | None:
+        """What to tell of the first process of Ray's own that has died, if one has."""
+        node = ray._private.worker._global_node
+        if self._death is None and node is not None and not self._stopping.is_set():
+            for name, process in node.dead_processes():
+                log = Path(node.get_logs_dir_path()) / f"{name}.out"
+                self._death = _obituary(name, process.returncode, log, self._log_dir)
+                break
+        return None if self._death is None else RayFailure(self._death)
+
+    def watch(self) -> None:
+        """End this process if Ray has died and nobody has called `stop` `LAST_RESORT_S` later: the main thread may be in a call of
+        Ray's, which would wait for a minute and then end the process itself, without saying so."""
+
+        def wait() -> None:
+            while not self._stopping.wait(WATCH_EVERY_S):
+                failure = self.death()
+                if failure is not None and not self._stopping.wait(LAST_RESORT_S):
+                    print(f"error: {failure}", file=sys.stderr, flush=True)
+                    os._exit(failure.exit_code)  # the guardian clears up
+
+        threading.Thread(target=wait, name="ray-watch", daemon=True).start()
 
     def stop(self) -> None:
         """End every process of it, at once, and remove its files."""
+        global _local
+        self._stopping.set()
         started = set(psutil.Process().children(recursive=True)) - self._before
         # Workers first and without asking: one that waits in a collective would not listen anyway. Not the agents:
         # the raylet ends with them, and a driver that sees its raylet end ends itself, with exit code 1.
@@ -199,8 +300,69 @@ class LocalRay:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         ray.shutdown()
+        self._guardian.finish()
         _kill_started(started)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._environment.__exit__(None, None, None)
+        self._scratch.cleanup()
+        _local = None if _local is self else _local
+
+
+_local: LocalRay | None = None
+
+
+def death() -> RayFailure | None:
+    """What to tell if a process of Ray's own has died, of a Ray that was started here."""
+    return None if _local is None else _local.death()
+
+
+def check() -> None:
+    """Raise what `death` tells. To be called before what needs Ray: with its raylet gone, fetching or putting an object ends this
+    process, without a word."""
+    if (failure := death()) is not None:
+        raise failure
+
+
+def put(value: Any) -> ray.ObjectRef[Any]:
+    """Put an object into Ray's store, unless Ray has died."""
+    check()
+    return ray.put(value)
+
+
+def _obituary(name: str, code: int, log: Path, log_dir: Path) -> str:
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    kept = log_dir / f"ray-{log.name}"
+    try:
+        shutil.copyfile(log, kept)
+        told = [
+            line for line in kept.read_text(errors="replace").splitlines() if not _INFORMATION.match(line)
+        ]
+    except OSError as error:
+        return f"Ray's {name} died: {how}. Its log cannot be kept: {error}"
+    tail = "".join(f"\n{line}" for line in told[-LOG_TAIL_LINES:])
+    return (
+        f"Ray's {name} died: {how}. Its log is kept as {kept}{'; its last complaints:' if tail else ''}{tail}"
+    )
+
+
+@contextlib.contextmanager
+def _environment(**changes: str | None) -> Iterator[None]:
+    """Set or unset variables of Ray's for the length of the block; here Ray has read them already, and reads them again."""
+    before = {name: os.environ.get(name) for name in changes}
+
+    def put(values: dict[str, str | None]) -> None:
+        for name, value in values.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        ray._raylet.Config.initialize("")
+        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+    put(changes)
+    try:
+        yield
+    finally:
+        put(before)
 
 
 def _kill_started(processes: set[psutil.Process]) -> None:
@@ -239,23 +401,25 @@ def free_resources() -> list[dict[str, float]]:
 
 def post_count(key: str, count: int) -> None:
     """Keep a count under a key for the whole cluster; progress is not worth failing for."""
-    with contextlib.suppress(ray.exceptions.RaySystemError, OSError):
+    with contextlib.suppress(ray.exceptions.RayError, OSError):
         internal_kv._internal_kv_put(key, str(count), overwrite=True)
 
 
 def posted_counts(keys: list[str]) -> list[int]:
     """The counts kept under these keys, 0 where there is none; one request for all."""
-    with contextlib.suppress(ray.exceptions.RaySystemError, OSError):
+    with contextlib.suppress(ray.exceptions.RayError, OSError):
         names = [key.encode() for key in keys]
-        found = internal_kv.internal_kv_get_gcs_client().internal_kv_multi_get(names)
+        gcs = internal_kv.internal_kv_get_gcs_client()
+        found = gcs.internal_kv_multi_get(names, timeout=REPLY_TIMEOUT_S)
         return [int(found.get(name, b"0")) for name in names]
     return [0] * len(keys)
 
 
 def forget_counts(prefix: str) -> None:
     """Drop all counts whose key begins so."""
-    with contextlib.suppress(ray.exceptions.RaySystemError, OSError):
-        internal_kv._internal_kv_del(prefix, del_by_prefix=True)
+    with contextlib.suppress(ray.exceptions.RayError, OSError):
+        gcs = internal_kv.internal_kv_get_gcs_client()
+        gcs.internal_kv_del(prefix.encode(), del_by_prefix=True, namespace=None, timeout=REPLY_TIMEOUT_S)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Self, TextIO
 
 from rich.console import Console
 
-from quintet.disk import lossy
+from quintet.disk import Scratch, lossy
 from quintet.errors import Stopped
 from quintet.observe.ledger import Ledger, read_metrics
 from quintet.observe.losses import Losses
@@ -78,8 +77,7 @@ class Observer:
             return RunDirectory.reopen(resume)
         if self.keep:
             return RunDirectory.create(self.recipe)
-        made = tempfile.TemporaryDirectory(prefix="quintet-", ignore_cleanup_errors=True)
-        return RunDirectory(Path(self._scratch.enter_context(made)))
+        return RunDirectory(Path(self._scratch.enter_context(Scratch())))
 
     def go_on(
         self,

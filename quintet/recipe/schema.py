@@ -69,6 +69,9 @@ class Run(Section):
 class Cluster(Section):
     address: str | None = None
     """Ray address of an existing cluster; null starts a local one."""
+    ray_auth: Literal["token", "none"] = "token"
+    """What Ray asks of whoever connects: a token, made anew for a local Ray, and of an existing cluster found where Ray looks for it
+    (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token); or nothing."""
     ranks: Ranks = 1
     """Worker processes; one device each. The product of the layout's sizes must divide it."""
     ranks_per_node: Ranks | None = None

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from quintet.errors import Disagreement, QuintetError, SyncFailure, WorkerFailure
+from quintet.errors import Disagreement, QuintetError, RayFailure, SyncFailure, WorkerFailure
 from quintet.train.agreement import check_agreement
 from quintet.train.checkpoints import name_of
 from quintet.train.fleet import StepResult
@@ -34,7 +34,7 @@ def keep_closing_replay(s: Session, step: int) -> None:
     """`closing_replay` of a run whose model is written: a process that dies now costs only the samples."""
     try:
         closing_replay(s, step)
-    except (WorkerFailure, SyncFailure) as failure:
+    except (WorkerFailure, RayFailure, SyncFailure) as failure:
         told = failure.message.split("\n", 1)[0]
         s.observer.note(
             f"warning: no samples of the trained model are kept for quintet diagnose mismatch: {told}"

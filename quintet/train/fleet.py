@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import ray
 from torch import Tensor
 
 from quintet.algorithms.aggregation import Tally
+from quintet.cluster import ray_compat
 from quintet.cluster.dispatch import all_to_all, megatron_compute, rank_zero
 from quintet.cluster.group import WorkerGroup
 from quintet.data.batch import make_batch, select
@@ -246,7 +246,7 @@ class Fleet:
         tokens = sum(len(p.response_ids) for p in prompts)
         self.workers.call(
             "receive",
-            [[[ray.put(select(batch, plan.samples_of(d)))]] for d in range(self.dp)],
+            [[[ray_compat.put(select(batch, plan.samples_of(d)))]] for d in range(self.dp)],
             [[Assignment(plan.local(d), tokens, len(prompts))] for d in range(self.dp)],
             aggregation="token_mean",
             dispatch=megatron_compute,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from quintet.data.prompts import Prompt, PromptSet, alphabet_of, load_prompts, make_prompts
 from quintet.data.stream import PromptStream
 from quintet.data.tokenizer import build_char_tokenizer, check_stops, load_tokenizer, remote_code_warning
-from quintet.errors import QuintetError, SyncFailure, SyncMismatch, UserError, WorkerFailure
+from quintet.disk import Scratch
+from quintet.errors import QuintetError, RayFailure, SyncFailure, SyncMismatch, UserError, WorkerFailure
 from quintet.models import ModelShape, check_weights, read_end_ids, read_shape
 from quintet.models.weights_on_disk import find_weights, fingerprint
 from quintet.observe import Observer
@@ -216,7 +216,7 @@ def session(
     """
     trains = command in ("train", "sft")
     resume = find_resume(recipe, command, damaged) if trains else Resume()
-    with tempfile.TemporaryDirectory(prefix="quintet-") as scratch:
+    with Scratch() as scratch:
         inputs = prepare(recipe, command, Path(scratch), resume, texts)
         with Observer(recipe, keep=trains, resume=resume.run) as observer:
             check_again(resume, recipe, command, damaged)
@@ -248,7 +248,7 @@ def session(
                     )
                     try:
                         yield Session(recipe, inputs, observer, fleet, saver)
-                    except (WorkerFailure, SyncFailure, SyncMismatch) as failure:
+                    except (WorkerFailure, RayFailure, SyncFailure, SyncMismatch) as failure:
                         failure.message += _what_then(recipe, failure)
                         raise
 

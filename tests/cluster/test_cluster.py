@@ -119,7 +119,7 @@ def test_no_cluster_at_the_address(address: str, why: str, monkeypatch: pytest.M
         Cluster(ClusterSettings(address=address)).__enter__()
 
 
-def test_a_ray_that_does_not_start_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_does_not_start_is_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from quintet.cluster import ray_compat
 
     def late(**options: object) -> None:
@@ -130,7 +130,7 @@ def test_a_ray_that_does_not_start_is_one_message(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         UserError, match=r"Ray did not start .*: The current node timed out during startup\. A machine"
     ):
-        ray_compat.start_local(1, num_gpus=0)
+        ray_compat.start_local(1, num_gpus=0, auth="token", log_dir=tmp_path)
 
 
 def test_gpus_that_are_not_there(ray_cluster: Cluster) -> None:
