@@ -124,7 +124,7 @@ class Cluster:
         except (OSError, RuntimeError, ValueError, ray.exceptions.RpcError) as error:
             raise UserError(
                 f"No Ray cluster answers at cluster.address={self.settings.address!r} ({_first_line(error)}). "
-                "Start one there with `ray start --head`, or leave cluster.address null for a local one."
+                "Start one there with `RAY_AUTH_MODE=token ray start --head`, or leave cluster.address null for a local one."
             ) from error
 
     def _choose_device(self) -> Literal["cpu", "cuda"]:

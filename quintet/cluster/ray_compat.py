@@ -1,4 +1,4 @@
-"""Ray, started lean and stopped completely: the one place that knows Ray's private parts.
+"""Ray, started lean, locked, and stopped completely: the one place, with `ray_auth`, that knows Ray's private parts.
 
 `ray.init` starts a dashboard server, an autoscaler monitor and a log monitor even with `include_dashboard=False`:
 three Python processes, half of the start-up's processor time on a laptop, and nothing here talks to them.
@@ -14,7 +14,11 @@ Written for and tested with ray 2.60. Adaptations, and what fails without them (
   (`test_a_signal_while_ranks_start_ends_in_one_sentence`).
 - `_Job`: workers would look for modules in the working directory, and in that of the script, before all others
   (tests/security/test_safe_path.py).
-- `_kill_started`: `ray.shutdown` returns before agents and workers are gone (`test_nothing_is_left_behind`).
+- `resolve_ip_for_localhost` replaced: Ray would make this machine's outward address of 127.0.0.1, and listen on all
+  (tests/security/test_ray.py).
+- `LocalRay.stop`: `ray.shutdown` returns before agents and workers are gone (`test_ctrl_c_...`).
+- `check`, `LocalRay.watch`: Ray waits a minute for a GCS that is gone and then ends this process, and ends it at once when its
+  raylet is gone and an object is asked for, each with exit code 1 (tests/security/test_endings.py).
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import quintet
@@ -56,21 +60,17 @@ import ray._private.services
 import ray._private.state
 import ray._private.utils
 import ray._private.worker
-import ray._raylet
 from ray.experimental import internal_kv
 from ray.job_config import JobConfig
 
-Auth = Literal["token", "none"]
-"""What whoever connects to a Ray must show: the values of cluster.ray_auth."""
-_AUTH_MODE = {"token": "token", "none": "disabled"}
-_TOKEN_PLACES = "Ray reads it from RAY_AUTH_TOKEN, from the file that RAY_AUTH_TOKEN_PATH names, or from ~/.ray/auth_token"
+from quintet.cluster.ray_auth import AUTH_MODE, REPLY_TIMEOUT_S, Auth, check_auth, environment
+
 START_TIMEOUT_S = 180.0
-REPLY_TIMEOUT_S = 5.0  # of Ray's GCS, where its answer is not waited for in any case
 WATCH_EVERY_S = 0.5
 LAST_RESORT_S = 8.0
 LOG_TAIL_LINES = 10
-_INFORMATION = re.compile(r"\[\S+ \S+ I |\[state-dump\]|\s*$")
-"""Lines of a log of Ray's that say how it is doing, rather than what is wrong."""
+_COMPLAINT = re.compile(r"\[\S+ \S+ [WEFC] |\*\*\* ")
+"""How lines of Ray's logs begin that say what is wrong, rather than how it is doing."""
 OBJECT_STORE_BYTES_WITHOUT_GPU = 512 * 2**20
 
 
@@ -202,8 +202,8 @@ def join(address: str, auth: Auth) -> contextlib.ExitStack:
         address if address != "auto" else ray._private.services.canonicalize_bootstrap_address_or_die(address)
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment(RAY_AUTH_MODE=_AUTH_MODE[auth]))
-        _check_auth(where, f"The Ray cluster at cluster.address={address!r}", auth)
+        stack.enter_context(environment(RAY_AUTH_MODE=AUTH_MODE[auth]))
+        check_auth(where, f"The Ray cluster at cluster.address={address!r}", auth)
         with (
             _undisturbed(),
             mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages),
@@ -211,35 +211,6 @@ def join(address: str, auth: Auth) -> contextlib.ExitStack:
             ray.init(address=where, log_to_driver=False, logging_level="error", job_config=_Job())
         stack.callback(ray.shutdown)
         return stack.pop_all()
-
-
-def _check_auth(address: str, cluster: str, auth: Auth) -> None:
-    open_to_all = _admits(address, "none")
-    if auth == "none" and not open_to_all:
-        raise UserError(
-            f"{cluster} asks for a token, and cluster.ray_auth=none sends none: leave that key out."
-        )
-    if auth == "none":
-        return
-    if open_to_all:
-        raise UserError(
-            f"{cluster} asks for no token: whoever reaches it can run code in it. Start it with RAY_AUTH_MODE=token in the "
-            "environment; or, in a network that you trust, set cluster.ray_auth=none."
-        )
-    if not ray._raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
-        raise UserError(f"{cluster} asks for a token, and there is none here: {_TOKEN_PLACES}.")
-    if not _admits(address, auth):
-        raise UserError(f"{cluster} asks for another token than the one here: {_TOKEN_PLACES}.")
-
-
-def _admits(address: str, auth: Auth) -> bool:
-    """Whether the cluster answers one who shows a token, or none."""
-    with _environment(RAY_AUTH_MODE=_AUTH_MODE[auth], RAY_BACKEND_LOG_LEVEL="error"):
-        try:
-            ray._raylet.GcsClient(address=address).internal_kv_exists(b"", None, timeout=REPLY_TIMEOUT_S)
-        except ray.exceptions.AuthenticationError:
-            return False
-        return True
 
 
 class LocalRay:
@@ -256,8 +227,8 @@ class LocalRay:
         token = self._scratch.path / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-        self._environment = _environment(
-            RAY_AUTH_MODE=_AUTH_MODE[auth],
+        self._environment = environment(
+            RAY_AUTH_MODE=AUTH_MODE[auth],
             RAY_AUTH_TOKEN=None,
             RAY_AUTH_TOKEN_PATH=str(token),
         )
@@ -333,36 +304,13 @@ def _obituary(name: str, code: int, log: Path, log_dir: Path) -> str:
     kept = log_dir / f"ray-{log.name}"
     try:
         shutil.copyfile(log, kept)
-        told = [
-            line for line in kept.read_text(errors="replace").splitlines() if not _INFORMATION.match(line)
-        ]
+        told = [line for line in kept.read_text(errors="replace").splitlines() if _COMPLAINT.match(line)]
     except OSError as error:
         return f"Ray's {name} died: {how}. Its log cannot be kept: {error}"
     tail = "".join(f"\n{line}" for line in told[-LOG_TAIL_LINES:])
     return (
         f"Ray's {name} died: {how}. Its log is kept as {kept}{'; its last complaints:' if tail else ''}{tail}"
     )
-
-
-@contextlib.contextmanager
-def _environment(**changes: str | None) -> Iterator[None]:
-    """Set or unset variables of Ray's for the length of the block; here Ray has read them already, and reads them again."""
-    before = {name: os.environ.get(name) for name in changes}
-
-    def put(values: dict[str, str | None]) -> None:
-        for name, value in values.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        ray._raylet.Config.initialize("")
-        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-    put(changes)
-    try:
-        yield
-    finally:
-        put(before)
 
 
 def _kill_started(processes: set[psutil.Process]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.group import WorkerGroup
@@ -15,8 +16,13 @@ if __name__ == "__main__":
             group = WorkerGroup(cluster, Light, 2)
             if sys.argv[1:] == ["fail"]:
                 group.call("fail", "kill", 1, phase="train")
+            if sys.argv[1:] == ["stop"]:
+                group.call("have_a_child")
+                group.submit("stop_yourself")
             pending = group.submit("sleep")
             print("calling", flush=True)
+            if sys.argv[1:] == ["busy"]:
+                time.sleep(1000)
             pending.result()
     finally:
         print("stopped")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.patience import BUSY
 
 
-@pytest.mark.slow
-def test_two_nodes() -> None:
+def on_two_nodes(auth_mode: str, tmp_path: Path) -> dict[str, Any]:
+    token = tmp_path / "token"
+    token.write_text("0" * 64)
     # A program of its own, because this one is connected to the session's Ray.
     done = subprocess.run(
         [sys.executable, "-m", "tests.cluster.two_nodes"],
@@ -21,9 +24,29 @@ def test_two_nodes() -> None:
         capture_output=True,
         text=True,
         timeout=900,
+        env={**os.environ, "RAY_AUTH_MODE": auth_mode, "RAY_AUTH_TOKEN_PATH": str(token)},
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    assert "Unauthenticated" not in done.stderr  # of those who ask whether a token is needed
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_a_cluster_that_asks_for_no_token_is_joined_only_when_the_recipe_says_so(tmp_path: Path) -> None:
+    refused, joined = on_two_nodes("disabled", tmp_path)["auth"]
+    assert "asks for no token: whoever reaches it can run code in it" in refused
+    assert joined == "joined"
+
+
+@pytest.mark.slow
+def test_two_nodes(tmp_path: Path) -> None:
+    found = on_two_nodes("token", tmp_path)
+    joined, refused = found["auth"]
+    assert joined == "joined"
+    assert "asks for a token, and cluster.ray_auth=none sends none" in refused
+    assert "asks for another token than the one here" in found["wrong token"]
+    assert "asks for a token, and there is none here" in found["no token"]
     spread = found["spread"]
     assert spread["nodes"] == [0, 0, 2, 2]  # each node by its first rank
     assert [env["LOCAL_RANK"] for env in spread["env"]] == ["0", "1", "0", "1"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from pathlib import Path
 from unittest import mock
 
 import ray._private.node
@@ -16,6 +18,7 @@ from quintet.errors import UserError, WorkerFailure
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.cluster.workers import Collective, Light
 
+MODE, TOKEN = os.environ["RAY_AUTH_MODE"], Path(os.environ["RAY_AUTH_TOKEN_PATH"])
 NAMES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -24,12 +27,33 @@ def placed(group: WorkerGroup) -> dict[str, object]:
     return {"nodes": [nodes.index(node) for node in nodes], "env": group.call("environment", *NAMES)}
 
 
+def refusals(address: str) -> list[str]:
+    """What is said to those who do not hold with the cluster's RAY_AUTH_MODE; with none of it when they may join."""
+    said = []
+    for auth in ("token", "none"):
+        try:
+            with Cluster(ClusterSettings(address=address, ray_auth=auth, device="cpu")):
+                said.append("joined")
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
 def main() -> None:
     found: dict[str, object] = {}
     with mock.patch.object(ray._private.node, "Node", ray_compat._LeanNode):
         simulated = SimulatedCluster(initialize_head=True, head_node_args={"num_cpus": 2})
         simulated.add_node(num_cpus=2)
     try:
+        found["auth"] = refusals(simulated.address)
+        if MODE == "disabled":
+            return
+        TOKEN.write_text("1" * 64)
+        found["wrong token"] = refusals(simulated.address)[0]
+        TOKEN.unlink()
+        found["no token"] = refusals(simulated.address)[0]
+        TOKEN.write_text("0" * 64)
+        os.environ["RAY_AUTH_MODE"] = "disabled"  # which must not win
         settings = ClusterSettings(
             address=simulated.address, ranks=4, ranks_per_node=2, device="cpu", collective_timeout_s=2
         )
@@ -58,7 +82,7 @@ def main() -> None:
         )
     finally:
         simulated.shutdown()
-    print(json.dumps(found))
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -64,6 +65,13 @@ class Light(Worker):
     def sleep(self) -> None:
         print("about to sleep")
         time.sleep(1000)
+
+    def have_a_child(self) -> None:
+        """One that does not end with this process."""
+        self.child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+
+    def stop_yourself(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Stillborn(Light):

@@ -48,7 +48,7 @@ def test_a_signal_while_ranks_start_ends_in_one_sentence(
     assert time.monotonic() - began < 5 * BUSY
     assert [one for one in started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
     assert list(tmp_path.glob("quintet-*")) == []
-    assert list(Path("/tmp").glob(f"quintet-ray-*/session_*_{process.pid}")) == []
+    assert list(Path("/tmp").glob(f"quintet-ray-*/r/session_*_{process.pid}")) == []
 
 
 def wait_for(program: subprocess.Popen[str], name: str) -> list[psutil.Process]:

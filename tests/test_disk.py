@@ -1,0 +1,74 @@
+"""Scratch directories: gone with their process, or with the next one that makes one; and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintet.disk import OWNER, Scratch
+
+MAKE = "import sys; from quintet.disk import Scratch; one = Scratch(parent=sys.argv[1]); print(one.name, flush=True); input()"
+
+
+def made_elsewhere(parent: Path) -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAKE, str(parent)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one_and_what_a_live_one_has_is_not(
+    tmp_path: Path,
+) -> None:
+    killed, left = made_elsewhere(tmp_path)
+    alive, kept = made_elsewhere(tmp_path)
+    (left / "below").mkdir()
+    (left / "below" / "file").touch()
+    killed.kill()
+    killed.communicate()
+    assert left.exists()
+    with Scratch(parent=str(tmp_path)) as mine:
+        assert sorted(tmp_path.iterdir()) == sorted([kept, Path(mine)])
+        assert Path(mine).stat().st_mode & 0o777 == 0o700
+    alive.communicate("\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_that_are_no_scratch_or_another_users_stay(tmp_path: Path) -> None:
+    runs, target = tmp_path / "quintet-runs", tmp_path / "target"
+    runs.mkdir()  # somebody's own
+    target.mkdir()
+    (target / OWNER).touch()
+    link = tmp_path / "quintet-link"
+    link.symlink_to(target)
+    others = tmp_path / "quintet-others"
+    if os.geteuid() == 0:
+        shutil.copytree(target, others)
+        os.chown(others, 65534, 65534)
+    before = sorted(tmp_path.iterdir())
+    with Scratch(parent=str(tmp_path)):
+        pass
+    assert sorted(tmp_path.iterdir()) == before
+    shutil.copytree(target, tmp_path / "quintet-mine")  # it can fail
+    with Scratch(parent=str(tmp_path)):
+        pass
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_system_without_locks_has_scratch_directories_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(file: object, how: int) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with Scratch(parent=str(tmp_path)) as first, Scratch(parent=str(tmp_path)) as second:
+        assert Path(first).exists()
+        assert Path(second).exists()
+    assert list(tmp_path.iterdir()) == []
