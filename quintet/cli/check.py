@@ -328,9 +328,7 @@ def _remote_code(recipe: Recipe) -> list[str]:
         return []
     if recipe.model.trust_remote_code:
         return [remote_code_warning(path)]
-    if (
-        code_of_tokenizer(path) is not None
-    ):  # else it is not worth the seconds that transformers takes to import
+    if code_of_tokenizer(path) is not None:  # else not worth the seconds that transformers takes to import
         load_tokenizer(path)
     return []
 
