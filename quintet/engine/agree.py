@@ -18,8 +18,8 @@ _FAILURE: Typed[tuple[bool, str] | None] = Typed(tuple[bool, Words] | None, "an 
 def gathered(kind: Typed[T], mine: T) -> list[T]:
     """Return every rank's value, in rank order. Collective over the default process group.
 
-    Values travel as JSON in tensors of bytes, so nothing that arrives is run. Raises QuintetError naming a rank whose value is
-    of another type.
+    Values travel as JSON in tensors of bytes, so nothing that arrives is run; equal ones are one object here. Raises QuintetError
+    naming a rank whose value is of another type.
     """
     world = dist.get_world_size()
     data = torch.frombuffer(bytearray(kind.dump(mine)), dtype=torch.uint8)
@@ -29,10 +29,12 @@ def gathered(kind: Typed[T], mine: T) -> list[T]:
     all_data = torch.empty(world * longest, dtype=torch.uint8)
     dist.all_gather_into_tensor(all_data, torch.nn.functional.pad(data, (0, longest - len(data))))
     rows = all_data.view(world, longest).numpy()
-    return [
-        kind.load(row[:size].tobytes(), f"rank {rank}")
-        for rank, (row, size) in enumerate(zip(rows, sizes.tolist(), strict=True))
-    ]
+    said = [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
+    values: dict[bytes, T] = {}
+    for rank, one in enumerate(said):
+        if one not in values:  # ranks of other dp ranks hold the same
+            values[one] = kind.load(one, f"rank {rank}")
+    return [values[one] for one in said]
 
 
 def agreed(work: Callable[[], T]) -> T:

@@ -55,6 +55,10 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert found["packed"]["nodes"] == [0, 0]
     assert "need 3 nodes with 2 free CPUs each, and the cluster has 2" in found["too many"]
     assert found["total"] == [4.0, 4.0]
+    assert set(found["places"]) <= set(found["hosts"])
+    opened = {address for rank in found["listening"] for address, _ in rank}
+    assert found["places"][0] in opened
+    assert not opened & {"0.0.0.0", "::"}
     assert "Waiting in it: rank 0. Never came: rank 1." in found["hang"]
     assert "in oversleep" in found["stacks"]["1"]  # asked for through Ray, on the other node
     assert found["hang seconds"] < 2 + 5 * BUSY

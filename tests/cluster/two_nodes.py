@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import ray
 import ray._private.node
 from ray.cluster_utils import Cluster as SimulatedCluster
 
@@ -16,7 +17,8 @@ from quintet.cluster.cluster import Cluster
 from quintet.cluster.group import WorkerGroup
 from quintet.errors import UserError, WorkerFailure
 from quintet.recipe.schema import Cluster as ClusterSettings
-from tests.cluster.workers import Collective, Light
+from tests.cluster.workers import Light
+from tests.security.ranks import Listening
 
 MODE, TOKEN = os.environ["RAY_AUTH_MODE"], Path(os.environ["RAY_AUTH_TOKEN_PATH"])
 NAMES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -69,8 +71,10 @@ def main() -> None:
                 found["too many"] = str(error)
             # One rank on each node, the second on the node that is not the controller's.
             settings.ranks, settings.ranks_per_node = 2, 1
-            far = WorkerGroup(cluster, Collective, 2)
+            far = WorkerGroup(cluster, Listening, 2)
             found["total"] = far.call("total", 2.0)
+            found["hosts"] = [node["NodeManagerAddress"] for node in ray.nodes()]
+            found["listening"], found["places"] = far.call("addresses"), far.call("place_of")
             began = time.monotonic()
             try:
                 far.call("meet", ["come", "sleep"], phase="train")
