@@ -63,9 +63,9 @@ def answer(tmp_path: Path) -> Callable[..., tuple[int, str]]:
     def answer(text: str, *more: str) -> tuple[int, str]:
         file = tmp_path / "r.yaml"
         file.write_text(text)
-        start = time.monotonic()
+        start = time.process_time()
         said = check(str(file), *more)
-        assert time.monotonic() - start < MOST_S
+        assert time.process_time() - start < MOST_S
         return said
 
     return answer
@@ -320,11 +320,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_any_value_is_answered(folder: Path, values: dict[str, Any]) -> None:
     text = {"model": {"build": {"layers": 2}}, "data": {"task": "addition"}}
     (folder / "r.yaml").write_text(json.dumps(text))
-    start = time.monotonic()
+    start = time.process_time()
     arguments = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     code, said = check("r.yaml", *arguments)
     assert code in (0, 2)
-    assert time.monotonic() - start < MOST_S, arguments
+    assert time.process_time() - start < MOST_S, arguments
     assert len(said) < 20_000
 
 
@@ -332,7 +332,7 @@ def test_any_value_is_answered(folder: Path, values: dict[str, Any]) -> None:
 @given(text=st.one_of(_soup, st.text(max_size=200)))
 def test_any_text_is_answered(folder: Path, text: str) -> None:
     (folder / "r.yaml").write_text(text, errors="surrogatepass", newline="")
-    start = time.monotonic()
+    start = time.process_time()
     code, _ = check("r.yaml")
     assert code == 2
-    assert time.monotonic() - start < MOST_S
+    assert time.process_time() - start < MOST_S
