@@ -1,5 +1,4 @@
-"""Files: what a power cut may not undo, a reader not see half of, a full disk not end, and a killed process not leave; and names
-that may be anything."""
+"""Files: what a power cut may not undo, a reader not see half of, a full disk not end, and a killed process not leave."""
 
 from __future__ import annotations
 
@@ -15,11 +14,6 @@ from typing import Any, TextIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Why a disk does not take more."""
-
-
-def is_file(name: str) -> bool:
-    """Whether `name`, in which "~" is the home directory, is a file; False for what no file can be called."""
-    return os.path.isfile(os.path.expanduser(name))  # noqa: PTH111, PTH113  (Path's raise for such names)
 
 
 OWNER = ".owner"

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quintet.disk import is_file
 from quintet.errors import UserError
 from quintet.models.hf_config import read_json
+from quintet.recipe.paths import is_file
 
 KEY = "model.chat_template"
 PROCESSOR_S = 1.0

@@ -7,13 +7,13 @@ unit and scope in the name. Free-form pass-through exists in exactly three place
 
 from __future__ import annotations
 
-import os.path
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from quintet.models.shape import LARGEST, MOST_LAYERS
+from quintet.recipe.paths import expanded
 
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -24,23 +24,14 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Pattern = Annotated[str, Field(max_length=200)]
 """Of names of weights."""
-
-
-def _expanded(path: str) -> str:
-    path = os.path.expanduser(path)  # noqa: PTH111  (Path's fails where there is no such user)
-    if "\0" in path or any(len(os.fsencode(part)) > 255 for part in path.split("/")) or len(path) > 4000:
-        raise ValueError("no file system takes such a path")
-    return path
-
-
-UserPathText = Annotated[str, AfterValidator(_expanded)]
+UserPathText = Annotated[str, AfterValidator(expanded)]
 """A path where "~" is the home directory: no shell expands it inside a YAML file or after `key=`."""
-UserPath = Annotated[Path, AfterValidator(lambda path: Path(_expanded(str(path))))]
+UserPath = Annotated[Path, AfterValidator(lambda path: Path(expanded(str(path))))]
 
 
 def _absolute(spec: str) -> str:
     place, colon, name = spec.rpartition(":")
-    return f"{Path(_expanded(place)).absolute()}:{name}" if colon and place.endswith(".py") else spec
+    return f"{Path(expanded(place)).absolute()}:{name}" if colon and place.endswith(".py") else spec
 
 
 UserCode = Annotated[str, AfterValidator(_absolute)]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintet.disk import is_file
+from quintet.recipe.paths import is_file
 from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.schema import BUILT_IN_REWARDS
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintet.disk import is_file
 from quintet.errors import UserError
 from quintet.models.family import VALUE_MODEL
 from quintet.models.weights_on_disk import check_weights
+from quintet.recipe.paths import is_file
 from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.user_family import use_family
 
