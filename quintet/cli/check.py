@@ -53,13 +53,14 @@ Look = Callable[[], str | None]
 
 def _look_through(looks: dict[str, Look]) -> list[str]:
     """What each look has to say, and which were not taken when the time was over."""
-    from quintet.recipe.time_limit import TimeUp
+    from quintet.recipe.time_limit import TimeUp, stop_the_clock
 
     notes: list[str] = []
     for number, look in enumerate(looks.values()):
         try:
             note = look()
         except TimeUp as limit:
+            stop_the_clock()
             left = ", ".join(list(looks)[number:])
             return [*notes, f"Not looked through in {limit}: {left}; --time-limit-s gives it more."]
         if note is not None:

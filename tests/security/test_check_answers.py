@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from quintet.cli import main
 from quintet.recipe.keys import leaf_keys
+from quintet.recipe.time_limit import TimeUp, time_limit
 from tests.models.directory import DEEPSEEK_V3, QWEN3, QWEN3_MOE, shapes_of, write_model, write_weights
 from tests.patience import BUSY
 
@@ -253,9 +254,8 @@ def test_the_largest_model_is_looked_through(largest: Path, more: list[str], ans
     assert "Not looked through" not in said
 
 
-def test_what_was_not_looked_through_in_time_is_said(
-    answer: Any, largest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_was_not_looked_through_in_time_is_said(answer: Any, largest: Path) -> None:
     code, said = answer(of(largest), "rollout.layout.tp=1", "--time-limit-s=0.2")
     assert code == 2
     assert re.search(
@@ -269,6 +269,26 @@ def test_what_was_not_looked_through_in_time_is_said(
         "Not looked through in 1 s of processor time: train problems of the task countdown, eval problems"
         in said
     )
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_limit_that_is_lost_in_a_destructor_comes_again() -> None:
+    class Loses:
+        def __del__(self) -> None:
+            spin(0.3)
+
+    def spin(seconds: float) -> None:
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+
+    def lose() -> None:
+        with time_limit(0.1):
+            Loses()
+            spin(1.0)
+
+    with pytest.raises(TimeUp):
+        lose()
 
 
 def test_a_users_own_code_takes_its_time(tmp_path: Path, answer: Any) -> None:

@@ -27,7 +27,7 @@ from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in th
 )
 from quintet.recipe.rules.facts import RULES, Command, Facts, Problem, shape_of_built
 from quintet.recipe.schema import Recipe
-from quintet.recipe.time_limit import TimeUp
+from quintet.recipe.time_limit import TimeUp, stop_the_clock
 from quintet.recipe.user_family import use_family
 
 __all__ = ["RULES", "Command", "Facts", "Problem", "broken_rules", "shape_of"]
@@ -60,6 +60,7 @@ def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
         try:
             problems += one(facts)
         except TimeUp as limit:
+            stop_the_clock()
             sentence = (one.__doc__ or "").strip().partition("\n")[0]
             said = f"{limit} did not suffice to look through {len(RULES) - number} of its rules, from this on: {sentence}"
             problems.append(Problem((), said))
