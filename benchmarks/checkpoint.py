@@ -38,7 +38,7 @@ from benchmarks.memory import MeanNll
 from benchmarks.records import RESULTS, merged, record, write_records
 from quintet.data.batch import make_batch
 from quintet.engine.engine import Engine
-from quintet.engine.hf_read import CHUNK_BYTES, THREADS
+from quintet.engine.weights.hf_read import CHUNK_BYTES, THREADS
 from quintet.models import ModelShape, read_shape
 from quintet.recipe import schema
 

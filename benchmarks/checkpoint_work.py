@@ -11,8 +11,8 @@ import torch
 from quintet.engine.checkpoint.format import TensorFile, publish
 from quintet.engine.checkpoint.reader import Reader
 from quintet.engine.convert.places import Places
-from quintet.engine.hf import planned_tensors
-from quintet.engine.hf_write import HfWriter
+from quintet.engine.weights.hf import planned_tensors
+from quintet.engine.weights.hf_write import HfWriter
 from quintet.models import ModelShape, family_named, family_of
 from quintet.models.mcore import CheckpointMap
 from quintet.recipe.schema import Layout

@@ -75,7 +75,7 @@ class VarlenAttention(torch.nn.Module):
 
 
 @dataclass
-class Row:
+class PackedRow:
     """One packed row on the device. labels: [1, T] next tokens; mask: [T], 0 at the last token of each sequence."""
 
     input_ids: Tensor
@@ -123,7 +123,7 @@ class RawLoop:
             self.config.no_sync_func = self.model.no_sync
             self.config.grad_sync_func = self.model.start_grad_sync
             self.config.param_sync_func = self.model.start_param_sync
-        self.steps: dict[int, list[Row]] = {}
+        self.steps: dict[int, list[PackedRow]] = {}
 
     def prepare(self, step: int, tokens: list[list[Tensor]]) -> None:
         """tokens: the rank's rows as lists of sequences, on the CPU."""
@@ -147,7 +147,7 @@ class RawLoop:
             return 0.0, float(norm)
         return float(torch.stack([s["loss"] for s in shares]).sum()) / self.setup.trained(step), float(norm)
 
-    def _forward(self, rows: Iterator[Row], model: Any) -> Any:
+    def _forward(self, rows: Iterator[PackedRow], model: Any) -> Any:
         row = next(rows)
         losses = model(row.input_ids, row.positions, None, labels=row.labels, packed_seq_params=row.packed)
 
@@ -171,14 +171,14 @@ def _refuse(setup: Setup) -> None:
             raise SystemExit(f"the raw megatron-core loop has no {what}: measure it with --only quintet")
 
 
-def _row(sequences: list[Tensor], device: torch.device) -> Row:
+def _row(sequences: list[Tensor], device: torch.device) -> PackedRow:
     lengths = torch.tensor([len(s) for s in sequences])
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = torch.cat(sequences)
     mask = torch.ones(len(ids))
     mask[ends[1:] - 1] = 0
     cu, longest = ends.to(device, torch.int32), int(lengths.max())
-    return Row(
+    return PackedRow(
         input_ids=ids[None].to(device),
         positions=torch.cat([torch.arange(len(s)) for s in sequences])[None].to(device),
         labels=ids.roll(-1)[None].to(device),

@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.engine_work import TRAINED_FROM, Setup
+from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
 from quintet.engine.build import mesh_of
 from quintet.engine.engine import Engine
-from quintet.engine.shards import Shard, shard_map
+from quintet.engine.weights.shards import Shard, shard_map
 from quintet.recipe import schema
-from quintet.train.objective import sft_objective
 
 OPTIMIZER = schema.Optimizer(lr=1e-5)
 INITIAL_STD = 0.02

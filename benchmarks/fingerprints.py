@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.records import record, write_records
-from quintet.engine.fingerprint import fingerprints
+from quintet.engine.weights.fingerprint import fingerprints
 from quintet.models.mcore import Box, whole_box
 
 Item = tuple[str, tuple[int, ...], Box, torch.Tensor]

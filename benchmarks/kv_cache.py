@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.records import record, write_records
-from quintet.engine.kernels import Weighing
+from quintet.engine.layers.attention_backends import AttentionParams
 from quintet.rollout.native.cache import SlotCache
 
 HEADS, KV_HEADS, WIDTH, PAGE = 12, 2, 128, 64
@@ -38,9 +38,9 @@ def slots(cache: SlotCache, q: torch.Tensor, kv: torch.Tensor, flash: bool) -> t
     for store in flat:
         store.index_copy_(0, cache._write, kv)
     if flash:
-        return cache._flash(q, *flat, Weighing())
+        return cache._flash(q, *flat, AttentionParams())
     n = cache._length
-    return cache._masked(q, keys[: len(q), :n], values[: len(q), :n], Weighing())
+    return cache._masked(q, keys[: len(q), :n], values[: len(q), :n], AttentionParams())
 
 
 def pages(

@@ -13,14 +13,14 @@ from benchmarks.laptop_cases import SAMPLES_PER_PROMPT, Case
 from benchmarks.records import ROOT, versions
 from quintet.algorithms.advantages import grpo_advantages
 from quintet.cluster.cluster import Cluster
+from quintet.controller.controller import Controller
+from quintet.controller.objective import policy_objective
 from quintet.data.prompts import make_prompts
 from quintet.data.tokenizer import load_tokenizer
 from quintet.models import read_shape
 from quintet.recipe import schema
 from quintet.rewards.load import load_reward
 from quintet.rollout import Sampling
-from quintet.train.fleet import Fleet
-from quintet.train.objective import policy_objective
 
 
 def recipe(model: Path, cores: int, longest: int) -> schema.Recipe:
@@ -47,20 +47,22 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
     objective = policy_objective(settings.algorithm, settings.agreement)
     steps: list[tuple[float, float, float]] = []
     with Cluster(settings.cluster) as cluster:
-        fleet = Fleet(cluster, settings, model, read_shape(model))
+        controller = Controller(cluster, settings, model, read_shape(model))
         for step, wanted in enumerate(lengths):
             chosen = prompts[step * per_step : (step + 1) * per_step]
             by_prompt = [
                 wanted[i : i + SAMPLES_PER_PROMPT] for i in range(0, len(wanted), SAMPLES_PER_PROMPT)
             ]
             began = time.perf_counter()
-            with fleet.generating():
-                samples = fleet.generate(chosen, sampling, SAMPLES_PER_PROMPT, f"bench/{step}", by_prompt)
+            with controller.generating():
+                samples = controller.generate(
+                    chosen, sampling, SAMPLES_PER_PROMPT, f"bench/{step}", by_prompt
+                )
             generated = time.perf_counter()
-            rewards = torch.tensor(fleet.reward(samples, reward))
-            fleet.deal(samples, grpo_advantages(rewards, torch.tensor(samples.groups)))
-            fleet.update(objective)
-            fleet.sync()
+            rewards = torch.tensor(controller.reward(samples, reward))
+            controller.scatter(samples, grpo_advantages(rewards, torch.tensor(samples.groups)))
+            controller.update(objective)
+            controller.mark_weights_updated()
             ended = time.perf_counter()
             if [g.response_tokens for g in samples.generated] != wanted:
                 raise AssertionError("the responses do not have the lengths of the work")

@@ -31,7 +31,7 @@ from benchmarks.engine_work import MODELS, parse_layout
 from benchmarks.records import RESULTS, merged, record, write_records
 from quintet.data.batch import make_batch
 from quintet.engine.engine import Engine
-from quintet.engine.layers import choose_backend
+from quintet.engine.layers.specs import choose_backend
 from quintet.plan import Memory, Setup, rank_memory
 from quintet.recipe import schema
 

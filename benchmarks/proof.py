@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.engine_work import MODELS
 from benchmarks.records import record, write_records
-from quintet.engine.fingerprint import Fingerprints
+from quintet.engine.weights.fingerprint import Fingerprints
 from quintet.models import ModelShape, family_named
 from quintet.models.mcore import Box, volume, whole_box
 from quintet.sync.evidence import Evidence

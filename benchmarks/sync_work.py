@@ -20,9 +20,9 @@ from benchmarks.engine_work import MODELS
 from quintet.engine import build
 from quintet.engine.device import copy_all
 from quintet.engine.engine import Engine
-from quintet.engine.fingerprint import fingerprints
-from quintet.engine.reshard import gather_holdings
-from quintet.engine.shards import Shard
+from quintet.engine.weights.fingerprint import fingerprints
+from quintet.engine.weights.reshard import gather_holdings
+from quintet.engine.weights.shards import Shard
 from quintet.models.mcore import meet, whole_box
 from quintet.recipe import schema
 from quintet.rollout.base import Piece, Wanted

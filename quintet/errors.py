@@ -86,7 +86,7 @@ class RayFailure(QuintetError):
     exit_code = 3
 
 
-class Disagreement(QuintetError):
+class RolloutMismatch(QuintetError):
     """The rollout's log-probs of a step's tokens are further from the trainer's than the recipe allows."""
 
     exit_code = 6

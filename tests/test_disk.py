@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from quintet.disk import OWNER, Scratch
+from quintet.runs.fsync import OWNER, Scratch
 
-MAKE = "import sys; from quintet.disk import Scratch; one = Scratch(parent=sys.argv[1]); print(one.name, flush=True); input()"
+MAKE = "import sys; from quintet.runs.fsync import Scratch; one = Scratch(parent=sys.argv[1]); print(one.name, flush=True); input()"
 
 
 def made_elsewhere(parent: Path) -> tuple[subprocess.Popen[str], Path]:

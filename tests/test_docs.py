@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quintet.train.checkpoints import Checkpoints
+from quintet.runs.checkpoints import Checkpoints
+from tests.runs.test_checkpoints import save
 from tests.shown import commands, run_as_shown
-from tests.train.test_checkpoints import save
 
 ROOT = Path(__file__).parents[1]
 
@@ -226,15 +226,15 @@ def test_layout_guide_names_what_is_free():
 
 def test_the_mismatch_guide_names_every_metric_and_place():
     from quintet.algorithms.aggregation import Tally
-    from quintet.algorithms.kl import agreement
+    from quintet.algorithms.kl import mismatch
+    from quintet.diagnose.diagnosis import ADVICE
     from quintet.observe.memory import PHASES
-    from quintet.train.agreement import agreement_metrics
-    from quintet.train.diagnosis import ADVICE
+    from quintet.train.mismatch import mismatch_metrics
 
     page = (ROOT / "docs" / "mismatch.md").read_text()
     tally, ones = Tally(), torch.ones(1)
-    tally.add(agreement(ones, ones, ones, 0.5), ones)
-    for metric in agreement_metrics(tally):
+    tally.add(mismatch(ones, ones, ones, 0.5), ones)
+    for metric in mismatch_metrics(tally):
         short = re.sub(r"^mismatch/ratio_(?!p1$)", "_", metric)
         assert f"`{short}`" in page, metric
     for place in ADVICE:

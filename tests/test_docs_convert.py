@@ -12,7 +12,7 @@ import torch
 
 from quintet.cli import main
 from quintet.engine.convert import hf_to_mcore
-from quintet.engine.hf_write import HfWriter, Planned
+from quintet.engine.weights.hf_write import HfWriter, Planned
 from tests.models.directory import QWEN3, shapes_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "convert.md").read_text()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quintet.uncompiled import uncompiled
+from quintet.skip_dynamo_import import uncompiled
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_FREE = ["packing", "recipe", "models", "plan"]
@@ -80,8 +80,8 @@ def test_room_does_not_use_torch_distributed(room: str) -> None:
     ("module", "unwanted"),
     [
         ("quintet.train.ppo", ["torch._dynamo", "torch._inductor", "megatron", "wandb"]),
-        ("quintet.train.worker", ["torch._dynamo", "torch._inductor", "wandb"]),
-        ("quintet.train.rollout_worker", ["torch._dynamo", "torch._inductor", "wandb"]),
+        ("quintet.controller.worker", ["torch._dynamo", "torch._inductor", "wandb"]),
+        ("quintet.controller.rollout_worker", ["torch._dynamo", "torch._inductor", "wandb"]),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels for GPUs are compiled")

@@ -34,19 +34,17 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -> Tensor:
     raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
 
 
-def agreement(
-    rollout_logprobs: Tensor, logprobs: Tensor, mask: Tensor, threshold: float
-) -> dict[str, Tensor]:
+def mismatch(rollout_logprobs: Tensor, logprobs: Tensor, mask: Tensor, threshold: float) -> dict[str, Tensor]:
     """How well the trainer's log-probs of sampled tokens agree with those the rollout policy sampled them with.
 
     Args:
         rollout_logprobs, logprobs, mask: [tokens]; the mask is 1 on sampled tokens.
-        threshold: |difference| above which a token counts as parted.
+        threshold: |difference| above which a token counts as over the threshold.
 
     Returns:
         Per-token quantities [tokens], 0 where the mask is 0, to be given to `Tally.add`: `rollout_kl_k1` and
         `rollout_kl_k3` (KL of rollout to trainer, nats), `rollout_logprob_gap` (|difference|, whose mean and
-        maximum both tell), `rollout_log_ratio` (log of trainer / rollout, whose percentiles tell) and `rollout_parted`
+        maximum both tell), `rollout_log_ratio` (log of trainer / rollout, whose percentiles tell) and `rollout_over_threshold`
         (1 where the gap is above the threshold, or is no number).
     """
     on = mask > 0
@@ -58,5 +56,5 @@ def agreement(
         "rollout_kl_k3": kl(theirs, ours, "k3"),
         "rollout_logprob_gap": gap,
         "rollout_log_ratio": ours - theirs,
-        "rollout_parted": (~(gap <= threshold)).float(),
+        "rollout_over_threshold": (~(gap <= threshold)).float(),
     }

@@ -2,7 +2,7 @@
 
 Nothing heavy is imported before a command has read its recipe: `--help` and `check` stay instant.
 Exit codes: 0 done, 1 a bug, 2 something for the user to put right, 3 a worker failed, 4 what was compared
-differs (verify-resume, diagnose), 5 a rollout has other weights than the trainer, 6 their log-probs part (agreement.stop_above_kl),
+differs (verify-resume, diagnose), 5 a rollout has other weights than the trainer, 6 their log-probs part (mismatch.stop_above_kl),
 130 Ctrl-C, 143 SIGTERM.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from quintet.cli import check, convert, diagnose, eval, generate, sft, train, verify_resume
 from quintet.cli.command import Command
 from quintet.errors import QuintetError
-from quintet.train.stop import Terminated, interruptible
+from quintet.runs.stop import Terminated, interruptible
 
 COMMANDS: dict[str, Command] = {
     command.name: command

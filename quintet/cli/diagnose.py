@@ -13,7 +13,7 @@ from quintet.cli.command import Command
 from quintet.errors import UserError
 
 if TYPE_CHECKING:
-    from quintet.train.diagnose import Found
+    from quintet.diagnose.mismatch import Found
 
 NAMED = 4
 """Exit code where a place was named."""
@@ -51,8 +51,8 @@ class _Diagnose(Command):
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay a run's saved samples and print where the log-probs part; writes nothing. 0 nowhere, 4 a place was named."""
+    from quintet.diagnose.mismatch import diagnose, recorded_gaps
     from quintet.observe.numbers import short
-    from quintet.train.diagnose import diagnose, recorded_gaps
 
     if arguments.step is not None and arguments.step < 1:
         raise UserError(f"--step {arguments.step}: steps count from 1")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def describe_saves(recipe: Recipe, command: str) -> Iterator[str]:
     """Raises UserError when the recipe cannot go on with the run that it names."""
-    from quintet.train.resume import find_resume
+    from quintet.runs.resume import find_resume
 
     yield _checkpoints(recipe)
     if (exports := recipe.checkpoint.hf_every_steps) > 0:

@@ -12,7 +12,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quintet.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command="train")
-    from quintet.train.resume import nothing_left
+    from quintet.runs.resume import nothing_left
 
     if (run := nothing_left(recipe, "train")) is not None:
         print(

@@ -12,8 +12,8 @@ from quintet.cli.command import Command
 from quintet.errors import UserError
 
 if TYPE_CHECKING:
+    from quintet.diagnose.verify import Outcome
     from quintet.recipe import Recipe
-    from quintet.train.verify import Outcome
 
 DIFFERS = 4
 LAYOUT = ("layout", "cluster", "engine", "rollout.layout")
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.recipe, [*arguments.overrides, "resume=null", *arguments.layout], command=command
     )
     _check_layout(arguments.layout)
-    from quintet.train.verify import judge, verify
+    from quintet.diagnose.verify import judge, verify
 
     scratch = recipe.run.dir / f"verify-resume-{time.strftime('%Y%m%d-%H%M%S')}"
     try:

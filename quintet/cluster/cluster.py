@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from quintet.cluster import ray_compat  # sets Ray's environment before Ray is imported
-from quintet.disk import Scratch
 from quintet.errors import QuintetError, UserError
 from quintet.recipe.schema import Cluster as Settings
+from quintet.runs.fsync import Scratch
 
 import ray  # isort: skip
 

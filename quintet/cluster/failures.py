@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from quintet.cluster.probe import Report
+from quintet.cluster.process_probe import Report
 from quintet.errors import (
     DamagedCheckpoint,
-    Disagreement,
     QuintetError,
+    RolloutMismatch,
     SyncFailure,
     SyncMismatch,
     UserError,
@@ -41,7 +41,7 @@ _TOLD: tuple[type[QuintetError], ...] = (
     UserError,
     SyncMismatch,
     SyncFailure,
-    Disagreement,
+    RolloutMismatch,
 )
 """Errors that a rank raises on purpose: their message is all there is to say, and their class decides the exit code."""
 

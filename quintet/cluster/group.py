@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from quintet.cluster import placement, probe, ray_compat
+from quintet.cluster import placement, ray_compat
+from quintet.cluster import process_probe as probe
 from quintet.cluster.calls import PendingCall, first_answers
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import Call, Dispatch, one_to_all
 from quintet.cluster.failures import Failure, explain
 from quintet.cluster.progress import KEY_VARIABLE, group_prefix
-from quintet.cluster.seat import LOOPBACK, Location, Order, Seat, rank_environment
+from quintet.cluster.rank_actor import LOOPBACK, Location, RankActor, RankSetup, rank_environment
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import QuintetError, UserError, WorkerFailure
 from quintet.recipe.schema import Layout
@@ -35,10 +36,10 @@ class WorkerGroup:
     """One `worker_class(place, **kwargs)` a rank, in a process of its own, placed and set up.
 
     A class named as text, "module:Class", is imported on the ranks alone, so the controller is spared its imports.
-    `layout` (of the recipe) decides whether CUDA needs a single connection; `name` names the logs, and with `told` the
+    `layout` (of the recipe) decides whether CUDA needs a single connection; `name` names the logs, and with `named_in_messages` the
     ranks in messages too ("rollout-1 rank 0"); `pack` puts them on as few nodes as hold them, whatever
-    cluster.ranks_per_node says. A rank has `devices_per_rank` devices of its own; or, with `beside`, those of
-    the ranks of another group that it sits beside, on their node. `given_up`, once set by another thread, ends the start.
+    cluster.ranks_per_node says. A rank has `devices_per_rank` devices of its own; or, with `colocate_with`, those of
+    the ranks of another group that it sits beside, on their node. `cancel`, once set by another thread, ends the start.
     Raises UserError when the cluster cannot hold the ranks, WorkerFailure when a rank fails to start, or the start is given up.
     """
 
@@ -50,18 +51,18 @@ class WorkerGroup:
         *,
         layout: Layout | None = None,
         name: str | None = None,
-        told: bool = False,
+        named_in_messages: bool = False,
         pack: bool = False,
         devices_per_rank: int = 1,
-        beside: Sequence[Sequence[Location]] | None = None,
-        given_up: threading.Event | None = None,
+        colocate_with: Sequence[Sequence[Location]] | None = None,
+        cancel: threading.Event | None = None,
         **kwargs: Any,
     ) -> None:
         self.cluster = cluster
         self.n_ranks = n_ranks
         kind = worker_class.rpartition(":")[2] if isinstance(worker_class, str) else worker_class.__name__
         self.name = name or f"{kind.lower()}-{next(_names)}"
-        self._title = self.name if told else ""
+        self._title = self.name if named_in_messages else ""
         self._seats: list[Any] = []
         self._processes: dict[int, probe.RankProcess] = {}
         self._coords: list[dict[str, int]] | None = None
@@ -69,13 +70,15 @@ class WorkerGroup:
         self._broken: WorkerFailure | None = None
         self._stopped: dict[int, float] = {}
         self._posts = ""
-        self._given_up = given_up or threading.Event()
+        self._cancel = cancel or threading.Event()
         began = time.perf_counter()
         cluster.adopt(self)
         try:
             per_node = None if pack else cluster.settings.ranks_per_node
             self.locations = (
-                self._place(devices_per_rank, per_node) if beside is None else self._place_beside(beside)
+                self._place(devices_per_rank, per_node)
+                if colocate_with is None
+                else self._place_beside(colocate_with)
             )
             """Where each rank is."""
             self._build(worker_class, layout, kwargs)
@@ -211,7 +214,7 @@ class WorkerGroup:
             raise WorkerFailure(
                 f"Ray placed no {n_ranks} ranks within {PLACEMENT_TIMEOUT_S:g} s", phase="start"
             )
-        actor = ray.remote(Seat)
+        actor = ray.remote(RankActor)
         self._seats = [
             actor.options(
                 num_cpus=resources.get("CPU", 0),
@@ -227,21 +230,21 @@ class WorkerGroup:
         self._seats = [self._seats[index] for index in order]
         return [locations[index] for index in order]
 
-    def _place_beside(self, beside: Sequence[Sequence[Location]]) -> list[Location]:
+    def _place_beside(self, colocate_with: Sequence[Sequence[Location]]) -> list[Location]:
         """Start one actor a rank, on the node and with the devices of others, which Ray counts as theirs alone."""
-        actor = ray.remote(Seat)
+        actor = ray.remote(RankActor)
         self._seats = [
             actor.options(
                 num_cpus=0,
                 num_gpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(others[0].node_id, soft=False),
             ).remote()
-            for others in beside
+            for others in colocate_with
         ]
         found: list[Location] = self._first([seat.locate.remote() for seat in self._seats])
         return [
             replace(location, gpus=tuple(gpu for other in others for gpu in other.gpus))
-            for location, others in zip(found, beside, strict=True)
+            for location, others in zip(found, colocate_with, strict=True)
         ]
 
     def _build(
@@ -284,7 +287,7 @@ class WorkerGroup:
                 host=hosts[rank],
                 collective_timeout_s=self.cluster.settings.collective_timeout_s,
             )
-            order = Order(
+            order = RankSetup(
                 place=place,
                 env=rank_environment(place, location, self.cluster.is_local)
                 | {KEY_VARIABLE: f"{self._posts}{rank}"},
@@ -303,7 +306,7 @@ class WorkerGroup:
             )
 
     def _no_more(self) -> WorkerFailure | None:
-        if self._given_up.is_set():
+        if self._cancel.is_set():
             return WorkerFailure(f"the start of {self.name} was given up", phase="setup")
         return None
 
@@ -327,7 +330,7 @@ class WorkerGroup:
     def death(self, rank: int, error: ray.exceptions.RayError) -> Failure:
         """What is known of a rank whose process is gone."""
         process = self._processes[rank]
-        report = _on_node(process.node_id, probe.obituary, process)() or _NODE_GONE
+        report = _on_node(process.node_id, probe.death_report, process)() or _NODE_GONE
         return Failure.of_death(rank, report, str(error))
 
     def fail(

@@ -41,8 +41,8 @@ from unittest import mock
 
 import quintet
 from quintet.cluster.guardian import Guardian
-from quintet.disk import Scratch
 from quintet.errors import RayFailure, UserError
+from quintet.runs.fsync import Scratch
 
 # Read by Ray when it is imported or started. RAY_ENABLE_UV_RUN_RUNTIME_ENV keeps `uv run` from packing up the working directory
 # and building an environment anew for every worker; with RAY_ENABLE_AUTO_CONNECT=0 a thread that asks Ray something after its end

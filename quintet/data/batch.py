@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quintet.uncompiled import uncompiled
+from quintet.skip_dynamo_import import uncompiled
 
 with uncompiled():
     from tensordict import TensorDict

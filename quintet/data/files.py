@@ -11,13 +11,13 @@ from typing import Any, Literal, NamedTuple
 from quintet.errors import UserError
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     source: str
     """Where it stands, for messages: "prompts.jsonl:17"."""
     columns: dict[str, Any]
 
 
-def read_rows(path: str, which: Literal["train", "eval"]) -> list[Row]:
+def read_rows(path: str, which: Literal["train", "eval"]) -> list[PackedRow]:
     """All rows of a dataset.
 
     Args:
@@ -51,7 +51,7 @@ def read_rows(path: str, which: Literal["train", "eval"]) -> list[Row]:
     return rows
 
 
-def _from_jsonl(path: Path) -> Iterator[Row]:
+def _from_jsonl(path: Path) -> Iterator[PackedRow]:
     # Cut at newlines only: str.splitlines would also cut at separators that may stand inside JSON strings.
     for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
@@ -70,10 +70,10 @@ def _from_jsonl(path: Path) -> Iterator[Row]:
             raise UserError(f"{where}: JSON nested too deeply; expected one flat object a line") from None
         if not isinstance(row, dict):
             raise UserError(f"{where}: expected a JSON object with one key a column, got {_json_type(row)}")
-        yield Row(where, row)
+        yield PackedRow(where, row)
 
 
-def _from_parquet(path: Path) -> list[Row]:
+def _from_parquet(path: Path) -> list[PackedRow]:
     import pyarrow
     import pyarrow.parquet
 
@@ -81,10 +81,10 @@ def _from_parquet(path: Path) -> list[Row]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable parquet file ({error})") from error
-    return [Row(f"{path}:row {i}", row) for i, row in enumerate(table.to_pylist(), start=1)]
+    return [PackedRow(f"{path}:row {i}", row) for i, row in enumerate(table.to_pylist(), start=1)]
 
 
-def _from_disk(path: Path, which: str, key: str) -> list[Row]:
+def _from_disk(path: Path, which: str, key: str) -> list[PackedRow]:
     import datasets
 
     try:
@@ -98,7 +98,7 @@ def _from_disk(path: Path, which: str, key: str) -> list[Row]:
     return _from_dataset(loaded, str(path))
 
 
-def _from_hub(path: str, which: str, key: str) -> list[Row]:
+def _from_hub(path: str, which: str, key: str) -> list[PackedRow]:
     import datasets
 
     name, *rest = path.split(":")
@@ -116,8 +116,8 @@ def _from_hub(path: str, which: str, key: str) -> list[Row]:
     return _from_dataset(loaded, path)
 
 
-def _from_dataset(dataset: Any, name: str) -> list[Row]:
-    return [Row(f"{name}:row {i}", dict(row)) for i, row in enumerate(dataset, start=1)]
+def _from_dataset(dataset: Any, name: str) -> list[PackedRow]:
+    return [PackedRow(f"{name}:row {i}", dict(row)) for i, row in enumerate(dataset, start=1)]
 
 
 def _split(names: list[str], which: str, key: str, path: str) -> str:

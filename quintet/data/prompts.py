@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quintet.data.chat_template import KEY, ChatTemplate, TemplateFailure, own_template, render
-from quintet.data.files import Row, read_rows
+from quintet.data.files import PackedRow, read_rows
 from quintet.data.tasks import TASKS, draw_problems, make_task
 from quintet.data.tokenizer import Tokenizer
 from quintet.errors import UserError
@@ -189,7 +189,7 @@ def _task_drafts(data: Data, which: Which, seed: int) -> list[_Draft]:
     ]
 
 
-def _draft(row: Row, data: Data, needs: Collection[str]) -> _Draft:
+def _draft(row: PackedRow, data: Data, needs: Collection[str]) -> _Draft:
     prompt = _column(row, data.prompt_key, "data.prompt_key")
     if isinstance(prompt, list):
         prompt = _check_messages(row.source, data.prompt_key, prompt, data)
@@ -205,7 +205,7 @@ def _draft(row: Row, data: Data, needs: Collection[str]) -> _Draft:
     return _Draft(row.source, prompt, answer or "", response)
 
 
-def _gsm8k_draft(row: Row, data: Data, needs: Collection[str]) -> _Draft:
+def _gsm8k_draft(row: PackedRow, data: Data, needs: Collection[str]) -> _Draft:
     """GSM8K's own columns: the answer is worked text that ends in "#### 18"."""
     keys = {
         name: getattr(data, name) if name in data.model_fields_set else default
@@ -226,7 +226,7 @@ def _gsm8k_draft(row: Row, data: Data, needs: Collection[str]) -> _Draft:
     return _Draft(row.source, prompt, gold, f"{reasoning}\nThe answer is \\boxed{{{gold}}}.")
 
 
-def _column(row: Row, key: str, recipe_key: str) -> Any:
+def _column(row: PackedRow, key: str, recipe_key: str) -> Any:
     if key not in row.columns:
         raise UserError(
             f"{row.source}: no column {key!r}; the row has {', '.join(map(repr, row.columns)) or 'none'}. "
@@ -235,7 +235,7 @@ def _column(row: Row, key: str, recipe_key: str) -> Any:
     return row.columns[key]
 
 
-def _text(row: Row, key: str, recipe_key: str, needed: bool) -> str | None:
+def _text(row: PackedRow, key: str, recipe_key: str, needed: bool) -> str | None:
     value = _column(row, key, recipe_key) if needed else row.columns.get(key)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         if needed or value is not None:

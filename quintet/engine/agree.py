@@ -15,7 +15,7 @@ T = TypeVar("T")
 _FAILURE: Typed[tuple[bool, str] | None] = Typed(tuple[bool, Words] | None, "an error, or none")
 
 
-def gathered(kind: Typed[T], mine: T) -> list[T]:
+def collect_survivors(kind: Typed[T], mine: T) -> list[T]:
     """Return every rank's value, in rank order. Collective over the default process group.
 
     Values travel as JSON in tensors of bytes, so nothing that arrives is run; equal ones are one object here. Raises QuintetError
@@ -37,7 +37,7 @@ def gathered(kind: Typed[T], mine: T) -> list[T]:
     return [values[one] for one in said]
 
 
-def agreed(work: Callable[[], T]) -> T:
+def run_on_all_or_raise(work: Callable[[], T]) -> T:
     """What `work` returns on this rank, once it went well on every rank. Collective; `work` must not communicate.
 
     Raises on every rank when it failed on one: UserError with the first such rank's message where that was one,
@@ -52,7 +52,7 @@ def agreed(work: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     mine = None if failure is None else (isinstance(failure, UserError), str(failure) or repr(failure))
-    said = gathered(_FAILURE, mine)
+    said = collect_survivors(_FAILURE, mine)
     if failure is not None:
         raise failure
     for rank, one in enumerate(said):

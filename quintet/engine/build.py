@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from quintet.engine.config import transformer_config
-from quintet.engine.layers import choose_backend
+from quintet.engine.layers.specs import choose_backend
 from quintet.engine.lora import attach
 from quintet.engine.mesh import Mesh, Sizes, build_mesh
 from quintet.engine.model import PolicyModel
@@ -71,7 +71,7 @@ def wrap_for_training(
         use_distributed_optimizer=recipe.distributed_optimizer, grad_reduce_in_fp32=True
     )
     if choose_backend(recipe.backend) == "transformer_engine":
-        from quintet.engine.te import add_gradients_in_place
+        from quintet.engine.layers.te import add_gradients_in_place
 
         add_gradients_in_place(chunks)
     return [

@@ -89,7 +89,7 @@ def _layout(layout: schema.Layout, mesh: Mesh, dtype: torch.dtype) -> dict[str, 
 
 
 def _experts(shape: ModelShape, moe: MoeShape) -> dict[str, Any]:
-    """The expert bias is no field: core's would be updated from counts that include padding (engine/router.py)."""
+    """The expert bias is no field: core's would be updated from counts that include padding (engine/layers/router.py)."""
     limited = moe.group_top_k < moe.groups
     return {
         "num_moe_experts": moe.experts,

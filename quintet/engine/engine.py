@@ -28,14 +28,12 @@ megatron_compat.install()
 
 from quintet.algorithms.aggregation import Tally
 from quintet.data.batch import Batch
-from quintet.engine import build, hf, lora, peft
-from quintet.engine.agree import agreed
+from quintet.engine import build, lora
+from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.checkpoint.checkpoints import Checkpoints
 from quintet.engine.device import upload
-from quintet.engine.fingerprint import Fingerprints
-from quintet.engine.kernels import kernel_title
-from quintet.engine.layers import choose_backend
-from quintet.engine.masters import master_fingerprint
+from quintet.engine.layers.attention_backends import kernel_title
+from quintet.engine.layers.specs import choose_backend
 from quintet.engine.model import PolicyModel
 from quintet.engine.offload import KINDS, Offloader
 from quintet.engine.optimizer import build_optimizer, set_learning_rate
@@ -43,7 +41,10 @@ from quintet.engine.outputs import Loss, MiniBatchResult, fields_of, flat_fields
 from quintet.engine.pipeline import Pipeline
 from quintet.engine.row import MicroBatch
 from quintet.engine.schedule import learning_rate
-from quintet.engine.shards import Shard, shard_fingerprints, shard_map
+from quintet.engine.weights import hf, peft
+from quintet.engine.weights.fingerprint import Fingerprints
+from quintet.engine.weights.master_fingerprint import master_fingerprint
+from quintet.engine.weights.shards import Shard, shard_fingerprints, shard_map
 from quintet.errors import UserError
 from quintet.models import ModelShape
 from quintet.models.lora import LoraShape
@@ -117,14 +118,14 @@ class Engine:
         weights = hf.check_hf(self.shape, path)
         self._offloader.require("params")
         self._incomplete = f"{path} could not be read to its end"
-        base, low_rank = lora.apart(shard_map(self.chunks, self.shape, self.mesh))
+        base, low_rank = lora.split_adapters(shard_map(self.chunks, self.shape, self.mesh))
         hf.fill_hf(base, weights)
         if self.lora is not None and adapters is not None:
             peft.load_adapters(low_rank, self.shape, self.lora, adapters)
         else:
             lora.start(low_rank, seed)
         if self.lora is not None:
-            self.base = str(path), agreed(lambda: fingerprint(weights))
+            self.base = str(path), run_on_all_or_raise(lambda: fingerprint(weights))
         self._incomplete = None
         self.start_optimizer(self._optimizer_recipe, self.total_steps)
 
@@ -153,7 +154,7 @@ class Engine:
         peft.save_adapters(self.shard_map(), self.shape, self.lora, self.dtype, build.device(), path, name)
 
     def shard_map(self, of: str = "param") -> list[Shard]:
-        """What this rank holds: see `quintet.engine.shards`."""
+        """What this rank holds: see `quintet.engine.weights.shards`."""
         self._require("params" if of == "param" else "grads")
         return shard_map(self.chunks, self.shape, self.mesh, of)
 
@@ -164,7 +165,7 @@ class Engine:
             return shards
         if not adapters:
             return lora.merged(shards, self.lora)
-        alone = lora.apart(shards)[1]
+        alone = lora.split_adapters(shards)[1]
         return lora.scaled(alone, self.lora.scale) if scaled else alone
 
     def fingerprints(self, *, adapters: bool = False) -> Fingerprints:
@@ -185,14 +186,14 @@ class Engine:
             raise UserError(f"the weights are incomplete, {self._incomplete}: load others first")
         self._offloader.require(*kinds)
 
-    def follow(self, other: Engine) -> None:
+    def copy_weights_from(self, other: Engine) -> None:
         """Take another engine's weights, of the same layout. No collective."""
         for mine, theirs in zip(self.shard_map(), other.shard_map(), strict=True):
             mine.write(theirs.read())
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """The model without its adapters, for as long as the context lasts: the base, of which no copy is needed."""
-        return lora.switched_off(self.chunks)
+        return lora.disable_adapters(self.chunks)
 
     # checkpoints
 
@@ -208,7 +209,7 @@ class Engine:
         self._require("params", "optimizer")
         self._checkpoints.start(path)
         if wait:
-            agreed(lambda: self.save_finished(wait=True))
+            run_on_all_or_raise(lambda: self.save_finished(wait=True))
 
     def save_finished(self, wait: bool) -> bool:
         """Whether this rank's part of the last save is on the disk; on rank 0, whether the whole is. No collective.

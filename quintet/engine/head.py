@@ -3,7 +3,7 @@
 The LM head's weight is cut over tp by vocabulary. Logits exist in the parameters' type only. Those of a micro-batch's
 first tokens, as many as `KEPT_BYTES` hold, stay until the backward pass, where they turn into their own gradient in
 place; the others exist `CHUNK_BYTES` at a time and are computed again. What is fp32 is a few numbers a token: on GPU
-the logits are read by one fused kernel forward and one backward (`quintet.engine.head_kernels`), elsewhere a few rows
+the logits are read by one fused kernel forward and one backward (`quintet.engine.triton.head`), elsewhere a few rows
 at a time are fp32.
 
 With z = logits / temperature, over the whole vocabulary: log p(y) = z_y - lse(z), and
@@ -151,9 +151,9 @@ def _over_vocabulary(statistics: Tensor, group: dist.ProcessGroup) -> tuple[Tens
     """From every rank's `_statistics` [4, N]: lse, log-prob and entropy [N] over the whole vocabulary."""
     ranks = statistics[None]
     if group.size() > 1:
-        gathered = statistics.new_empty((group.size() * len(statistics), statistics.shape[1]))
-        dist.all_gather_into_tensor(gathered, statistics, group=group)
-        ranks = gathered.view(group.size(), *statistics.shape)
+        collect_survivors = statistics.new_empty((group.size() * len(statistics), statistics.shape[1]))
+        dist.all_gather_into_tensor(collect_survivors, statistics, group=group)
+        ranks = collect_survivors.view(group.size(), *statistics.shape)
     tops, totals, moments, targets = ranks.unbind(1)
     top = tops.amax(0)
     shift = tops - top
@@ -173,7 +173,7 @@ _LOWEST = -1e30  # below every logit, and still finite: a rank whose rows are al
 def _statistics(z: Tensor, targets: Tensor, valid: int, temperature: float, out: Tensor) -> None:
     """Write to out [4, n]: m = max z, Σ e^(z - m), Σ e^(z - m) (z - m), and the target's z (0 where it is outside)."""
     if runs_fused(z):
-        from quintet.engine import head_kernels
+        from quintet.engine.triton import head as head_kernels
 
         head_kernels.statistics(z, targets, valid, temperature, out)
         return
@@ -205,7 +205,7 @@ def _to_gradient_(
 ) -> None:
     """Turn logits into the gradient of the loss by them, in place."""
     if runs_fused(z):
-        from quintet.engine import head_kernels
+        from quintet.engine.triton import head as head_kernels
 
         head_kernels.to_gradient_(z, targets, valid, temperature, lse, entropy, grad_log_prob, grad_entropy)
         return

@@ -32,8 +32,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from quintet.engine.experts import group_rows, grouped_linear, mark_expert
-from quintet.engine.shards import Box, Shard
+from quintet.engine.layers.experts import group_rows, grouped_linear, mark_expert
+from quintet.engine.weights.shards import Box, Shard
 from quintet.models import ModelShape, family_named
 from quintet.models.lora import PEFT_PREFIX, Linear, LoraShape, Part, adapted, is_adapter, linears
 
@@ -234,7 +234,7 @@ def sum_over_etp(chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup) ->
 
 
 @contextmanager
-def switched_off(chunks: Iterable[Any]) -> Iterator[None]:
+def disable_adapters(chunks: Iterable[Any]) -> Iterator[None]:
     """The model without its adapters. Nothing happens to a model that has none."""
     found = [chunk.adapters for chunk in chunks if chunk.adapters is not None]
     for one in found:
@@ -259,7 +259,7 @@ def start(shards: Iterable[Shard], seed: int) -> None:
         shard.write(full[tuple(slice(*ends) for ends in shard.box)])
 
 
-def apart(shards: Iterable[Shard]) -> tuple[list[Shard], list[Shard]]:
+def split_adapters(shards: Iterable[Shard]) -> tuple[list[Shard], list[Shard]]:
     """The shards of the model itself, and those of its adapters."""
     base: list[Shard] = []
     low_rank: list[Shard] = []
@@ -271,7 +271,7 @@ def apart(shards: Iterable[Shard]) -> tuple[list[Shard], list[Shard]]:
 def merged(shards: Iterable[Shard], lora: LoraShape) -> list[Shard]:
     """The model's shards with the adapters in them. A rank needs no other's: it holds the rows of B and columns of A that
     its part of a weight takes. Nothing is computed before it is read."""
-    base, low_rank = apart(shards)
+    base, low_rank = split_adapters(shards)
     held = {shard.name.removeprefix(PEFT_PREFIX): shard for shard in low_rank}
     found = []
     for shard in base:

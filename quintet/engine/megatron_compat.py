@@ -1,6 +1,6 @@
 """What megatron-core 0.16.1 needs before it runs on a CPU, and without its process-global state.
 
-Nowhere else in quintet is megatron-core adapted, or torch for longer than an import (`quintet.uncompiled`). Each
+Nowhere else in quintet is megatron-core adapted, or torch for longer than an import (`quintet.skip_dynamo_import`). Each
 adaptation says which gap it closes and which test fails without it. `install()` runs before the first use of
 megatron-core by a rank, and is idempotent. On a machine with a GPU it adapts what there is without process-global
 state and without TransformerEngine, nothing of devices.
@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from quintet.engine.agree import gathered
+from quintet.engine.agree import collect_survivors
+from quintet.skip_dynamo_import import uncompiled
 from quintet.typed import Typed
-from quintet.uncompiled import uncompiled
 
 VERSION = "0.16.1"
 _installed = False
@@ -104,7 +104,7 @@ def _keys_as_json() -> None:
     from megatron.core import optimizer
 
     def all_gather_object(found: list[Any], mine: Any) -> None:
-        found[:] = gathered(_KEYS, mine)
+        found[:] = collect_survivors(_KEYS, mine)
 
     groups: Any = optimizer._get_param_groups
     distributed = types.SimpleNamespace(**vars(torch.distributed) | {"all_gather_object": all_gather_object})

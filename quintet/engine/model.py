@@ -18,11 +18,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from quintet.engine.device import upload
-from quintet.engine.kernels import reads_offsets
-from quintet.engine.layers import block_spec
+from quintet.engine.layers.attention_backends import reads_offsets
+from quintet.engine.layers.mtp import MtpBlock
+from quintet.engine.layers.specs import block_spec
 from quintet.engine.mesh import Mesh
-from quintet.engine.mtp import MtpBlock
-from quintet.engine.row import MicroBatch, Row, describe
+from quintet.engine.row import MicroBatch, PackedRow, attention_metadata
 from quintet.models import ModelShape
 from quintet.models.rope import inverse_frequencies, rotary_scale
 
@@ -83,10 +83,12 @@ class PolicyModel(GPTModel):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def row(self, micro: MicroBatch, comm: str = "all_gather") -> Row:
+    def row(self, micro: MicroBatch, comm: str = "all_gather") -> PackedRow:
         """Describe a micro-batch to the layers. comm: how context-parallel ranks share attention."""
         offsets = reads_offsets(self.device, self.config.params_dtype, sinks=self.shape.sinks)
-        row = describe(micro, self.device, rectangles=not offsets, group=self.mesh.groups.cp, comm=comm)
+        row = attention_metadata(
+            micro, self.device, rectangles=not offsets, group=self.mesh.groups.cp, comm=comm
+        )
         row.cos, row.sin = self.rotary(upload(micro.positions, self.device))
         return row
 
@@ -99,7 +101,7 @@ class PolicyModel(GPTModel):
         scale = self._rotary_scale
         return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
-    def forward(self, input_ids: Tensor, row: Row) -> Tensor:
+    def forward(self, input_ids: Tensor, row: PackedRow) -> Tensor:
         """input_ids: [1, T], read on the first stage only. Other stages take their input by `set_input_tensor`."""
         hidden = self.embed(input_ids) if self.pre_process else None
         return self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=row)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from quintet.data.batch import Batch, offsets
 from quintet.engine import build, lora
-from quintet.engine.context import gather_places
 from quintet.engine.device import upload
 from quintet.engine.head import VocabSlice, log_probs_and_entropy
+from quintet.engine.layers.context_parallel import gather_places
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
 from quintet.engine.outputs import Outputs, ValueOutputs
-from quintet.engine.row import MicroBatch, Row, pack
+from quintet.engine.row import MicroBatch, PackedRow, pack
 from quintet.models import ModelShape
 from quintet.packing import Alignment
 from quintet.recipe import schema
@@ -82,7 +82,9 @@ class Pipeline:
             **extra,
         )
 
-    def rows(self, batch: Batch, microbatches: Sequence[Sequence[int]]) -> Iterator[tuple[MicroBatch, Row]]:
+    def rows(
+        self, batch: Batch, microbatches: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[MicroBatch, PackedRow]]:
         """This rank's part of each micro-batch, packed when its turn comes."""
         values = batch["input_ids"].values()
         trained = batch["loss_mask"].values() > 0
@@ -93,7 +95,7 @@ class Pipeline:
             yield micro, self._chunks[0].row(micro, self._recipe.cp_comm)
 
     def _forward_step(
-        self, rows: Iterator[tuple[MicroBatch, Row]], chunk: Any, *, use: Any, temperature: float
+        self, rows: Iterator[tuple[MicroBatch, PackedRow]], chunk: Any, *, use: Any, temperature: float
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         micro, row = next(rows)
         hidden = chunk(upload(micro.input_ids, build.device()), row)
@@ -104,7 +106,7 @@ class Pipeline:
 
         return hidden, loss
 
-    def _outputs(self, hidden: Tensor, micro: MicroBatch, row: Row, temperature: float) -> Any:
+    def _outputs(self, hidden: Tensor, micro: MicroBatch, row: PackedRow, temperature: float) -> Any:
         where, last = hidden.device, self._chunks[-1]
         at = upload(micro.predictors, where)
         found: tuple[Tensor, ...]

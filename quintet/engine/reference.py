@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from quintet.data.batch import Batch
-from quintet.engine import build, lora, peft
+from quintet.engine import build, lora
 from quintet.engine.engine import Engine
-from quintet.engine.shards import Shard
+from quintet.engine.weights import peft
+from quintet.engine.weights.shards import Shard
 
 
 class AdapterReference:
@@ -29,7 +30,7 @@ class AdapterReference:
         self.engine, self.lora = engine, engine.lora
         self._kept: list[Shard] | None = None
 
-    def follow(self, engine: Engine) -> None:
+    def copy_weights_from(self, engine: Engine) -> None:
         """Become what the policy is now. Collective."""
         present = self._present()
         learned = torch.zeros((), device=build.device())  # a stage may hold no layer with adapters
@@ -68,7 +69,7 @@ class AdapterReference:
         """It has no memory of its own worth moving."""
 
     def _present(self) -> list[Shard]:
-        return lora.apart(self.engine.shard_map())[1]
+        return lora.split_adapters(self.engine.shard_map())[1]
 
     @contextmanager
     def _swapped(self, kept: list[Shard]) -> Iterator[None]:

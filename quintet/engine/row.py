@@ -18,15 +18,15 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from quintet.engine.context import AllGather, AllToAll, Exchange
 from quintet.engine.device import upload
-from quintet.engine.kernels import Spans, spans
+from quintet.engine.layers.attention_backends import Spans, spans
+from quintet.engine.layers.context_parallel import AllGather, AllToAll, Exchange
 from quintet.packing import Alignment
 from quintet.packing.context import held_ranges, zigzag
 
 
 @dataclass
-class Row(PackedSeqParams):
+class PackedRow(PackedSeqParams):
     """What every layer needs to know of a micro-batch.
 
     cos, sin: rotary tables [T, 1, 1, rotary_dim / 2] at each token's position in its own sequence.
@@ -133,15 +133,15 @@ def pack(
     )
 
 
-def describe(
+def attention_metadata(
     micro: MicroBatch,
     device: torch.device,
     *,
     rectangles: bool,
     group: dist.ProcessGroup | None = None,
     comm: str = "all_gather",
-) -> Row:
-    """The `Row` of a micro-batch, without rotary tables (the model adds them).
+) -> PackedRow:
+    """The `PackedRow` of a micro-batch, without rotary tables (the model adds them).
 
     rectangles: whether the attention kernel wants them; the varlen kernels read offsets instead.
     group: the ranks that share the row. comm: how they share attention, `engine.cp_comm`.
@@ -158,7 +158,7 @@ def describe(
             pieces = [(n // (2 * micro.cp), c) for n in lengths for c in chunks]
             lengths, keys = [n for n, _ in pieces], [n * (c + 1) for n, c in pieces]
             exchange = AllGather(group, *_prefixes(micro, chunks, device))
-    return Row(
+    return PackedRow(
         qkv_format="thd",
         spans=spans(lengths, keys, device, rectangles=rectangles),
         exchange=exchange,

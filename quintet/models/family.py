@@ -2,7 +2,7 @@
 
 A family is data. It says how `config.json` becomes a `ModelShape`, and which Hugging Face tensors make up
 each megatron-core parameter. Loading, exporting, weight sync and fingerprints all follow from that table
-(see `quintet.engine.shards`), so a name is written down once.
+(see `quintet.engine.weights.shards`), so a name is written down once.
 
     @register
     class Mine(Family):

@@ -8,7 +8,7 @@ from quintet.observe.observer import Observer
 from quintet.observe.phases import PhaseTimer
 from quintet.observe.progress import Progress
 from quintet.observe.report import write_report
-from quintet.observe.run_directory import RunDirectory, package_versions
+from quintet.runs.directory import RunDirectory, package_versions
 
 __all__ = [
     "Observer",

@@ -17,19 +17,19 @@ from typing import Any, Self, TextIO
 
 from rich.console import Console
 
-from quintet.disk import Scratch, lossy
 from quintet.errors import Stopped
-from quintet.observe.ledger import Ledger, read_metrics
 from quintet.observe.losses import Losses
 from quintet.observe.memory import HostMemory, device_peak
 from quintet.observe.phases import PhaseTimer
 from quintet.observe.progress import Progress
 from quintet.observe.report import write_report
-from quintet.observe.run_directory import RunDirectory
 from quintet.observe.step_line import StepPrinter
 from quintet.observe.summary import closing_table, summarize, where_to_look
 from quintet.observe.trackers import make_trackers
 from quintet.recipe import Recipe
+from quintet.runs.directory import RunDirectory
+from quintet.runs.fsync import Scratch, lossy
+from quintet.runs.ledger import Ledger, read_metrics
 
 
 class Observer:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from quintet.observe.numbers import duration, percent, points, short
-from quintet.observe.run_directory import RunDirectory
+from quintet.runs.directory import RunDirectory
 
 EVALUATED = {"eval/accuracy": "eval", "eval/greedy": "greedy", "eval/well_formed": "well_formed"}
 """Metric of an evaluation → name in the summary, where it appears with _before and _after."""

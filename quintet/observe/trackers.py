@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quintet.errors import UserError
-from quintet.observe.ledger import append, open_to_append
 from quintet.recipe import Recipe
+from quintet.runs.ledger import append, open_to_append
 
 
 class Tracker(Protocol):

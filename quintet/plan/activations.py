@@ -15,7 +15,7 @@ rows of T tokens on a rank, S of them between blocks (S = T / tp under sequence 
 
 There is no dropout, so there are no masks. Context parallelism by all-gather makes k and v (cp + 1/2) times as long.
 On a CPU attention repeats k and v for every query head, SwiGLU keeps what one kernel does not and, in bf16, norms compute
-in fp32 copies. Recomputed parts keep their inputs only. Attention sinks widen what a CPU's kernel sees (`quintet.engine.sinks`);
+in fp32 copies. Recomputed parts keep their inputs only. Attention sinks widen what a CPU's kernel sees (`quintet.engine.layers.attention_sinks`);
 its masks of sinks and windows, one of the longest sequence's length squared each, are not counted. Biases of experts keep
 each row's expert.
 """
@@ -32,7 +32,7 @@ from quintet.plan.setup import Setup
 from quintet.recipe.recompute import recompute_modules
 
 SINK_DIMS = 8
-"""As `quintet.engine.sinks.SPARE` has it."""
+"""As `quintet.engine.layers.attention_sinks.SPARE` has it."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,11 @@ from pydantic.fields import FieldInfo
 
 from quintet.recipe.schema import Recipe, Section
 
+RENAMED = {
+    "agreement": "mismatch",
+    "rollout.adapters": "rollout.adapter_sync (and its value alone is called separate)",
+}
+"""Keys that had another name, and the one they have now."""
 OTHER_NAMES = {
     "batch_size": "train.prompts_per_step",
     "train_batch_size": "train.prompts_per_step",

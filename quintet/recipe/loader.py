@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from quintet.errors import UserError
-from quintet.recipe.keys import all_keys, expected, nearest_key, section_type
+from quintet.recipe.keys import RENAMED, all_keys, expected, nearest_key, section_type
 from quintet.recipe.rules import Command, Problem, broken_rules
 from quintet.recipe.schema import Recipe
 from quintet.recipe.yaml_text import MOST_CHARACTERS, read_yaml, write_yaml
@@ -140,6 +140,8 @@ def _explain(details: ErrorDetails, source: _Source) -> str:
     path = tuple(str(part) for part in details["loc"])
     key = _cut(".".join(path))
     where = source.origin(path) or source.name
+    if details["type"] == "extra_forbidden" and (now := RENAMED.get(key)) is not None:
+        return f"{where}: {key} is called {now} now"
     if details["type"] == "extra_forbidden":
         return f"{where}: unknown key {key}; the nearest valid key is {nearest_key(key)}{_siblings(path)}"
     if details["type"] in ("value_error", "too_long", "string_too_long"):

@@ -33,14 +33,14 @@ MAY_CHANGE = (
     "rollout.sync_proof",
     "rollout.probe_tolerance",
     "rollout.quantization",
-    "rollout.adapters",  # how they travel
+    "rollout.adapter_sync",  # how they travel
     "rollout.memory_fraction",
     "rollout.return_routes",
     "rollout.layout",
     "rollout.sequences_per_rank",
     "rollout.vllm",
     "rollout.sglang",
-    "agreement",
+    "mismatch",
     "optimizer.cpu_fraction",
     "sft.optimizer.cpu_fraction",
     "model.dtype",  # null comes to another type on another device: what it came to is compared instead

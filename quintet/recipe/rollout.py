@@ -42,18 +42,18 @@ def copies(recipe: Recipe) -> int:
     return (devices or 0) // devices_of_copy(recipe)
 
 
-def adapters_alone(recipe: Recipe) -> bool:
+def adapters_separate(recipe: Recipe) -> bool:
     """Whether adapters alone travel to the rollout, which has the frozen weights already; others get them merged."""
     rollout = recipe.rollout
-    return recipe.lora is not None and (rollout.backend == "native" or rollout.adapters == "alone")
+    return recipe.lora is not None and (rollout.backend == "native" or rollout.adapter_sync == "separate")
 
 
 def adapters_scaled(recipe: Recipe) -> bool:
     """Whether adapters travel with their scale multiplied into B: to vLLM, which would multiply it in itself, so that B could not
     be compared with what was sent."""
-    return adapters_alone(recipe) and recipe.rollout.backend == "vllm"
+    return adapters_separate(recipe) and recipe.rollout.backend == "vllm"
 
 
 def sleep_level(recipe: Recipe) -> int:
     """What a colocated rollout does with its weights while training: frozen ones, which do not come again, are kept."""
-    return 1 if adapters_alone(recipe) else recipe.rollout.sleep_level
+    return 1 if adapters_separate(recipe) else recipe.rollout.sleep_level

@@ -222,9 +222,9 @@ class Rollout(Section):
     """Weights travel in buckets of this size; two at most are in memory at once."""
     sync_proof: bool = True
     """Compare fingerprints of the rollout's live weights with the engine's after each sync."""
-    adapters: Literal["merged", "alone"] | None = None
-    """Of vllm, with lora: merged sends the weights with the adapters in them; alone has vLLM read the frozen weights from the
-    model's directory and compute the adapters beside them, which alone are sent. null is merged. Native rollouts always get
+    adapter_sync: Literal["merged", "separate"] | None = None
+    """Of vllm, with lora: merged sends the weights with the adapters in them; separate has vLLM read the frozen weights from
+    the model's directory and compute the adapters beside them, which alone are sent. null is merged. Native rollouts always get
     adapters alone, sglang always merged weights."""
     probe_tolerance: PositiveFloat | None = None
     """Largest difference of log-probs on fixed tokens where weights cannot be read back; null is 0.002 in fp32; in bf16 0.25,
@@ -255,11 +255,11 @@ class Rollout(Section):
     sglang: dict[str, Any] = {}
 
 
-class Agreement(Section):
+class Mismatch(Section):
     """How far rollout and trainer may part in the log-probs of the same tokens: see docs/mismatch.md."""
 
     token_threshold: PositiveFloat = 0.5
-    """|Δ log-prob| above which a token counts as parted (metric mismatch/over_threshold)."""
+    """|Δ log-prob| above which a token counts as over the threshold (metric mismatch/over_threshold)."""
     stop_above_kl: PositiveFloat | None = None
     """Stop the run when the KL (k3) of rollout to trainer over a step's tokens is above this; null never does."""
     replay_samples_per_step: NonNegativeInt = 4
@@ -372,7 +372,7 @@ class Recipe(Section):
     """Train low-rank adapters instead of the model when present."""
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
-    agreement: Agreement = Agreement()
+    mismatch: Mismatch = Mismatch()
     data: Data = Data()
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.recipe.decided import decided_options
+from quintet.recipe.reserved_options import decided_options
 from quintet.recipe.schema import Rollout
 
 DECIDED = {

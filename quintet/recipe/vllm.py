@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.recipe.decided import decided_options
+from quintet.recipe.reserved_options import decided_options
 from quintet.recipe.schema import Rollout
 
 DECIDED = {
@@ -43,7 +43,7 @@ DECIDED = {
     "worker_cls": "weights are taken by quintet's extension of vLLM's worker",
     "worker_extension_cls": "weights are taken by quintet's own",
     "weight_transfer_config": "weights are taken by quintet's extension of vLLM's worker",
-    "enable_lora": "it is on with rollout.adapters=alone",
+    "enable_lora": "it is on with rollout.adapter_sync=separate",
     "max_lora_rank": "it follows from lora.rank",
     "max_loras": "there is one policy",
     "max_cpu_loras": "there is one policy",

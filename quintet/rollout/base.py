@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from quintet.engine.fingerprint import Fingerprints as Fingerprints
+from quintet.engine.weights.fingerprint import Fingerprints as Fingerprints
 from quintet.models.mcore import Box
 from quintet.recipe import schema
 

@@ -46,7 +46,7 @@ def make_rollout(
         from quintet.rollout.sglang import SglangRollout
 
         return SglangRollout(recipe, model_dir, device=kind, decode=decode, progress=progress)
-    from quintet.rollout.native.alone import native_rollout
+    from quintet.rollout.native.standalone import native_rollout
 
     made: Any = native_rollout(recipe, model_dir, device=device, decode=decode, progress=progress)
     return made

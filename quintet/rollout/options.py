@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quintet.errors import UserError
-from quintet.recipe.decided import decided_options, unknown_options
+from quintet.recipe.reserved_options import decided_options, unknown_options
 
 
 def passed_through(

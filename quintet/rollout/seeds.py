@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quintet.engine.hashing import GOLDEN, mix, shift
+from quintet.engine.weights.hashing import GOLDEN, mix, shift
 
 
 def sample_seeds(seeds: Tensor, numbers: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def in_buckets(
     """Everything wanted, once and in order, in buckets of at most `bucket_bytes`.
 
     units: None keeps each entry whole. Otherwise one that is larger than a bucket is cut into boxes, at multiples of its
-    units where it has any (`quintet.engine.reshard.Holdings`). What cannot be cut has a bucket of its own, as large as it is.
+    units where it has any (`quintet.engine.weights.reshard.Holdings`). What cannot be cut has a bucket of its own, as large as it is.
     """
     groups: list[list[Entry]] = []
     end = 0

@@ -10,8 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quintet.engine.reshard import Holdings, Parts, Round, Transfer, all_units, in_rounds, plan_transfers
-from quintet.engine.shards import Shard
+from quintet.engine.weights.reshard import (
+    Holdings,
+    Parts,
+    Round,
+    Transfer,
+    all_units,
+    in_rounds,
+    plan_transfers,
+)
+from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models.mcore import Box, whole_box
 from quintet.sync import fp8
@@ -19,7 +27,7 @@ from quintet.sync.buckets import ALIGNMENT, Bucket, Entry, laid_out
 
 
 @dataclass(frozen=True)
-class Made:
+class PackedBucket:
     """A bucket as it is sent, and how it is made: what is quantized is first gathered beside it, in `raw`."""
 
     sent: Bucket
@@ -32,7 +40,7 @@ class Made:
         return [i for i, one in enumerate(self.sent.entries) if one.name not in other]
 
     @cached_property
-    def gathered(self) -> list[Entry]:
+    def collect_survivors(self) -> list[Entry]:
         """What comes from the ranks' shards."""
         return [*(self.sent.entries[i] for i in self._plain), *self.raw.entries]
 
@@ -47,11 +55,11 @@ class Made:
             fp8.quantize(matrix, views[one.name], views[one.name + fp8.SCALE])
 
 
-def made(bucket: Bucket, quantized: Collection[str] = ()) -> Made:
+def made(bucket: Bucket, quantized: Collection[str] = ()) -> PackedBucket:
     """How a bucket of the engine's tensors is sent, those of the names given in 8 bits."""
     raw = [one for one in bucket.entries if one.name in quantized]
     if not raw:
-        return Made(bucket, Bucket((), 0))
+        return PackedBucket(bucket, Bucket((), 0))
     sent: list[Entry] = []
     for one in bucket.entries:
         if one.name not in quantized:
@@ -60,7 +68,7 @@ def made(bucket: Bucket, quantized: Collection[str] = ()) -> Made:
         scales = fp8.scales_shape(one.shape)
         sent.append(replace(one, dtype=fp8.DTYPE))
         sent.append(Entry(one.name + fp8.SCALE, scales, whole_box(scales), torch.float32))
-    return Made(laid_out(sent), laid_out(raw))
+    return PackedBucket(laid_out(sent), laid_out(raw))
 
 
 class Export:
@@ -74,7 +82,7 @@ class Export:
         self,
         sources: list[Shard],
         held: Sequence[Holdings],
-        sequences: Sequence[Sequence[Made]],
+        sequences: Sequence[Sequence[PackedBucket]],
         *,
         staging_bytes: int,
         device: torch.device,
@@ -85,11 +93,11 @@ class Export:
         self._device, self._parts = device, Parts(sources)
         self._mine = list(sequences[rank])
         numbers = [
-            [(n, i) for n, one in enumerate(sequence) for i in range(len(one.gathered))]
+            [(n, i) for n, one in enumerate(sequence) for i in range(len(one.collect_survivors))]
             for sequence in sequences
         ]
         self._places = numbers[rank]
-        wanted = [[e for one in sequence for e in one.gathered] for sequence in sequences]
+        wanted = [[e for one in sequence for e in one.collect_survivors] for sequence in sequences]
         types = {e.name: e.dtype for entries in wanted for e in entries}
         transfers: list[list[Transfer]] = [[] for _ in range(self.count)]
         boxes = [[(e.name, e.box) for e in entries] for entries in wanted]
@@ -123,7 +131,7 @@ class Export:
     def _gather(self, number: int, views: Sequence[Tensor]) -> None:
         def write(t: Transfer) -> Tensor:
             bucket, index = self._places[t.target_index]
-            return _part(views[index], self._mine[bucket].gathered[index].box, t.box)
+            return _part(views[index], self._mine[bucket].collect_survivors[index].box, t.box)
 
         for one in self._rounds[number]:
             one.run(lambda t: self._parts(t.source_index, t.box), write, self._device)

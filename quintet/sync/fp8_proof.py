@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from quintet.engine.fingerprint import Fingerprints, fingerprints
-from quintet.engine.shards import Shard
+from quintet.engine.weights.fingerprint import Fingerprints, fingerprints
+from quintet.engine.weights.shards import Shard
 from quintet.models import ModelShape, family_named
 from quintet.models.mcore import Box, whole_box
 from quintet.sync import fp8

@@ -28,7 +28,7 @@ LOOK_S = 0.05
 """How often it is looked whether the others are still there."""
 
 
-class BulkGroup:
+class TransferGroup:
     """One member of a group; its sender has rank 0. Building it waits for all members.
 
     alive: asked meanwhile, whether the others still are. Raises RuntimeError, as do the methods, when another member does not
@@ -56,17 +56,17 @@ class BulkGroup:
         self._group = _nccl(store, group.rank, group.size, timeout)
         # NCCL's members meet at what they first send, and not before.
         token = torch.zeros(1, dtype=torch.uint8, device="cuda")
-        (self.take if group.rank else self.give)(token).wait()
+        (self.recv if group.rank else self.send)(token).wait()
         torch.cuda.current_stream().synchronize()
         return self._group
 
-    def give(self, data: Tensor) -> Any:
+    def send(self, data: Tensor) -> Any:
         """Begin to send to every receiver; what comes back is to be waited for."""
         if self.group.size == 2:
             return self._group.send([data], 1, 0)
         return self._broadcast(data)
 
-    def take(self, data: Tensor) -> Any:
+    def recv(self, data: Tensor) -> Any:
         """Begin to receive what the sender gives next."""
         if self.group.size == 2:
             return self._group.recv([data], 0, 0)

@@ -1,6 +1,6 @@
 """The proof of a sync: what the rollout holds is what the engine holds, tensor by tensor.
 
-Both sides tell fingerprints of the parts that each of their ranks holds (`quintet.engine.fingerprint`). Parts that several
+Both sides tell fingerprints of the parts that each of their ranks holds (`quintet.engine.weights.fingerprint`). Parts that several
 ranks hold must be equal, the distinct parts must make up the whole tensor, and their sums must be the same on both sides.
 """
 
@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from quintet.engine.fingerprint import Fingerprints
+from quintet.engine.weights.fingerprint import Fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.lora import is_adapter
 from quintet.models.mcore import Box, meet, volume, whole_box
@@ -82,7 +82,7 @@ class Told:
     masters: Sequence[int | None]
 
 
-def stuck(before: Told, now: Told) -> str | None:
+def exported_weights_unchanged(before: Told, now: Told) -> str | None:
     """What to say when masters have changed since the last sync and no exported tensor has; None otherwise."""
     changed = [i for i, (a, b) in enumerate(zip(before.masters, now.masters, strict=True)) if a != b]
     if not changed or any(a != b for a, b in zip(before.exported, now.exported, strict=True)):

@@ -20,20 +20,20 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from quintet.engine.agree import agreed, gathered
-from quintet.engine.hf import planned_tensors
-from quintet.engine.reshard import all_units, gather_holdings
-from quintet.engine.shards import Shard
+from quintet.engine.agree import collect_survivors, run_on_all_or_raise
+from quintet.engine.weights.hf import planned_tensors
+from quintet.engine.weights.reshard import all_units, gather_holdings
+from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape
 from quintet.models.mcore import whole_box
 from quintet.rollout.base import Wanted
 from quintet.sync.buckets import Entry, in_buckets, slots
-from quintet.sync.export import Export, Made, made
+from quintet.sync.export import Export, PackedBucket, made
 from quintet.sync.fp8 import quantized_names
-from quintet.sync.memory import Shared
-from quintet.sync.outlets import GroupOutlet, Outlet, Store
-from quintet.sync.reception import Reception
+from quintet.sync.rendezvous import Rendezvous
+from quintet.sync.senders import ProcessGroupSender, SharedMemorySender, Store
+from quintet.sync.shared_memory import SharedBuffer
 from quintet.sync.wire import Answer, Ticket, has_left
 from quintet.typed import Typed
 
@@ -94,11 +94,11 @@ class WeightServer:
         self._engine_shards, self._shape, self._dtype, self._device = engine_shards, shape, dtype, device
         self._bucket_bytes, self._timeout_s = int(bucket_mib * (1 << 20)), timeout_s
         self._quantized = quantized_names(shape) if quantization == "fp8" else set[str]()
-        self._reception, self._store = Reception(host, timeout_s), Store(host, timeout_s)
+        self._reception, self._store = Rendezvous(host, timeout_s), Store(host, timeout_s)
         self._export: Export | None = None
-        self._outlets: list[Outlet] = []
-        self._sequence: list[tuple[Outlet, int]] = []
-        self._looked_at: list[tuple[list[Shared], list[Connection]]] = []
+        self._outlets: list[SharedMemorySender] = []
+        self._sequence: list[tuple[SharedMemorySender, int]] = []
+        self._looked_at: list[tuple[list[SharedBuffer], list[Connection]]] = []
 
     def plan(self, assignments: Sequence[Sequence[ReceiverSpec]]) -> list[Ticket]:
         """Plan for the receivers that each rank serves (one list a rank, the same on every rank); tickets for this rank's, in
@@ -107,8 +107,8 @@ class WeightServer:
         Raises UserError naming a receiver that wants what the engine does not hold.
         """
         rank = dist.get_rank()
-        everyone = gathered(_SPECS, list(assignments[rank]))
-        shards = agreed(self._engine_shards)
+        everyone = collect_survivors(_SPECS, list(assignments[rank]))
+        shards = run_on_all_or_raise(self._engine_shards)
         held = gather_holdings(shards, [])
         tensors = self._tensors(shards)
         units = all_units(held)
@@ -139,12 +139,12 @@ class WeightServer:
             for s in everyone[rank]
         ]
 
-    def _outlet(self, specs: Sequence[ReceiverSpec], buckets: Sequence[Made]) -> Outlet:
+    def _outlet(self, specs: Sequence[ReceiverSpec], buckets: Sequence[PackedBucket]) -> SharedMemorySender:
         ids, sent = [one.id for one in specs], [one.sent for one in buckets]
         if specs[0].colocated:
-            return Outlet(ids, sent, self._timeout_s)
+            return SharedMemorySender(ids, sent, self._timeout_s)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        return GroupOutlet(ids, sent, self._timeout_s, self._store, backend)
+        return ProcessGroupSender(ids, sent, self._timeout_s, self._store, backend)
 
     def _tensors(self, shards: Sequence[Shard]) -> dict[str, Entry]:
         """Every tensor in full that the ranks' shards are of, in the family's order, adapters last. Collective."""
@@ -153,7 +153,7 @@ class WeightServer:
             for one in planned_tensors(self._shape, self._dtype)
         }
         mine = {s.name: s.shape for s in shards if s.name not in found}
-        others = gathered(_NAMES, (mine, {s.name for s in shards}))
+        others = collect_survivors(_NAMES, (mine, {s.name for s in shards}))
         held = set[str]().union(*(names for _, names in others))
         for more, _ in others:
             for name, full in more.items():
@@ -162,7 +162,7 @@ class WeightServer:
 
     def _sets(
         self, specs: Sequence[ReceiverSpec], tensors: dict[str, Entry], units: dict[str, tuple[int, ...]]
-    ) -> list[tuple[list[ReceiverSpec], list[Made]]]:
+    ) -> list[tuple[list[ReceiverSpec], list[PackedBucket]]]:
         """A rank's receivers, those together that want the same in the same way, and the buckets of each set."""
         alike: dict[Any, list[ReceiverSpec]] = defaultdict(list)
         for spec in specs:
@@ -198,15 +198,15 @@ class WeightServer:
             outlet.meet(here, missing)
         sizes = [outlet.buckets[number].nbytes for outlet, number in self._sequence]
         place, room = slots(sizes, self._bucket_bytes)
-        memory: list[Shared] = []
+        memory: list[SharedBuffer] = []
 
         def prepare() -> None:
             export.check()
             if self._outlets:  # also for receivers that want nothing: they look for what is announced
-                memory.extend(Shared(nbytes, self._device) for nbytes in room)
+                memory.extend(SharedBuffer(nbytes, self._device) for nbytes in room)
 
         try:
-            agreed(prepare)
+            run_on_all_or_raise(prepare)
             answer = Answer(room=room, bucket_bytes=self._bucket_bytes, device=self._device.type)
             for outlet in self._outlets:
                 outlet.open(answer, memory)
@@ -214,19 +214,19 @@ class WeightServer:
             for outlet in self._outlets:
                 outlet.finish()
         finally:
-            lookers = []
+            mapped_readers = []
             for outlet in self._outlets:
                 outlet.close()
-                lookers += outlet.lookers
-                outlet.lookers = []
-            self._looked_at.append((memory, lookers))
+                mapped_readers += outlet.mapped_readers
+                outlet.mapped_readers = []
+            self._looked_at.append((memory, mapped_readers))
             self._give_back()
         lost = {receiver: why for outlet in self._outlets for receiver, why in outlet.lost.items()}
         return Served(time.perf_counter() - began, sum(sizes), len(sizes), lost)
 
-    def _hand_out(self, export: Export, place: Sequence[int], memory: Sequence[Shared]) -> None:
+    def _hand_out(self, export: Export, place: Sequence[int], memory: Sequence[SharedBuffer]) -> None:
         """Every bucket in turn. Its memory is free once the bucket that was there before has been taken."""
-        busy: dict[int, tuple[Outlet, int]] = {}
+        busy: dict[int, tuple[SharedMemorySender, int]] = {}
         for turn in range(export.count):
             if turn >= len(self._sequence):
                 export.fill(turn, None)
@@ -246,9 +246,9 @@ class WeightServer:
     def _give_back(self) -> None:
         """The memory of past syncs that nobody looks at any more."""
         looked_at = []
-        for memory, lookers in self._looked_at:
-            staying = [one for one in lookers if not has_left(one)]
-            for one in lookers:
+        for memory, mapped_readers in self._looked_at:
+            staying = [one for one in mapped_readers if not has_left(one)]
+            for one in mapped_readers:
                 if one not in staying:
                     one.close()
             if staying:
@@ -282,7 +282,7 @@ def _entry(spec: ReceiverSpec, wanted: Wanted, tensors: dict[str, Entry]) -> Ent
     return Entry(wanted.name, whole.shape, wanted.box, whole.dtype)
 
 
-def _in_turn(sets: Sequence[Sequence[Made]]) -> list[tuple[int, int]]:
+def _in_turn(sets: Sequence[Sequence[PackedBucket]]) -> list[tuple[int, int]]:
     """(set, number) of all buckets, the first of each set, then the second of each, so that all receivers have work."""
     longest = max((len(one) for one in sets), default=0)
     return [(which, n) for n in range(longest) for which, one in enumerate(sets) if n < len(one)]

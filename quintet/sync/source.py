@@ -15,8 +15,8 @@ import torch
 from quintet.errors import QuintetError, SyncFailure
 from quintet.rollout.base import Piece
 from quintet.sync.buckets import Bucket, slots
-from quintet.sync.group import BulkGroup
-from quintet.sync.memory import Seen
+from quintet.sync.group import TransferGroup
+from quintet.sync.shared_memory import MappedBuffer
 from quintet.sync.wire import (
     SAID,
     TAKEN,
@@ -38,41 +38,41 @@ SAYS_S = 3.0
 """Within this time of a process group's end its sender says whose fault it was."""
 
 
-class _Words:
+class ControlChannel:
     """What the trainer says while weights take another way."""
 
     def __init__(self, connection: Connection, ticket: Ticket) -> None:
         self._connection, self._ticket, self._end = connection, ticket, False
 
-    def fair(self) -> bool:
+    def poll(self) -> bool:
         """Always true; raises SyncFailure once no more weights come, saying why."""
         while not self._end and self._connection.poll(0):
             self._end = isinstance(_next(self._connection, self._ticket), End)
         return True
 
-    def bad(self) -> None:
+    def raise_cause(self) -> None:
         """After the weights have broken off: raises SyncFailure if the trainer says why, and does so soon."""
         if not self._end and self._connection.poll(SAYS_S):
-            self.fair()
+            self.poll()
 
-    def end(self) -> bool:
+    def wait_end(self) -> bool:
         """Whether these were all the weights that the trainer had."""
         return self._end or isinstance(_next(self._connection, self._ticket), End)
 
 
 @dataclass
-class _Standing:
+class ReceiverState:
     """What a receiver keeps from one sync to the next, while the sender's plan is the same."""
 
     plan: str
     buckets: tuple[Bucket, ...]
-    group: BulkGroup | None = None
+    group: TransferGroup | None = None
 
-    def joined(self, group: Group, timeout_s: float, words: _Words) -> BulkGroup:
+    def joined(self, group: Group, timeout_s: float, words: ControlChannel) -> TransferGroup:
         """The group, which may be the last sync's."""
         if self.group is None or self.group.group.name != group.name:
             self.leave()
-            self.group = BulkGroup(group, timeout_s, words.fair)
+            self.group = TransferGroup(group, timeout_s, words.poll)
         return self.group
 
     def leave(self) -> None:
@@ -82,7 +82,7 @@ class _Standing:
 
 
 _TICKETS: Typed[list[Ticket]] = Typed(list[Ticket], "tickets")
-_STANDING: dict[str, _Standing] = {}
+_RECEIVERS: dict[str, ReceiverState] = {}
 
 
 class ChannelSource:
@@ -112,10 +112,10 @@ class ChannelSource:
         """The same, a bucket at a time: its pieces are good until the next list is asked for. On a GPU all that has been
         queued on the current stream by then is waited for."""
         ticket = self.tickets[receiver]
-        known = _STANDING.get(ticket.receiver)
+        known = _RECEIVERS.get(ticket.receiver)
         if known is not None and known.plan != ticket.plan:
             known.leave()
-            del _STANDING[ticket.receiver]
+            del _RECEIVERS[ticket.receiver]
             known = None
         name = None if known is None or known.group is None else known.group.group.name
         connection = call(ticket, Hello(ticket.receiver, ticket.plan, known is not None, name))
@@ -127,7 +127,7 @@ class ChannelSource:
                 raise SyncFailure(f"receiver {ticket.receiver}: {answer.refused}")
             if known is None:
                 assert answer.buckets is not None
-                known = _STANDING[ticket.receiver] = _Standing(ticket.plan, answer.buckets)
+                known = _RECEIVERS[ticket.receiver] = ReceiverState(ticket.plan, answer.buckets)
             if answer.group is None:
                 yield from _through_memory(connection, ticket, known, answer)
             else:
@@ -137,11 +137,11 @@ class ChannelSource:
 
 
 def _through_memory(
-    connection: Connection, ticket: Ticket, known: _Standing, answer: Answer
+    connection: Connection, ticket: Ticket, known: ReceiverState, answer: Answer
 ) -> Iterator[list[Piece]]:
-    seen: list[Seen] = []
+    seen: list[MappedBuffer] = []
     try:
-        seen.extend(Seen(connection, room, _device(answer)) for room in answer.room)
+        seen.extend(MappedBuffer(connection, room, _device(answer)) for room in answer.room)
         while isinstance(said := _next(connection, ticket), Offer):
             yield _pieces(known.buckets[said.number], seen[said.slot].bytes)
             _wait_for_copies(answer)
@@ -153,7 +153,7 @@ def _through_memory(
 
 
 def _through_group(
-    connection: Connection, ticket: Ticket, known: _Standing, answer: Answer
+    connection: Connection, ticket: Ticket, known: ReceiverState, answer: Answer
 ) -> Iterator[list[Piece]]:
     """Two buckets' memory: while one is read, the next arrives."""
     assert answer.group is not None
@@ -161,25 +161,25 @@ def _through_group(
     place, room = slots([bucket.nbytes for bucket in buckets], answer.bucket_bytes)
     memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in room]
     posted: list[Any] = []
-    words = _Words(connection, ticket)
+    words = ControlChannel(connection, ticket)
     try:
         group = known.joined(answer.group, ticket.timeout_s, words)
         for number, bucket in enumerate(buckets):
             for ahead in range(len(posted), min(number + 2, len(buckets))):
                 if ahead > number and place[ahead] == place[number]:
                     break  # its memory is being read
-                posted.append(group.take(memory[place[ahead]][: buckets[ahead].nbytes]))
-            group.wait(posted[number], words.fair)
+                posted.append(group.recv(memory[place[ahead]][: buckets[ahead].nbytes]))
+            group.wait(posted[number], words.poll)
             yield _pieces(bucket, memory[place[number]])
             # Not for the whole device: the next bucket is on its way, and where another receiver dies it never comes.
             if device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-        if not words.end():
+        if not words.wait_end():
             raise SyncFailure(f"receiver {ticket.receiver}: the trainer has other buckets than it announced")
         _say(connection, ticket, len(known.buckets))
     except RuntimeError as error:
         known.leave()
-        words.bad()
+        words.raise_cause()
         raise SyncFailure(
             f"receiver {ticket.receiver}: weights stopped coming from the trainer: {error}"
         ) from None

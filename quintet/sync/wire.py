@@ -61,7 +61,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Absent:
+class ReceiverGone:
     """Said in a receiver's place by whoever knows that it ended: it is not to be waited for."""
 
     receiver: str
@@ -120,8 +120,8 @@ class GivenUp:
     kind: Literal["given up"] = "given up"
 
 
-FIRST: Typed[Hello | Absent] = Typed(
-    Annotated[Hello | Absent, Field(discriminator="kind")], "a receiver's first words"
+FIRST: Typed[Hello | ReceiverGone] = Typed(
+    Annotated[Hello | ReceiverGone, Field(discriminator="kind")], "a receiver's first words"
 )
 TAKEN: Typed[int] = Typed(int, "the number of a bucket")
 """Said by a receiver of each bucket that it has taken, and after the end how many there were."""
@@ -175,7 +175,7 @@ def hear(connection: Connection, kind: Typed[T], source: str) -> T:
     return kind.load(connection.recv_bytes(MOST_BYTES), source)
 
 
-def call(ticket: Ticket, said: Hello | Absent) -> Connection:
+def call(ticket: Ticket, said: Hello | ReceiverGone) -> Connection:
     """The receiver's side of a greeting. Raises SyncFailure naming the receiver."""
     who = f"receiver {ticket.receiver}"
     family = socket.AF_UNIX if isinstance(ticket.address, str) else socket.AF_INET
@@ -203,14 +203,14 @@ def call(ticket: Ticket, said: Hello | Absent) -> Connection:
     raise SyncFailure(f"{who}: {why}")
 
 
-def does_not_come(ticket: Ticket) -> None:
+def notify_absent(ticket: Ticket) -> None:
     """Tell its sender, from any node, not to wait for this receiver; a sender that cannot be reached is not told."""
     there = replace(ticket, address=ticket.from_afar, timeout_s=TELLS_S)
     with suppress(SyncFailure):
-        call(there, Absent(ticket.receiver, ticket.plan)).close()
+        call(there, ReceiverGone(ticket.receiver, ticket.plan)).close()
 
 
-def hang_up(connection: Connection) -> None:
+def shutdown_write(connection: Connection) -> None:
     """Let the other end know, whoever else of this process's children has the socket open, that nothing more comes."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as channel:
         channel.shutdown(socket.SHUT_WR)

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from quintet.engine.fingerprint import Fingerprints
+from quintet.engine.weights.fingerprint import Fingerprints
 from quintet.models.mcore import Box, volume
 
 Part = tuple[str, Box]

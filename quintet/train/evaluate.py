@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.train.samples import Samples
+from quintet.controller.samples import Samples
 from quintet.train.session import Session
 
 
@@ -14,11 +14,13 @@ def evaluate(s: Session, step: int) -> dict[str, float]:
     count = s.recipe.train.eval_samples_per_prompt
     with s.observer.phase("evaluate"):
         seed = f"{s.recipe.run.seed}/eval"
-        with s.fleet.generating():
-            sampled = s.fleet.generate(prompts, s.sampling(), count, seed, title="evaluation, sampled")
-            greedy = s.fleet.generate(prompts, s.sampling(greedy=True), 1, seed, title="evaluation, greedy")
-        s.fleet.reward(sampled, s.inputs.reward)
-        s.fleet.reward(greedy, s.inputs.reward)
+        with s.controller.generating():
+            sampled = s.controller.generate(prompts, s.sampling(), count, seed, title="evaluation, sampled")
+            greedy = s.controller.generate(
+                prompts, s.sampling(greedy=True), 1, seed, title="evaluation, greedy"
+            )
+        s.controller.reward(sampled, s.inputs.reward)
+        s.controller.reward(greedy, s.inputs.reward)
     metrics = {
         "accuracy": sampled.mean(),
         "greedy": greedy.mean(),
@@ -30,7 +32,7 @@ def evaluate(s: Session, step: int) -> dict[str, float]:
     for part in (sampled, greedy):
         if (late := part.timed_out(s.recipe.reward.function)) is not None:
             s.observer.note(f"evaluation after step {step}: {late}")
-    s.observer.evaluation(step, metrics | s.fleet.memory())
+    s.observer.evaluation(step, metrics | s.controller.memory())
     return metrics
 
 

@@ -12,8 +12,8 @@ from quintet.train.session import session
 def generate(recipe: Recipe, prompts: list[str]) -> list[dict[str, Any]]:
     """Responses to texts: one dict a sample with prompt, response, response_tokens, finish and log-probs (sums)."""
     with session(recipe, "generate", texts=prompts) as s:
-        with s.fleet.generating():
-            samples = s.fleet.generate(
+        with s.controller.generating():
+            samples = s.controller.generate(
                 s.inputs.prompts,
                 s.sampling(),
                 recipe.rollout.samples_per_prompt,

@@ -19,7 +19,7 @@ from quintet.observe import Observer, package_versions
 from quintet.observe.memory import GIB
 from quintet.plan import checkpoint_bytes, export_bytes, weights_bytes
 from quintet.recipe.schema import Recipe
-from quintet.train.checkpoints import (
+from quintet.runs.checkpoints import (
     MANIFEST,
     POLICY,
     REFERENCE,
@@ -32,11 +32,11 @@ from quintet.train.checkpoints import (
     later_than,
     name_of,
 )
-from quintet.train.resume import is_named
-from quintet.train.stop import StopRequest
+from quintet.runs.resume import is_named
+from quintet.runs.stop import StopRequest
 
 if TYPE_CHECKING:
-    from quintet.train.fleet import Fleet
+    from quintet.controller.controller import Controller
 
 
 @dataclass
@@ -58,14 +58,14 @@ class Saver:
         recipe: Recipe,
         command: Literal["train", "sft"],
         observer: Observer,
-        fleet: Fleet,
+        controller: Controller,
         shape: ModelShape,
         resumed: Checkpoint | None,
         stop: StopRequest,
         weights: str | None = None,
         again: Path | None = None,
     ) -> None:
-        self.recipe, self.command, self.observer, self.fleet = recipe, command, observer, fleet
+        self.recipe, self.command, self.observer, self.controller = recipe, command, observer, controller
         self.settings, self.stop = recipe.checkpoint, stop
         self.checkpoints = Checkpoints(observer.directory.checkpoints)
         self._resumed, self._weights, self._again = resumed, weights, again
@@ -76,7 +76,7 @@ class Saver:
         self._failed = 0
         self._ending = False  # the run's last step is done
         self._unsaved: UserError | None = None
-        self.dtype = fleet.dtype()
+        self.dtype = controller.dtype()
         # What a save takes on the disk: by the formula, until there has been one.
         self._checkpoint_bytes = checkpoint_bytes(recipe, shape, self.dtype)
         self._reference_bytes = weights_bytes(recipe, shape, self.dtype)
@@ -156,14 +156,14 @@ class Saver:
             )
         with observer.phase("checkpoint"), observer.progress.task(f"loading {found.path.name}"):
             try:
-                self.fleet.load_checkpoint(found.policy, found.reference)
+                self.controller.load_checkpoint(found.policy, found.reference)
             except UserError as error:
                 if isinstance(error, DamagedCheckpoint) and not is_named(self.recipe.resume, found.path):
                     raise DamagedCheckpoint(error.message, found.path) from None
                 raise UserError(f"{error}. {self._instead_of(found)}") from None
             if self._again is not None:
                 self._save_again(found, self._again)
-            self.fleet.sync()
+            self.controller.mark_weights_updated()
         stream.load_state_dict(manifest.data)
         newer = self.checkpoints.newer_than(found)
         made = [*later_than(found, observer.directory.hf), observer.directory.checkpoint]
@@ -178,8 +178,8 @@ class Saver:
         for name in (POLICY, REFERENCE):
             if name == REFERENCE and found.reference is None:
                 continue
-            errors = self.fleet.save_checkpoint(directory / name, reference=name == REFERENCE)
-            errors = errors or self.fleet.checkpoint_finished(wait=True)[1]
+            errors = self.controller.save_checkpoint(directory / name, reference=name == REFERENCE)
+            errors = errors or self.controller.checkpoint_finished(wait=True)[1]
             if errors:
                 raise UserError(errors[0])
 
@@ -231,7 +231,7 @@ class Saver:
             self._fail(path, f"cannot make it: {error.strerror}", needed)
             return
         self._running = _Running(path, manifest)
-        errors = self.fleet.save_checkpoint(path / POLICY, reference=reference)
+        errors = self.controller.save_checkpoint(path / POLICY, reference=reference)
         if errors:
             self._running = None
             self.checkpoints.discard(path)
@@ -242,9 +242,9 @@ class Saver:
         running = self._running
         if running is None:
             return
-        done, errors = self.fleet.checkpoint_finished(wait=wait)
+        done, errors = self.controller.checkpoint_finished(wait=wait)
         if errors and not done:  # others write still, below what is to be removed
-            errors += self.fleet.checkpoint_finished(wait=True)[1]
+            errors += self.controller.checkpoint_finished(wait=True)[1]
         elif not done:
             return
         self._running = None
@@ -297,7 +297,7 @@ class Saver:
         """A Hugging Face directory of the present weights."""
         target = self.observer.directory.hf / name_of(self._stage, step)
         try:
-            self.fleet.save(target)
+            self.controller.save(target)
         except UserError as error:  # The writer leaves nothing of it, and what was there before as it was.
             self._fail(target, str(error), self._export_bytes)
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from quintet.data.prompts import Prompt, PromptSet, alphabet_of, load_prompts, make_prompts
 from quintet.data.stream import PromptStream
 from quintet.data.tokenizer import build_char_tokenizer, check_stops, load_tokenizer, remote_code_warning
-from quintet.disk import Scratch
 from quintet.errors import QuintetError, RayFailure, SyncFailure, SyncMismatch, UserError, WorkerFailure
 from quintet.models import ModelShape, check_weights, read_end_ids, read_shape
 from quintet.models.weights_on_disk import find_weights, fingerprint
@@ -30,12 +29,13 @@ from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, load_reward
 from quintet.rollout import Sampling
 from quintet.rollout.make import check_installed
-from quintet.train.resume import Resume, check_again, find_resume
+from quintet.runs.fsync import Scratch
+from quintet.runs.resume import Resume, check_again, find_resume
+from quintet.runs.stop import StopRequest
 from quintet.train.saver import Saver
-from quintet.train.stop import StopRequest
 
 if TYPE_CHECKING:  # Ray starts long after the checks.
-    from quintet.train.fleet import Fleet
+    from quintet.controller.controller import Controller
 
 Command = Literal["train", "sft", "generate", "eval"]
 MODEL = "model"
@@ -82,7 +82,7 @@ def prepare(
     elif recipe.model.build is not None:
         model_dir = scratch / MODEL
         tokenizer = build_char_tokenizer(alphabet_of(recipe.data), model_dir)
-        from quintet.engine.fresh import write_fresh_model
+        from quintet.engine.weights.random_model import write_fresh_model
 
         write_fresh_model(
             recipe.model.build,
@@ -168,10 +168,10 @@ class Session:
         recipe: schema.Recipe,
         inputs: Inputs,
         observer: Observer,
-        fleet: Fleet,
+        controller: Controller,
         saver: Saver | None = None,
     ) -> None:
-        self.recipe, self.inputs, self.observer, self.fleet = recipe, inputs, observer, fleet
+        self.recipe, self.inputs, self.observer, self.controller = recipe, inputs, observer, controller
         self._saver = saver
 
     @property
@@ -195,7 +195,7 @@ class Session:
         """
         self.saver.finish()
         with self.observer.phase("save"), self.observer.progress.task("saving the model"):
-            self.fleet.save(self.observer.directory.checkpoint)
+            self.controller.save(self.observer.directory.checkpoint)
         self.saver.tell()
         return self.observer.directory.path
 
@@ -226,9 +226,9 @@ def session(
                 inputs.model_dir = Path(
                     shutil.move(str(inputs.model_dir), str(observer.directory.path / MODEL))
                 )
-            with _ranks(recipe, command, inputs, observer) as fleet:
+            with _ranks(recipe, command, inputs, observer) as controller:
                 if not trains:
-                    yield Session(recipe, inputs, observer, fleet)
+                    yield Session(recipe, inputs, observer, controller)
                     return
                 assert command in ("train", "sft")
                 stop = StopRequest(
@@ -239,7 +239,7 @@ def session(
                         recipe,
                         command,
                         observer,
-                        fleet,
+                        controller,
                         inputs.shape,
                         resume.checkpoint,
                         stop,
@@ -247,7 +247,7 @@ def session(
                         again,
                     )
                     try:
-                        yield Session(recipe, inputs, observer, fleet, saver)
+                        yield Session(recipe, inputs, observer, controller, saver)
                     except (WorkerFailure, RayFailure, SyncFailure, SyncMismatch) as failure:
                         failure.message += _what_then(recipe, failure)
                         raise
@@ -277,15 +277,17 @@ def _what_then(recipe: schema.Recipe, failure: QuintetError) -> str:
 
 
 @contextmanager
-def _ranks(recipe: schema.Recipe, command: Command, inputs: Inputs, observer: Observer) -> Iterator[Fleet]:
+def _ranks(
+    recipe: schema.Recipe, command: Command, inputs: Inputs, observer: Observer
+) -> Iterator[Controller]:
     from quintet.cluster.cluster import Cluster
-    from quintet.train.fleet import Fleet
+    from quintet.controller.controller import Controller
 
     cluster = Cluster(recipe.cluster, log_dir=observer.directory.path / "logs", say=observer.note)
     with ExitStack() as stack:
         with observer.phase("start"), observer.progress.task(f"starting {recipe.cluster.ranks} ranks"):
             stack.enter_context(cluster)
             shown, phase = observer.progress, observer.phase
-            fleet = Fleet(cluster, recipe, inputs.model_dir, inputs.shape, shown, command, phase)
-        observer.note(fleet.describe())
-        yield fleet
+            controller = Controller(cluster, recipe, inputs.model_dir, inputs.shape, shown, command, phase)
+        observer.note(controller.describe())
+        yield controller

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from quintet.controller.objective import sft_objective
 from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Optimizer, Recipe, Sft
-from quintet.train.objective import sft_objective
-from quintet.train.resume import past_damage
+from quintet.runs.resume import past_damage
 from quintet.train.session import Session, session
 
 MEMORY_EVERY_STEPS = 10
@@ -25,16 +25,16 @@ def sft(recipe: Recipe, stop_after: int | None = None, again: Path | None = None
 
     def run(damaged: dict[Path, str]) -> Path:
         with session(recipe, "sft", stop_after, again, damaged=damaged) as s:
-            imitate(s, settings, settings.optimizer)
+            run_sft(s, settings, settings.optimizer)
             return s.finish()
 
     return past_damage(run)
 
 
-def imitate(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
+def run_sft(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
     """Take SFT steps, until `stop_at_loss` if it is set, and hand the weights to the rollout."""
     assert s.inputs.train is not None
-    s.fleet.start_optimizer(optimizer, recipe.steps)
+    s.controller.start_optimizer(optimizer, recipe.steps)
     stream = PromptStream(s.inputs.train, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle)
     done, loop = s.saver.begin("sft", stream)
     objective, smooth = sft_objective(), loop.get("smooth", math.inf)
@@ -47,10 +47,10 @@ def imitate(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
                 break
             prompts = stream.take(recipe.samples_per_step)
             with s.observer.phase("sft"):
-                s.fleet.imitate(prompts)
-                result = s.fleet.update(objective)
+                s.controller.send_sft_batch(prompts)
+                result = s.controller.update(objective)
             if step % MEMORY_EVERY_STEPS == 1 or step == recipe.steps or not memory:
-                memory = s.fleet.memory()
+                memory = s.controller.memory()
             trained = sum(len(p.response_ids) for p in prompts)
             metrics = {
                 "loss": result.loss,
@@ -66,4 +66,4 @@ def imitate(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
             task.note(f"loss {smooth:.3f}")
             last = step == recipe.steps or smooth < (recipe.stop_at_loss or 0.0)
             s.saver.after_step(step, last=last, smooth=smooth)
-    s.fleet.sync()
+    s.controller.mark_weights_updated()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quintet.algorithms.advantages import grpo_advantages
 from quintet.algorithms.aggregation import Tally, aggregate, token_weights
-from quintet.algorithms.kl import agreement, kl
+from quintet.algorithms.kl import kl, mismatch
 from quintet.algorithms.policy_loss import load_loss, policy_loss, register_loss
 
 AGGREGATIONS = ["token_mean", "sequence_mean"]
@@ -199,7 +199,7 @@ def test_kl_estimators_against_exact_kl() -> None:
 def test_tally_of_agreement(shape: list[tuple[int, int]], seed: int) -> None:
     e = example(shape, seed)
     mask = e["loss_mask"]
-    quantities = agreement(e["old_logprobs"], e["logprobs"], mask, 0.5)
+    quantities = mismatch(e["old_logprobs"], e["logprobs"], mask, 0.5)
     whole = Tally()
     whole.add(quantities, mask)
     half = len(mask) // 2
@@ -213,16 +213,16 @@ def test_tally_of_agreement(shape: list[tuple[int, int]], seed: int) -> None:
     if len(gap):
         assert whole.maxima()["rollout_logprob_gap"] == pytest.approx(float(gap.max()))
         assert whole.means()["rollout_logprob_gap"] == pytest.approx(float(gap.mean()))
-        assert whole.means()["rollout_parted"] == pytest.approx(float((gap > 0.5).double().mean()))
+        assert whole.means()["rollout_over_threshold"] == pytest.approx(float((gap > 0.5).double().mean()))
     shares = (0.01, 0.5, 0.999)
     assert merged.quantiles("rollout_log_ratio", shares) == whole.quantiles("rollout_log_ratio", shares)
 
 
 def test_a_log_prob_that_is_no_number_counts_as_parted() -> None:
     tally, mask = Tally(), torch.tensor([0.0, 1, 1])
-    quantities = agreement(torch.tensor([0.0, math.nan, -1]), torch.tensor([9.0, -1, -1]), mask, 0.5)
+    quantities = mismatch(torch.tensor([0.0, math.nan, -1]), torch.tensor([9.0, -1, -1]), mask, 0.5)
     tally.add(quantities, mask)
-    assert tally.means()["rollout_parted"] == 0.5
+    assert tally.means()["rollout_over_threshold"] == 0.5
     assert math.isnan(tally.means()["rollout_kl_k3"])
     assert math.isnan(tally.quantiles("rollout_log_ratio", [0.5])[0])
 

@@ -16,11 +16,11 @@ import ray
 from quintet.cluster.calls import outcomes, results
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.group import WorkerGroup
-from quintet.cluster.seat import rank_environment
+from quintet.cluster.rank_actor import rank_environment
 from quintet.cluster.worker import Place
 from quintet.errors import (
-    Disagreement,
     QuintetError,
+    RolloutMismatch,
     Stopped,
     SyncFailure,
     SyncMismatch,
@@ -35,7 +35,9 @@ from tests.patience import BUSY
 def one_beside(cluster: Cluster, quartet: WorkerGroup) -> WorkerGroup:
     """One rank beside two of the quartet."""
     beside = [quartet.locations[:2]]
-    return WorkerGroup(cluster, Light, 1, name="rollout-1", told=True, beside=beside, mesh=(1, 1, 1))
+    return WorkerGroup(
+        cluster, Light, 1, name="rollout-1", named_in_messages=True, colocate_with=beside, mesh=(1, 1, 1)
+    )
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def test_patience_gives_every_group_its_outcome(mortal: WorkerGroup, quartet: Wo
     ("how", "kind", "code", "said"),
     [
         ("mismatch", SyncMismatch, 5, "rollout-1 rank 0: model.norm.weight differs"),
-        ("disagree", Disagreement, 6, "rollout-1 rank 0: the log-probs are apart"),
+        ("disagree", RolloutMismatch, 6, "rollout-1 rank 0: the log-probs are apart"),
         (
             "sync",
             SyncFailure,

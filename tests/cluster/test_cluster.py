@@ -51,7 +51,14 @@ def test_only_needed_processes_run(ray_cluster: Cluster) -> None:
         with suppress(psutil.Error):  # another test's, that has just ended
             commands.append(" ".join(process.cmdline()))
     ours = [command for command in commands if "/ray/" in command or "ray::" in command]
-    names = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Seat", "ray::IDLE"}
+    names = {
+        "gcs_server",
+        "raylet",
+        "ray::DashboardAgent",
+        "ray::RuntimeEnvAgent",
+        "ray::RankActor",
+        "ray::IDLE",
+    }
     assert [command for command in ours if not any(name in command for name in names)] == []
     assert sum("gcs_server" in command.split()[0] for command in ours) == 1
 

@@ -13,8 +13,8 @@ from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import rank_zero
 from quintet.cluster.failures import Failure, explain, root_cause
 from quintet.cluster.group import WorkerGroup
-from quintet.cluster.probe import Report, tidy
-from quintet.cluster.seat import Location, Seat
+from quintet.cluster.process_probe import Report, tidy
+from quintet.cluster.rank_actor import Location, RankActor
 from quintet.errors import UserError, WorkerFailure
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.cluster.workers import Collective, Light, Stillborn
@@ -80,14 +80,14 @@ def test_a_rank_that_fails_to_start(ray_cluster: Cluster, how: str, text: str) -
 def test_a_process_that_ends_before_it_is_a_rank(
     ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    def ends(self: Seat) -> None:
+    def ends(self: RankActor) -> None:
         os._exit(7)
 
-    monkeypatch.setattr(group_module, "Seat", type("Mortal", (Seat,), {when: ends}))
+    monkeypatch.setattr(group_module, "Seat", type("Mortal", (RankActor,), {when: ends}))
     with pytest.raises(
         WorkerFailure, match="rollout-1: a process ended while it started: The actor died"
     ) as caught:
-        WorkerGroup(ray_cluster, Light, 1, name="rollout-1", told=True)
+        WorkerGroup(ray_cluster, Light, 1, name="rollout-1", named_in_messages=True)
     assert caught.value.phase == "start"
     assert "\n" not in str(caught.value)
 
@@ -97,20 +97,20 @@ def test_one_beside_ranks_whose_node_is_gone_does_not_start(ray_cluster: Cluster
     with pytest.raises(
         WorkerFailure, match="rollout-1: a process did not start: The actor is not schedulable"
     ):
-        WorkerGroup(ray_cluster, Light, 1, name="rollout-1", told=True, beside=[[gone]])
+        WorkerGroup(ray_cluster, Light, 1, name="rollout-1", named_in_messages=True, colocate_with=[[gone]])
 
 
 def test_a_start_that_is_given_up_waits_for_no_process(
     ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def waits(self: Seat) -> None:
+    def waits(self: RankActor) -> None:
         time.sleep(20 * BUSY)
 
-    monkeypatch.setattr(group_module, "Seat", type("Slow", (Seat,), {"locate": waits}))
+    monkeypatch.setattr(group_module, "Seat", type("Slow", (RankActor,), {"locate": waits}))
     given_up, began = threading.Event(), time.monotonic()
     threading.Timer(0.2, given_up.set).start()
     with pytest.raises(WorkerFailure, match="the start of rollout-1 was given up"):
-        WorkerGroup(ray_cluster, Light, 1, name="rollout-1", given_up=given_up)
+        WorkerGroup(ray_cluster, Light, 1, name="rollout-1", cancel=given_up)
     assert time.monotonic() - began < 10 * BUSY
 
 
@@ -197,7 +197,7 @@ def test_tidy_keeps_the_worker_and_drops_ray() -> None:
 
 Current thread 0x00007f00 (most recent call first):
   File "/x/tests/model.py", line 3 in oversleep
-  File "/x/quintet/cluster/seat.py", line 90 in call
+  File "/x/quintet/cluster/rank_actor.py", line 90 in call
   File "/v/site-packages/ray/_private/workers/default_worker.py", line 300 in <module>
 """
     assert tidy(dump) == (

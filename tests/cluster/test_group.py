@@ -10,7 +10,7 @@ import ray
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import megatron_compute, megatron_pp_as_dp, rank_zero
 from quintet.cluster.group import WorkerGroup
-from quintet.cluster.seat import resolve
+from quintet.cluster.rank_actor import resolve
 from quintet.errors import UserError
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.cluster.workers import Light

@@ -13,7 +13,7 @@ from typing import Any
 
 from quintet.cluster.progress import Progress
 from quintet.cluster.worker import Place, Worker
-from quintet.errors import Disagreement, SyncFailure, SyncMismatch, UserError, WorkerFailure
+from quintet.errors import RolloutMismatch, SyncFailure, SyncMismatch, UserError, WorkerFailure
 
 
 class Light(Worker):
@@ -118,7 +118,7 @@ def inner_fail(how: str) -> None:
     if how == "sync":
         raise SyncFailure("receiver rollout-1 rank 0 device 0: nothing came from the trainer within 1 s")
     if how == "disagree":
-        raise Disagreement("the log-probs are apart")
+        raise RolloutMismatch("the log-probs are apart")
     if how == "engine":
         raise WorkerFailure("vLLM: VLLM::Worker_TP1 (process 7) died", phase="generate")
     if how == "sys.exit":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet.observe.ledger import read_metrics
+from quintet.runs.ledger import read_metrics
 from tests.disks import fill, mounted
 from tests.end_to_end.test_resume import SMALL, only, start
 

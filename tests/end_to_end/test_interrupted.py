@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
     ("begun", "how", "code", "sentence"),
     [
         pytest.param("ray::IDLE", signal.SIGINT, 130, "interrupted", id="ctrl-c-in-ray"),
-        pytest.param("ray::Seat", signal.SIGTERM, 143, "ended by SIGTERM", id="sigterm-in-setup"),
+        pytest.param("ray::RankActor", signal.SIGTERM, 143, "ended by SIGTERM", id="sigterm-in-setup"),
     ],
 )
 def test_a_signal_while_ranks_start_ends_in_one_sentence(

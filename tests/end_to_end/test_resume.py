@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quintet.observe.ledger import CLOCK_KEYS
-from quintet.train.checkpoints import MANIFEST, Checkpoints
+from quintet.runs.checkpoints import MANIFEST, Checkpoints
+from quintet.runs.ledger import CLOCK_KEYS
 from tests.disks import mounted
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +179,9 @@ def test_a_worker_is_killed_during_a_save_and_what_goes_on_is_stopped_by_sigterm
     process = start(*recipe)
     path = wait_for_a_save(process, tmp_path, 5)
     worker = next(
-        p for p in psutil.Process(process.pid).children(recursive=True) if p.name().startswith("ray::Seat")
+        p
+        for p in psutil.Process(process.pid).children(recursive=True)
+        if p.name().startswith("ray::RankActor")
     )
     worker.kill()
     output, _ = process.communicate(timeout=400)

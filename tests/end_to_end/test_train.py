@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from quintet.cli import main
-from quintet.observe.ledger import CLOCK_KEYS, read_jsonl
-from quintet.train.replay import pack, read, replay_file
+from quintet.controller.replay import pack, read, replay_file
+from quintet.runs.ledger import CLOCK_KEYS, read_jsonl
 from tests.patience import BUSY
 from tests.train.runs import TINY
 

@@ -53,7 +53,7 @@ def test_router_statistics_are_off():
 
 
 def test_transformer_engine_is_refused_where_it_cannot_be_had(caplog):
-    from quintet.engine.layers import choose_backend
+    from quintet.engine.layers.specs import choose_backend
 
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")

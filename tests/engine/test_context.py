@@ -28,7 +28,7 @@ def shared_attention(
     from quintet.engine import megatron_compat
 
     megatron_compat.install()
-    from quintet.engine.attention import CoreAttention
+    from quintet.engine.layers.attention import CoreAttention
     from quintet.engine.row import describe, pack
     from quintet.packing import alignment
     from quintet.packing.context import held_ranges

@@ -22,7 +22,7 @@ from quintet.engine.checkpoint.format import CHECKSUMS, TensorFile, publish
 from quintet.engine.checkpoint.reader import Reader, within
 from quintet.engine.convert import hf_to_mcore, mcore_to_hf
 from quintet.engine.convert.parts import Parameter
-from quintet.engine.hf_read import HfReader
+from quintet.engine.weights.hf_read import HfReader
 from quintet.errors import UserError
 from quintet.models import check_weights, family_named, read_shape
 from quintet.models.mcore import CheckpointMap, stacked, whole_box
@@ -165,7 +165,7 @@ def into_core(path: Path, checkpoint: Path, layout: dict[str, int]) -> list[str]
     from megatron.core import dist_checkpointing
 
     from quintet.engine.engine import Engine
-    from quintet.engine.shards import global_tensors
+    from quintet.engine.weights.shards import global_tensors
     from quintet.recipe import schema
     from tests.engine.checkpoint.core_model import core_model, sharded
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quintet.engine.hf import check_hf, fill_hf
-from quintet.engine.hf_write import HfWriter, Planned
-from quintet.engine.shards import Shard
+from quintet.engine.weights.hf import check_hf, fill_hf
+from quintet.engine.weights.hf_write import HfWriter, Planned
+from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models import read_shape
 from quintet.models.checksums import BLOCK_BYTES, verify_files
@@ -402,8 +402,8 @@ def test_all_ranks_refuse_what_one_found_damaged(pool, copy):
 
 
 def full_disk(path: Path, out: Path) -> str:
-    from quintet.engine import hf_write
     from quintet.engine.engine import Engine
+    from quintet.engine.weights import hf_write
     from quintet.recipe import schema
 
     engine = Engine(

@@ -38,7 +38,7 @@ def experts(
 ) -> Any:
     from megatron.core.transformer import TransformerConfig
 
-    from quintet.engine.experts import GroupedExperts
+    from quintet.engine.layers.experts import GroupedExperts
 
     config = TransformerConfig(
         num_layers=1,

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintet.engine import fingerprint as room
 from quintet.engine.device import _HAS_TRITON
-from quintet.engine.fingerprint import fingerprint, fingerprints
-from quintet.engine.hashing import GOLDEN, mix
-from quintet.engine.shards import whole
+from quintet.engine.weights import fingerprint as room
+from quintet.engine.weights.fingerprint import fingerprint, fingerprints
+from quintet.engine.weights.hashing import GOLDEN, mix
+from quintet.engine.weights.shards import whole
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, volume, whole_box
 from quintet.models.shape import ModelShape

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quintet.engine.hf import GATHERED_BYTES, check_hf
-from quintet.engine.hf_write import SHARD_BYTES
+from quintet.engine.weights.hf import GATHERED_BYTES, check_hf
+from quintet.engine.weights.hf_write import SHARD_BYTES
 from quintet.errors import UserError
 from quintet.models import read_shape
 from tests.engine import moe_models
@@ -48,8 +48,8 @@ def test_no_weights_at_all(path):
 
 
 def round_trip(path: Path, out: Path, layout: dict, shard_bytes: int, dtype: str = "fp32") -> None:
-    from quintet.engine import hf, hf_write
     from quintet.engine.engine import Engine
+    from quintet.engine.weights import hf, hf_write
     from quintet.recipe import schema
 
     hf_write.SHARD_BYTES = hf.GATHERED_BYTES = shard_bytes

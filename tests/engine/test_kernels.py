@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from quintet.engine.kernels import Weighing, choose_kernel, spans
-from quintet.engine.sinks import with_sinks
+from quintet.engine.layers.attention_backends import AttentionParams, choose_kernel, spans
+from quintet.engine.layers.attention_sinks import with_sinks
 from quintet.rollout.native.cache import SlotCache
 
 ROWS = {
@@ -27,7 +27,9 @@ HOWS = {
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
-def written_out(query: Any, key: Any, value: Any, q: list[int], k: list[int], how: Weighing) -> torch.Tensor:
+def written_out(
+    query: Any, key: Any, value: Any, q: list[int], k: list[int], how: AttentionParams
+) -> torch.Tensor:
     """Span by span, scores and weights as matrices."""
     out, repeat = [], query.shape[1] // key.shape[1]
     for a, b, c in zip(query.split(q), key.split(k), value.split(k), strict=True):
@@ -65,7 +67,7 @@ def compare(found: Any, want: Any, leaves: Any, grad: torch.Tensor, **close: flo
 def test_rectangles(q, k, window, sinks):
     *leaves, grad = inputs(q, k)
     leaves = leaves[: 3 + sinks]
-    how = Weighing(0.5, window, leaves[3] if sinks else None)
+    how = AttentionParams(0.5, window, leaves[3] if sinks else None)
     cpu = torch.device("cpu")
     row = spans(q, q if q == k else k, cpu, rectangles=True)
     found = choose_kernel(cpu, torch.float32, "portable", sinks=sinks)(*leaves[:3], row, how)
@@ -75,8 +77,8 @@ def test_rectangles(q, k, window, sinks):
 class FlashStandIn:
     """What flash kernels compute, by their contract: the backward pass knows the weights only from out and lse."""
 
-    def __init__(self, q: list[int], k: list[int], how: Weighing) -> None:
-        self.q, self.k, self.how = q, k, Weighing(how.scale, how.window)
+    def __init__(self, q: list[int], k: list[int], how: AttentionParams) -> None:
+        self.q, self.k, self.how = q, k, AttentionParams(how.scale, how.window)
 
     def forward(self, query: Any, key: Any, value: Any) -> Any:
         lse = self._scores(query, key).logsumexp(-1)
@@ -110,14 +112,14 @@ class FlashStandIn:
 @pytest.mark.parametrize(("q", "k"), ROWS.values(), ids=ROWS)
 def test_flash_kernels_need_not_know_of_sinks(q, k, window):
     *leaves, grad = inputs(q, k, torch.float64)
-    how = Weighing(None, window, leaves[3])
+    how = AttentionParams(None, window, leaves[3])
     found = with_sinks(*leaves, FlashStandIn(q, k, how))
     compare(found, written_out(*leaves[:3], q, k, how), leaves, grad, rtol=1e-12, atol=1e-12)
 
 
 def test_a_sink_far_above_the_scores_takes_everything():
     *leaves, grad = inputs([4], [4], torch.float64)
-    how = Weighing(None, None, torch.full((HEADS,), 60.0, dtype=torch.float64, requires_grad=True))
+    how = AttentionParams(None, None, torch.full((HEADS,), 60.0, dtype=torch.float64, requires_grad=True))
     out = with_sinks(*leaves[:3], how.sinks, FlashStandIn([4], [4], how))
     (of_sinks,) = torch.autograd.grad(out, [how.sinks], grad)
     assert out.abs().max() < 1e-20
@@ -134,11 +136,11 @@ def test_gpu_kernels(q, k, window, sinks, backend):
     *leaves, grad = inputs(q, k, torch.bfloat16, "cuda")
     leaves = leaves[: 3 + sinks]
     gpu = torch.device("cuda")
-    how = Weighing(None, window, leaves[3] if sinks else None)
+    how = AttentionParams(None, window, leaves[3] if sinks else None)
     row = spans(q, q if q == k else k, gpu, rectangles=False)
     found = choose_kernel(gpu, torch.bfloat16, backend, sinks=sinks)(*leaves[:3], row, how)
     exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
-    plain = Weighing(None, window, exact[3] if sinks else None)
+    plain = AttentionParams(None, window, exact[3] if sinks else None)
     want = written_out(*exact[:3], q, k, plain)
     got = torch.autograd.grad(found, leaves, grad)
     expected = torch.autograd.grad(want, exact, grad.cpu().double())
@@ -156,7 +158,7 @@ def test_decoding_from_a_cache(device, window, sinks):
     lengths = [5, 1, 9]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     query, key, value, logits, _ = (t.detach() for t in inputs(lengths, lengths, dtype, device))
-    how = Weighing(0.5, window, logits if sinks else None)
+    how = AttentionParams(0.5, window, logits if sinks else None)
     cache = SlotCache([1], 4, 16, KV_HEADS, WIDTH, dtype, torch.device(device))
     ends = torch.tensor(lengths, device=device).cumsum(0)
     starts = ends - torch.tensor(lengths, device=device)
@@ -166,7 +168,7 @@ def test_decoding_from_a_cache(device, window, sinks):
     attention = SimpleNamespace(layer_number=1, weighing=how)
     found = cache.attend(attention, query[ends - 1], key[ends - 1], value[ends - 1], None)
     wide = [t.cpu().double() for t in (query, key, value)]
-    plain = Weighing(0.5, window, logits.cpu().double() if sinks else None)
+    plain = AttentionParams(0.5, window, logits.cpu().double() if sinks else None)
     want = written_out(*wide, lengths, lengths, plain)[ends.cpu() - 1]
     close = {"rtol": 1e-5, "atol": 1e-5} if device == "cpu" else {"rtol": 0.02, "atol": 0.03}
     torch.testing.assert_close(found.cpu().double(), want, **close)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quintet.engine.convert import hf_to_mcore, mcore_to_hf
-from quintet.engine.hf import fill_hf
-from quintet.engine.hf_write import HfWriter, Planned
-from quintet.engine.shards import Shard
+from quintet.engine.weights.hf import fill_hf
+from quintet.engine.weights.hf_write import HfWriter, Planned
+from quintet.engine.weights.shards import Shard
 from quintet.models import check_weights, read_shape
 from tests.engine.checkpoint.test_memory import MIB, peak_of
 from tests.models.directory import QWEN3, shapes_of

@@ -71,7 +71,7 @@ def life(path: Path, out: Path, lora: LoraShape) -> dict[str, Any]:
     start, base = content(engine), logprobs(plain)
     found: dict[str, Any] = {"fresh": torch.equal(logprobs(engine), base), "start": start}
     reference = AdapterReference(engine)
-    reference.follow(engine)
+    reference.copy_weights_from(engine)
     step(engine)
     step(engine)
     found["learned"] = (logprobs(engine) - base).abs().max().item()
@@ -85,7 +85,7 @@ def life(path: Path, out: Path, lora: LoraShape) -> dict[str, Any]:
         held(engine),
         sum(p.numel() for c in engine.chunks for p in c.parameters() if p.requires_grad),
     )
-    reference.follow(engine)
+    reference.copy_weights_from(engine)
     apart = AdapterReference(engine)
     if engine.mesh.rank == 1:  # as a stage without a layer that has adapters
         apart._present = list  # type: ignore[method-assign]
@@ -205,9 +205,9 @@ def test_peft_loads_the_adapters(lived: Any) -> None:
 def drawn(path: Path, layout: dict[str, Any], lora: LoraShape) -> dict[str, Any]:
     engine = made(path, lora, layout, trained=False)
     engine.load_hf(path, seed=3)
-    from quintet.engine.lora import apart
+    from quintet.engine.lora import split_adapters
 
-    return {f"{s.name}": (s.box, s.read().clone()) for s in apart(engine.shard_map())[1]}
+    return {f"{s.name}": (s.box, s.read().clone()) for s in split_adapters(engine.shard_map())[1]}
 
 
 def test_fresh_adapters_are_the_same_in_every_layout(pool: Any, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_other_adapters_are_refused(pool: Any, lived: Any) -> None:
 
 def test_scaled_adapters_have_the_scale_in_b() -> None:
     from quintet.engine.lora import scaled
-    from quintet.engine.shards import Shard
+    from quintet.engine.weights.shards import Shard
 
     a = Shard("base_model.model.x.lora_A.weight", (2, 4), ((0, 2), (0, 4)), torch.randn(2, 4))
     b = Shard("base_model.model.x.lora_B.weight", (6, 2), ((2, 5), (0, 2)), torch.randn(3, 2).bfloat16())

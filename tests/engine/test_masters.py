@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quintet.engine.fingerprint import fingerprints
-from quintet.engine.masters import COLUMNS, master_fingerprint
+from quintet.engine.weights.fingerprint import fingerprints
+from quintet.engine.weights.master_fingerprint import COLUMNS, master_fingerprint
 from quintet.models.lora import LoraShape, is_adapter
 from quintet.models.mcore import whole_box
 from quintet.sync.proof import compare
@@ -108,7 +108,9 @@ def test_every_element_of_every_master_counts_and_so_does_its_place(monkeypatch:
 
     def number(held: list[torch.Tensor | None]) -> int | None:
         found = [SimpleNamespace(master=one) for one in held]
-        monkeypatch.setattr("quintet.engine.masters.slots", lambda optimizer, parameters: found)
+        monkeypatch.setattr(
+            "quintet.engine.weights.master_fingerprint.slots", lambda optimizer, parameters: found
+        )
         return master_fingerprint(None, [])
 
     first = number([*masters])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quintet.engine.mlp import gated
+from quintet.engine.layers.mlp import gated
 from quintet.models.shape import SWIGLU, Glu
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels run on GPUs")

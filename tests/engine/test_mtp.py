@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quintet.engine.carried import refuse_other_copies
+from quintet.engine.weights.passthrough_tensors import refuse_other_copies
 from quintet.errors import UserError
 from quintet.models import check_weights, held_shape, read_shape
 from quintet.models.weights_on_disk import find_weights

@@ -11,7 +11,7 @@ def test_equals_torch(shape):
     from quintet.engine import megatron_compat
 
     megatron_compat.install()
-    from quintet.engine.norm import RMSNorm
+    from quintet.engine.layers.norm import RMSNorm
 
     torch.manual_seed(0)
     norm = RMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False), shape[-1], eps=1e-6)

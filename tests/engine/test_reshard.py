@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from quintet.engine.reshard import plan_transfers
+from quintet.engine.weights.reshard import plan_transfers
 from tests.engine import moe_models
 from tests.oracle.reference import save
 
@@ -36,9 +36,9 @@ def reshard(path: Path, source: dict[str, Any], target: dict[str, Any]) -> list[
 
     from quintet.engine import build
     from quintet.engine.engine import Engine
-    from quintet.engine.hf import check_hf, fill_hf
-    from quintet.engine.reshard import Resharder
-    from quintet.engine.shards import shard_map
+    from quintet.engine.weights.hf import check_hf, fill_hf
+    from quintet.engine.weights.reshard import Resharder
+    from quintet.engine.weights.shards import shard_map
     from quintet.models import read_shape
     from quintet.recipe import schema
 

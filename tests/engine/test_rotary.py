@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quintet.engine.attention import rotate
 from quintet.engine.device import _HAS_TRITON
+from quintet.engine.layers.attention import rotate
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels run on GPUs")
 

@@ -69,7 +69,7 @@ def mesh() -> Any:
 
 
 def test_transformer_engines_names():
-    from quintet.engine.shards import shard_map
+    from quintet.engine.weights.shards import shard_map
 
     shards = {s.name: s for s in shard_map([fused_stage()], SHAPE, mesh())}
     layer = "model.layers.0."
@@ -84,7 +84,7 @@ def test_transformer_engines_names():
 
 
 def test_a_parameter_without_a_place_in_the_table_is_an_error():
-    from quintet.engine.shards import shard_map
+    from quintet.engine.weights.shards import shard_map
 
     stage = fused_stage()
     stray = ("decoder.layers.1.mlp.gate_weight", torch.nn.Parameter(torch.zeros(1)))
@@ -123,7 +123,7 @@ def of_expert(weight: Any, parameter: torch.Tensor) -> torch.Tensor:
 def test_an_experts_part_of_a_tensor_of_all_experts(split, shapes, transposed, interleaved):
     """Two etp ranks' views of expert 1, read and written, whole and in parts."""
     from quintet.engine.mesh import Mesh, Sizes
-    from quintet.engine.shards import _cut
+    from quintet.engine.weights.shards import _cut
 
     weight = stacked(split, shapes, transposed, interleaved and len(shapes) == 2)
     whole = torch.randn(sum(s[0] for s in shapes), *shapes[0][1:])
@@ -165,7 +165,7 @@ def test_an_experts_part_of_a_tensor_of_all_experts(split, shapes, transposed, i
 def test_a_part_may_be_some_of_the_heads_that_share_a_kv_head(inner):
     """Where a rollout has more tp ranks than KV heads: 8 heads of 3, 4 to a KV head, in the second of two tp ranks."""
     from quintet.engine.mesh import Mesh, Sizes
-    from quintet.engine.shards import _cut
+    from quintet.engine.weights.shards import _cut
     from quintet.models.weight import Weight
 
     shape = replace(SHAPE, heads=16, kv_heads=4, head_dim=3)

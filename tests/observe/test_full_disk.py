@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from quintet.disk import lossy, write_whole
 from quintet.errors import UserError
-from quintet.observe.ledger import read_jsonl, read_metrics
+from quintet.runs.fsync import lossy, write_whole
+from quintet.runs.ledger import read_jsonl, read_metrics
 from tests.disks import fill, mounted
 
 LONG = {"text": "x" * 5000}

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from quintet.errors import UserError
-from quintet.observe import Observer, run_directory
-from quintet.observe.ledger import read_jsonl, read_metrics
+from quintet.observe import Observer
+from quintet.runs import directory as run_directory
+from quintet.runs.ledger import read_jsonl, read_metrics
 
 
 def steps(observer: Observer, stage: str, numbers: range, mark: str) -> None:

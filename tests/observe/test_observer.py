@@ -12,10 +12,10 @@ import pytest
 
 from quintet.errors import UserError
 from quintet.observe import Observer, RunDirectory
-from quintet.observe.ledger import CLOCK_KEYS, read_jsonl, read_metrics
 from quintet.observe.numbers import duration, percent, points, scientific, short
 from quintet.recipe import Recipe, load_recipe
 from quintet.recipe.schema import Run
+from quintet.runs.ledger import CLOCK_KEYS, read_jsonl, read_metrics
 
 STEP = {
     "reward/mean": 0.25,

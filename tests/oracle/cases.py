@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.recipe import schema
-from tests.oracle.covering import Constraint, Row, Table
+from tests.oracle.covering import Constraint, PackedRow, Table
 from tests.oracle.data import BATCHES, BF16_BATCH
 
 DENSE = ("qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "mimo")
@@ -218,13 +218,13 @@ def covering(family: str, ranks: int, strength: int = 2, **fixed: Any) -> list[C
     return [case_of(family, row) for row in rows]
 
 
-def case_of(family: str, row: Row) -> Case:
+def case_of(family: str, row: PackedRow) -> Case:
     """The case of a table's row."""
     cp, comm = row["cp"]
     return Case(family, **{**row, "cp": cp, "cp_comm": comm})
 
 
-def row_of(case: Case, whole: Table) -> Row:
+def row_of(case: Case, whole: Table) -> PackedRow:
     """The row of a case in a table."""
     return {name: getattr(case, name) for name in whole.axes} | {"cp": (case.cp, case.cp_comm)}
 
@@ -232,7 +232,7 @@ def row_of(case: Case, whole: Table) -> Row:
 @cache
 def _rows(
     moe: bool, heads: int, ranks: int, strength: int, fixed: tuple[tuple[str, Any], ...]
-) -> tuple[Row, ...]:
+) -> tuple[PackedRow, ...]:
     return tuple(table(moe, heads, ranks, **dict(fixed)).covering(strength))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
-Row = dict[str, Any]
+PackedRow = dict[str, Any]
 Together = frozenset[tuple[str, Any]]
 """Values of a few axes that stand in one row."""
 
@@ -42,7 +42,7 @@ class Table:
         counted = [c for c in constraints if set(c.axes) <= set(axes)]
         self._of_axis = {name: [c for c in counted if name in c.axes] for name in axes}
 
-    def allows(self, row: Row, added: Iterable[str] | None = None) -> bool:
+    def allows(self, row: PackedRow, added: Iterable[str] | None = None) -> bool:
         """Whether no constraint is broken between the axes that the row has. added: those not looked at before."""
         return all(
             c.holds(*(row[a] for a in c.axes))
@@ -51,14 +51,16 @@ class Table:
             if all(a in row for a in c.axes)
         )
 
-    def complete(self, row: Row, worth: Callable[[Row, str, Any], int] = lambda *_: 0) -> Row | None:
+    def complete(
+        self, row: PackedRow, worth: Callable[[PackedRow, str, Any], int] = lambda *_: 0
+    ) -> PackedRow | None:
         """An allowed row that extends this one, or None where there is none.
 
         worth: of a value of an axis beside the row so far; the highest is tried first.
         """
         return self._extend(row, worth) if self.allows(row) else None
 
-    def _extend(self, row: Row, worth: Callable[[Row, str, Any], int]) -> Row | None:
+    def _extend(self, row: PackedRow, worth: Callable[[PackedRow, str, Any], int]) -> PackedRow | None:
         name = next((name for name in self.axes if name not in row), None)
         if name is None:
             return {name: row[name] for name in self.axes}
@@ -77,15 +79,15 @@ class Table:
                 if self.complete(row) is not None:
                     yield frozenset(row.items())
 
-    def covering(self, strength: int = 2) -> list[Row]:
+    def covering(self, strength: int = 2) -> list[PackedRow]:
         """Rows in which every allowed choice of values of `strength` axes stands, greedily few of them."""
         missing = dict.fromkeys(self.allowed(strength))
 
-        def worth(row: Row, name: str, value: Any) -> int:
+        def worth(row: PackedRow, name: str, value: Any) -> int:
             others = combinations(row.items(), strength - 1)
             return sum(frozenset(((name, value), *other)) in missing for other in others)
 
-        rows: list[Row] = []
+        rows: list[PackedRow] = []
         while missing:
             seeds = list(missing)[:: max(1, len(missing) // SEEDS)]
             tried = [row for seed in seeds if (row := self.complete(dict(sorted(seed)), worth)) is not None]
@@ -95,6 +97,6 @@ class Table:
         return rows
 
 
-def together(row: Row, strength: int = 2) -> Iterator[Together]:
+def together(row: PackedRow, strength: int = 2) -> Iterator[Together]:
     """Every choice of `strength` of a row's values."""
     return map(frozenset, combinations(row.items(), strength))

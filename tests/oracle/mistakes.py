@@ -164,7 +164,10 @@ MISTAKES = {
         Case("qwen3", tp=2, sp=True), ("loss", "gradients"), "quintet.engine.pipeline:pack", _train_on_padding
     ),
     "experts are summed with what is not theirs": Mistake(
-        Case("qwen3_moe", dp=2, ep=2), ("gradients", "norm"), "quintet.engine.experts:mark_expert", _as_dense
+        Case("qwen3_moe", dp=2, ep=2),
+        ("gradients", "norm"),
+        "quintet.engine.layers.experts:mark_expert",
+        _as_dense,
     ),
     "rotary positions count tokens of the rank": Mistake(
         Case("qwen3", cp=2),
@@ -178,7 +181,7 @@ MISTAKES = {
     "the rotary key's gradient is not summed over tp": Mistake(
         Case("deepseek_v3", tp=2, sp=True, etp=2),
         ("gradients", "parameters"),
-        "quintet.engine.mla:gather_from_sequence_parallel_region",
+        "quintet.engine.layers.mla:gather_from_sequence_parallel_region",
         _own_slice_of_gradient,
     ),
     "master weights are older than the weights": Mistake(

@@ -303,7 +303,7 @@ def head_kept(case: Setup, tokens: int) -> tuple[int, int]:
 
 
 def test_sinks_are_as_wide_as_kernels_want():
-    from quintet.engine.sinks import SPARE
+    from quintet.engine.layers.attention_sinks import SPARE
 
     assert SINK_DIMS == SPARE
 

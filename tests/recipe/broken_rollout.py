@@ -2,7 +2,7 @@
 
 SEPARATE = ["rollout.placement=separate", "rollout.ranks=2"]
 
-ALONE = ["rollout.backend=vllm", "rollout.adapters=alone"]
+ALONE = ["rollout.backend=vllm", "rollout.adapter_sync=separate"]
 
 # rule → overrides of a valid recipe that break it ("@moe" names a model) → parts of the message
 BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
@@ -58,25 +58,25 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
     ),
     (
         "adapters_travel_as_asked",
-        ["rollout.adapters=alone", "rollout.backend=vllm"],
-        ["rollout.adapters=alone is not read without adapters", "lora.rank"],
+        ["rollout.adapter_sync=separate", "rollout.backend=vllm"],
+        ["rollout.adapter_sync=separate is not read without adapters", "lora.rank"],
     ),
     (
         "adapters_travel_as_asked",
-        ["rollout.adapters=merged", "lora.rank=4"],
-        ["rollout.adapters=merged is of vllm: native gets adapters alone in any case"],
+        ["rollout.adapter_sync=merged", "lora.rank=4"],
+        ["rollout.adapter_sync=merged is of vllm: native gets adapters alone in any case"],
     ),
     (
         "adapters_travel_as_asked",
-        ["rollout.adapters=alone", "lora.rank=4", "rollout.backend=sglang"],
+        ["rollout.adapter_sync=separate", "lora.rank=4", "rollout.backend=sglang"],
         ["sglang gets merged weights in any case"],
     ),
     (
         "adapters_travel_as_asked",
         [*ALONE, "lora.rank=4", "rollout.quantization=fp8", "cluster.device=cuda"],
         [
-            "rollout.adapters=alone: rollout.quantization=fp8 quantises what is sent",
-            "rollout.adapters=merged",
+            "rollout.adapter_sync=separate: rollout.quantization=fp8 quantises what is sent",
+            "rollout.adapter_sync=merged",
         ],
     ),
     (
@@ -134,8 +134,8 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
     ("routes_need_experts", ["@dense", "rollout.return_routes=true"], ["the model has no experts"]),
     (
         "routes_are_kept",
-        ["@moe", "rollout.return_routes=true", "agreement.replay_samples_per_step=0"],
-        ["rollout.return_routes=true is not read with agreement.replay_samples_per_step=0"],
+        ["@moe", "rollout.return_routes=true", "mismatch.replay_samples_per_step=0"],
+        ["rollout.return_routes=true is not read with mismatch.replay_samples_per_step=0"],
     ),
     (
         "features_go_together",

@@ -1,5 +1,6 @@
 """Loading: overrides, messages with their places, and the resolved recipe."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +171,20 @@ def test_a_key_with_a_letter_missing_is_recognized(key: str) -> None:
 def test_loading_needs_no_torch() -> None:
     code = "import sys, quintet.recipe; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "now"),
+    [
+        ("agreement: {stop_above_kl: 0.1}", "agreement is called mismatch now"),
+        (
+            "rollout: {adapters: alone}",
+            "rollout.adapters is called rollout.adapter_sync (and its value alone is called separate) now",
+        ),
+    ],
+)
+def test_a_key_that_had_another_name_is_told_the_new_one(tmp_path: Path, written: str, now: str) -> None:
+    recipe = tmp_path / "old.yaml"
+    recipe.write_text(f"{written}\n")
+    with pytest.raises(UserError, match=re.escape(f"old.yaml:1: {now}")):
+        load_recipe(recipe)

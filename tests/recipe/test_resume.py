@@ -63,7 +63,7 @@ def test_a_section_that_comes_is_one_change(load):
 
 def test_how_adapters_travel_may_change(load):
     then = load("lora={rank: 4}").model_dump(mode="json")
-    then["rollout"]["adapters"] = "alone"  # as of vLLM
+    then["rollout"]["adapter_sync"] = "separate"  # as of vLLM
     assert changed_keys(then, load("lora={rank: 4}"), "rl") == []
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from quintet.engine.fingerprint import fingerprints
+from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import whole_box
 from quintet.rollout import Piece, Request, Sampling
@@ -279,14 +279,15 @@ def test_twenty_cycles_leave_memory_as_it_was(pool, moe):
         assert resident[-1] < 1.01 * resident[1]
 
 
-def adapters_alone(path: Path, layout: dict[str, Any]) -> Any:
+def adapters_separate(path: Path, layout: dict[str, Any]) -> Any:
     """On one rank: a rollout whose frozen part is its own from the start gets adapters from an engine's shards."""
     import torch.distributed as dist
 
-    from quintet.engine import build, hf
+    from quintet.engine import build
     from quintet.engine.engine import DTYPES
-    from quintet.engine.lora import apart
-    from quintet.engine.shards import shard_map
+    from quintet.engine.lora import split_adapters
+    from quintet.engine.weights import hf
+    from quintet.engine.weights.shards import shard_map
     from quintet.models import read_shape
     from quintet.models.lora import LoraShape
     from quintet.recipe import schema
@@ -295,7 +296,7 @@ def adapters_alone(path: Path, layout: dict[str, Any]) -> Any:
     shape, lora, wanted_layout = read_shape(path), LoraShape(rank=2, alpha=4.0), schema.Layout(**layout)
     mesh = build.mesh_of(wanted_layout, dist.get_world_size())
     (model,) = build.build_chunks(shape, wanted_layout, mesh, DTYPES["fp32"], schema.Engine(), lora)
-    base, _ = apart(shard_map([model], shape, mesh))
+    base, _ = split_adapters(shard_map([model], shape, mesh))
     hf.fill_hf(base, hf.check_hf(shape, path))
     rollout = NativeRollout(model, mesh, slots=8, decode=str)
     (wanted,) = rollout.receivers()
@@ -323,7 +324,7 @@ FROZEN = "model.layers.1.self_attn.k_proj.weight"
 
 def test_adapters_arrive_alone_and_the_rest_is_never_forgotten(pool, moe):
     engine, shapes = told(moe)
-    ranks = pool.run(adapters_alone, 2, moe, {"tp": 2, "sp": True})
+    ranks = pool.run(adapters_separate, 2, moe, {"tp": 2, "sp": True})
     for before, without, names, *_ in ranks:
         assert names
         assert all(".lora_" in name for name in names)

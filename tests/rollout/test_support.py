@@ -77,7 +77,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         VLLM + "weights.py::test_what_changes_after_loading_is_named",
     ),
     "a process that dies is named": (
-        "tests/train/test_replicas.py::test_without_restart_the_run_ends_and_names_the_process",
+        "tests/controller/test_replicas.py::test_without_restart_the_run_ends_and_names_the_process",
         VLLM + "parallel.py::test_a_worker_that_dies_is_named",
     ),
     "speculative decoding, counted": ("", VLLM + "families.py::test_drafts_are_counted_and_change_nothing"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet.disk import Scratch
+from quintet.runs.fsync import Scratch
 from tests.security.endings import Run
 from tests.train.runs import TINY
 

@@ -16,7 +16,7 @@ import pytest
 
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.group import WorkerGroup
-from quintet.cluster.seat import LOOPBACK
+from quintet.cluster.rank_actor import LOOPBACK
 from tests.security.ranks import Listening, listening
 from tests.security.stranger import Stranger
 from tests.security.test_sync import outward
@@ -63,7 +63,7 @@ def ranks_of(run: subprocess.Popen[str]) -> Iterator[psutil.Process]:
     with suppress(psutil.Error):
         for one in psutil.Process(run.pid).children(recursive=True):
             with suppress(psutil.Error):
-                if "ray::Seat" in " ".join(one.cmdline()):
+                if "ray::RankActor" in " ".join(one.cmdline()):
                     yield one
 
 

@@ -31,7 +31,7 @@ ALLOWED = {
         "cluster/group.py",
         "ray.cloudpickle",
     ): "the class of a rank's worker, which goes through Ray's own channel",
-    ("cluster/seat.py", "ray.cloudpickle"): "where it arrives",
+    ("cluster/rank_actor.py", "ray.cloudpickle"): "where it arrives",
     (
         "recipe/user_code.py",
         "spec.loader.exec_module",

@@ -87,7 +87,9 @@ def out_of_reach(run: list[psutil.Process]) -> None:
     assert len(ports) >= 7, ports  # the controller, gcs, raylet (two), an agent, ranks
     if RANKS_OWN_STORE_IS_OPEN:
         ports = {
-            port: whose for port, whose in ports.items() if not whose.startswith("ray::Seat") or is_grpc(port)
+            port: whose
+            for port, whose in ports.items()
+            if not whose.startswith("ray::RankActor") or is_grpc(port)
         }
     with socket.create_server(("", 0)) as control, stranger() as elsewhere:
         opened = control.getsockname()[1]

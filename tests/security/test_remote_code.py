@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
-from quintet.engine.fresh import write_fresh_model
+from quintet.engine.weights.random_model import write_fresh_model
 from quintet.errors import UserError
 from quintet.recipe.schema import BuildModel, Model
 from quintet.rollout.vllm import compat

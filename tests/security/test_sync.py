@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from quintet.errors import SyncFailure
-from quintet.sync import reception
+from quintet.sync import rendezvous as reception
 from quintet.sync.handshake import WrongKey, introduce, welcome
-from quintet.sync.reception import CROWD, Reception
+from quintet.sync.rendezvous import CROWD, Rendezvous
 from quintet.sync.server import ReceiverSpec, WeightServer
 from quintet.sync.source import ChannelSource
 from quintet.sync.wire import Address, Hello, Ticket, bounded, call
@@ -85,8 +85,8 @@ def test_a_sync_goes_on_beside_strangers(tmp_path, caplog, colocated):
 
 
 @pytest.fixture
-def door() -> Iterator[Reception]:
-    found = Reception("127.0.0.1", timeout_s=60.0 * BUSY)
+def door() -> Iterator[Rendezvous]:
+    found = Rendezvous("127.0.0.1", timeout_s=60.0 * BUSY)
     yield found
     found.close()
 

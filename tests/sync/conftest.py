@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from tests.sync.receivers import Beside
+from tests.sync.receivers import LoraSlots
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def alone() -> Iterator[None]:
 
 
 @pytest.fixture
-def beside(tmp_path) -> Iterator[Beside]:
-    made = Beside(tmp_path)
+def beside(tmp_path) -> Iterator[LoraSlots]:
+    made = LoraSlots(tmp_path)
     yield made
     for process in made.processes:
         process.kill()

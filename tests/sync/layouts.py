@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from quintet.engine import build
 from quintet.engine.engine import DTYPES, Engine
-from quintet.engine.hf import check_hf, fill_hf
-from quintet.engine.shards import Shard, shard_map
+from quintet.engine.weights.hf import check_hf, fill_hf
+from quintet.engine.weights.shards import Shard, shard_map
 from quintet.models import read_shape
 from quintet.recipe import schema
 from quintet.rollout.base import Piece, Wanted

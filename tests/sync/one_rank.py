@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine_work import MODELS
-from quintet.engine.shards import Box, Shard
+from quintet.engine.weights.shards import Box, Shard
 from quintet.rollout.base import Wanted
 from quintet.sync.server import WeightServer
 

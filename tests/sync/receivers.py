@@ -55,9 +55,9 @@ def receive(
     for number in syncs:
         ticket = get(root / f"ticket-{number}-{who}")
         found: dict[str, torch.Tensor] = {}
-        made = source.BulkGroup
+        made = source.TransferGroup
         if joining and number == dies_in:
-            source.BulkGroup = lambda *_: os.kill(os.getpid(), how)  # type: ignore[assignment, misc]
+            source.TransferGroup = lambda *_: os.kill(os.getpid(), how)  # type: ignore[assignment, misc]
         try:
             for batch in source.ChannelSource([ticket]).batches(0):
                 for piece in batch:
@@ -69,10 +69,10 @@ def receive(
             put(root / f"took-{number}-{who}", found)
         except Exception:
             put(root / f"took-{number}-{who}", traceback.format_exc())
-        source.BulkGroup = made  # type: ignore[misc]
+        source.TransferGroup = made  # type: ignore[misc]
 
 
-class Beside:
+class LoraSlots:
     """Receivers beside the ranks."""
 
     def __init__(self, root: Path) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from quintet.sync.outlets import GroupOutlet
+from quintet.sync.senders import ProcessGroupSender
 from quintet.sync.server import ReceiverSpec, WeightServer
 from quintet.sync.wire import Answer, Hello
 from tests.patience import BUSY
 from tests.sync.one_rank import NAMES, boxes, server_of, shards, shared_memory
-from tests.sync.receivers import Beside
+from tests.sync.receivers import LoraSlots
 
 pytestmark = pytest.mark.usefixtures("alone")
 KINDS = [pytest.param(True, id="colocated"), pytest.param(False, id="separate")]
@@ -44,7 +44,7 @@ def ended_with(found: Any, *words: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("colocated", KINDS)
-def test_one_that_was_stopped_does_not_take_old_and_new_for_one(beside: Beside, colocated):
+def test_one_that_was_stopped_does_not_take_old_and_new_for_one(beside: LoraSlots, colocated):
     """It stands still, holding a bucket, while the trainer gives it up, and hands the next weights to another."""
     held = shards()
     server = server_of(held, timeout_s=2.0 * BUSY)
@@ -75,7 +75,7 @@ def test_one_that_was_stopped_does_not_take_old_and_new_for_one(beside: Beside, 
 
 
 @pytest.mark.parametrize("joining", [False, True], ids=["sending", "joining"])
-def test_the_group_of_one_that_dies_does_not_wait_for_it(beside: Beside, joining):
+def test_the_group_of_one_that_dies_does_not_wait_for_it(beside: LoraSlots, joining):
     """Its mates and the trainer know at once, by name; and the mates get all of the next weights, in another group."""
     held = shards()
     server = server_of(held, timeout_s=300.0)
@@ -103,7 +103,7 @@ def test_the_group_of_one_that_dies_does_not_wait_for_it(beside: Beside, joining
 def test_one_that_is_gone_when_its_group_is_formed_is_not_waited_for():
     """It came, and died before it was greeted; the group would have had a place for it."""
     store: Any = SimpleNamespace(host="127.0.0.1", port=1)
-    outlet = GroupOutlet(["dies", "lives"], [], 300.0, store, "gloo")
+    outlet = ProcessGroupSender(["dies", "lives"], [], 300.0, store, "gloo")
     ends = {one: Pipe() for one in ("dies", "lives")}
     outlet.meet({one: (mine, Hello(one, "plan", False, None)) for one, (mine, _) in ends.items()}, {})
     ends["dies"][1].close()
@@ -116,7 +116,7 @@ def test_one_that_is_gone_when_its_group_is_formed_is_not_waited_for():
 
 
 @pytest.mark.parametrize("colocated", KINDS)
-def test_a_trainer_that_fails_on_the_way_is_told_to_its_receivers(beside: Beside, colocated):
+def test_a_trainer_that_fails_on_the_way_is_told_to_its_receivers(beside: LoraSlots, colocated):
     held = shards()
     server = server_of(held, timeout_s=300.0)
     beside.start("waits", [0])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintet.engine.reshard import Round, in_rounds, plan_transfers
+from quintet.engine.weights.reshard import Round, in_rounds, plan_transfers
 from quintet.models.mcore import split, volume, whole_box
 from quintet.sync.buckets import ALIGNMENT, Entry, in_buckets, slots
 

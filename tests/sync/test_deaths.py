@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from quintet.errors import SyncFailure
 from quintet.sync.server import ReceiverSpec
 from quintet.sync.source import ChannelSource
-from quintet.sync.wire import does_not_come
+from quintet.sync.wire import notify_absent
 from tests.oracle.models import save
 from tests.patience import BUSY
 from tests.sync import receivers
@@ -88,11 +88,11 @@ def test_one_that_is_known_to_have_ended_is_not_waited_for(colocated):
     specs = [ReceiverSpec(who, boxes(*NAMES), colocated) for who in ("dies", "lives")]
     earlier = server.plan([specs])
     dead, alive = server.plan([specs])
-    does_not_come(earlier[1])
+    notify_absent(earlier[1])
     for turn in range(2):
         taker = Taker(ChannelSource([alive]), lambda piece: None)
         if turn == 0:
-            threading.Timer(0.5, does_not_come, [dead]).start()
+            threading.Timer(0.5, notify_absent, [dead]).start()
         began = time.monotonic()
         served = server.serve()
         taker.finish()
@@ -100,7 +100,7 @@ def test_one_that_is_known_to_have_ended_is_not_waited_for(colocated):
         assert served.lost == {"dies": "its process ended before it came for its weights"}
     server.plan([specs[:1]])
     server.close()
-    does_not_come(alive)  # to nobody
+    notify_absent(alive)  # to nobody
 
 
 @pytest.mark.usefixtures("alone")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quintet.engine.fingerprint import Fingerprints, fingerprint
+from quintet.engine.weights.fingerprint import Fingerprints, fingerprint
 from quintet.models.mcore import Box, box_sizes, slices, whole_box
 from quintet.sync.evidence import Evidence
 from quintet.sync.proof import compare

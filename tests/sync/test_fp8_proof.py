@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quintet.engine.fingerprint import fingerprints
+from quintet.engine.weights.fingerprint import fingerprints
 from quintet.models.mcore import whole_box
 from quintet.models.shape import ModelShape, MoeShape
 from quintet.sync import fp8
@@ -33,7 +33,7 @@ def told(layout: dict[str, Any]) -> Any:
 
     from quintet.engine import build
     from quintet.engine.engine import DTYPES
-    from quintet.engine.shards import shard_map
+    from quintet.engine.weights.shards import shard_map
     from quintet.recipe import schema
     from quintet.sync.fp8_proof import quantized_fingerprints
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintet.engine.fingerprint import Fingerprints, fingerprints
+from quintet.engine.weights.fingerprint import Fingerprints, fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, whole_box
 from quintet.models.shape import ModelShape, MoeShape
 from quintet.models.table import Names, decoder_weights
-from quintet.sync.proof import Told, compare, mismatch, stuck, tensor_classes
+from quintet.sync.proof import Told, compare, exported_weights_unchanged, mismatch, tensor_classes
 
 SHAPES = {"model.embed_tokens.weight": (12, 8), "model.norm.weight": (8,), "a.experts.up": (3, 4, 6)}
 
@@ -199,9 +199,9 @@ def test_classes_of_a_familys_tensors():
 def test_masters_that_change_alone_raise_an_alarm():
     one, other = held(WHOLE), held(WHOLE, 1, tensors(1))
     before = Told([*one, *one], [5, 7])
-    assert stuck(before, Told([*one, *one], [5, 7])) is None
-    assert stuck(before, Told([*one, *other], [5, 8])) is None
-    assert stuck(Told(one, [None]), Told(one, [None])) is None
-    said = stuck(before, Told([*one, *one], [5, 8]))
+    assert exported_weights_unchanged(before, Told([*one, *one], [5, 7])) is None
+    assert exported_weights_unchanged(before, Told([*one, *other], [5, 8])) is None
+    assert exported_weights_unchanged(Told(one, [None]), Told(one, [None])) is None
+    said = exported_weights_unchanged(before, Told([*one, *one], [5, 8]))
     assert said is not None
     assert "1 of 2 ranks" in said

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from quintet.engine.shards import Shard
+from quintet.engine.weights.shards import Shard
 from quintet.errors import SyncFailure, UserError
 from quintet.models.mcore import whole_box
 from quintet.rollout.base import Piece, Wanted

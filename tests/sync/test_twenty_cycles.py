@@ -14,13 +14,13 @@ import psutil
 import pytest
 import torch
 
-from quintet.engine.shards import Shard
+from quintet.engine.weights.shards import Shard
 from quintet.rollout.base import Wanted
 from quintet.sync import source
-from quintet.sync.memory import Shared
 from quintet.sync.server import ReceiverSpec, WeightServer
+from quintet.sync.shared_memory import SharedBuffer
 from tests.sync.one_rank import server_of
-from tests.sync.receivers import Beside, get, put
+from tests.sync.receivers import LoraSlots, get, put
 
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.slow]
 CYCLES = 20
@@ -91,7 +91,7 @@ def take(root: Path, gpu: int | None, leaks: bool) -> None:
         put(root / f"took-{number}-r", [float(one.mean()) for one in held.values()])
 
 
-def run(beside: Beside, colocated: bool, leaks: bool = False) -> tuple[list[Measured], list[Measured]]:
+def run(beside: LoraSlots, colocated: bool, leaks: bool = False) -> tuple[list[Measured], list[Measured]]:
     """Twenty cycles with weights that change; what the trainer's and the receiver's process measured."""
     gpus = torch.cuda.device_count()
     on_gpu = gpus > 0 and (colocated or gpus > 1)
@@ -117,23 +117,25 @@ def run(beside: Beside, colocated: bool, leaks: bool = False) -> tuple[list[Meas
 
 
 @pytest.mark.parametrize("colocated", KINDS)
-def test_twenty_cycles_leave_both_sides_as_they_were(beside: Beside, colocated):
+def test_twenty_cycles_leave_both_sides_as_they_were(beside: LoraSlots, colocated):
     for cycles in run(beside, colocated):
         assert len(cycles) == CYCLES
         check(cycles)
 
 
 @pytest.mark.parametrize("colocated", KINDS)
-def test_a_bucket_that_leaks_each_cycle_is_seen(beside: Beside, colocated, monkeypatch: pytest.MonkeyPatch):
+def test_a_bucket_that_leaks_each_cycle_is_seen(
+    beside: LoraSlots, colocated, monkeypatch: pytest.MonkeyPatch
+):
     """The test before this one can fail, on either side."""
     kept: list[Any] = []
-    close = Shared.close
+    close = SharedBuffer.close
 
-    def forget(shared: Shared) -> None:
+    def forget(shared: SharedBuffer) -> None:
         kept.append(shared.bytes)  # and with it its memory
         close(shared)
 
-    monkeypatch.setattr(Shared, "close", forget)
+    monkeypatch.setattr(SharedBuffer, "close", forget)
     for cycles in run(beside, colocated, leaks=True):
         with pytest.raises(AssertionError, match=r"host bytes|mapped|device bytes"):
             check(cycles)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from quintet.cluster.worker import Place
+from quintet.controller import in_process_rollout as in_the_trainer
+from quintet.controller.in_process_rollout import InProcessRollout
+from quintet.controller.worker import PolicyWorker
 from quintet.engine.engine import Engine
-from quintet.engine.shards import Shard, shard_fingerprints
+from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.models import read_shape
 from quintet.recipe import schema
-from quintet.train import in_the_trainer
-from quintet.train.in_the_trainer import InTheTrainer
-from quintet.train.worker import PolicyWorker
 
 TENSOR = "model.layers.1.self_attn.o_proj.weight"
 EXPERTS = [f"model.layers.1.mlp.experts.{number}.down_proj.weight" for number in (0, 3)]
@@ -38,8 +38,8 @@ def swap(shards: Sequence[Shard]) -> None:
         shard.write(tensor)
 
 
-def sync(rollout: InTheTrainer, engine: Engine, plant: str) -> None:
-    """`InTheTrainer.sync` with a fault. before: the engine has other weights while they travel; after: the live copy."""
+def sync(rollout: InProcessRollout, engine: Engine, plant: str) -> None:
+    """`InProcessRollout.sync` with a fault. before: the engine has other weights while they travel; after: the live copy."""
     live = rollout._rollout._weights.shards()
     what, _, when = plant.partition(" ")
     changes: dict[str, Callable[[Sequence[Shard]], None]] = {"flip": flip, "swap": swap}
@@ -73,7 +73,7 @@ def told(path: Path, plants: Sequence[str]) -> dict[str, tuple[Any, Any, Any]]:
         if plant == "drop before":
             in_the_trainer.Resharder = _without_one  # type: ignore[assignment,misc]
         try:
-            rollout = InTheTrainer(engine, recipe, str, lambda done: None)
+            rollout = InProcessRollout(engine, recipe, str, lambda done: None)
         finally:
             in_the_trainer.Resharder = resharder  # type: ignore[misc]
         for shard in rollout._rollout._weights.shards():
@@ -87,7 +87,7 @@ def told(path: Path, plants: Sequence[str]) -> dict[str, tuple[Any, Any, Any]]:
 
 def _without_one(sources: list[Shard], targets: list[Shard], **how: Any) -> Any:
     sources, targets = ([one for one in side if one.name != TENSOR] for side in (sources, targets))
-    from quintet.engine.reshard import Resharder
+    from quintet.engine.weights.reshard import Resharder
 
     return Resharder(sources, targets, **how)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from quintet.algorithms.advantages import grpo_advantages
+from quintet.controller.objective import policy_objective
+from quintet.controller.samples import Samples
 from quintet.recipe import load_recipe
-from quintet.train.objective import policy_objective
-from quintet.train.samples import Samples
 from quintet.train.session import Session, session
 
 ROOT = Path(__file__).parents[2]
@@ -30,29 +30,29 @@ TINY = [
 def run(tmp_path: Path, *overrides: str) -> Iterator[Session]:
     recipe = load_recipe(ROOT / "recipes" / "laptop_demo.yaml", [*TINY, f"run.dir={tmp_path}", *overrides])
     with session(recipe, "train") as s:
-        s.fleet.start_optimizer(recipe.optimizer, 100)
+        s.controller.start_optimizer(recipe.optimizer, 100)
         yield s
 
 
 def generate(s: Session) -> Samples:
     assert s.inputs.train is not None
     prompts = list(s.inputs.train)[:6]
-    with s.fleet.generating():
-        return s.fleet.generate(prompts, s.sampling(), 2, "seed")
+    with s.controller.generating():
+        return s.controller.generate(prompts, s.sampling(), 2, "seed")
 
 
 def train(s: Session, samples: Samples) -> tuple[float, float]:
     """Loss and gradient norm of a step on all samples, with advantages of their own."""
     worth = torch.arange(len(samples.generated)).float()
-    s.fleet.deal(samples, grpo_advantages(worth, torch.tensor(samples.groups), True))
-    result = s.fleet.update(policy_objective(s.recipe.algorithm, s.recipe.agreement), s.temperature)
-    s.fleet.sync()
+    s.controller.scatter(samples, grpo_advantages(worth, torch.tensor(samples.groups), True))
+    result = s.controller.update(policy_objective(s.recipe.algorithm, s.recipe.mismatch), s.temperature)
+    s.controller.mark_weights_updated()
     return result.loss, result.grad_norm
 
 
 def process_of(s: Session, name: str, rank: int = 0) -> int:
     """Its process, by the group's own record."""
-    group = next(g for g in s.fleet.rollouts.groups if g is not None and g.name == name)  # type: ignore[attr-defined]
+    group = next(g for g in s.controller.rollouts.groups if g is not None and g.name == name)  # type: ignore[attr-defined]
     return int(group.locations[rank].pid)
 
 
@@ -64,11 +64,11 @@ def kill_soon(pid: int) -> None:
 
 def when_it_syncs(s: Session, act: Callable[[], None]) -> None:
     """Act once, at the beginning of the next sync."""
-    phase = s.fleet.hybrid._phase
+    phase = s.controller.handover._phase
 
     def watched(name: str) -> AbstractContextManager[None]:
-        s.fleet.hybrid._phase = phase
+        s.controller.handover._phase = phase
         act()
         return phase(name)
 
-    s.fleet.hybrid._phase = watched
+    s.controller.handover._phase = watched

@@ -17,9 +17,9 @@ from quintet.observe import Observer
 from quintet.recipe import Recipe
 from quintet.recipe.rules.facts import shape_of_built
 from quintet.recipe.schema import Algorithm, BuildModel, Checkpoint, Data, Model, Run, Sft
+from quintet.runs.stop import StopRequest
 from quintet.train.saver import Saver
 from quintet.train.session import Session
-from quintet.train.stop import StopRequest
 
 
 class Ranks:
@@ -250,7 +250,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_the_new_one_nothing(made
         raise PermissionError(13, "Permission denied", "step-000001")
 
     run = made(every_steps=1)
-    monkeypatch.setattr("quintet.train.checkpoints.Checkpoints.prune", refuse)
+    monkeypatch.setattr("quintet.runs.checkpoints.Checkpoints.prune", refuse)
     steps(run, range(1, 4))
     assert names(run) == ["step-000002", "step-000001"]
     assert "warning: an old checkpoint stays: step-000001: Permission denied" in run.printed()

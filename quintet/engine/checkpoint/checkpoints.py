@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import megatron.core
 import torch
 
-from quintet.engine.agree import agreed
+from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.checkpoint.format import CHECKSUMS, STATE
 from quintet.engine.checkpoint.loader import Load
 from quintet.engine.checkpoint.parts import Holding
@@ -59,11 +59,11 @@ class Checkpoints:
         """
         engine = self._engine
         with _damage():
-            reader, state = agreed(lambda: self._open(path))
+            reader, state = run_on_all_or_raise(lambda: self._open(path))
         steps, moments = int(state["steps"]), tuple(state["moments"])
-        load = agreed(lambda: self._fitting(reader, state))
+        load = run_on_all_or_raise(lambda: self._fitting(reader, state))
         with _damage():
-            random = agreed(lambda: self._read(load, state))
+            random = run_on_all_or_raise(lambda: self._read(load, state))
         engine._incomplete = f"{path} could not be loaded to its end"
         for slot in self._slots():
             slot.begin(moments, steps)
@@ -199,7 +199,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _damage() -> Iterator[None]:
-    """What is raised while files are read is told as damage: `agreed` raises a UserError on each rank, whatever its kind was."""
+    """What is raised while files are read is told as damage: `run_on_all_or_raise` raises a UserError on each rank, whatever its kind was."""
     try:
         yield
     except UserError as error:

@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from quintet.disk import sync
 from quintet.errors import UserError
 from quintet.models.mcore import Box, box_sizes
+from quintet.runs.fsync import sync
 from quintet.typed import Dtype
 
 INDEX = ".metadata"

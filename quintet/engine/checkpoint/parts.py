@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quintet.engine.checkpoint.slots import Slot
 from quintet.engine.mesh import Mesh
-from quintet.engine.shards import held_tensors, stored_table
+from quintet.engine.weights.shards import held_tensors, stored_table
 from quintet.models import ModelShape
 from quintet.models.mcore import Block, Box, CheckpointMap, flat_boxes, volume
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from quintet.engine.agree import agreed, gathered
+from quintet.engine.agree import collect_survivors, run_on_all_or_raise
 from quintet.engine.checkpoint.format import Entry, TensorFile, publish, write_json
 from quintet.engine.checkpoint.parts import Part
 from quintet.engine.checkpoint.staging import Staging
@@ -97,7 +97,7 @@ class Saver:
         names = _begin(path)
         pieces = [piece for part in parts if part.saved for piece in part.pieces()]
         try:
-            copies = agreed(lambda: self._staging.copy([piece.flat for piece in pieces]))
+            copies = run_on_all_or_raise(lambda: self._staging.copy([piece.flat for piece in pieces]))
         except Exception:
             if dist.get_rank() == 0:
                 shutil.rmtree(path, ignore_errors=True)
@@ -125,8 +125,8 @@ class Saver:
 
 def _begin(path: Path) -> _Names:
     """Make the directory on rank 0, and the names of this save. Collective."""
-    agreed(lambda: _make(path) if dist.get_rank() == 0 else None)
-    return gathered(_NAMES, _Names(secrets.token_hex(16), secrets.token_hex(32)))[0]
+    run_on_all_or_raise(lambda: _make(path) if dist.get_rank() == 0 else None)
+    return collect_survivors(_NAMES, _Names(secrets.token_hex(16), secrets.token_hex(32)))[0]
 
 
 def _make(path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quintet.engine.shards import Shard, whole
+from quintet.engine.weights.shards import Shard, whole
 from quintet.errors import UserError
 from quintet.models import ModelShape, Weight
 from quintet.models.mcore import Block, CheckpointMap, box_sizes

@@ -13,15 +13,15 @@ import torch
 import yaml
 from torch import Tensor
 
-from quintet.engine.carried import Carried, carried_from
 from quintet.engine.checkpoint.format import CHECKSUMS, INDEX
 from quintet.engine.checkpoint.reader import Reader, within
-from quintet.engine.companions import saved_config, write_companions
 from quintet.engine.convert.parts import Converted, Parameter, Progress, common_dtype, wanted_dtype
 from quintet.engine.convert.to_mcore import COMPANIONS_IN
-from quintet.engine.hf import planned_tensors
-from quintet.engine.hf_write import DTYPE_NAMES, HfWriter, Planned
-from quintet.engine.shards import Shard
+from quintet.engine.weights.hf import planned_tensors
+from quintet.engine.weights.hf_aux_files import saved_config, write_companions
+from quintet.engine.weights.hf_write import DTYPE_NAMES, HfWriter, Planned
+from quintet.engine.weights.passthrough_tensors import Carried, carried_from
+from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape, family_named, read_shape
 from quintet.models.family import read_config

@@ -11,22 +11,22 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from quintet.engine.appear import appearing
-from quintet.engine.carried import held_copies
 from quintet.engine.checkpoint.checkpoints import FORMAT
 from quintet.engine.checkpoint.format import TensorFile, publish
 from quintet.engine.checkpoint.parts import Part
 from quintet.engine.checkpoint.reader import within
-from quintet.engine.companions import copy_companions
 from quintet.engine.convert.parts import Converted, Parameter, Progress, common_dtype, nbytes_of, wanted_dtype
 from quintet.engine.convert.places import Places
-from quintet.engine.hf import check_hf
-from quintet.engine.hf_read import TORCH_DTYPES, HfReader
+from quintet.engine.weights.hf import check_hf
+from quintet.engine.weights.hf_aux_files import copy_companions
+from quintet.engine.weights.hf_read import TORCH_DTYPES, HfReader
+from quintet.engine.weights.passthrough_tensors import held_copies
 from quintet.errors import UserError
 from quintet.models import ModelShape, Weight, family_named
 from quintet.models.mcore import Block, CheckpointMap
 from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk, held_shape
 from quintet.recipe.schema import Layout
+from quintet.runs.atomic_dir import atomic_directory
 
 CONFIG = "config.json"
 COMPANIONS_IN = "hf"
@@ -67,7 +67,7 @@ def hf_to_mcore(
     dtypes = {name: _dtype(weight, weights, cast) for name, weight in table.weights.items()}
     total = sum(nbytes_of(full, dtypes[weight.name]) for _, full, weight in table.tensors())
     done, count = 0, 0
-    with appearing(destination, total) as directory, HfReader(weights) as reader, ExitStack() as stack:
+    with atomic_directory(destination, total) as directory, HfReader(weights) as reader, ExitStack() as stack:
         files: dict[int, TensorFile] = {}
         stack.callback(_abandon, files)
         for name, weight in table.weights.items():

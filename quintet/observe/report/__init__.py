@@ -9,13 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quintet.disk import write_whole
 from quintet.errors import UserError
-from quintet.observe.ledger import read_jsonl, read_metrics
 from quintet.observe.report.page import Run, page
-from quintet.observe.run_directory import RunDirectory
 from quintet.recipe.schema import BuildModel, Model, Recipe, Rollout, RolloutLayout, Sft
 from quintet.recipe.yaml_text import read_yaml
+from quintet.runs.directory import RunDirectory
+from quintet.runs.fsync import write_whole
+from quintet.runs.ledger import read_jsonl, read_metrics
 
 SAMPLES_SHOWN = 6
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from quintet.errors import UserError
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.rollout import adapters_alone, devices_of_copy, own_processes, shares_weights
+from quintet.recipe.rollout import adapters_separate, devices_of_copy, own_processes, shares_weights
 from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.schema import Rollout
 from quintet.recipe.vllm import ADAPTED, RANKS
@@ -92,7 +92,7 @@ def sleep_level_is_read(facts: Facts) -> Iterator[Problem]:
             keys,
             f"{said} is not read by a rollout on the engine's own parameters, which it could not keep or forget; remove it",
         )
-    elif adapters_alone(recipe):
+    elif adapters_separate(recipe):
         yield Problem(
             ("rollout.sleep_level", "lora"),
             f"{said} is what a rollout does that gets adapters alone in any case: the frozen weights come once; remove it",
@@ -103,22 +103,24 @@ def sleep_level_is_read(facts: Facts) -> Iterator[Problem]:
 def adapters_travel_as_asked(facts: Facts) -> Iterator[Problem]:
     """How adapters travel is said only where there are some, and to whom it may be either way."""
     recipe, rollout = facts.recipe, facts.recipe.rollout
-    said = _said(rollout, "adapters")
+    said = _said(rollout, "adapter_sync")
     if said is None:
         return
     if recipe.lora is None:
         yield Problem(
-            ("rollout.adapters", "lora"), f"{said} is not read without adapters; remove it, or set lora.rank"
+            ("rollout.adapter_sync", "lora"),
+            f"{said} is not read without adapters; remove it, or set lora.rank",
         )
     elif rollout.backend != "vllm":
         what = "native gets adapters alone" if rollout.backend == "native" else "sglang gets merged weights"
         yield Problem(
-            ("rollout.adapters", "rollout.backend"), f"{said} is of vllm: {what} in any case; remove it"
+            ("rollout.adapter_sync", "rollout.backend"), f"{said} is of vllm: {what} in any case; remove it"
         )
-    elif rollout.adapters == "alone":
+    elif rollout.adapter_sync == "separate":
         yield from (
             Problem(
-                ("rollout.adapters", *keys), f"rollout.adapters=alone: {why}; use rollout.adapters=merged"
+                ("rollout.adapter_sync", *keys),
+                f"rollout.adapter_sync=separate: {why}; use rollout.adapter_sync=merged",
             )
             for keys, why in _what_vllm_cannot_adapt(facts)
         )
@@ -233,10 +235,10 @@ def routes_need_experts(facts: Facts) -> Iterator[Problem]:
 def routes_are_kept(facts: Facts) -> Iterator[Problem]:
     """Routes of a run are written with the samples that are kept for replay, and nothing else reads them."""
     recipe = facts.recipe
-    kept = recipe.agreement.replay_samples_per_step > 0
+    kept = recipe.mismatch.replay_samples_per_step > 0
     if facts.command == "train" and recipe.rollout.return_routes and not kept:
         yield Problem(
-            ("rollout.return_routes", "agreement.replay_samples_per_step"),
-            "rollout.return_routes=true is not read with agreement.replay_samples_per_step=0: routes are kept with those samples "
+            ("rollout.return_routes", "mismatch.replay_samples_per_step"),
+            "rollout.return_routes=true is not read with mismatch.replay_samples_per_step=0: routes are kept with those samples "
             "alone; remove one of them",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.recipe.decided import unknown_here
+from quintet.recipe.reserved_options import unknown_here
 from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, refusals
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quintet.engine.kernels import Weighing, reads_offsets
-from quintet.engine.sinks import add_sinks, sink_as_key
+from quintet.engine.layers.attention_backends import AttentionParams, reads_offsets
+from quintet.engine.layers.attention_sinks import add_sinks, sink_as_key
 
 
 class SlotCache:
@@ -84,7 +84,7 @@ class SlotCache:
         n = self._decoding
         flat_keys.index_copy_(0, self._write, key[:n])
         flat_values.index_copy_(0, self._write, value[:n])
-        how: Weighing = attention.weighing
+        how: AttentionParams = attention.weighing
         if reads_offsets(query.device, query.dtype, sinks=how.sinks is not None):
             out = self._flash(query[:n], flat_keys, flat_values, how)
         else:
@@ -93,7 +93,7 @@ class SlotCache:
             out = torch.cat((out, out.new_zeros(len(query) - n, *out.shape[1:])))
         return out
 
-    def _masked(self, query: Tensor, keys: Tensor, values: Tensor, how: Weighing) -> Tensor:
+    def _masked(self, query: Tensor, keys: Tensor, values: Tensor, how: AttentionParams) -> Tensor:
         """One query a slot over the longest active length. Query heads of one KV group become query rows of that
         head: grouped attention without repeating keys."""
         n, heads, kv_heads = len(query), query.shape[1], keys.shape[2]
@@ -105,7 +105,7 @@ class SlotCache:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(how), scale=scale)
         return out[..., : query.shape[2]].reshape(n, heads, -1)
 
-    def _mask(self, how: Weighing) -> Tensor:
+    def _mask(self, how: AttentionParams) -> Tensor:
         """[active, 1, 1, longest], with sinks one more column before them. The same in all layers that look alike."""
         key = (how.window, how.sinks is not None)
         if key not in self._masks:
@@ -116,7 +116,7 @@ class SlotCache:
             self._masks[key] = F.pad(mask, (int(key[1]), 0), value=True)[:, None, None]
         return self._masks[key]
 
-    def _flash(self, query: Tensor, keys: Tensor, values: Tensor, how: Weighing) -> Tensor:
+    def _flash(self, query: Tensor, keys: Tensor, values: Tensor, how: AttentionParams) -> Tensor:
         """The flash kernel on slots as they lie: sequence i starts at row i * capacity and has `seqused_k[i]` keys, so
         no key past a sequence's end is read. (benchmarks/kv_cache.py compares.)"""
         # Without a window the kernel may lay query heads of a group out as queries, and their lse with them.

@@ -17,15 +17,15 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from quintet.engine.fingerprint import Fingerprints
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
+from quintet.engine.weights.fingerprint import Fingerprints
 from quintet.errors import UserError
 from quintet.rollout.base import Part, Request, Sample, Sampling, Wanted, WeightSource, parts_of
 from quintet.rollout.native.cache import SlotCache
+from quintet.rollout.native.generate_call import GenerateCall
 from quintet.rollout.native.routes import Routes
-from quintet.rollout.native.run import Run
-from quintet.rollout.native.scheduler import Draft, Scheduler
+from quintet.rollout.native.scheduler import Scheduler, SequenceState
 from quintet.rollout.native.stage import Stage
 from quintet.rollout.native.weights import Weights
 
@@ -77,7 +77,7 @@ class NativeRollout:
             scheduler = Scheduler(requests, sampling, self.slots, PREFILL_TOKENS)
             cache = self._cache_for(scheduler)
             routes = Routes(self.model, self.mesh) if self._return_routes else None
-            run = Run(
+            run = GenerateCall(
                 self._stage, scheduler, cache, sampling, decode=self._decode, given_up=lambda: self._given_up,
                 progress=self._progress, routes=routes,
             )  # fmt: skip
@@ -155,7 +155,7 @@ class NativeRollout:
             )
         return self._cache
 
-    def _sample(self, draft: Draft, sampling: Sampling) -> Sample:
+    def _sample(self, draft: SequenceState, sampling: Sampling) -> Sample:
         text = self._decode(draft.response_ids)
         for stop in sampling.stop:
             text = text.split(stop)[0]

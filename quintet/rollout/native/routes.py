@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quintet.engine.layers.router import record_routes
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
-from quintet.engine.router import overheard
 from quintet.rollout.base import Sample
-from quintet.rollout.native.scheduler import Draft
+from quintet.rollout.native.scheduler import SequenceState
 
 REDUCED_BYTES = 1 << 26
 """Summed over ranks at a time."""
@@ -42,10 +42,10 @@ class Routes:
     @contextmanager
     def listening(self, model: PolicyModel) -> Iterator[None]:
         """Hear the routers of this rank's model."""
-        with overheard([model], self._heard.__setitem__):
+        with record_routes([model], self._heard.__setitem__):
             yield
 
-    def keep(self, rows: Sequence[tuple[Draft, int, int]], total: int) -> None:
+    def keep(self, rows: Sequence[tuple[SequenceState, int, int]], total: int) -> None:
         """What was heard belongs to drafts: to each the row tokens start:stop. total: of the row, padding included."""
         mesh = self._mesh
         pieces = np.zeros((total, len(self._place), self._top_k), dtype=np.int16)
@@ -58,7 +58,7 @@ class Routes:
         for draft, start, stop in rows:
             self._of.setdefault(id(draft), []).append(pieces[start:stop])
 
-    def tell(self, drafts: Sequence[Sequence[Draft]], samples: Sequence[Sequence[Sample]]) -> None:
+    def tell(self, drafts: Sequence[Sequence[SequenceState]], samples: Sequence[Sequence[Sample]]) -> None:
         """Give each sample its draft's: int16 [tokens that were read, layers, top-k]. Collective over the ranks that share
         the requests."""
         nothing = np.zeros((0, len(self._place), self._top_k), dtype=np.int16)

@@ -15,7 +15,7 @@ from quintet.rollout.base import Request, Sampling
 
 
 @dataclass
-class Draft:
+class SequenceState:
     """One sample being written."""
 
     request: int
@@ -36,14 +36,14 @@ class Scheduler:
         self, requests: Sequence[Request], sampling: Sampling, slots: int, prefill_tokens: int
     ) -> None:
         self.requests, self.slots, self.prefill_tokens = requests, slots, prefill_tokens
-        self.active: list[Draft] = []
-        self.sequences: list[list[Draft]] = []
-        self._waiting: deque[Draft] = deque()
+        self.active: list[SequenceState] = []
+        self.sequences: list[list[SequenceState]] = []
+        self._waiting: deque[SequenceState] = deque()
         for r, request in enumerate(requests):
             if not request.prompt_ids:
                 raise UserError(f"prompt {r} has no tokens: a response cannot start from nothing")
             limits = request.limits(sampling)
-            made = [Draft(r, k, len(request.prompt_ids), limits[k]) for k in range(request.samples)]
+            made = [SequenceState(r, k, len(request.prompt_ids), limits[k]) for k in range(request.samples)]
             self.sequences.append(made)
             self._waiting.extend(made)
         self._unstarted = [len(row) for row in self.sequences]
@@ -62,13 +62,13 @@ class Scheduler:
     def done(self) -> bool:
         return not self._waiting and not self.active
 
-    def admit(self) -> list[list[Draft]]:
+    def admit(self) -> list[list[SequenceState]]:
         """Move waiting samples into free slots, all of a prompt's together, so that its prompt is computed once.
 
         At most `prefill_tokens` prompt tokens, but always one prompt. Waits until an eighth of the slots is free:
         a prefill for every slot that falls vacant would hold up all others each time.
         """
-        groups: list[list[Draft]] = []
+        groups: list[list[SequenceState]] = []
         free, tokens = self.slots - len(self.active), 0
         if self.active and free < self.slots // 8:
             return groups

@@ -13,7 +13,7 @@ from quintet.engine.device import upload
 from quintet.engine.head import VocabSlice, log_probs_and_entropy
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
-from quintet.engine.row import Row, pack
+from quintet.engine.row import PackedRow, pack
 from quintet.packing import alignment
 
 
@@ -24,7 +24,7 @@ class Stage:
         self.model, self.mesh = model, mesh
         self.align = alignment(tp=mesh.sizes.tp, sp=model.config.sequence_parallel)
 
-    def forward(self, input_ids: Tensor, row: Row) -> Tensor | None:
+    def forward(self, input_ids: Tensor, row: PackedRow) -> Tensor | None:
         """Hidden states [T, hidden] on the last stage, passed from stage to stage; None before it."""
         pp, group = self.mesh.at("pp"), self.mesh.groups.pp
         if not self.mesh.first_stage:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from quintet.engine.device import copy_all
-from quintet.engine.fingerprint import Fingerprints
-from quintet.engine.lora import apart
+from quintet.engine.lora import split_adapters
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
 from quintet.engine.offload import Offloader
-from quintet.engine.shards import Shard, shard_fingerprints, shard_map
+from quintet.engine.weights.fingerprint import Fingerprints
+from quintet.engine.weights.shards import Shard, shard_fingerprints, shard_map
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, box_sizes, meet, slices, volume
 from quintet.rollout.base import Piece, Wanted, WeightSource
@@ -43,7 +43,7 @@ class Weights:
     def shards(self) -> list[Shard]:
         """What is brought of the model, as far as this rank holds any of it."""
         held = self._held()
-        return held if self._model.adapters is None else apart(held)[1]
+        return held if self._model.adapters is None else split_adapters(held)[1]
 
     def _held(self) -> list[Shard]:
         return self._map() if self._standing is None else self._standing

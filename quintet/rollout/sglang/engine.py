@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from quintet.errors import QuintetError
-from quintet.rollout.death import Watch
-from quintet.rollout.served import Progress
+from quintet.rollout.external_engine import Progress
+from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.sglang import compat
 from quintet.rollout.sglang.sampling import Answer, Job, answer
 
@@ -37,7 +37,7 @@ class SglangEngine:
         if _in_main_thread():
             # A process of SGLang that fails sends this, which would end the whole process; the watch tells who it was.
             self._before = signal.signal(signal.SIGQUIT, lambda number, frame: None)
-        with Watch.over_children("SGLang") as self._watch:
+        with ProcessWatchdog.over_children("SGLang") as self._watch:
             # SGLang's processes end with the thread that started them: it stays as long as they are needed.
             threading.Thread(target=self._drive, args=(arguments,), name="sglang", daemon=True).start()
             while not self._ready.wait(_LOOK_S):

@@ -30,7 +30,7 @@ from quintet.rollout.base import (
     WeightSource,
     parts_of,
 )
-from quintet.rollout.served import Progress, Served
+from quintet.rollout.external_engine import ExternalEngineRollout, Progress
 from quintet.rollout.sglang import compat
 from quintet.rollout.sglang.buckets import in_buckets
 from quintet.rollout.sglang.engine import SglangEngine
@@ -38,7 +38,7 @@ from quintet.rollout.sglang.sampling import COUNTS, Answer, Job, parameters, rou
 from quintet.rollout.sglang.settings import engine_arguments
 
 
-class SglangRollout(Served[Job, Answer]):
+class SglangRollout(ExternalEngineRollout[Job, Answer]):
     """SGLang on the devices of one rollout: rollout.layout.tp of them. Untested on GPUs: see above.
 
     model_dir: a Hugging Face directory, whose weights are good until the first sync. device: cuda. decode: token ids →

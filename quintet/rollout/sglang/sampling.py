@@ -17,7 +17,7 @@ import numpy as np
 
 from quintet.errors import QuintetError
 from quintet.models.shape import ModelShape
-from quintet.rollout import served
+from quintet.rollout import external_engine as served
 from quintet.rollout.base import Request, Sampling
 
 

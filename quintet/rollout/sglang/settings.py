@@ -7,8 +7,8 @@ from typing import Any
 
 from quintet.recipe import schema
 from quintet.recipe.sglang import DECIDED, deterministic
+from quintet.rollout.external_engine import longest
 from quintet.rollout.options import passed_through
-from quintet.rollout.served import longest
 from quintet.rollout.sglang import compat
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

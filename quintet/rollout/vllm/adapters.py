@@ -24,7 +24,7 @@ from quintet.models.lora import PEFT_PREFIX, LoraShape, adapted, linears
 from quintet.models.mcore import whole_box
 from quintet.recipe.vllm import RANKS
 from quintet.rollout.base import Piece, Wanted
-from quintet.rollout.vllm.weights import Reading, Taken, Weights
+from quintet.rollout.vllm.weights import LoadReport, Reading, Weights
 
 ADAPTER = 1
 """vLLM's number of the adapter."""
@@ -66,14 +66,14 @@ def pieces_on_disk(model_dir: Path, dtype: torch.dtype, device: torch.device) ->
                 yield Piece(name, full, whole_box(full), tensor)
 
 
-class Beside:
+class LoraSlots:
     """The weights of one worker with adapters. frozen: those of its model."""
 
     def __init__(self, manager: Any, frozen: Weights) -> None:
         self._slot, self._frozen = Slot(manager), frozen
         self._adapters = Weights([("", self._slot)], self._slot.load, lambda name: False)
 
-    def read_frozen(self, pieces: Iterator[Piece]) -> Taken:
+    def read_frozen(self, pieces: Iterator[Piece]) -> LoadReport:
         """Take the frozen weights, once."""
         return self._frozen.take(pieces)
 
@@ -81,7 +81,7 @@ class Beside:
         """As `Weights.wanted`, of adapters."""
         return self._adapters.wanted()
 
-    def take(self, pieces: Iterator[Piece]) -> Taken:
+    def take(self, pieces: Iterator[Piece]) -> LoadReport:
         """As `Weights.take`, of adapters."""
         self._slot.occupy()
         return self._adapters.take(pieces)

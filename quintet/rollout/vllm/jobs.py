@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quintet.errors import QuintetError
-from quintet.rollout import served
-from quintet.rollout.served import Job
+from quintet.rollout import external_engine as served
+from quintet.rollout.external_engine import Job
 from quintet.rollout.vllm.sampling import told
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from quintet.rollout.death import Watch
-from quintet.rollout.served import Job, Progress
+from quintet.rollout.external_engine import Job, Progress
+from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_request
 from quintet.rollout.vllm.extension import answers, call
@@ -28,7 +28,7 @@ class OfflineEngine:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         devices = arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"]
-        with Watch.over_children("vLLM") as self._watch:
+        with ProcessWatchdog.over_children("vLLM") as self._watch:
             self._engine = compat.make_offline(arguments, processes=devices > 1)
         self._counts = compat.StepCounts(self._engine)
         self._adapter = adapter_request() if arguments.get("enable_lora") else None

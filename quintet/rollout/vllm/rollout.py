@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quintet.recipe import schema
-from quintet.recipe.rollout import adapters_alone
+from quintet.recipe.rollout import adapters_separate
 from quintet.rollout.base import (
     Fingerprints,
     Part,
@@ -22,7 +22,7 @@ from quintet.rollout.base import (
     WeightSource,
     parts_of,
 )
-from quintet.rollout.served import Job, Progress, Served
+from quintet.rollout.external_engine import ExternalEngineRollout, Job, Progress
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.jobs import Answer, Engine
 from quintet.rollout.vllm.offline import OfflineEngine
@@ -34,7 +34,7 @@ from quintet.rollout.vllm.weights import check as check_taken
 from quintet.rollout.vllm.weights import combine
 
 
-class VllmRollout(Served[Job, Answer]):
+class VllmRollout(ExternalEngineRollout[Job, Answer]):
     """vLLM on the devices of one rollout: rollout.layout.tp × pp of them.
 
     model_dir: a Hugging Face directory, whose weights are good until the first sync. device: cpu or cuda. decode: token
@@ -67,7 +67,7 @@ class VllmRollout(Served[Job, Answer]):
         self._hears = recipe.rollout.return_routes and device == "cpu"
         if self._hears:
             self._engine.rpc("listen_for_routes")
-        self._alone = adapters_alone(recipe)
+        self._alone = adapters_separate(recipe)
         # The directory holds other weights, or no adapters.
         self._forgot = recipe.rollout.quantization is not None or self._alone
         if self._alone:

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from quintet.rollout.death import Watch
-from quintet.rollout.served import Job, Progress
+from quintet.rollout.external_engine import Job, Progress
+from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_request
 from quintet.rollout.vllm.extension import answers, call
@@ -26,7 +26,7 @@ class ServerEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-server", daemon=True)
         self._thread.start()
-        with Watch.over_children("vLLM") as self._watch:
+        with ProcessWatchdog.over_children("vLLM") as self._watch:
             self._engine = self._do(_start(arguments))
         self._adapter = adapter_request() if arguments.get("enable_lora") else None
         self._numbers = itertools.count()

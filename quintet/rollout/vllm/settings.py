@@ -12,10 +12,10 @@ from quintet.models import read_shape
 from quintet.models.shape import ModelShape
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.rollout import adapters_alone, layout_of_copy
+from quintet.recipe.rollout import adapters_separate, layout_of_copy
 from quintet.recipe.vllm import CPU_EXPERTS, DECIDED
+from quintet.rollout.external_engine import longest
 from quintet.rollout.options import passed_through
-from quintet.rollout.served import longest
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_arguments
 from quintet.rollout.vllm.extension import EXTENSION
@@ -69,7 +69,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
     arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
-    if adapters_alone(recipe):
+    if adapters_separate(recipe):
         shape = read_shape(model_dir)
         lora = lora_shape(recipe, shape)
         assert lora is not None
@@ -85,8 +85,8 @@ def second_runner_lacks(recipe: schema.Recipe) -> str | None:
     """Return what of a recipe vLLM's second model runner cannot do (0.20.2), None where it can do all."""
     if recipe.rollout.return_routes:
         return "rollout.return_routes"
-    if adapters_alone(recipe):
-        return "rollout.adapters=alone"
+    if adapters_separate(recipe):
+        return "rollout.adapter_sync=separate"
     if "speculative_config" in recipe.rollout.vllm:
         return "rollout.vllm.speculative_config"
     if layout_of_copy(recipe).pp > 1:

@@ -21,12 +21,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from quintet.engine.fingerprint import fingerprint
+from quintet.engine.weights.fingerprint import fingerprint
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, meet, volume, whole_box
 from quintet.rollout.base import Fingerprints, Piece, Wanted
-from quintet.rollout.vllm.live import Live, Models, owner
-from quintet.rollout.vllm.trace import Record, Trace, named_tensors
+from quintet.rollout.vllm.load_trace import Record, Trace, named_tensors
+from quintet.rollout.vllm.param_map import Live, Models, owner
 from quintet.typed import AsPairs
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], None]
@@ -34,7 +34,7 @@ Load = Callable[[Iterator[tuple[str, Tensor]]], None]
 
 
 @dataclass
-class Taken:
+class LoadReport:
     """What one worker took. missing: tensors that did not come, in Hugging Face names where those can be told. odd: what came in
     another shape than before, or was not all there. untaken: tensors that have no place in this worker's model."""
 
@@ -74,7 +74,7 @@ class Weights:
             return None
         return [Wanted(name, box) for name in sorted(self._boxes) for box in self._boxes[name]]
 
-    def take(self, pieces: Iterator[Piece]) -> Taken:
+    def take(self, pieces: Iterator[Piece]) -> LoadReport:
         """New weights. What is wrong with them is told, not raised: `check` sees all workers' answers."""
         start = time.perf_counter()
         with torch.no_grad():
@@ -97,8 +97,8 @@ class Weights:
             arrived = dict(zip(self._arrived, values, strict=True))
         return Reading(arrived | live, unreadable, self._untaken)
 
-    def _copy(self, live: Live, pieces: Iterator[Piece]) -> Taken:
-        taken, copying = Taken(untaken=set(self._untaken)), live.begin()
+    def _copy(self, live: Live, pieces: Iterator[Piece]) -> LoadReport:
+        taken, copying = LoadReport(untaken=set(self._untaken)), live.begin()
         self._arrived = {}
         for piece in pieces:
             taken.bytes += piece.tensor.nbytes
@@ -114,8 +114,8 @@ class Weights:
         taken.missing = copying.missing()
         return taken
 
-    def _through_loaders(self, pieces: Iterator[Piece]) -> Taken:
-        taken, known = Taken(), dict(self._shapes)
+    def _through_loaders(self, pieces: Iterator[Piece]) -> LoadReport:
+        taken, known = LoadReport(), dict(self._shapes)
         trace = None if self._live else Trace(lambda: named_tensors(self._models))
         came: dict[str, tuple[int, ...]] = {}
         self._arrived, self._negative_zeros = {}, {}
@@ -171,7 +171,7 @@ class Weights:
                 self._negative_zeros[name] = negative
 
 
-def check(answers: Sequence[Taken]) -> None:
+def check(answers: Sequence[LoadReport]) -> None:
     """Raise SyncMismatch unless every worker got all it needs and every tensor has a place in some worker."""
     untaken = set.intersection(*(a.untaken for a in answers))
     for what, names in (
@@ -203,7 +203,7 @@ def combine(readings: Sequence[Reading]) -> tuple[Fingerprints, list[str]]:
 
 
 def _whole(
-    pieces: Iterator[Piece], taken: Taken, boxes: Mapping[str, list[Box]]
+    pieces: Iterator[Piece], taken: LoadReport, boxes: Mapping[str, list[Box]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of whole size, each in its own memory, once these parts of them (where none are given, all) are there; what never
     is complete is told."""

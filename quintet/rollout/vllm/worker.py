@@ -15,9 +15,9 @@ from torch import Tensor
 
 from quintet.rollout.base import Wanted, opened
 from quintet.rollout.vllm import compat
-from quintet.rollout.vllm.adapters import Beside, pieces_on_disk
+from quintet.rollout.vllm.adapters import LoraSlots, pieces_on_disk
 from quintet.rollout.vllm.routes import Listener, Told
-from quintet.rollout.vllm.weights import Reading, Taken, Weights
+from quintet.rollout.vllm.weights import LoadReport, Reading, Weights
 
 
 class WeightWorker:
@@ -27,10 +27,10 @@ class WeightWorker:
     model_runner: Any
     rank: int
     device: torch.device
-    _weights_held: Weights | Beside
+    _weights_held: Weights | LoraSlots
     _routes_heard: Listener
 
-    def take_weights(self, source: str) -> Taken:
+    def take_weights(self, source: str) -> LoadReport:
         """Take what the source of these words has for this worker (its rank among tp · pp is the receiver's number). See
         `weights.check`."""
         pieces = opened(source).pieces(self.rank)
@@ -62,13 +62,13 @@ class WeightWorker:
         """Routes of the requests since the last call: see `routes.heard`."""
         return {request: Told.of(routes) for request, routes in self._routes_heard.take().items()}
 
-    def read_frozen(self) -> Taken:
+    def read_frozen(self) -> LoadReport:
         """Read the weights that adapters are beside, before these come."""
         held, config = self._held(), self.vllm_config.model_config
-        assert isinstance(held, Beside)
+        assert isinstance(held, LoraSlots)
         return held.read_frozen(pieces_on_disk(Path(config.model), config.dtype, self.device))
 
-    def _held(self) -> Weights | Beside:
+    def _held(self) -> Weights | LoraSlots:
         if not hasattr(self, "_weights_held"):
             runner = self.model_runner
             policy, drafter = runner.get_model(), getattr(getattr(runner, "drafter", None), "model", None)
@@ -78,7 +78,7 @@ class WeightWorker:
                 models, self._load_all, lambda name: drafter is None and only_drafts(name, layers)
             )
             alone = self.vllm_config.lora_config is not None
-            self._weights_held = Beside(self._slots(), weights) if alone else weights
+            self._weights_held = LoraSlots(self._slots(), weights) if alone else weights
         return self._weights_held
 
     def _slots(self) -> Any:

@@ -12,9 +12,9 @@ import torch
 
 from quintet.rollout import Piece
 from quintet.sync.buckets import ALIGNMENT, Entry, laid_out, slots
-from quintet.sync.memory import Shared
-from quintet.sync.outlets import Outlet
-from quintet.sync.reception import Reception
+from quintet.sync.rendezvous import Rendezvous
+from quintet.sync.senders import SharedMemorySender
+from quintet.sync.shared_memory import SharedBuffer
 from quintet.sync.source import ChannelSource
 from quintet.sync.wire import Answer, Ticket
 from tests.patience import BUSY
@@ -50,12 +50,12 @@ def _sender() -> Executor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
-_door: Reception
+_door: Rendezvous
 
 
 def _expect(ids: list[str]) -> list[Ticket]:
     global _door
-    _door = Reception("127.0.0.1", PATIENCE_S)
+    _door = Rendezvous("127.0.0.1", PATIENCE_S)
     plan = _door.expect(ids)
     addresses = _door.address(True), _door.address(False)
     return [Ticket(one, *addresses, plan, _door.key, PATIENCE_S) for one in ids]
@@ -78,8 +78,8 @@ def _one(who: str, number: int, here: Any, weights: Pieces) -> None:
         broken = True
     buckets = [laid_out([Entry(one.name, one.shape, one.box, tensor.dtype)]) for one, tensor in sent]
     _, (room, _) = slots([one.nbytes for one in buckets], 0)
-    outlet = Outlet([who], buckets, PATIENCE_S)
-    memory = [Shared(nbytes, torch.device(DEVICE)) for nbytes in (room, ALIGNMENT)]
+    outlet = SharedMemorySender([who], buckets, PATIENCE_S)
+    memory = [SharedBuffer(nbytes, torch.device(DEVICE)) for nbytes in (room, ALIGNMENT)]
     outlet.meet(here, {})
     outlet.open(Answer(room=(room, ALIGNMENT), device=DEVICE), memory)
     for turn, (_, tensor) in enumerate(sent):

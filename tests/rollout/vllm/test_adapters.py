@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintet.engine.fingerprint import fingerprints
+from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import QuintetError, SyncMismatch
 from quintet.models.lora import PEFT_PREFIX
 from quintet.rollout import Request, Sampling
@@ -81,7 +81,7 @@ def rollout(request: pytest.FixtureRequest, start: Any) -> Any:
     mode, tp = request.param
     tp = min(tp, torch.cuda.device_count()) if DEVICE == "cuda" else tp
     lora = {"rank": RANK, "alpha": SCALE * RANK, "targets": TARGETS}
-    return start("qwen3", lora=lora, mode=mode, layout={"tp": tp}, adapters="alone")
+    return start("qwen3", lora=lora, mode=mode, layout={"tp": tp}, adapter_sync="separate")
 
 
 def test_nothing_is_generated_without_them(rollout: Any) -> None:

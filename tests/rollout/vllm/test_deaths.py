@@ -51,17 +51,17 @@ def lost(s: Session, whose: Callable[[Session], int], when: str) -> Iterator[Non
     if when == "sleep":
         os.kill(whose(s), signal.SIGKILL)
     elif when == "sync":
-        s.fleet.hybrid._due = True
+        s.controller.handover._due = True
         when_it_syncs(s, lambda: kill_soon(whose(s)))
     else:
-        ready = s.fleet.hybrid.ready
+        ready = s.controller.handover.ready
 
         def then() -> None:
-            s.fleet.hybrid.ready = ready  # type: ignore[method-assign]
+            s.controller.handover.ready = ready  # type: ignore[method-assign]
             ready()
             kill_soon(whose(s))
 
-        s.fleet.hybrid.ready = then  # type: ignore[method-assign]
+        s.controller.handover.ready = then  # type: ignore[method-assign]
     yield
 
 
@@ -71,7 +71,7 @@ def test_the_samples_of_a_step_are_the_same_whatever_dies(
     said: list[str] = []
     with run(tmp_path, *VLLM, "rollout.restart=true") as s:
         monkeypatch.setattr(s.observer, "note", said.append)
-        s.fleet.rollouts._cluster.say = said.append  # type: ignore[attr-defined]
+        s.controller.rollouts._cluster.say = said.append  # type: ignore[attr-defined]
         samples = generate(s)
         assert [g.response_tokens > 0 for g in samples.generated] == [True] * 12
         for whose, when in ((core, "generate"), (core, "sleep"), (rollout, "sync")):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from quintet.engine.fingerprint import fingerprints
+from quintet.engine.weights.fingerprint import fingerprints
 from quintet.models import read_shape
 from quintet.models.mcore import whole_box
 from quintet.rollout.base import Piece

@@ -62,7 +62,7 @@ def test_routes_cost_the_prefix_cache_on_cpu_alone(arguments):
 
 def test_adapters_alone_have_a_slot(arguments):
     lora = {"rank": 20, "alpha": 20, "targets": ["layers.0.*.q_proj", "o_proj"]}
-    made = arguments(lora=lora, adapters="alone")
+    made = arguments(lora=lora, adapter_sync="separate")
     assert (made["enable_lora"], made["max_loras"], made["max_lora_rank"]) == (True, 1, 32)
     assert made["lora_target_modules"] == ["o_proj", "q_proj"]
     assert "enable_lora" not in arguments(lora=lora)
@@ -137,7 +137,7 @@ def test_processes_that_do_not_start_are_told_with_where_to_look():
         ({"layout": {"tp": 2}, "quantization": "fp8"}, None),
         ({"return_routes": True}, "rollout.return_routes"),
         ({"layout": {"pp": 2}}, "rollout.layout.pp > 1 (not tried)"),
-        ({"lora": {"rank": 8}, "adapters": "alone"}, "rollout.adapters=alone"),
+        ({"lora": {"rank": 8}, "adapter_sync": "separate"}, "rollout.adapter_sync=separate"),
         ({"vllm": {"speculative_config": {"method": "ngram"}}}, "rollout.vllm.speculative_config"),
     ],
 )

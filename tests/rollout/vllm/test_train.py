@@ -30,7 +30,7 @@ pytestmark = pytest.mark.vllm
             *("engine.offload_params=1", "engine.offload_optimizer=1"),
         ],
         ["cluster.ranks=1", "rollout.placement=separate", "rollout.ranks=1"],
-        ["cluster.ranks=1", "lora.rank=4", "rollout.adapters=alone", "optimizer.lr=1.0e-3"],
+        ["cluster.ranks=1", "lora.rank=4", "rollout.adapter_sync=separate", "optimizer.lr=1.0e-3"],
     ],
     ids=["colocated", "separate", "adapters"],
 )
@@ -51,5 +51,5 @@ def test_a_run_trains_on_what_vllm_generates(
     # Once vLLM's loading has shown what each of two devices needs, which is before the first step, each gets that alone.
     (weights,) = (run / "checkpoint").glob("*.safetensors")
     travelled = {line["sync/gib"] * 2**30 / weights.stat().st_size for line in steps}
-    low, high = (0.0, 0.2) if "rollout.adapters=alone" in placement else (0.9, 1.2)
+    low, high = (0.0, 0.2) if "rollout.adapter_sync=separate" in placement else (0.9, 1.2)
     assert all(low < one < high for one in travelled), travelled

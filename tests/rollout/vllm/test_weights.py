@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quintet.engine.fingerprint import fingerprints
+from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, whole_box
 from quintet.rollout.base import Piece

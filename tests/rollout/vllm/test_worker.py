@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintet.engine.fingerprint import fingerprints
+from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, volume, whole_box
 from quintet.rollout import Piece, Wanted

@@ -1,0 +1,189 @@
+"""Who has the devices: training or generation. Memory changes hands here, and weights with it.
+
+    with handover.generating():
+        ...
+
+Within the block rollouts are awake, with the present weights; outside of it training state is on the devices. Where the two
+share devices, the order is always the same, and every step of it is told to `hybrid.log`, among the run's logs:
+
+    gradients and optimizer state leave → weights of the rollout wake → weights are brought, and proved → parameters leave, if
+    the recipe says so → the KV cache wakes   …   the rollout sleeps → training state comes back
+
+The rollout sleeps, its KV cache released, whenever training state is there: so nothing is held twice, and buckets are
+allocated while neither KV cache nor optimizer state is. A rollout on devices of its own takes weights as soon as there are new
+ones, holds what is under way meanwhile, and has no KV cache either while there are buckets beside it:
+
+    the rollout pauses → its KV cache sleeps → weights are brought, and proved → the KV cache wakes → the rollout goes on
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from quintet.cluster.group import WorkerGroup
+from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
+from quintet.recipe import schema
+from quintet.recipe.rollout import sleep_level
+from quintet.rollout import Part
+
+TRAINING = ("grads", "optimizer", "params")
+"""What training keeps on its devices: shares of each leave, engine.offload_*."""
+
+
+class Sleepers(Protocol):
+    """Rollouts, as far as they take and give memory."""
+
+    colocated: bool
+    apart: bool
+    """Whether they have processes of their own."""
+
+    def missing(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake(self, part: Part) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def mark_weights_updated(self) -> None: ...
+
+    def take_weights(self) -> dict[str, float]: ...
+
+    def probe(self) -> dict[str, float]: ...
+
+
+class DeviceHandover:
+    """Hands the devices over. phase: times a part of the run; log: where each step of a hand-over is written."""
+
+    def __init__(
+        self,
+        policy: WorkerGroup,
+        rollouts: Sleepers,
+        recipe: schema.Recipe,
+        phase: Callable[[str], AbstractContextManager[None]],
+        log: Path,
+    ) -> None:
+        self._policy, self._rollouts, self._phase, self._log = policy, rollouts, phase, log
+        self._level = sleep_level(recipe)
+        self._shares = {kind: getattr(recipe.engine, f"offload_{kind}") for kind in TRAINING}
+        self._weights_stale = True
+        self._awake = not rollouts.colocated
+        self._began = time.monotonic()
+        self.metrics: dict[str, float] = {}
+        """Of the last time weights were brought."""
+        self._start_missing()
+        if rollouts.colocated and not rollouts.apart:
+            rollouts.sleep(self._level)  # made with the trainer, and not needed before it generates
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Rollouts are awake with the present weights; training state is away as the recipe says, and comes back, also
+        when the body raises. After a process has died, or SIGTERM, nothing is brought back: the run ends, and whatever
+        generates is not waited for."""
+        self.ready()
+        try:
+            yield
+        except (WorkerFailure, SyncFailure, Stopped):
+            raise
+        except Exception:
+            with suppress(QuintetError):  # the first error tells more
+                self._wake_training()
+            raise
+        self._wake_training()
+
+    def mark_weights_updated(self) -> None:
+        """There are new weights: a rollout on its own devices takes them now, one that sleeps when it wakes."""
+        self._weights_stale = True
+        self._rollouts.mark_weights_updated()
+        if not self._rollouts.colocated:
+            self.ready()
+
+    def ready(self) -> None:
+        """Have every rollout awake with the present weights; one that died is made anew."""
+        while True:
+            if self._rollouts.missing():
+                if self._awake:
+                    self._wake_training()
+                self._start_missing()
+            self._wake_rollouts()
+            if not self._rollouts.missing():
+                return
+
+    def _start_missing(self) -> None:
+        """Start rollouts while training state is away, for they take memory at once; and put them to sleep."""
+        if not self._rollouts.missing():
+            return
+        self._offload_training(*TRAINING)
+        while self._rollouts.missing():
+            self._rollouts.start()
+        self._log_event("rollouts started")
+        self._weights_stale = True
+        self._wake_training()
+
+    def _wake_rollouts(self) -> None:
+        rollouts = self._rollouts
+        if self._awake and not self._weights_stale:
+            return
+        if self._awake:
+            rollouts.pause()
+            self._log_event("rollouts paused")
+            rollouts.sleep(0)
+            self._log_event("rollouts sleep: kv_cache")
+        self._offload_training("grads", "optimizer")
+        if rollouts.colocated:
+            rollouts.wake("weights")
+            self._log_event("rollouts woke: weights")
+        came = self._weights_stale
+        if came:
+            with self._phase("sync"):
+                self.metrics = rollouts.take_weights()
+            self._log_event("weights brought" if self.metrics else "weights are shared")
+            self._weights_stale = False
+        self._offload_training("params")
+        rollouts.wake("kv_cache")
+        self._log_event("rollouts woke: kv_cache")
+        rollouts.resume()
+        if not rollouts.colocated:
+            self._log_event("rollouts go on")
+        self._awake = True
+        if came:
+            with self._phase("sync"):
+                self.metrics |= rollouts.probe()
+
+    def _wake_training(self) -> None:
+        rollouts = self._rollouts
+        if not rollouts.colocated:
+            return
+        rollouts.sleep(self._level)
+        self._log_event("rollouts sleep")
+        self._awake = False
+        self._weights_stale = self._weights_stale or self._level == 2
+        if any(self._shares.values()):
+            self._policy.call("onload", phase="reload")
+            self._log_event("training state is back")
+
+    def _offload_training(self, *kinds: str) -> None:
+        if not self._rollouts.colocated:
+            return
+        kinds = tuple(kind for kind in kinds if self._shares[kind])
+        if kinds or self._rollouts.apart:  # other processes get what torch holds without need, in any case
+            self._policy.call("offload", kinds, phase="offload")
+        if kinds:
+            self._log_event(f"training state left: {', '.join(kinds)}")
+
+    def _log_event(self, event: str) -> None:
+        try:
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write(f"{time.monotonic() - self._began:10.3f} s  {event}\n")
+        except OSError as error:
+            raise UserError(
+                f"{self._log}: {error.strerror}. The run directory is needed for as long as the run lasts"
+            ) from None

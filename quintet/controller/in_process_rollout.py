@@ -1,0 +1,93 @@
+"""A native rollout in the process that trains: on the engine's own parameters, or with a copy of them in another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from quintet.engine import build
+from quintet.engine.engine import Engine
+from quintet.engine.lora import split_adapters
+from quintet.engine.mesh import Mesh
+from quintet.engine.model import PolicyModel
+from quintet.engine.offload import Offloader
+from quintet.engine.weights.reshard import Resharder
+from quintet.engine.weights.shards import shard_map
+from quintet.recipe import schema
+from quintet.recipe.rollout import shares_weights
+from quintet.rollout import Fingerprints, Part, Request, Sample, Sampling
+from quintet.rollout.native import NativeRollout
+
+
+class InProcessRollout:
+    """One rank of it. Collective to make, over the trainer's ranks, and so is `sync`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        recipe: schema.Recipe,
+        decode: Callable[[list[int]], str],
+        progress: Callable[[int], None],
+    ) -> None:
+        self._engine, self._recipe = engine, recipe
+        self._copy: Offloader | None = None
+        model, self.mesh, update = engine.model, engine.mesh, lambda: None
+        wanted = recipe.rollout.layout
+        if wanted is not None and not shares_weights(recipe):
+            layout = schema.Layout(tp=wanted.tp, pp=wanted.pp)
+            self.mesh = build.mesh_of(layout, dist.get_world_size())
+            (model,) = build.build_chunks(
+                engine.shape, layout, self.mesh, engine.dtype, recipe.engine, engine.lora
+            )
+            model.requires_grad_(False)
+            self._copy = Offloader([model])
+            update = self._transfer(model, self.mesh)
+        self._rollout = NativeRollout(
+            model,
+            self.mesh,
+            slots=recipe.rollout.sequences_per_rank,
+            decode=decode,
+            update=update,
+            progress=progress,
+            return_routes=recipe.rollout.return_routes,
+        )
+
+    def _transfer(self, model: PolicyModel, mesh: Mesh) -> Callable[[], None]:
+        """What brings the engine's weights to the copy's; with adapters, the frozen rest comes once, now."""
+        engine, targets = self._engine, shard_map([model], self._engine.shape, mesh)
+        sources, dtype, device = engine.shard_map(), engine.dtype, build.device()
+        if engine.lora is not None:
+            base, sources = split_adapters(sources)
+            of_rollout, targets = split_adapters(targets)
+            Resharder(base, of_rollout, dtype=dtype, device=device).run()
+        bucket_mib = self._recipe.rollout.bucket_mib
+        return Resharder(sources, targets, dtype=dtype, device=device, bucket_mib=bucket_mib).run
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
+        """See `Rollout.generate`."""
+        return self._rollout.generate(requests, sampling)
+
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """See `Rollout.score`."""
+        return self._rollout.score(sequences)
+
+    def sync(self) -> None:
+        """Bring the engine's weights to the copy."""
+        self._rollout.update_weights()
+
+    def fingerprints(self) -> tuple[Fingerprints, list[str]]:
+        """Of the live weights: see `Rollout.fingerprints`."""
+        return self._rollout.fingerprints()
+
+    def sleep(self, level: int) -> None:
+        """Give up the KV cache, and at levels 1 and 2 the copy; the engine's own parameters stay where they are."""
+        self._rollout.sleep(level)
+        if level and self._copy is not None:
+            self._copy.offload(params=1.0, forget=level == 2)
+
+    def wake(self, part: Part) -> None:
+        """Take memory again. A copy that was forgotten is undefined until the next `sync`."""
+        if part == "weights" and self._copy is not None:
+            self._copy.reload()
+        self._rollout.wake(part)

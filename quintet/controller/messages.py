@@ -1,0 +1,77 @@
+"""What controller and ranks say to each other. Imports no megatron, so the controller starts without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quintet.algorithms.aggregation import Tally
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class ReplayTokens:
+    """A generated sample with its tokens, of the few that are written for replay."""
+
+    ids: list[int]
+    """Prompt and response."""
+    prompt_tokens: int
+    logprobs: list[float]
+    """Of the response's tokens, as the trainer is to compute them again."""
+    routes: np.ndarray | None = None
+    """As in `quintet.rollout.Sample`."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The same sample where it is trained on: what arrived there, and the trainer's own log-probs before the first update."""
+
+    ids: list[int]
+    prompt_tokens: int
+    rollout_logprobs: list[float]
+    old_logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class SampleInfo:
+    """What the controller learns of a generated sample; its tokens stay where they are, but for a few samples'."""
+
+    tokens: int
+    """Prompt and response."""
+    response_tokens: int
+    finish: str
+    text: str
+    logprob: float | None
+    """Of the response under the sampling distribution: the sum over its tokens. None where the rollout cannot tell."""
+    raw_logprob: float | None
+    """The same under the model's own distribution (temperature 1, nothing cut)."""
+    kept: ReplayTokens | None = None
+
+
+@dataclass
+class Assignment:
+    """What one dp rank does with its part of a mini-batch.
+
+    microbatches: positions of the samples in the order in which they arrive. tokens, samples: trained tokens and
+    samples of the whole mini-batch over all ranks. replayed: which of its samples are told once they are trained on, the
+    number in the step and the position here.
+    """
+
+    microbatches: list[list[int]]
+    tokens: int
+    samples: int
+    replayed: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class UpdateResult:
+    """What one optimizer step came to on one dp rank: its share of the loss, its tally; norm and rate are everyone's."""
+
+    loss: float
+    tally: Tally
+    grad_norm: float
+    lr: float
+    replayed: dict[int, Trained] = field(default_factory=dict)
+    """Samples by their number in the step."""

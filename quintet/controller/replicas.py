@@ -1,0 +1,285 @@
+"""Rollouts in processes of their own, seen from the controller: one worker group a copy, so that one can die alone.
+
+One that dies ends the run; or, with rollout.restart, it is made anew before anything else is generated. Nothing it
+generated is lost by then: a copy of its samples is in the object store until they are scattered.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from quintet.cluster.calls import PendingCall, outcomes, results
+from quintet.cluster.cluster import Cluster
+from quintet.cluster.dispatch import megatron_compute, rank_zero
+from quintet.cluster.group import WorkerGroup
+from quintet.cluster.rank_actor import Location
+from quintet.controller.messages import SampleInfo
+from quintet.controller.weight_check import Proof
+from quintet.controller.weight_sync import WeightSync
+from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
+from quintet.recipe import schema
+from quintet.recipe.rollout import copies, devices_of_copy, processes_of_copy
+from quintet.rollout import Part, Request, Sampling
+
+RESTARTS_IN_A_ROW = 3
+"""How often a rollout is made anew before it has generated anything; then the run ends."""
+
+
+def check_room(cluster: Cluster, recipe: schema.Recipe, command: str) -> None:
+    """Raise a UserError, before anything starts, when the cluster cannot hold trainer and separate rollouts."""
+    rollout = recipe.rollout
+    if command != "sft" and rollout.placement == "separate" and rollout.ranks is not None:
+        wanted = {"cluster.ranks": recipe.cluster.ranks, "rollout.ranks": rollout.ranks}
+        cluster.check_devices(
+            wanted, "or set rollout.placement=colocated, which shares the trainer's devices"
+        )
+
+
+class RolloutReplicas:
+    """All rollouts of a run. policy: the trainer's ranks, on whose devices colocated ones sit."""
+
+    apart = True
+
+    def __init__(
+        self, cluster: Cluster, recipe: schema.Recipe, model_dir: Path, policy: WorkerGroup, proof: Proof
+    ) -> None:
+        self._cluster, self._recipe, self._model_dir, self._policy = cluster, recipe, model_dir, policy
+        self.colocated = recipe.rollout.placement == "colocated"
+        self.groups: list[WorkerGroup | None] = [None] * copies(recipe)
+        self._spares: list[Any] = [None] * len(self.groups)
+        self._keepers: list[WorkerGroup | None] = [None] * len(self.groups)
+        self._restarts = [0] * len(self.groups)
+        self._proof = proof
+        self._weights = WeightSync(policy, self, recipe, proof)
+
+    @property
+    def count(self) -> int:
+        return len(self.groups)
+
+    def missing(self) -> bool:
+        """Whether one is not there: not started yet, or lost."""
+        return None in self.groups
+
+    # life and death
+
+    def start(self) -> None:
+        """Start those that are missing, all at once. An error that ends the run ends the others' start too."""
+        absent = [number for number, group in enumerate(self.groups) if group is None]
+        given_up = threading.Event()
+        pool = ThreadPoolExecutor(len(absent))
+        starting = {pool.submit(self._start_one, number, given_up): number for number in absent}
+        try:
+            for done in as_completed(starting):
+                number, made = starting[done], done.result()
+                if isinstance(made, QuintetError):
+                    self._lose(number, made)
+                else:
+                    self.groups[number] = made
+        except Stopped:
+            raise
+        except QuintetError:
+            given_up.set()
+            pool.shutdown()
+            raise
+        finally:  # Ctrl-C, SIGTERM: what still starts is cut off when its cluster goes
+            given_up.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _start_one(self, number: int, given_up: threading.Event) -> WorkerGroup | QuintetError:
+        ranks, size = processes_of_copy(self._recipe), devices_of_copy(self._recipe)
+        beside = None
+        try:
+            if self.colocated:
+                there = self._policy.locations[number * size : (number + 1) * size]
+                beside = [[one] for one in there] if ranks == size else [there]
+                self._check_node(number, beside)
+            made = WorkerGroup(
+                self._cluster,
+                "quintet.controller.rollout_worker:RolloutWorker",
+                ranks,
+                name=f"rollout-{number}",
+                named_in_messages=True,
+                pack=True,
+                devices_per_rank=size // ranks,
+                colocate_with=beside,
+                cancel=given_up,
+                recipe=self._recipe,
+                model_dir=self._model_dir,
+            )
+            try:
+                made.coords()  # now: whoever needs them later submits calls, and expects no error of that
+            except QuintetError:
+                made.close()
+                raise
+            return made
+        except QuintetError as error:
+            return error
+
+    def _check_node(self, number: int, beside: Sequence[Sequence[Location]]) -> None:
+        """One process drives devices of its own node alone."""
+        for others in beside:
+            if len({other.node_id for other in others}) > 1:
+                raise UserError(
+                    f"rollout-{number}: rollout.layout.tp × pp = {len(others)} devices of a {self._recipe.rollout.backend} rollout "
+                    f"are to be on one node, and the ranks it sits beside are not; set cluster.ranks_per_node to a multiple of "
+                    f"{len(others)}, or use a smaller rollout.layout"
+                )
+
+    def _lose(self, number: int, failure: QuintetError) -> None:
+        """Note that one is gone; raises its failure where it is not to be made anew."""
+        if not self._recipe.rollout.restart or not isinstance(failure, WorkerFailure | SyncFailure):
+            raise failure
+        self._restarts[number] += 1
+        if self._restarts[number] > RESTARTS_IN_A_ROW:
+            failure.message += f"\nrollout-{number} was started anew {RESTARTS_IN_A_ROW} times in a row before; the run ends."
+            raise failure
+        group, self.groups[number] = self.groups[number], None
+        if group is not None:
+            group.close()
+        told = failure.message.split("\n", 1)[0]
+        self._cluster.say(f"{told}. It is started anew ({self._restarts[number]} of {RESTARTS_IN_A_ROW})")
+
+    def collect_survivors(
+        self,
+        calls: Mapping[int, PendingCall],
+        beside: PendingCall | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> dict[int, Any]:
+        """Values by rollout, of those that do not fail meanwhile. beside: what the trainer's ranks do at the same time."""
+        waited = [*calls.values(), *([] if beside is None else [beside])]
+        if not self._recipe.rollout.restart:
+            return dict(zip(calls, results(waited, watch), strict=False))
+        found = outcomes(waited, watch)
+        if beside is not None and isinstance(found[-1], QuintetError):
+            raise found[-1]
+        values = dict(zip(calls, found, strict=False))
+        failed = {number: value for number, value in values.items() if isinstance(value, QuintetError)}
+        # Weights also stop coming to those that share a channel with one that died: these get them again with it.
+        causes = {n: error for n, error in failed.items() if not isinstance(error, SyncFailure)} or failed
+        for number, error in causes.items():
+            self._lose(number, error)
+        return {number: value for number, value in values.items() if not isinstance(value, QuintetError)}
+
+    # memory
+
+    def sleep(self, level: int) -> None:
+        """Give up the devices: see `Rollout.sleep`."""
+        self.ask("sleep", level, phase="sleep")
+
+    def wake(self, part: Part) -> None:
+        """Take the devices again: see `Rollout.wake`."""
+        self.ask("wake", part, phase="wake")
+
+    def pause(self) -> None:
+        """Hold what is under way."""
+        self.ask("pause", phase="pause")
+
+    def resume(self) -> None:
+        """Go on."""
+        self.ask("resume", phase="resume")
+
+    def memory(self) -> list[dict[str, float | None]]:
+        """Peaks of every rank that answers."""
+        found = self.ask("memory", phase="memory")
+        return [rank for ranks in found.values() for rank in ranks]
+
+    def counts(self) -> dict[str, float]:
+        """Sums over all of them."""
+        found: dict[str, float] = {}
+        for ranks in self.ask("counts", phase="generate").values():
+            for name, value in ranks[0].items():
+                found[name] = found.get(name, 0.0) + value
+        return found
+
+    # generation
+
+    def generate(
+        self, shares: Mapping[int, list[Request]], sampling: Sampling, watch: Callable[[], None]
+    ) -> dict[int, list[list[SampleInfo]]]:
+        """What came out of these rollouts' shares, but of those that died: they are missing afterwards."""
+        calls = {
+            number: self._there(number).submit(
+                "generate",
+                [requests],
+                sampling=sampling,
+                dispatch=megatron_compute,
+                phase="generate",
+                num_returns=2,
+            )
+            for number, requests in shares.items()
+        }
+        made = {}
+        for number, (answer,) in self.collect_survivors(calls, watch=watch).items():
+            made[number], self._spares[number] = answer
+            self._keepers[number] = self.groups[number]
+            self._restarts[number] = 0
+        return made
+
+    def posted(self) -> int:
+        return sum(group.posted([group.n_ranks - 1]) for group in self.groups if group is not None)
+
+    def slice_samples(self, chosen: list[list[list[int]]], worth: list[list[list[float]]]) -> list[list[Any]]:
+        receivers = len(chosen[0])
+        calls = {
+            number: group.submit(
+                "slice_samples",
+                [chosen[number]],
+                [worth[number]],
+                dispatch=megatron_compute,
+                phase="slice_samples",
+                num_returns=1 + receivers,
+            )
+            for number, group in enumerate(self.groups)
+            if group is not None and group is self._keepers[number]  # one made anew since has nothing
+        }
+        parts_of = {number: list(parts[1:]) for number, (parts,) in self.collect_survivors(calls).items()}
+        for number in set(range(self.count)) - parts_of.keys():
+            _, *parts_of[number] = self._policy.call(
+                "scatter_backup",
+                [self._spares[number]],
+                chosen[number],
+                worth[number],
+                dispatch=rank_zero,
+                phase="slice_samples",
+                num_returns=1 + receivers,
+            )
+        return [parts_of[number] for number in range(self.count)]
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """By the first of them."""
+        answers = self._there(0).call("score", sequences, phase="generate")
+        found: list[list[float]] = answers[-1]
+        return found
+
+    def _there(self, number: int) -> WorkerGroup:
+        group = self.groups[number]
+        assert group is not None, f"rollout-{number} is gone"
+        return group
+
+    # weights
+
+    def mark_weights_updated(self) -> None:
+        """The trainer has taken a step, or new master weights."""
+        self._proof.changed()
+
+    def take_weights(self) -> dict[str, float]:
+        """Bring the present weights to all that are there: see `WeightSync.bring`."""
+        return self._weights.bring()
+
+    def probe(self) -> dict[str, float]:
+        """Prove by log-probs what could not be read back."""
+        if not self._proof.sequences or self.missing():
+            return {}
+        told = self.ask("score", self._proof.sequences, phase="sync")
+        return self._proof.of_probe({f"rollout-{number}": ranks[-1] for number, ranks in told.items()})
+
+    def ask(self, method: str, *args: Any, phase: str) -> dict[int, list[Any]]:
+        """What each rank answers, by rollout, of those that do not die."""
+        alive = {number: group for number, group in enumerate(self.groups) if group is not None}
+        return self.collect_survivors(
+            {n: group.submit(method, *args, phase=phase) for n, group in alive.items()}
+        )

@@ -1,0 +1,171 @@
+"""Who generates, seen from the controller: what controller and hybrid ask of rollouts, and those in the trainer's processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from quintet.cluster.calls import PendingCall, results
+from quintet.cluster.dispatch import all_to_all, some
+from quintet.cluster.group import WorkerGroup
+from quintet.controller.colocation import Sleepers
+from quintet.controller.messages import SampleInfo
+from quintet.controller.weight_check import Proof
+from quintet.recipe import schema
+from quintet.recipe.rollout import shares_weights
+from quintet.rollout import Part, Request, Sampling
+from quintet.sync.witness import Digest, Statement
+
+
+class Rollouts(Sleepers, Protocol):
+    """Copies of the rollout, numbered; each keeps the samples that it generated last."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def generate(
+        self, shares: Mapping[int, list[Request]], sampling: Sampling, watch: Callable[[], None]
+    ) -> dict[int, list[list[SampleInfo]]]:
+        """Generate each rollout's share of the requests: what came out, by rollout, request and sample. One that died
+        meanwhile, where it may, has no entry."""
+        ...
+
+    def posted(self) -> int:
+        """Sequences finished in the call under way."""
+        ...
+
+    def slice_samples(self, chosen: list[list[list[int]]], worth: list[list[list[float]]]) -> list[list[Any]]:
+        """Cut kept samples: by rollout and dp rank, positions and advantages; references to what each dp rank gets."""
+        ...
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """What one of them makes of these tokens: see `Rollout.score`."""
+        ...
+
+    def memory(self) -> list[dict[str, float | None]]:
+        """Memory peaks of ranks that do nothing else."""
+        ...
+
+    def counts(self) -> dict[str, float]:
+        """What they counted since the last time: see `Rollout.metrics`."""
+        ...
+
+
+class InProcessRolloutGroup:
+    """Rollouts in the trainer's processes: one a dp rank of the rollout's layout."""
+
+    colocated = True
+    apart = False
+
+    def __init__(self, workers: WorkerGroup, recipe: schema.Recipe, proof: Proof) -> None:
+        self._workers, self._proof = workers, proof
+        self._travel = not shares_weights(recipe)
+        self._coords: list[dict[str, int]] = workers.call("rollout_coords")
+        last = max(c["pp"] for c in self._coords)
+        owners = [r for r, c in enumerate(self._coords) if (c["tp"], c["cp"], c["pp"]) == (0, 0, last)]
+        self._owners = sorted(owners, key=lambda rank: self._coords[rank]["dp"])
+
+    @property
+    def count(self) -> int:
+        return len(self._owners)
+
+    def generate(
+        self, shares: Mapping[int, list[Request]], sampling: Sampling, watch: Callable[[], None]
+    ) -> dict[int, list[list[SampleInfo]]]:
+        answers = self._workers.call(
+            "generate",
+            [shares[c["dp"]] for c in self._coords],
+            [sampling] * len(self._coords),
+            dispatch=all_to_all,
+            phase="generate",
+            watch=watch,
+        )
+        return {number: answers[rank] for number, rank in enumerate(self._owners)}
+
+    def posted(self) -> int:
+        return self._workers.posted(self._owners)
+
+    def slice_samples(self, chosen: list[list[list[int]]], worth: list[list[list[float]]]) -> list[list[Any]]:
+        receivers = len(chosen[0])
+        nothing: list[list[Any]] = [[] for _ in range(receivers)]
+        by_rank = {rank: at for at, rank in enumerate(self._owners)}
+        ranks = range(len(self._coords))
+        parts = self._workers.call(
+            "slice_samples",
+            [chosen[by_rank[rank]] if rank in by_rank else nothing for rank in ranks],
+            [worth[by_rank[rank]] if rank in by_rank else nothing for rank in ranks],
+            dispatch=all_to_all,
+            phase="slice_samples",
+            num_returns=1 + receivers,
+        )
+        return [list(parts[rank][1:]) for rank in self._owners]
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        by_rank = [sequences if c["dp"] == 0 else [] for c in self._coords]
+        answers = self._workers.call("rollout_scores", by_rank, dispatch=all_to_all, phase="generate")
+        found: list[list[float]] = answers[self._owners[0]]
+        return found
+
+    def missing(self) -> bool:
+        return False
+
+    def start(self) -> None:
+        """They live and die with the trainer's ranks."""
+
+    def sleep(self, level: int) -> None:
+        self._workers.call("sleep_rollout", level, phase="sleep")
+
+    def wake(self, part: Part) -> None:
+        self._workers.call("wake_rollout", part, phase="wake")
+
+    def pause(self) -> None:
+        """Nothing is under way between two calls."""
+
+    def resume(self) -> None:
+        """Nothing was held."""
+
+    def mark_weights_updated(self) -> None:
+        if self._travel:
+            self._proof.changed()
+
+    def take_weights(self) -> dict[str, float]:
+        if not self._travel:  # the proof is that both are one storage
+            return {}
+        began = time.perf_counter()
+        self._workers.call("sync", phase="sync")
+        told = {"sync/seconds": time.perf_counter() - began}
+        return told | self._proof.of(self)
+
+    # the copies, as the proof asks for them: see `quintet.controller.weight_check.Copies`
+
+    def digests(self, beside: PendingCall) -> dict[str, list[Digest]]:
+        told, _ = results([self._workers.submit("rollout_digest", phase="sync"), beside])
+        return {name: [told[rank] for rank in ranks] for name, ranks in self._copies().items()}
+
+    def statements(
+        self, wanted: Mapping[str, list[int]], known: list[bytes], beside: PendingCall | None
+    ) -> dict[str, list[Statement]]:
+        copies = self._copies()
+        ranks = [copies[name][at] for name, places in wanted.items() for at in places]
+        asked = self._workers.submit("rollout_statement", known, dispatch=some(ranks), phase="sync")
+        told = iter(results([asked] if beside is None else [asked, beside])[0])
+        return {name: [next(told) for _ in places] for name, places in wanted.items()}
+
+    def _copies(self) -> dict[str, list[int]]:
+        """The ranks of each rollout, by its name."""
+        copies: dict[str, list[int]] = {}
+        for rank, at in enumerate(self._coords):
+            copies.setdefault(f"the rollout of dp rank {at['dp']}", []).append(rank)
+        return copies
+
+    def probe(self) -> dict[str, float]:
+        return {}
+
+    def memory(self) -> list[dict[str, float | None]]:
+        return []
+
+    def counts(self) -> dict[str, float]:
+        return {}

@@ -1,0 +1,193 @@
+"""Weights from the trainer's ranks to rollouts in processes of their own, and the proof that they arrived.
+
+Each rank that trains serves the receivers beside it (`quintet.sync.server`), straight from the ranks' shards, while the rollouts
+take what comes. Nothing is generated before the proof (`quintet.controller.weight_check`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from quintet.cluster.calls import PendingCall
+from quintet.cluster.dispatch import all_to_all, some
+from quintet.cluster.group import WorkerGroup
+from quintet.controller.weight_check import Proof
+from quintet.errors import SyncFailure
+from quintet.observe.memory import GIB
+from quintet.recipe import schema
+from quintet.recipe.rollout import devices_of_copy
+from quintet.rollout import Wanted
+from quintet.sync.server import ReceiverSpec, Served
+from quintet.sync.source import ChannelSource
+from quintet.sync.wire import Ticket, notify_absent
+from quintet.sync.witness import Digest, Statement
+
+Wants = dict[int, list[list[list[Wanted] | None]]]
+"""What each receiver wants, by rollout, rank and device: see `Rollout.receivers`."""
+
+
+class Receiving(Protocol):
+    """Rollouts that take weights; asking them leaves out those that die of it."""
+
+    groups: list[WorkerGroup | None]
+
+    def ask(self, method: str, *args: Any, phase: str) -> dict[int, list[Any]]: ...
+
+    def collect_survivors(
+        self,
+        calls: Mapping[int, PendingCall],
+        beside: PendingCall | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> dict[int, Any]: ...
+
+
+class WeightSync:
+    """Brings the trainer's weights to all rollouts."""
+
+    def __init__(
+        self,
+        policy: WorkerGroup,
+        rollouts: Receiving,
+        recipe: schema.Recipe,
+        proof: Proof,
+    ) -> None:
+        self._policy, self._rollouts, self._recipe, self._proof = policy, rollouts, recipe, proof
+        self._planned: list[WorkerGroup | None] = []
+        # What receivers said before they had taken anything, where some could not tell what they need yet.
+        self._before: Wants | None = None
+        self._sources: dict[int, list[ChannelSource]] = {}
+
+    def bring(self) -> dict[str, float]:
+        """Transfer and prove, and tell what it took; rollouts that died are missing afterwards.
+
+        Raises SyncMismatch naming the tensors that did not arrive as they were sent, SyncFailure naming a receiver that was
+        not reached and may not be made anew.
+        """
+        began = time.perf_counter()
+        self._follow()
+        serving = self._policy.submit("serve", phase="sync")
+        taking = {
+            number: group.submit("update_weights", self._sources[number], dispatch=all_to_all, phase="sync")
+            for number, group in enumerate(self._rollouts.groups)
+            if group is not None and number in self._sources
+        }
+        for number, call in taking.items():
+            call.others = partial(self._given_up, serving, number)
+        self._rollouts.collect_survivors(taking, beside=serving, watch=self._watch(taking))
+        served: list[Served] = serving.result()
+        told = {
+            "sync/seconds": time.perf_counter() - began,
+            "sync/gib": sum(one.bytes for one in served) / GIB,
+        }
+        if None in self._rollouts.groups:  # all get them again, once it is there anew
+            return told
+        return told | self._proof.of(self)
+
+    def _watch(self, taking: Mapping[int, PendingCall]) -> Callable[[], None]:
+        """To be called while the rollouts take weights: once one has failed, the ranks that serve it need not wait for what has
+        not come yet."""
+        left = dict(taking)
+
+        def look() -> None:
+            for number in [number for number, call in left.items() if call.failed]:
+                del left[number]
+                tickets = [ticket for source in self._sources[number] for ticket in source.tickets]
+                threading.Thread(target=_tell, args=(tickets,), name="quintet-sync", daemon=True).start()
+
+        return look
+
+    def _given_up(self, serving: PendingCall, number: int) -> SyncFailure | None:
+        """What the trainer tells of a rollout that it has given up, which itself may have no answer, or not know why."""
+        if serving.waiting or serving.failed:
+            return None
+        lost = {who: why for served in serving.value() for who, why in served.lost.items()}
+        for source in self._sources[number]:
+            for ticket in source.tickets:
+                if (why := lost.get(ticket.receiver)) is not None:
+                    return SyncFailure(f"receiver {ticket.receiver} did not get the new weights: {why}")
+        return None
+
+    # the copies, as the proof asks for them: see `quintet.controller.weight_check.Copies`
+
+    def digests(self, beside: PendingCall) -> dict[str, list[Digest]]:
+        calls = {
+            number: group.submit("digest", phase="sync")
+            for number, group in enumerate(self._rollouts.groups)
+            if group is not None
+        }
+        return {
+            _name(number): told
+            for number, told in self._rollouts.collect_survivors(calls, beside=beside).items()
+        }
+
+    def statements(
+        self, wanted: Mapping[str, list[int]], known: list[bytes], beside: PendingCall | None
+    ) -> dict[str, list[Statement]]:
+        calls = {
+            number: group.submit("statement", known, dispatch=some(wanted[_name(number)]), phase="sync")
+            for number, group in enumerate(self._rollouts.groups)
+            if group is not None and _name(number) in wanted
+        }
+        return {
+            _name(number): told
+            for number, told in self._rollouts.collect_survivors(calls, beside=beside).items()
+        }
+
+    def _follow(self) -> None:
+        """Plan anew when receivers have come or gone; and once more when they have taken weights for the first time, if that
+        has shown one which parts it needs."""
+        changed, before = self._planned != self._rollouts.groups, self._before
+        if not changed and before is None:
+            return
+        wanted: Wants = self._rollouts.ask("receivers", phase="sync")
+        unknown = any(boxes is None for ranks in wanted.values() for of_rank in ranks for boxes in of_rank)
+        self._before = wanted if changed and unknown else None
+        if changed or wanted != before:
+            self._plan(wanted)
+
+    def _plan(self, wanted: Wants) -> None:
+        """Say who serves whom."""
+        groups = list(self._rollouts.groups)
+        assignments: list[list[ReceiverSpec]] = [[] for _ in range(self._policy.n_ranks)]
+        alike: dict[Any, int] = {}
+        for number, ranks in wanted.items():
+            first = number * devices_of_copy(self._recipe)
+            for rank, of_rank in enumerate(ranks):
+                for device, boxes in enumerate(of_rank):
+                    here = first + (rank if len(ranks) > 1 else device)
+                    if self._recipe.rollout.placement == "separate":
+                        # Those that want the same are served by one rank, which sends it once.
+                        here = alike.setdefault(None if boxes is None else tuple(boxes), len(alike))
+                    spec = self._spec(number, rank, device, boxes)
+                    assignments[here % self._policy.n_ranks].append(spec)
+        tickets: list[list[Any]] = self._policy.call("plan_sync", assignments, phase="sync")
+        by_receiver = {ticket.receiver: ticket for rank in tickets for ticket in rank}
+        self._sources = {
+            number: [
+                ChannelSource([by_receiver[_id(number, rank, device)] for device in range(len(of_rank))])
+                for rank, of_rank in enumerate(ranks)
+            ]
+            for number, ranks in wanted.items()
+        }
+        self._planned = groups
+
+    def _spec(self, number: int, rank: int, device: int, boxes: list[Wanted] | None) -> ReceiverSpec:
+        colocated = self._recipe.rollout.placement == "colocated"
+        return ReceiverSpec(_id(number, rank, device), boxes, colocated)
+
+
+def _tell(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        notify_absent(ticket)
+
+
+def _id(number: int, rank: int, device: int) -> str:
+    return f"{_name(number)} rank {rank} device {device}"
+
+
+def _name(number: int) -> str:
+    return f"rollout-{number}"

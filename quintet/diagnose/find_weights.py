@@ -1,0 +1,73 @@
+"""Weights of a run's past: what of them is still on the disk after a given step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quintet.recipe.schema import Recipe
+from quintet.runs.checkpoints import Checkpoint, Checkpoints, Damaged, name_of
+from quintet.runs.ledger import read_metrics
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The policy after `step` steps of RL. model: a Hugging Face directory; its weights are meant where checkpoint, what
+    `Engine.save` wrote, is None. merged: whether adapters, if there were any, are part of the model's weights."""
+
+    step: int
+    path: Path
+    model: Path
+    checkpoint: Path | None = None
+    merged: bool = False
+
+
+def starting_model(run: Path, recipe: Recipe) -> Path:
+    """The Hugging Face directory that the run began with."""
+    if recipe.model.build is not None:
+        return run / "model"
+    assert recipe.model.path is not None
+    return recipe.model.path
+
+
+def find_weights(run: Path, recipe: Recipe, step: int) -> Weights | None:
+    """The weights after `step` steps of RL, if they are there: a checkpoint, an export, the trained model, or what RL began
+    with."""
+    model = starting_model(run, recipe)
+    name = name_of("rl", step)
+    if step == 0:
+        if recipe.sft is None:
+            return Weights(0, model, model) if (model / "config.json").exists() else None
+        return _after_warm_up(run, model)
+    if (found := _checkpoint(run / "checkpoints" / name)) is not None:
+        return Weights(step, found.path, model, found.policy)
+    for path in (run / "hf" / name, *([run / "checkpoint"] if step == _last_step(run) else [])):
+        if (path / "config.json").exists():
+            return Weights(step, path, path, merged=True)
+    return None
+
+
+def _after_warm_up(run: Path, model: Path) -> Weights | None:
+    lines = [line["step"] for line in read_metrics(run / "metrics.jsonl") if line["stage"] == "sft"]
+    if not lines:
+        return None
+    name = name_of("sft", max(lines))
+    if (found := _checkpoint(run / "checkpoints" / name)) is not None:
+        return Weights(0, found.path, model, found.policy)
+    path = run / "hf" / name
+    return Weights(0, path, path, merged=True) if (path / "config.json").exists() else None
+
+
+def _checkpoint(path: Path) -> Checkpoint | None:
+    if path not in Checkpoints(path.parent).published():
+        return None
+    try:
+        return Checkpoint.read(path)
+    except Damaged:
+        return None
+
+
+def _last_step(run: Path) -> int:
+    """The last step of RL that is recorded."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return max((line["step"] for line in lines if line["stage"] == "rl" and "loss" in line), default=0)

@@ -1,0 +1,1 @@
+"""Layers that megatron-core's specs are filled with: attention, experts, norms, multi-token prediction."""

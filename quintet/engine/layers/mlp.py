@@ -1,0 +1,85 @@
+"""The feed-forward part of a layer: megatron-core's modules around our gated activation, one pass over its data on GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from torch import Tensor
+
+from quintet.engine.device import runs_fused
+from quintet.models.shape import SWIGLU, Glu
+
+
+def gated(x: Tensor, weights: Tensor | None = None, glu: Glu = SWIGLU) -> Tensor:
+    """The gated activation of gate and up, times a weight a row where given: [..., 2w] → [..., w] in the type of x.
+
+    x: gate beside up along the last dim. weights: [..., 1]. The default is SwiGLU, silu(gate) · up (Shazeer 2020,
+    https://arxiv.org/abs/2002.05202); `Glu` tells the others.
+    """
+    if runs_fused(x):
+        from quintet.engine.triton import glu as glu_kernels
+
+        rows = x.reshape(-1, x.shape[-1])
+        out = glu_kernels.gated(rows, None if weights is None else weights.reshape(-1), glu)
+        return out.view(*x.shape[:-1], x.shape[-1] // 2)
+    if glu != SWIGLU:
+        return _Gated.apply(x, weights, glu)
+    gate, up = x.chunk(2, -1)
+    product = F.silu(gate) * up
+    return product if weights is None else (product * weights).to(x.dtype)
+
+
+class _Gated(torch.autograd.Function):
+    """Any `Glu`, in fp32 or wider and rounded once, keeping nothing but its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, glu: Glu) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.glu = glu
+        gate, up, opened = _parts(x, glu)
+        product = (up + glu.offset) * gate * opened
+        return (product if weights is None else product * weights).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weights = ctx.saved_tensors
+        glu: Glu = ctx.glu
+        gate, up, opened = _parts(x, glu)
+        grad_weights = None
+        if weights is not None:
+            product = (up + glu.offset) * gate * opened
+            grad_weights = (grad * product).sum(-1, keepdim=True).to(weights.dtype)
+            grad = grad * weights
+        grad_gate = grad * (up + glu.offset) * opened * (1 + glu.alpha * gate * (1 - opened))
+        grad_up = grad * gate * opened
+        if glu.limit is not None:
+            raw_gate, raw_up = x.chunk(2, -1)
+            grad_gate = grad_gate.masked_fill(raw_gate > glu.limit, 0.0)
+            grad_up = grad_up.masked_fill(raw_up.abs() > glu.limit, 0.0)
+        return torch.cat((grad_gate, grad_up), -1).to(x.dtype), grad_weights, None
+
+
+def _parts(x: Tensor, glu: Glu) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate and up within their limits, and how far the gate is open."""
+    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
+    if glu.limit is not None:
+        gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
+    return gate, up, torch.sigmoid(glu.alpha * gate)
+
+
+class GatedMLP(MLP):
+    """W2 (silu(G x) ⊙ U x), W1 = [G; U]. Without biases."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """[T (/tp under SP), 1, hidden] → the same, and the projection's bias (None)."""
+        hidden, _ = self.linear_fc1(hidden_states)
+        out, bias = self.linear_fc2(gated(hidden))
+        return out, bias
+
+
+class GatedSharedExperts(SharedExpertMLP, GatedMLP):
+    """Core's shared experts call their base's forward, which here is GatedMLP's."""

@@ -1,0 +1,200 @@
+"""The layers of a model: which modules a back end gives, and one function that makes a layer of them.
+
+`portable` needs torch and megatron-core alone. `transformer_engine` (quintet/engine/layers/te.py, imported when chosen) takes
+NVIDIA's linear layers and norms, which fuse norms into the projections after them. Both have the same attention
+around a kernel of their own, the same router, and parameters that `quintet.engine.weights.shards` names alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from quintet.engine.layers.attention import CoreAttention, PackedSelfAttention
+from quintet.engine.layers.experts import GroupedExperts
+from quintet.engine.layers.mla import LatentAttentionSubmodules, PackedLatentAttention, ReplicatedLinear
+from quintet.engine.layers.mlp import GatedMLP, GatedSharedExperts
+from quintet.engine.layers.norm import RMSNorm
+from quintet.engine.layers.router import Router
+from quintet.engine.mesh import Mesh
+from quintet.errors import UserError
+from quintet.models import ModelShape
+from quintet.models.rope import softmax_scale
+from quintet.models.shape import SWIGLU
+
+log = logging.getLogger(__name__)
+
+
+def choose_backend(name: str) -> str:
+    """The back end of layers that engine.backend asks for: "auto" is TransformerEngine on GPUs where it imports.
+
+    Raises UserError where TransformerEngine is asked for and cannot be had.
+    """
+    if name == "portable":
+        return _tell("portable", "as engine.backend says")
+    if not torch.cuda.is_available():
+        problem: str | None = "there is no GPU"
+    elif importlib.util.find_spec("transformer_engine") is None:
+        problem = "it is not installed"
+    else:
+        problem = _import_error()
+    if problem is None:
+        return _tell("transformer_engine", "it is installed")
+    if name == "transformer_engine":
+        raise UserError(
+            f"engine.backend=transformer_engine: {problem}; install transformer-engine[pytorch] on a machine with "
+            "an NVIDIA GPU, or leave engine.backend at auto"
+        )
+    return _tell("portable", f"no TransformerEngine: {problem}")
+
+
+@functools.cache
+def _import_error() -> str | None:
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"it does not import ({error})"
+    return None
+
+
+@functools.cache
+def _tell(backend: str, why: str) -> str:
+    log.info("layers: %s (%s)", backend, why)
+    return backend
+
+
+class PortableProvider(LocalSpecProvider):
+    """megatron-core's local layers, with a norm that knows of sequence parallelism and grouped experts."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return CoreAttention
+
+    def linear(self) -> type:
+        """Replicated over tp."""
+        return ReplicatedLinear
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules | None]:
+        return GroupedExperts, None
+
+
+def provider_of(backend: str) -> Any:
+    """The spec provider of a back end that `choose_backend` named."""
+    if backend == "portable":
+        return PortableProvider()
+    from quintet.engine.layers.te import TransformerEngineProvider
+
+    return TransformerEngineProvider()
+
+
+def block_spec(
+    shape: ModelShape, config: TransformerConfig, mesh: Mesh, backend: str, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this rank's pipeline stage, or of one of its interleaved parts, and the final norm."""
+    provider, stage = provider_of(backend), mesh.at("pp")
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=stage)
+    kinds = [(shape.is_moe(i), shape.window_of(i)) for i in range(first, first + count)]
+    specs = {
+        (moe, window): layer_spec(shape, provider, mesh.groups.tp, moe=moe, window=window)
+        for moe, window in kinds
+    }
+    layers = [specs[kind] for kind in kinds]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm(rms_norm=True))
+
+
+def layer_spec(
+    shape: ModelShape, provider: Any, tp: dist.ProcessGroup, *, moe: bool, window: int | None
+) -> ModuleSpec:
+    """One layer. Where a provider fuses a norm into the linear layer after it, the norm's own place is empty."""
+    norm = provider.layer_norm(rms_norm=True)
+    fuses = provider.fuse_layernorm_and_linear()
+    attention = _latent_attention(shape, provider) if shape.mla else _attention(shape, provider, window)
+    parts = TransformerLayerSubmodules(
+        input_layernorm=IdentityOp if fuses and not shape.mla else norm,
+        self_attention=attention,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=IdentityOp if fuses and not moe else norm,
+        mlp=_experts(shape, provider) if moe else _feed_forward(provider, fuses, tp),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=parts)
+
+
+def _feed_forward(provider: Any, fuses: bool, tp: dist.ProcessGroup) -> ModuleSpec:
+    # Core's layer hands the group to its own MLP alone.
+    return ModuleSpec(module=GatedMLP, submodules=_mlp(provider, fuses), params={"tp_group": tp})
+
+
+def _mlp(provider: Any, fuses: bool) -> MLPSubmodules:
+    first = provider.column_parallel_layer_norm_linear() if fuses else provider.column_parallel_linear()
+    return MLPSubmodules(linear_fc1=first, linear_fc2=provider.row_parallel_linear())
+
+
+def _experts(shape: ModelShape, provider: Any) -> ModuleSpec:
+    assert shape.moe is not None
+    experts, submodules = provider.grouped_mlp_modules(True, False)
+    params: dict[str, Any] = {}
+    if shape.moe.biases or shape.moe.glu != SWIGLU:
+        # Core's experts on TransformerEngine add the second bias once an etp rank.
+        experts, submodules = GroupedExperts, None
+        params = {"glu": shape.moe.glu, "biases": shape.moe.biases}
+    parts = MoESubmodules(
+        experts=ModuleSpec(module=experts, submodules=submodules, params=params),
+        shared_experts=ModuleSpec(module=GatedSharedExperts, submodules=_mlp(provider, False)),
+        router=partial(Router, bias=shape.moe.bias),
+    )
+    return ModuleSpec(module=MoELayer, submodules=parts)
+
+
+def _attention(shape: ModelShape, provider: Any, window: int | None) -> ModuleSpec:
+    fused = provider.column_parallel_layer_norm_linear() if provider.fuse_layernorm_and_linear() else None
+    norm = provider.layer_norm(rms_norm=True, for_qk=True) if shape.qk_norm else IdentityOp
+    parts = SelfAttentionSubmodules(
+        linear_qkv=fused or provider.column_parallel_linear(),
+        core_attention=partial(provider.core_attention(), window=window, sinks=shape.sinks),
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=norm,
+        k_layernorm=norm,
+    )
+    mask = {"attn_mask_type": AttnMaskType.causal}
+    return ModuleSpec(module=PackedSelfAttention, submodules=parts, params=mask)
+
+
+def _latent_attention(shape: ModelShape, provider: Any) -> ModuleSpec:
+    assert shape.mla is not None
+    fused = provider.column_parallel_layer_norm_linear() if provider.fuse_layernorm_and_linear() else None
+    parts = LatentAttentionSubmodules(
+        linear=provider.linear(),
+        column_parallel_linear=provider.column_parallel_linear(),
+        up_proj=fused or provider.column_parallel_linear(),
+        norm=None if fused else provider.layer_norm(rms_norm=True),
+        core_attention=provider.core_attention(),
+        linear_proj=provider.row_parallel_linear(),
+    )
+    params = {"softmax_scale": softmax_scale(shape), "interleaved": shape.mla.interleaved}
+    return ModuleSpec(module=PackedLatentAttention, submodules=parts, params=params)

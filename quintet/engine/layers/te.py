@@ -1,0 +1,64 @@
+"""The TransformerEngine back end of layers. Imported only where `choose_backend` found TransformerEngine usable.
+
+What stays quintet's own: the attention around the kernel, the router, and the replicated down projections of latent
+attention. TransformerEngine's linear layer marks a replicated weight as cut over tp, so that the gradient norm would
+count it once a tp rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+from quintet.engine.layers.attention import TransformerEngineAttention
+from quintet.engine.layers.experts import mark_expert
+from quintet.engine.layers.mla import ReplicatedLinear
+
+
+class TransformerEngineProvider(TESpecProvider):
+    """megatron-core's TransformerEngine layers; norms are part of the linear layers after them."""
+
+    def core_attention(self) -> type:
+        return TransformerEngineAttention
+
+    def linear(self) -> type:
+        """Replicated over tp."""
+        return ReplicatedLinear
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules | None]:
+        _, submodules = super().grouped_mlp_modules(True, False)
+        return FusedExperts, submodules
+
+
+class FusedExperts(TEGroupedMLP):
+    """Experts on TransformerEngine's grouped products: a weight each, linear_fc1.weight0, …, with the same marks as the
+    portable ones."""
+
+    def __init__(
+        self, num_local_experts: int, config: Any, submodules: MLPSubmodules, pg_collection: Any = None
+    ) -> None:
+        super().__init__(num_local_experts, config, submodules, pg_collection)
+        for linear, dim in ((self.linear_fc1, 0), (self.linear_fc2, 1)):
+            for weight in linear.parameters():
+                mark_expert(weight, pg_collection, dim=dim)
+
+
+def add_gradients_in_place(chunks: Iterable[torch.nn.Module]) -> None:
+    """Have TransformerEngine's linear layers add weight gradients to the fp32 gradient buffers within the product.
+
+    Otherwise each is written in bf16 and added in a further pass. Core's field for it (gradient_accumulation_fusion)
+    also asks Apex of the LM head's layer, which quintet does not call.
+    """
+    linear: Any
+    for linear in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(linear, "fuse_wgrad_accumulation") and any(
+            p.requires_grad for p in linear.parameters(False)
+        ):
+            linear.fuse_wgrad_accumulation = True

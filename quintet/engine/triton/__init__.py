@@ -1,0 +1,1 @@
+"""Triton kernels: log-probs of the head, gated MLPs, rotary positions, fingerprints."""

@@ -1,0 +1,204 @@
+"""Writes a Hugging Face directory tensor by tensor: safetensors files, their index and their checksums.
+
+Names, shapes and types are known beforehand, so every file's header and every tensor's place in it are, too: tensors
+are written when they come, in any order, by a few threads that also make their checksums. All happens in a directory
+of a temporary name, which takes its own name once everything is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintet.models.checksums import BLOCK_BYTES, KEY, as_metadata, block_count, block_sums
+from quintet.runs.atomic_dir import atomic_directory, refusal
+
+SHARD_BYTES = 4 << 30
+PART_BYTES = 64 * BLOCK_BYTES
+"""What one thread checks and writes at a time."""
+THREADS = 4
+
+DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One tensor that will come."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class _File:
+    """A safetensors file that is being written. starts: where each tensor's bytes begin."""
+
+    path: Path
+    tensors: list[Planned]
+    descriptor: int
+    starts: dict[str, int]
+    sums: dict[str, list[str]]
+
+
+class HfWriter:
+    """Writes planned tensors to `path`, which must not be there yet, or be an empty directory.
+
+        with HfWriter(path, planned) as writer:
+            writer.add(name, tensor)                    # each of them, in any order
+            writer.directory                            # where config.json and the tokenizer go
+
+    Leaving the block publishes the directory; leaving it by an error removes what was written.
+
+    Every method raises UserError naming the path and the reason when the disk does not take what is written.
+    """
+
+    def __init__(self, path: Path, planned: Sequence[Planned], shard_bytes: int | None = None) -> None:
+        self.path = path
+        self._planned = list(planned)
+        self._shard_bytes = SHARD_BYTES if shard_bytes is None else shard_bytes
+        self.total_bytes = sum(one.nbytes for one in self._planned)
+        self._place = atomic_directory(path, self.total_bytes)
+        self._files: list[_File] = []
+        self._file_of: dict[str, tuple[_File, Planned]] = {}
+        self._tasks: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(THREADS)
+
+    def __enter__(self) -> HfWriter:
+        self.open()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.close(publish=kind is None)
+
+    def open(self) -> None:
+        """Make the temporary directory and its files."""
+        self.directory = self._place.__enter__()
+        try:
+            for number, tensors in enumerate(groups := list(self._groups()), start=1):
+                single = len(groups) == 1
+                name = (
+                    "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+                )
+                self._start(self.directory / name, tensors)
+        except OSError as error:
+            self.close(publish=False)
+            raise refusal(self.path, self.total_bytes, error) from None
+
+    def close(self, publish: bool) -> None:
+        """Give the directory its name, or remove it."""
+        abandoned: Exception | None = None if publish else _Abandoned()
+        try:
+            if publish:
+                self._finish()
+        except Exception as error:
+            abandoned = error
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+            for file in self._files:
+                os.close(file.descriptor)
+            self._files = []
+        self._place.__exit__(type(abandoned) if abandoned else None, abandoned, None)
+        if publish and abandoned is not None:
+            raise abandoned
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor of the planned shape and type, from the CPU. It must not change before the block is left."""
+        file, planned = self._file_of.pop(name)
+        if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
+            raise ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}, planned was {planned}")
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        parts = range(0, len(data), PART_BYTES)
+        file.sums[name] = [""] * len(parts)
+        self._wait(most=2 * THREADS)
+        for number, start in enumerate(parts):
+            part = data[start : start + PART_BYTES]
+            self._tasks.append(self._pool.submit(self._write, file, name, number, start, part))
+
+    def _write(self, file: _File, name: str, number: int, start: int, part: memoryview) -> None:
+        at = file.starts[name] + start
+        file.sums[name][number] = block_sums(part)
+        while part:
+            count = os.pwrite(file.descriptor, part, at)
+            part, at = part[count:], at + count
+
+    def _wait(self, most: int = 0) -> None:
+        """Until at most so many tasks are under way."""
+        while len(self._tasks) > most:
+            try:
+                self._tasks.pop(0).result()
+            except OSError as error:
+                raise refusal(self.path, self.total_bytes, error) from None
+
+    def _groups(self) -> Iterator[list[Planned]]:
+        """The tensors of each file, in the planned order."""
+        group: list[Planned] = []
+        held = 0
+        for one in self._planned:
+            if group and held + one.nbytes > self._shard_bytes:
+                yield group
+                group, held = [], 0
+            group.append(one)
+            held += one.nbytes
+        yield group
+
+    def _start(self, path: Path, tensors: list[Planned]) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        file = _File(path, tensors, descriptor, {}, {})
+        self._files.append(file)
+        at = len(_header(tensors, {one.name: "0" * 8 * block_count(one.nbytes) for one in tensors}))
+        for one in tensors:
+            file.starts[one.name] = at
+            self._file_of[one.name] = (file, one)
+            at += one.nbytes
+        os.ftruncate(descriptor, at)
+
+    def _finish(self) -> None:
+        """The headers, which tell the checksums, and the index."""
+        if self._file_of:
+            raise ValueError(f"planned and not written: {', '.join(sorted(self._file_of))}")
+        self._wait()
+        for file in self._files:
+            os.pwrite(
+                file.descriptor, _header(file.tensors, {n: "".join(s) for n, s in file.sums.items()}), 0
+            )
+        if len(self._files) > 1:
+            weight_map = {one.name: file.path.name for file in self._files for one in file.tensors}
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2) + "\n"
+            (self.directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+class _Abandoned(Exception):
+    """Ends the block of a directory that is not wanted any more."""
+
+
+def _header(tensors: list[Planned], sums: dict[str, str]) -> bytes:
+    """Length and JSON of a file's header, to a multiple of 8 bytes. Its size does not depend on the checksums' values."""
+    ordered = {one.name: sums[one.name] for one in tensors}
+    content: dict[str, Any] = {"__metadata__": {"format": "pt", KEY: as_metadata(ordered)}}
+    at = 0
+    for one in tensors:
+        offsets = [at, at + one.nbytes]
+        content[one.name] = {
+            "dtype": DTYPE_NAMES[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": offsets,
+        }
+        at = offsets[1]
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,238 @@
+"""What back ends have in common whose engine is another project's, with devices and processes of its own.
+
+Such an engine does jobs: a prompt's tokens in, tokens and their log-probs out. `ExternalEngineRollout` is the rest of a rollout: it refuses
+what the engine was not made for before anything is asked of it, cuts requests into jobs, a sample each, makes samples of the
+answers, and keeps account of who is asleep, held or without weights. A back end adds its engine, its words for a job, and how
+weights and memory change hands.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from quintet.errors import QuintetError, UserError
+from quintet.models import read_shape
+from quintet.recipe import schema
+from quintet.rollout.base import Part, Request, Sample, Sampling
+from quintet.rollout.policy_sample import policy_sample
+from quintet.rollout.seeds import positive_seeds
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Progress = Callable[[int], None]
+"""Told how many jobs of a call are done."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One response to write, or one sequence to score: a prompt, and the sampling parameters in the engine's words."""
+
+    prompt_ids: list[int]
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a job. logprobs: the policy's, one a response token; prompt_logprobs: one a prompt token but the first,
+    where asked; finish: as `Sample.finish`. routes: the experts of tokens, where the engine tells them with its answers."""
+
+    response_ids: list[int]
+    logprobs: list[float]
+    finish: str
+    prompt_logprobs: list[float] = field(default_factory=list)
+    routes: np.ndarray | None = None
+
+
+JobT = TypeVar("JobT", bound=Job)
+AnswerT = TypeVar("AnswerT", bound=Answer)
+_Asked = TypeVar("_Asked", contravariant=True)
+_Told = TypeVar("_Told", covariant=True)
+
+
+class Engine(Protocol[_Asked, _Told]):
+    """What does the jobs. Its methods may be called from several threads."""
+
+    def run(self, jobs: Sequence[_Asked], progress: Progress) -> Sequence[_Told]:
+        """Do all jobs; returns when each is done or aborted. Raises WorkerFailure when a process of the engine dies."""
+        ...
+
+    def pause(self) -> None:
+        """No more tokens until `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def abort(self) -> None:
+        """End the jobs of all calls under way, with what they have come to."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine's processes and give its memory up."""
+        ...
+
+
+def longest(recipe: schema.Recipe) -> int:
+    """Most tokens of a sequence in an engine: the recipe's longest sample, and one more, which scoring it may ask for."""
+    return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + 1
+
+
+class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
+    """The part of the rollout protocol that does not depend on whose engine it is.
+
+    model_dir: a Hugging Face directory, that of the engine. decode: token ids → text. progress: told how many samples of a
+    call are done.
+    """
+
+    title: str
+    """What errors call the engine."""
+
+    def __init__(
+        self,
+        recipe: schema.Recipe,
+        model_dir: Path,
+        engine: Engine[JobT, AnswerT],
+        decode: Callable[[list[int]], str],
+        progress: Progress,
+    ) -> None:
+        self._recipe, self._engine, self._decode, self._progress = recipe.rollout, engine, decode, progress
+        self._longest, self._shape = longest(recipe), read_shape(model_dir)
+        self._asleep: set[Part] = set()
+        self._held = self._closed = False
+        self._forgot = False  # whether the weights are undefined
+        self._counted: dict[str, float] = {}
+
+    # what each back end says in its own words
+
+    @abstractmethod
+    def _to_write(self, request: Request, number: int, seed: int, sampling: Sampling) -> JobT:
+        """The job of sample `number` of a request. seed: that of this sample."""
+
+    @abstractmethod
+    def _to_score(self, ids: list[int]) -> JobT:
+        """The job that asks for the log-probs of a sequence's tokens, at temperature 1."""
+
+    @abstractmethod
+    def _add_routes(self, samples: list[Sample], answers: list[AnswerT], prompts: list[int]) -> None:
+        """Give samples the routes that the engine told. prompts: tokens of each one's prompt."""
+
+    @abstractmethod
+    def _counts(self) -> dict[str, float]:
+        """What the engine counted since it was made, under the names of `base.COUNTS`."""
+
+    def _check(self, sampling: Sampling) -> None:
+        """Raise UserError for a sampling that the engine cannot do."""
+        if sampling.stop and not self._recipe.stop:
+            raise UserError(
+                f"{self.title} was made without a tokenizer, which stop strings need: give at least one in rollout.stop"
+            )
+
+    # generation
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
+        """Responses of each request, in order. Raises WorkerFailure when a process of the engine dies."""
+        self._check(sampling)
+        jobs = [job for at, request in enumerate(requests) for job in self._jobs(at, request, sampling)]
+        answers = self._run(jobs, self._progress)
+        made = [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in answers]
+        if self._recipe.return_routes:
+            self._add_routes(made, answers, [len(job.prompt_ids) for job in jobs])
+        samples = iter(made)
+        return [[next(samples) for _ in range(request.samples)] for request in requests]
+
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
+        for at, ids in enumerate(sequences):
+            if len(ids) >= self._longest:
+                raise UserError(
+                    f"sequence {at} has {len(ids)} tokens; {self.title} was made for {self._longest - 1}: raise "
+                    "data.max_prompt_tokens or rollout.max_response_tokens"
+                )
+        jobs = [self._to_score(list(ids)) for ids in sequences if len(ids) > 1]
+        done = self._run(jobs, lambda done: None)
+        if any(one.finish == "abort" for one in done):
+            raise QuintetError("scoring was given up by `abort`: there are no log-probs")
+        answers = iter(done)
+        return [next(answers).prompt_logprobs if len(ids) > 1 else [] for ids in sequences]
+
+    def _jobs(self, at: int, request: Request, sampling: Sampling) -> list[JobT]:
+        """Those of a request's samples. at: its place among the requests, for errors."""
+        tokens = len(request.prompt_ids)
+        if not tokens:
+            raise UserError(f"prompt {at} has no tokens: a response cannot start from nothing")
+        most = max(request.limits(sampling), default=0)
+        if tokens + most > self._longest:
+            raise UserError(
+                f"prompt {at} has {tokens} tokens and its response may have {most}; {self.title} was made for "
+                f"{self._longest} in all: raise data.max_prompt_tokens or rollout.max_response_tokens"
+            )
+        seeds = positive_seeds(request.seed, request.samples)
+        return [self._to_write(request, number, seed, sampling) for number, seed in enumerate(seeds)]
+
+    def _run(self, jobs: list[JobT], progress: Progress) -> list[AnswerT]:
+        if self._asleep:
+            raise QuintetError(
+                f"the rollout's {' and '.join(sorted(self._asleep))} are asleep: wake them before it generates"
+            )
+        if self._forgot:
+            raise QuintetError(
+                "the rollout's weights are undefined: it forgot them when it slept, was made without, or the last ones did not "
+                "arrive whole; it generates after update_weights"
+            )
+        return list(self._engine.run(jobs, progress)) if jobs else []
+
+    # requests under way
+
+    def pause(self) -> None:
+        """Hold requests that are under way, and start no others, until `resume`."""
+        self._held = True
+        self._engine.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`; asleep or without weights, once all is there."""
+        self._held = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not (self._held or self._asleep or self._forgot):
+            self._engine.resume()
+
+    @contextmanager
+    def _weights_arriving(self) -> Iterator[None]:
+        """After an error within it the weights are undefined, and nothing goes on, until the next ones have come. Raises
+        QuintetError while the weights are asleep."""
+        if "weights" in self._asleep:
+            raise QuintetError("the rollout's weights are asleep: wake them before new ones arrive")
+        held_back, self._forgot = self._forgot, True
+        try:
+            yield
+        except BaseException:
+            if not self._held:
+                with suppress(Exception):  # the first error tells more
+                    self._engine.pause()
+            raise
+        self._forgot = False
+        if held_back:
+            self._go_on()
+
+    def abort(self) -> None:
+        """Give up requests that are under way: their samples end with finish "abort", with the tokens they have."""
+        self._engine.abort()
+
+    def metrics(self) -> dict[str, float]:
+        """What was counted since the last call: prefix cache tokens asked for and found; with speculation, drafts, their
+        tokens, and those accepted."""
+        now, before = self._counts(), self._counted
+        self._counted = now
+        return {name: value - before.get(name, 0.0) for name, value in now.items()}
+
+    def close(self) -> None:
+        """Stop the engine and its processes, once."""
+        if not self._closed:
+            self._closed = True
+            self._engine.close()

@@ -1,0 +1,224 @@
+"""The live weights of a model inside vLLM, as parts of Hugging Face tensors: where they are, and how they are read and written.
+
+A first load is watched (`trace`); from then on it is known which box of which tensor is where in which parameter. What
+vLLM makes of its parameters once they are loaded differs by layer, device and kernel. Each parameter has a form in which it
+can be read, or none:
+
+- plain: it is as it was loaded, or has its last two dims exchanged. It can be written in place as well;
+- packed, on the CPU: `packed` reads it exactly;
+- anything else, such as matrices shuffled for a kernel, cannot be read.
+
+Linear layers, embeddings, norms and routers are known to be plain or packed. Experts and quantised layers may be anything,
+so they have a form only if what arrived is read back with it after the first load.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintet.engine.weights.fingerprint import fingerprint, fingerprints
+from quintet.errors import SyncMismatch
+from quintet.models.mcore import Box, meet, slices, volume, whole_box
+from quintet.rollout.base import Fingerprints, Piece
+from quintet.rollout.vllm import cpu_layouts as packed
+from quintet.rollout.vllm.load_trace import Record, Region
+
+Models = Sequence[tuple[str, torch.nn.Module]]
+"""The models of a worker with a prefix for their names: the policy, and what drafts for it."""
+TRIED = 4
+"""Regions of a parameter that are read to find its form."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a parameter is kept. read: its content, in the shape it was loaded in. plain: whether that is the parameter itself, so
+    that writing to it changes the model. signed: whether the sign of a zero is read."""
+
+    read: Callable[[], Tensor]
+    plain: bool = True
+    signed: bool = True
+
+
+class Live:
+    """The map of one worker's live weights. record: of a load that has just ended; models: those it loaded."""
+
+    def __init__(self, record: Record, models: Models) -> None:
+        self.regions = {name: list(regions) for name, regions in record.regions.items()}
+        self._models = models
+        self._filled = {name: list(parts) for name, parts in record.filled.items()}
+        self._of = defaultdict[str, list[Region]](list)
+        for regions in self.regions.values():
+            for region in regions:
+                self._of[region.parameter].append(region)
+        self._forms = {
+            name: _form(models, *owner(models, name), *record.loaded[name], regions, record.arrived)
+            for name, regions in self._of.items()
+        }
+        self._mixed = set(record.mixed)
+        self.unreadable = record.mixed | {
+            name
+            for name, regions in self.regions.items()
+            if any(self._forms[r.parameter] is None or not r.exact for r in regions)
+        }
+        self.copyable = not record.mixed and all(form and form.plain for form in self._forms.values())
+
+    def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Box]]:
+        """The parts of tensors that the load read, by name; they do not overlap. shapes: of all tensors that came."""
+        found = {}
+        for name in {*self.regions, *self._mixed}:
+            parts = sorted({r.box for r in self.regions.get(name, ())})
+            apart = all(meet(*pair) is None for pair in itertools.combinations(parts, 2))
+            whole = name in self._mixed or not apart
+            found[name] = [whole_box(shapes[name])] if whole else parts
+        return found
+
+    def read(self, negative_zeros: dict[str, Tensor]) -> tuple[Fingerprints, set[str]]:
+        """Fingerprints of all that can be read; and the names of tensors that cannot, or not in every copy that is used.
+
+        negative_zeros: where tensors have them (mask of the whole tensor), for forms that cannot tell. Raises SyncMismatch where
+        two copies of a part differ.
+        """
+        unreadable = set(self.unreadable)
+        for _, model in self._models:
+            for layer, copies in packed.absorbed(model):
+                names = self._names_in(layer)
+                if copies is None:
+                    unreadable |= names
+                elif not all(torch.equal(*pair) for pair in copies):
+                    raise SyncMismatch(
+                        f"{', '.join(sorted(names))}: the copy that attention works with differs"
+                    )
+        return fingerprints(self._parts(negative_zeros)), unreadable
+
+    def _parts(self, negative_zeros: dict[str, Tensor]) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
+        for parameter, regions in self._of.items():
+            form = self._forms[parameter]
+            if form is None:
+                continue
+            tensor = form.read()
+            for region in regions:
+                if region.name in self.unreadable:
+                    continue
+                part = self._as_it_came(region, tensor)
+                if not form.signed and region.name in negative_zeros:
+                    negative = negative_zeros[region.name][tuple(slice(*side) for side in region.box)]
+                    part = torch.where(negative & (part == 0), -0.0, part)
+                yield region.name, region.shape, region.box, part
+
+    def _as_it_came(self, region: Region, parameter: Tensor) -> Tensor:
+        """A part in the type it arrived in. Raises SyncMismatch where it is nothing that arrived in that."""
+        part = region.view(parameter)
+        narrow = part.to(region.dtype)
+        if region.dtype != region.kept and not torch.equal(narrow.to(region.kept), part):
+            raise SyncMismatch(
+                f"{region.name}: vLLM holds values that are no {region.dtype}, as the engine's are"
+            )
+        return narrow
+
+    def _names_in(self, layer: Any) -> set[str]:
+        held = {
+            prefix + name + "."
+            for prefix, model in self._models
+            for name, module in model.named_modules()
+            if module is layer
+        }
+        return {
+            r.name for p, regions in self._of.items() if p.rpartition(".")[0] + "." in held for r in regions
+        }
+
+    def begin(self) -> Copying:
+        """Start to write new weights in place, where all are `copyable`."""
+        targets = {
+            name: [(r, r.view(self._forms[r.parameter].read())) for r in regions]  # type: ignore[union-attr]
+            for name, regions in self.regions.items()
+        }
+        for parameter, parts in self._filled.items():
+            form = self._forms.get(parameter)
+            for box, value in parts if form else ():
+                form.read()[tuple(slice(*side) for side in box)].fill_(value)  # type: ignore[union-attr]
+        return Copying(targets)
+
+    def end(self) -> None:
+        """After new weights were written in place: what layers derive from theirs follows, also in place."""
+        for _, model in self._models:
+            for _, copies in packed.absorbed(model):
+                for copy, source in copies or ():
+                    if copy.data_ptr() != source.data_ptr():
+                        copy.copy_(source)
+
+
+class Copying:
+    """New weights on their way into live parameters."""
+
+    def __init__(self, targets: dict[str, list[tuple[Region, Tensor]]]) -> None:
+        self._targets = targets
+        self._left = {name: sum(volume(r.box) for r, _ in parts) for name, parts in targets.items()}
+
+    def put(self, piece: Piece) -> None:
+        """Copy what the model has of a piece."""
+        for region, view in self._targets.get(piece.name, ()):
+            both = meet(region.box, piece.box)
+            if both is not None:
+                view[slices(region.box, both)].copy_(piece.tensor[slices(piece.box, both)])
+                self._left[piece.name] -= volume(both)
+
+    def missing(self) -> list[str]:
+        """Tensors that did not come, or not all of them."""
+        return sorted(name for name, left in self._left.items() if left > 0)
+
+
+def owner(models: Models, name: str) -> tuple[Any, str]:
+    """The layer that a parameter belongs to, and its name there."""
+    for prefix, model in models:
+        if name.startswith(prefix):
+            path, _, attribute = name.removeprefix(prefix).rpartition(".")
+            return model.get_submodule(path), attribute
+    raise KeyError(name)
+
+
+def _holds(module: Any, attribute: str, layer: Any) -> bool:
+    """Whether a module is the layer, or shares this parameter with it."""
+    return module is layer or getattr(module, attribute, None) is getattr(layer, attribute)
+
+
+def _form(
+    models: Models,
+    layer: Any,
+    attribute: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    regions: list[Region],
+    arrived: dict[Region, Tensor],
+) -> Form | None:
+    """The form of a parameter that was loaded with this shape and type; None where it cannot be read."""
+    holders = [m for _, model in models for m in model.modules() if _holds(m, attribute, layer)]
+    kernel = packed.linear(holders, shape) if attribute == "weight" else None
+    if kernel is not None:
+        return Form(kernel, plain=False, signed=False)
+    held = getattr(layer, attribute)
+    # What quantised layers derive from their parameters is not known here.
+    writable = held.dtype == dtype and (packed.quantisation(layer) or "Unquantized").startswith("Unquantized")
+    forms = []
+    if tuple(held.shape) == shape:
+        forms.append(Form(lambda: getattr(layer, attribute).data.to(dtype), writable))
+    if held.dim() >= 2 and tuple(held.mT.shape) == shape:
+        forms.append(Form(lambda: getattr(layer, attribute).data.mT.to(dtype), writable))
+    reordered = packed.experts(layer, attribute, shape)
+    if reordered is not None:
+        forms.append(Form(reordered, plain=False))
+    tried = [r for r in regions if r.exact][:: max(1, len(regions) // TRIED)]
+    for form in forms:
+        tensor = form.read()
+        if any(
+            torch.equal(fingerprint(r.view(tensor).to(r.dtype), r.shape, r.box), arrived[r]) for r in tried
+        ):
+            return form
+    # What is known to be plain and does not read back is wrong, and is to be found so.
+    return forms[0] if forms and packed.sure(layer) and tuple(held.shape) == shape else None

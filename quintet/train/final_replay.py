@@ -1,0 +1,57 @@
+"""What a run leaves for `quintet diagnose mismatch` at its end: samples of the weights that are written then."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from quintet.controller.controller import StepResult
+from quintet.controller.replay import pack, replay_of
+from quintet.errors import QuintetError, RayFailure, RolloutMismatch, SyncFailure, WorkerFailure
+from quintet.runs.checkpoints import name_of
+from quintet.train.mismatch import check_mismatch
+from quintet.train.session import Session
+
+
+def closing_replay(s: Session, step: int) -> None:
+    """Generate with the weights after `step`, the last one, and score; kept as the replay of the step that does not come."""
+    count = s.recipe.mismatch.replay_samples_per_step
+    if count == 0:
+        return
+    assert s.inputs.train is not None
+    prompts = list(s.inputs.train)[:count]
+    with s.observer.phase("replay"):
+        with s.controller.generating():
+            samples = s.controller.generate(prompts, s.sampling(), 1, f"{s.recipe.run.seed}/replay")
+        s.controller.scatter(samples, torch.zeros(len(prompts)))
+        s.controller.score_samples(s.temperature, old=True)
+        trained = s.controller.replayed()
+    s.observer.replay(step + 1, pack(replay_of(step + 1, s.sampling(), samples, trained)))
+
+
+def keep_final_replay(s: Session, step: int) -> None:
+    """`closing_replay` of a run whose model is written: a process that dies now costs only the samples."""
+    try:
+        closing_replay(s, step)
+    except (WorkerFailure, RayFailure, SyncFailure) as failure:
+        told = failure.message.split("\n", 1)[0]
+        s.observer.note(
+            f"warning: no samples of the trained model are kept for quintet diagnose mismatch: {told}"
+        )
+
+
+def stop_on_mismatch(s: Session, step: int, result: StepResult) -> None:
+    """End the run where rollout and trainer have parted further than the recipe allows; raises RolloutMismatch.
+
+    The weights are written to hf/ before, and samples of them if the rollout still makes any, so that there is something to
+    diagnose.
+    """
+    try:
+        check_mismatch(s.recipe.mismatch, result.tally, step, s.observer.directory.path)
+    except RolloutMismatch:
+        with suppress(QuintetError):  # why the run ends matters more
+            s.controller.save(s.observer.directory.hf / name_of("rl", step))
+        with suppress(QuintetError):
+            closing_replay(s, step)
+        raise

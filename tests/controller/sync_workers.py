@@ -1,0 +1,86 @@
+"""Ranks that serve weights, and a rollout's process that takes them, with no model but the weights."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from benchmarks.engine_work import MODELS
+from quintet.cluster.worker import Place, Worker
+from quintet.engine.weights.shards import Shard, shard_fingerprints
+from quintet.models.mcore import whole_box
+from quintet.rollout import Wanted, WeightSource
+from quintet.rollout.vllm.weights import check, combine
+from quintet.sync.server import ReceiverSpec, Served, WeightServer
+from quintet.sync.wire import Ticket
+from quintet.sync.witness import Digest, Statement, Witness
+from tests.patience import BUSY
+from tests.rollout.vllm.test_weights import make, weights_of
+
+
+class Serving(Worker):
+    """A rank that trains: it holds every other tensor, and hands them out."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.plans = 0
+        self._seed = 0
+        self._witness = Witness()
+        shape, device = MODELS["tiny"].shape, torch.device("cpu")
+        self._server = WeightServer(self._shards, shape, torch.float32, device, 0.25, timeout_s=20.0 * BUSY)
+
+    def _shards(self) -> list[Shard]:
+        held = list(weights_of(self._seed).items())[self.rank :: self.world_size]
+        return [Shard(name, tuple(t.shape), whole_box(t.shape), t) for name, t in held]
+
+    def plan_sync(self, assignments: list[list[ReceiverSpec]]) -> list[Ticket]:
+        self.plans += 1
+        return self._server.plan(assignments)
+
+    def serve(self) -> Served:
+        return self._server.serve()
+
+    def digest(self) -> Digest:
+        shards = self._shards()
+        return self._witness.digest(shard_fingerprints(shards), {one.name: one.shape for one in shards})
+
+    def statement(self, known: list[bytes]) -> Statement:
+        return self._witness.statement(known)
+
+    def planned(self) -> int:
+        return self.plans
+
+
+class Taking(Worker):
+    """A rollout whose `tp` devices learn what they need from loading it: one device needs everything."""
+
+    def __init__(self, place: Place, tp: int) -> None:
+        super().__init__(place)
+        self.held = [make(rank, tp)[1] for rank in range(tp)]
+        self.asked, self.bytes = 0, [0] * tp
+        self._witness = Witness()
+
+    def setup(self) -> None:
+        import torch._dynamo  # noqa: F401  (as in vLLM's processes: seconds, which the first weights would wait for)
+
+    def receivers(self) -> list[list[Wanted] | None]:
+        self.asked += 1
+        return [one.wanted() for one in self.held]
+
+    def update_weights(self, source: WeightSource) -> None:
+        with ThreadPoolExecutor(len(self.held)) as pool:
+            taken = list(pool.map(lambda n: self.held[n].take(source.pieces(n)), range(len(self.held))))
+        check(taken)
+        self.bytes = [one.bytes for one in taken]
+
+    def digest(self) -> Digest:
+        prints, unreadable = combine([one.read() for one in self.held])
+        return self._witness.digest(prints, unreadable=unreadable)
+
+    def statement(self, known: list[bytes]) -> Statement:
+        return self._witness.statement(known)
+
+    def told(self) -> tuple[int, list[int]]:
+        """How often it was asked what it needs, and the bytes that each device got last."""
+        return self.asked, self.bytes

@@ -1,0 +1,250 @@
+"""The order in which memory and weights change hands, as the trainer's ranks and the rollouts are asked."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quintet.controller.colocation import DeviceHandover
+from quintet.errors import Stopped, UserError, WorkerFailure
+from quintet.recipe import Recipe
+from quintet.recipe.schema import Engine, Rollout
+
+
+class Asked:
+    """Trainer and rollouts that write down what they are asked. lost: how many of the next calls lose a rollout."""
+
+    apart = True
+
+    def __init__(self, placement: str = "colocated") -> None:
+        self.colocated = placement == "colocated"
+        self.order: list[str] = []
+        self.there = False
+        self.lost: set[str] = set()
+
+    def call(self, method: str, *args: Any, phase: str) -> None:
+        self._note(" ".join([method, *args[0]]) if args else method)
+
+    def missing(self) -> bool:
+        return not self.there
+
+    def start(self) -> None:
+        self.order.append("start")
+        self.there = True
+
+    def sleep(self, level: int) -> None:
+        self._note(f"sleep {level}")
+
+    def wake(self, part: str) -> None:
+        self._note(f"wake {part}")
+
+    def pause(self) -> None:
+        self._note("pause")
+
+    def resume(self) -> None:
+        self._note("resume")
+
+    def mark_weights_updated(self) -> None:
+        self._note("look at masters")
+
+    def take_weights(self) -> dict[str, float]:
+        self._note("weights")
+        return {"sync/seconds": 1.0}
+
+    def probe(self) -> dict[str, float]:
+        self._note("probe")
+        return {}
+
+    def _note(self, what: str) -> None:
+        if what in self.lost:
+            self.lost.discard(what)
+            self.there = False
+        self.order.append(what)
+
+    def taken(self) -> list[str]:
+        order, self.order = self.order, []
+        return order
+
+
+TAKEN = [
+    "offload grads optimizer",
+    "wake weights",
+    "weights",
+    "offload params",
+    "wake kv_cache",
+    "resume",
+    "probe",
+]
+GIVEN = ["sleep 2", "onload"]
+STARTED = ["offload grads optimizer params", "start", *GIVEN]
+
+
+def handover(asked: Asked, tmp_path: Path, **rollout: Any) -> DeviceHandover:
+    recipe = Recipe(
+        engine=Engine(offload_params=1, offload_grads=1, offload_optimizer=1),
+        rollout=Rollout(own_processes=True, **rollout),
+    )
+    return DeviceHandover(asked, asked, recipe, lambda name: nullcontext(), tmp_path / "hybrid.log")  # type: ignore[arg-type]
+
+
+def test_the_rollout_is_awake_only_while_training_state_is_away(tmp_path: Path) -> None:
+    asked = Asked()
+    one = handover(asked, tmp_path)
+    assert asked.taken() == STARTED
+    with one.generating():
+        assert asked.taken() == TAKEN
+        one.ready()
+        assert asked.taken() == []
+    assert asked.taken() == GIVEN
+    one.mark_weights_updated()
+    assert asked.taken() == ["look at masters"]
+    with one.generating():
+        assert asked.taken() == TAKEN
+    assert one.metrics == {"sync/seconds": 1.0}
+    told = (tmp_path / "hybrid.log").read_text().splitlines()
+    assert [line[14:] for line in told[4:11]] == [
+        "training state left: grads, optimizer",
+        "rollouts woke: weights",
+        "weights brought",
+        "training state left: params",
+        "rollouts woke: kv_cache",
+        "rollouts sleep",
+        "training state is back",
+    ]
+
+
+def test_a_rollout_in_the_trainer_sleeps_from_the_start(tmp_path: Path) -> None:
+    asked = Asked()
+    asked.apart, asked.there = False, True
+    one = handover(asked, tmp_path)
+    assert asked.taken() == ["sleep 2"]
+    with one.generating():
+        assert asked.taken() == TAKEN
+    assert asked.taken() == GIVEN
+
+
+def test_a_run_that_is_told_to_stop_at_once_waits_for_nobody(tmp_path: Path) -> None:
+    asked = Asked()
+    one = handover(asked, tmp_path)
+    asked.taken()
+    with pytest.raises(Stopped), one.generating():
+        raise Stopped("ended by SIGTERM")
+    assert asked.taken() == TAKEN
+
+
+def test_a_run_directory_that_is_gone_is_named(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    one = handover(Asked(), logs)
+    shutil.rmtree(logs)
+    with (
+        pytest.raises(UserError, match=r"hybrid\.log: No such file or directory\. The run directory"),
+        one.generating(),
+    ):
+        pass
+
+
+def test_what_is_kept_in_sleep_is_not_brought_again(tmp_path: Path) -> None:
+    asked = Asked()
+    one = handover(asked, tmp_path, sleep_level=1)
+    with one.generating():
+        pass
+    asked.taken()
+    with one.generating():
+        assert [what for what in asked.taken() if what in ("weights", "probe")] == []
+    one.mark_weights_updated()
+    with one.generating():
+        assert "weights" in asked.taken()
+
+
+def test_training_state_comes_back_when_the_body_raises(tmp_path: Path) -> None:
+    asked = Asked()
+    one = handover(asked, tmp_path)
+    asked.taken()
+    with pytest.raises(UserError, match="a reward"), one.generating():
+        raise UserError("a reward")
+    assert asked.taken() == TAKEN + GIVEN
+    with pytest.raises(WorkerFailure), one.generating():
+        raise WorkerFailure("rank 0 died")
+    assert asked.taken() == TAKEN
+
+
+@pytest.mark.parametrize("lost", ["wake weights", "weights", "resume", "probe"])
+def test_one_that_dies_on_the_way_is_started_and_all_begins_anew(tmp_path: Path, lost: str) -> None:
+    asked = Asked()
+    one = handover(asked, tmp_path)
+    asked.taken()
+    asked.lost = {lost}
+    with one.generating():
+        assert asked.taken() == [*TAKEN, *GIVEN, *STARTED, *TAKEN]
+        asked.there = False  # while generating
+        one.ready()
+        assert asked.taken() == [*GIVEN, *STARTED, *TAKEN]
+
+
+@pytest.mark.parametrize("rollout", [{"sleep_level": 1}, {"placement": "separate", "ranks": 1}])
+def test_one_made_anew_gets_weights_that_the_others_have(tmp_path: Path, rollout: dict[str, Any]) -> None:
+    asked = Asked(rollout.get("placement", "colocated"))
+    one = handover(asked, tmp_path, **rollout)
+    with one.generating():
+        asked.taken()
+        asked.there = False
+        one.ready()
+        taken = asked.taken()
+        assert "start" in taken
+        assert "weights" in taken[taken.index("start") :]
+
+
+def test_memory_that_torch_keeps_is_given_to_other_processes_in_any_case(tmp_path: Path) -> None:
+    asked = Asked()
+    recipe = Recipe(rollout=Rollout(own_processes=True))
+    one = DeviceHandover(asked, asked, recipe, lambda name: nullcontext(), tmp_path / "log")  # type: ignore[arg-type]
+    asked.taken()
+    with one.generating():
+        assert asked.taken() == ["offload", "wake weights", "weights", "offload", *TAKEN[4:]]
+
+
+def documented(first: str) -> list[str]:
+    """The events of the hand-over in the docs that begins so."""
+    docs = (Path(__file__).parents[2] / "docs" / "hybrid.md").read_text()
+    blocks = [
+        re.findall(r"^ +[\d.]+ s  (.*)$", block, re.MULTILINE)
+        for block in re.findall(r"```text\n(.*?)```", docs, re.DOTALL)
+    ]
+    (found,) = [events for events in blocks if events and events[0] == first]
+    return found
+
+
+SEPARATE = ["pause", "sleep 0", "weights", "wake kv_cache", "resume", "probe"]
+
+
+def test_a_separate_rollout_takes_weights_at_once_and_has_no_kv_cache_meanwhile(tmp_path: Path) -> None:
+    asked = Asked("separate")
+    one = handover(asked, tmp_path, placement="separate", ranks=1)
+    assert asked.taken() == ["start"]
+    with one.generating():
+        assert asked.taken() == SEPARATE
+    one.mark_weights_updated()
+    assert asked.taken() == ["look at masters", *SEPARATE]
+    with one.generating():
+        assert asked.taken() == []
+    told = [line[14:] for line in (tmp_path / "hybrid.log").read_text().splitlines()]
+    assert told[0] == "rollouts started"
+    assert told[1:] == 2 * documented("rollouts paused")
+
+
+@pytest.mark.parametrize("lost", ["sleep 0", "weights", "wake kv_cache"])
+def test_a_separate_one_that_dies_on_the_way_leaves_no_other_asleep(tmp_path: Path, lost: str) -> None:
+    asked = Asked("separate")
+    one = handover(asked, tmp_path, placement="separate", ranks=1)
+    with one.generating():
+        pass
+    asked.taken()
+    asked.lost = {lost}
+    one.mark_weights_updated()
+    assert asked.taken() == ["look at masters", *SEPARATE, "start", *SEPARATE]

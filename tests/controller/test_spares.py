@@ -1,0 +1,42 @@
+"""Samples whose keeper died come from the copy that it left, also once another process has taken its place."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from quintet.controller.replicas import RolloutReplicas
+
+
+class Group:
+    """A copy of the rollout that says who was asked."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def submit(self, method: str, *args: Any, **options: Any) -> str:
+        return f"{self.name} {method}"
+
+
+def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
+    replicas: Any = object.__new__(RolloutReplicas)
+    first, second = Group("first"), Group("second")
+    replicas.groups = [first, second]
+    replicas._spares, replicas._restarts, replicas._keepers = [None, None], [0, 0], [None, None]
+    told = {
+        "generate": lambda who: [([["made"]], f"spare of {who}")],
+        "slice_samples": lambda who: [(None, who)],
+    }
+
+    def collect_survivors(calls: dict[int, str], watch: Any = None) -> dict[int, Any]:
+        return {number: told[call.split()[1]](call.split()[0]) for number, call in calls.items()}
+
+    replicas.collect_survivors = collect_survivors
+    replicas._policy = SimpleNamespace(call=lambda method, samples, *_, **__: (None, samples[0]))
+    replicas.generate({0: [], 1: []}, None, lambda: None)
+    assert replicas.slice_samples([[[]], [[]]], [[[]], [[]]]) == [["first"], ["second"]]
+
+    replicas.groups[0] = Group("first-again")
+    assert replicas.slice_samples([[[]], [[]]], [[[]], [[]]]) == [["spare of first"], ["second"]]
+    replicas.groups[1] = None
+    assert replicas.slice_samples([[[]], [[]]], [[[]], [[]]]) == [["spare of first"], ["spare of second"]]

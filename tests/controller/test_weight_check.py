@@ -1,0 +1,213 @@
+"""The proof of a sync, from the controller: what ends a run, what warns, and when log-probs are asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quintet.controller.weight_check import Proof
+from quintet.errors import SyncMismatch
+from quintet.models.mcore import whole_box
+from quintet.recipe import Recipe
+from quintet.recipe.schema import Rollout
+from quintet.rollout import Fingerprints
+from quintet.sync.witness import Digest, Statement, Witness
+
+SHAPES = {"model.norm.weight": (4,), "model.layers.0.mlp.experts.1.up_proj.weight": (4, 2)}
+NORM, EXPERT = SHAPES
+BOXES = {name: whole_box(shape) for name, shape in SHAPES.items()}
+
+
+class Ranks:
+    """Ranks that hold these fingerprints. They note what they are asked for."""
+
+    def __init__(self, held: list[tuple[Fingerprints, list[str]]], shapes: Any = None) -> None:
+        self.held, self.shapes = held, shapes
+        self.witnesses = [Witness() for _ in held]
+        self.asked: list[int] = []
+
+    def digests(self) -> list[Digest]:
+        each = zip(self.witnesses, self.held, strict=True)
+        return [witness.digest(prints, self.shapes, names) for witness, (prints, names) in each]
+
+    def statements(self, ranks: list[int], known: list[bytes]) -> list[Statement]:
+        self.asked += ranks
+        return [self.witnesses[rank].statement(known) for rank in ranks]
+
+
+class Policy:
+    """Trainer ranks that hold the same whole tensors and score every token alike."""
+
+    def __init__(self) -> None:
+        self.prints = {(NORM, BOXES[NORM]): 5, (EXPERT, BOXES[EXPERT]): 7}
+        self.master, self.logprob = 1, -1.0
+        self.called: list[str] = []
+        self.ranks = Ranks([(self.prints, [])] * 2, SHAPES)
+
+    def submit(self, method: str, *args: Any, dispatch: Any = None, phase: str) -> Any:
+        self.called.append(method)
+        if method == "digest":
+            told: Any = self.ranks.digests()
+        else:
+            ranks = [n for n, call in enumerate(dispatch.split([{}] * 2, args, {})) if call is not None]
+            told = self.ranks.statements(ranks, *args)
+        return SimpleNamespace(result=lambda: told)
+
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        self.called.append(method)
+        if method == "masters":
+            return [self.master] * 2
+        if method == "parameter_type":
+            return "fp32"
+        return [None, [[self.logprob] * (len(one) - 1) for one in options["sequences"]]]
+
+
+class Held:
+    """Copies of a rollout. dies: one that does while it is asked what its digests stand for."""
+
+    def __init__(self, copies: dict[str, list[tuple[Fingerprints, list[str]]]], dies: str = "") -> None:
+        self.copies = {name: Ranks(held) for name, held in copies.items()}
+        self.dies = dies
+
+    def digests(self, beside: Any) -> dict[str, list[Digest]]:
+        return {name: ranks.digests() for name, ranks in self.copies.items()}
+
+    def statements(self, wanted: Any, known: list[bytes], beside: Any) -> dict[str, list[Statement]]:
+        return {
+            name: self.copies[name].statements(ranks, known)
+            for name, ranks in wanted.items()
+            if name != self.dies
+        }
+
+    def asked(self) -> dict[str, list[int]]:
+        return {name: ranks.asked for name, ranks in self.copies.items()}
+
+
+def proof(policy: Policy, said: list[str], **rollout: Any) -> Proof:
+    group: Any = policy
+    shape: Any = SimpleNamespace(vocab_size=100, moe=None)
+    return Proof(group, Recipe(rollout=Rollout(**rollout)), shape, said.append)
+
+
+def of(one: Proof, copies: dict[str, Any], **how: Any) -> float | None:
+    """Prove, and tell whether masters changed alone; None where that is not told."""
+    return one.of(Held(copies, **how)).get("sync/masters_alone")
+
+
+def test_what_differs_ends_the_run_by_name_whichever_copy_it_is() -> None:
+    policy, said = Policy(), list[str]()
+    one = proof(policy, said)
+    right = dict(policy.prints)
+    of(one, {"rollout-0": [(right, [])], "rollout-1": [(right, [])]})
+    assert one.sequences == []
+    wrong = {**right, (EXPERT, BOXES[EXPERT]): 8}
+    with pytest.raises(SyncMismatch, match=rf"rollout-1 does not hold .* {EXPERT} \(expert\): other values"):
+        of(one, {"rollout-0": [(right, [])], "rollout-1": [(wrong, [])]})
+    del wrong[EXPERT, BOXES[EXPERT]]
+    with pytest.raises(SyncMismatch, match=rf"rollout-0 .* {EXPERT} \(expert\): missing on the rollout"):
+        of(one, {"rollout-0": [(wrong, [])]})
+
+
+def test_what_cannot_be_read_back_is_proved_by_log_probs() -> None:
+    policy = Policy()
+    one = proof(policy, [], backend="sglang")
+    of(one, {"rollout-0": [({}, [NORM, EXPERT])]})
+    assert one.sequences
+    scores = [[-1.0] * (len(ids) - 1) for ids in one.sequences]
+    assert one.of_probe({"rollout-0": scores}) == {"sync/probe_gap": 0.0}
+    scores[3][2] -= 0.01
+    with pytest.raises(SyncMismatch, match="rollout-0 does not compute"):
+        one.of_probe({"rollout-0": scores})
+    with pytest.raises(SyncMismatch, match=rf"{EXPERT} \(expert\): missing on the rollout"):
+        of(one, {"rollout-0": [({}, [NORM])]})  # what did not come is no tensor that cannot be read
+
+
+def test_one_copy_that_cannot_be_read_back_is_enough_for_the_probe() -> None:
+    policy = Policy()
+    one = proof(policy, [], backend="vllm")
+    readable: Any = [(dict(policy.prints), [])]
+    of(one, {"rollout-0": [({}, [NORM, EXPERT])], "rollout-1": readable})
+    assert one.sequences
+    of(one, {"rollout-0": readable, "rollout-1": readable})
+    assert one.sequences == []
+
+
+def test_a_copy_that_stands_still_while_the_trainer_moves_ends_the_run() -> None:
+    policy = Policy()
+    one = proof(policy, [], backend="vllm", probe_tolerance=1.0)
+    for logprob in (-1.0, -1.1):  # within the tolerance of what the copy tells each time
+        policy.logprob = logprob
+        of(one, {"rollout-0": [({}, [NORM, EXPERT])]})
+        still = [[-1.0] * (len(ids) - 1) for ids in one.sequences]
+        if logprob == -1.0:
+            one.of_probe({"rollout-0": still})
+    with pytest.raises(SyncMismatch, match="rollout-0 did not load what it was brought"):
+        one.of_probe({"rollout-0": still})
+
+
+def test_masters_that_change_alone_warn() -> None:
+    policy, said = Policy(), list[str]()
+    one = proof(policy, said)
+    for master, changed, alarm in ((1, 0, None), (1, 0, 0.0), (2, 0, 1.0), (3, 1, 0.0)):
+        policy.master = master
+        policy.prints[NORM, BOXES[NORM]] += changed
+        one.changed()
+        for _ in range(2):  # an evaluation between two steps has the same weights brought once more
+            assert of(one, {"rollout-0": [(dict(policy.prints), [])]}) == alarm
+    assert len(said) == 1
+    assert "master weights of 2 of 2 ranks" in said[0]
+
+
+def test_without_proofs_nothing_is_asked_for() -> None:
+    policy = Policy()
+    one = proof(policy, [], sync_proof=False)
+    one.changed()
+    assert not one.asked
+    assert one.of(Held({"rollout-0": [({}, [])]})) == {}
+    assert policy.called == []
+
+
+def test_what_digests_stand_for_is_told_once_and_only_where_it_is_not_known() -> None:
+    policy = Policy()
+    one = proof(policy, [])
+
+    def proved(*copies: Fingerprints, dies: str = "") -> tuple[list[int], dict[str, list[int]]]:
+        policy.ranks.asked = []
+        held = Held({f"rollout-{n}": [(dict(prints), [])] for n, prints in enumerate(copies)}, dies)
+        one.of(held)
+        return policy.ranks.asked, held.asked()
+
+    same = policy.prints
+    for _ in range(2):
+        assert proved(same, same, same) == ([0], {"rollout-0": [0], "rollout-1": [], "rollout-2": []})
+        assert proved(same, same) == ([], {"rollout-0": [], "rollout-1": []})  # nothing has changed
+        same[NORM, BOXES[NORM]] += 1
+    assert proved(same, same, dies="rollout-0") == ([0], {"rollout-0": [], "rollout-1": [0]})
+    # A copy cut elsewhere: the trainer's values are known, and the others' that were compared with them.
+    halves = {(NORM, ((0, 2),)): 3, (NORM, ((2, 4),)): same[NORM, BOXES[NORM]] - 3} | {
+        key: value for key, value in same.items() if key[0] != NORM
+    }
+    assert proved(same, halves) == ([], {"rollout-0": [], "rollout-1": [0]})
+
+
+def test_the_rank_that_parted_from_those_that_tell_the_same_is_named() -> None:
+    policy = Policy()
+    one = proof(policy, [])
+    right = dict(policy.prints)
+    wrong = {**right, (NORM, BOXES[NORM]): 6}
+    said = r"rollout-1 .* copies of \[0:4\]: rank 2 other than ranks 0, 1, 3$"
+    with pytest.raises(SyncMismatch, match=said):
+        of(
+            one,
+            {
+                "rollout-0": [(right, [])] * 4,
+                "rollout-1": [(one, []) for one in (right, right, wrong, right)],
+            },
+        )
+    policy.ranks.held = [(right, []), (wrong, [])]
+    with pytest.raises(
+        SyncMismatch, match=r"the trainer's ranks hold different copies .* rank 0 other than rank 1$"
+    ):
+        of(one, {"rollout-0": [(right, [])]})

@@ -1,0 +1,210 @@
+"""What back ends on others' engines share, with an engine that counts: each token is the one before it and one more."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from quintet.errors import QuintetError, UserError
+from quintet.recipe import schema
+from quintet.rollout.base import Request, Sampling
+from quintet.rollout.external_engine import Answer, ExternalEngineRollout, Job
+from quintet.rollout.policy_sample import policy_sample
+from quintet.rollout.seeds import positive_seeds
+from tests.models.directory import write_model
+
+LONGEST = 8 + 4 + 1
+SHORT = Sampling(max_response_tokens=2)
+
+
+class Counting:
+    """The engine: what it was asked, and what it came to."""
+
+    def __init__(self):
+        self.jobs, self.log, self.tokens, self.finish = [], [], 0, "length"
+
+    def run(self, jobs, progress):
+        self.jobs += jobs
+        progress(len(jobs))
+        return [self._one(job) for job in jobs]
+
+    def _one(self, job):
+        ids = [job.prompt_ids[-1] + 1 + at for at in range(job.parameters["most"])]
+        self.tokens += len(ids)
+        scored = [-float(token) for token in job.prompt_ids[1:]]
+        return Answer(ids, [-float(token) for token in ids], self.finish, scored)
+
+    def pause(self):
+        self.log.append("pause")
+
+    def resume(self):
+        self.log.append("resume")
+
+    def abort(self):
+        self.log.append("abort")
+
+    def close(self):
+        self.log.append("close")
+
+
+class CountingRollout(ExternalEngineRollout[Job, Answer]):
+    title = "the counter"
+
+    def _to_write(self, request, number, seed, sampling):
+        return Job(request.prompt_ids, {"most": request.limits(sampling)[number], "seed": seed})
+
+    def _to_score(self, ids):
+        return Job(ids, {"most": 0})
+
+    def _add_routes(self, samples, answers, prompts):
+        for sample, prompt in zip(samples, prompts, strict=True):
+            sample.routes = prompt
+
+    def _counts(self):
+        return {"drafts": float(self._engine.tokens)}
+
+    def sleep(self):
+        self._asleep = {"weights", "kv_cache"}
+
+    def wake(self, part):
+        self._asleep.discard(part)
+        self._go_on()
+
+
+@pytest.fixture
+def make(tmp_path):
+    def one(**rollout):
+        recipe = schema.Recipe.model_validate(
+            {"data": {"max_prompt_tokens": 8}, "rollout": {"max_response_tokens": 4} | rollout}
+        )
+        model = write_model(tmp_path / "model")
+        return CountingRollout(recipe, model, Counting(), str, lambda done: None)
+
+    return one
+
+
+def test_each_sample_is_a_job_with_its_own_seed_and_limit(make):
+    rollout = make()
+    requests = [Request([1, 2], samples=2, seed=7, max_response_tokens=(1, 3)), Request([5], seed=9)]
+    first, second = rollout.generate(requests, Sampling(max_response_tokens=2))
+    assert [sample.response_ids for sample in first] == [[3], [3, 4, 5]]
+    assert [sample.response_ids for sample in second] == [[6, 7]]
+    assert first[1].policy_logprobs == [-3.0, -4.0, -5.0]
+    assert first[0].text == "[3]"
+    asked = [job.parameters["seed"] for job in rollout._engine.jobs]
+    assert asked == [*positive_seeds(7, 2), *positive_seeds(9, 1)]
+
+
+def test_routes_are_asked_for_where_the_recipe_does(make):
+    assert make(return_routes=True).generate([Request([1, 2])], SHORT)[0][0].routes == 2
+    assert make().generate([Request([1, 2])], SHORT)[0][0].routes is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "sampling", "sentence"),
+    [
+        (Request([]), SHORT, "prompt 1 has no tokens"),
+        (
+            Request([1] * 12),
+            SHORT,
+            f"prompt 1 has 12 tokens and its response may have 2; the counter was made for {LONGEST} in all",
+        ),
+        (
+            Request([1]),
+            Sampling(max_response_tokens=2, stop=("x",)),
+            r"the counter was made without a tokenizer.* rollout\.stop",
+        ),
+    ],
+)
+def test_what_the_engine_was_not_made_for_never_reaches_it(make, request_, sampling, sentence):
+    rollout = make()
+    with pytest.raises(UserError, match=sentence):
+        rollout.generate([Request([1]), request_], sampling)
+    assert not rollout._engine.jobs
+
+
+def test_scores_are_of_every_token_but_the_first(make):
+    rollout = make()
+    assert rollout.score([[4, 5, 6], [1], [7, 8]]) == [[-5.0, -6.0], [], [-8.0]]
+    with pytest.raises(UserError, match=f"sequence 1 has {LONGEST} tokens; the counter was made for"):
+        rollout.score([[1, 2], [1] * LONGEST])
+    rollout._engine.finish = "abort"
+    with pytest.raises(QuintetError, match="given up by `abort`"):
+        rollout.score([[1, 2]])
+
+
+def test_nothing_is_generated_asleep_nor_without_weights(make):
+    rollout = make()
+    rollout.sleep()
+    rollout.wake("weights")
+    with pytest.raises(QuintetError, match="kv_cache are asleep"):
+        rollout.score([[1, 2]])
+    rollout.wake("kv_cache")
+    rollout._forgot = True
+    with pytest.raises(QuintetError, match="weights are undefined"):
+        rollout.generate([Request([1])], SHORT)
+    assert not rollout._engine.jobs
+
+
+def test_what_is_held_goes_on_once_all_is_awake(make):
+    rollout = make()
+    rollout.pause()
+    rollout.sleep()
+    rollout.resume()
+    rollout.wake("kv_cache")
+    assert rollout._engine.log == ["pause"]
+    rollout.wake("weights")
+    assert rollout._engine.log == ["pause", "resume"]
+    rollout.pause()
+    rollout.sleep()
+    rollout.wake("weights")
+    rollout.wake("kv_cache")
+    assert rollout._engine.log[2:] == ["pause"], "who was held before it slept is held still"
+
+
+def test_what_is_held_waits_for_weights_that_arrived_whole(make):
+    rollout = make()
+    rollout.pause()
+    with pytest.raises(ConnectionError), rollout._weights_arriving():
+        raise ConnectionError
+    rollout.resume()
+    assert rollout._engine.log == ["pause"]
+    with pytest.raises(QuintetError, match="did not arrive whole"):
+        rollout.score([[1, 2]])
+    with rollout._weights_arriving():
+        assert rollout._engine.log == ["pause"]
+    assert rollout._engine.log == ["pause", "resume"]
+    assert rollout.score([[1, 2]]) == [[-2.0]]
+    with pytest.raises(ConnectionError), rollout._weights_arriving():
+        raise ConnectionError
+    assert rollout._engine.log[2:] == ["pause"], "nobody held it, and half-new weights generate nothing"
+
+
+def test_weights_do_not_come_to_one_that_has_no_memory_for_them(make):
+    rollout = make()
+    rollout.sleep()
+    with pytest.raises(QuintetError, match="weights are asleep"), rollout._weights_arriving():
+        raise AssertionError
+
+
+@pytest.mark.parametrize("told", [[-1.0], [-1.0, math.nan], [-math.inf, -1.0]])
+def test_logprobs_that_cannot_be_trained_on_are_told(told):
+    with pytest.raises(QuintetError, match="log-probs of 2 tokens"):
+        policy_sample([3, 4], told, "stop", Sampling(), str)
+
+
+def test_counts_are_since_the_last_call(make):
+    rollout = make()
+    rollout.generate([Request([1])], Sampling(max_response_tokens=3))
+    assert rollout.metrics() == {"drafts": 3.0}
+    rollout.generate([Request([1])], Sampling(max_response_tokens=2))
+    assert rollout.metrics() == {"drafts": 2.0}
+    assert rollout.metrics() == {"drafts": 0.0}
+
+
+def test_it_closes_once(make):
+    rollout = make()
+    rollout.close()
+    rollout.close()
+    assert rollout._engine.log == ["close"]

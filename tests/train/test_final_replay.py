@@ -1,0 +1,57 @@
+"""The samples that a finished run leaves for diagnosis: what goes wrong with them costs the run nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quintet.errors import RolloutMismatch, SyncMismatch, WorkerFailure
+from quintet.train import final_replay
+
+
+def told_when(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
+    def fail(s: Any, step: int) -> None:
+        raise error
+
+    monkeypatch.setattr(final_replay, "closing_replay", fail)
+    notes: list[str] = []
+    final_replay.keep_final_replay(SimpleNamespace(observer=SimpleNamespace(note=notes.append)), 7)  # type: ignore[arg-type]
+    return notes
+
+
+def test_a_death_after_the_model_is_written_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    (note,) = told_when(monkeypatch, WorkerFailure("rollout-0 rank 0 died in generate: killed\nits log ..."))
+    assert note.startswith("warning: no samples of the trained model are kept")
+    assert note.endswith("rollout-0 rank 0 died in generate: killed")
+
+
+def test_weights_of_a_run_that_parted_are_written_whatever_becomes_of_its_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[str] = []
+
+    def parted(*_: Any) -> None:
+        raise RolloutMismatch("step 3: parted")
+
+    def fail(*_: Any) -> None:
+        done.append("samples")
+        raise SyncMismatch("rollout-0 does not hold the trainer's weights")
+
+    monkeypatch.setattr(final_replay, "check_mismatch", parted)
+    monkeypatch.setattr(final_replay, "closing_replay", fail)
+    s: Any = SimpleNamespace(
+        recipe=SimpleNamespace(mismatch=None),
+        observer=SimpleNamespace(directory=SimpleNamespace(path=tmp_path, hf=tmp_path / "hf")),
+        controller=SimpleNamespace(save=lambda path: done.append(path.name)),
+    )
+    with pytest.raises(RolloutMismatch, match="step 3"):
+        final_replay.stop_on_mismatch(s, 3, SimpleNamespace(tally=None))  # type: ignore[arg-type]
+    assert done == ["step-000003", "samples"]
+
+
+def test_wrong_weights_are_still_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SyncMismatch):
+        told_when(monkeypatch, SyncMismatch("rollout-0 does not hold the trainer's weights"))
