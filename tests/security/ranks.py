@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import psutil
@@ -26,6 +27,18 @@ class Listening(Collective):
     def place_of(self) -> str:
         """Where its own channels would listen."""
         return self.place.host
+
+    def refuse(self) -> None:
+        """One who has no key knocks at the door of this rank's weights."""
+        from quintet.sync.reception import Reception
+
+        door = Reception(self.place.host, 60.0)
+        door.expect(["r"])
+        with socket.create_connection(door.address(False)) as stranger:
+            stranger.sendall(bytes(64))
+            while stranger.recv(64):
+                pass
+        door.close()
 
 
 def listening(process: psutil.Process | None = None) -> list[tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.rank_actor import LOOPBACK
+from tests.patience import BUSY
 from tests.security.ranks import Listening, listening
 from tests.security.stranger import Stranger
 from tests.security.test_sync import outward
@@ -56,6 +58,17 @@ def test_ranks_of_a_local_run_listen_on_loopback_whatever_the_environment_says(
     assert {address for ranks in opened for address, _ in ranks} == {LOOPBACK}
     assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": LOOPBACK}
     assert place == LOOPBACK
+
+
+def test_a_rank_s_log_tells_whom_it_refused(ray_cluster: Cluster) -> None:
+    with WorkerGroup(ray_cluster, Listening, 1, name="refuses") as group:
+        group.call("refuse")
+        log = ray_cluster.log_dir / "refuses-rank-0.log"
+        deadline = time.monotonic() + 10 * BUSY
+        while "refused" not in (text := log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    told = r"weight sync refused a connection from 127\.0\.0\.1:\d+: it does not hold the key"
+    assert re.search(told, text), text
 
 
 def ranks_of(run: subprocess.Popen[str]) -> Iterator[psutil.Process]:
