@@ -33,7 +33,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -75,9 +76,14 @@ OBJECT_STORE_BYTES_WITHOUT_GPU = 512 * 2**20
 
 
 class _LeanNode(ray._private.node.Node):
-    """A head node of GCS, raylet and the raylet's two agents."""
+    """A head node of GCS, raylet and the raylet's two agents. `begun` gets it before it starts them."""
 
-    def __init__(self, ray_params: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, ray_params: Any, begun: Callable[[_LeanNode], None] | None = None, **kwargs: Any
+    ) -> None:
+        self.all_processes: dict[str, Any] = {}
+        if begun is not None:
+            begun(self)
         ray_params.update(no_monitor=True, include_log_monitor=False)
         super().__init__(ray_params, **kwargs)
 
@@ -162,7 +168,7 @@ def start_local(num_cpus: int, num_gpus: int | None, auth: Auth, log_dir: Path) 
     try:
         with (
             _undisturbed(),
-            mock.patch.object(ray._private.node, "Node", _LeanNode),
+            mock.patch.object(ray._private.node, "Node", partial(_LeanNode, begun=local.watch)),
             mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages),
             mock.patch.object(ray._private.services, "resolve_ip_for_localhost", lambda host: host),
         ):
@@ -179,16 +185,18 @@ def start_local(num_cpus: int, num_gpus: int | None, auth: Auth, log_dir: Path) 
                 _temp_dir=str(local.directory),
             )
     except BaseException as error:  # also Ctrl-C: a half-started cluster is ours to clear away
+        failure = local.death()
         with uninterrupted():
             local.stop()
         if not isinstance(error, Exception):
             raise
+        if failure is not None:
+            raise failure from error
         raise UserError(
             f"Ray did not start on this machine: {str(error).splitlines()[0] if str(error) else type(error).__name__} A machine "
             "that has too much else to do, or too little memory, is the usual reason: try again when it has less, or join a Ray "
             "that runs with cluster.address."
         ) from error
-    local.watch()
     _local = local
     return local
 
@@ -233,22 +241,15 @@ class LocalRay:
             RAY_AUTH_TOKEN_PATH=str(token),
         )
         self._environment.__enter__()
+        self._node: _LeanNode | None = None
         self._death: str | None = None
         self._stopping = threading.Event()
 
-    def death(self) -> RayFailure | None:
-        """What to tell of the first process of Ray's own that has died, if one has."""
-        node = ray._private.worker._global_node
-        if self._death is None and node is not None and not self._stopping.is_set():
-            for name, process in node.dead_processes():
-                log = Path(node.get_logs_dir_path()) / f"{name}.out"
-                self._death = _obituary(name, process.returncode, log, self._log_dir)
-                break
-        return None if self._death is None else RayFailure(self._death)
-
-    def watch(self) -> None:
-        """End this process if Ray has died and nobody has called `stop` `LAST_RESORT_S` later: the main thread may be in a call of
-        Ray's, which would wait for a minute and then end the process itself, without saying so."""
+    def watch(self, node: _LeanNode) -> None:
+        """Watch the processes of `node`. This process ends when one of them has died and nobody has called `stop` `LAST_RESORT_S`
+        later: the main thread may be in a call of Ray's, which would wait for a minute and then end this process without saying why.
+        """
+        self._node = node
 
         def wait() -> None:
             while not self._stopping.wait(WATCH_EVERY_S):
@@ -258,6 +259,16 @@ class LocalRay:
                     os._exit(failure.exit_code)  # the guardian clears up
 
         threading.Thread(target=wait, name="ray-watch", daemon=True).start()
+
+    def death(self) -> RayFailure | None:
+        """What to tell of the first process of Ray's own that has died, if one has."""
+        if self._death is None and self._node is not None and not self._stopping.is_set():
+            for name, (one, *_) in list(self._node.all_processes.items()):
+                if (code := one.process.poll()) is not None:
+                    log = Path(self._node.get_logs_dir_path()) / f"{name}.out"
+                    self._death = _obituary(name, code, log, self._log_dir)
+                    break
+        return None if self._death is None else RayFailure(self._death)
 
     def stop(self) -> None:
         """End every process of it, at once, and remove its files."""

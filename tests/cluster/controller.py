@@ -12,7 +12,8 @@ from tests.cluster.workers import Light
 
 if __name__ == "__main__":
     try:
-        with Cluster(ClusterSettings(ranks=2, device="cpu")) as cluster:
+        auth = "none" if sys.argv[1:] == ["open"] else "token"
+        with Cluster(ClusterSettings(ranks=2, device="cpu", ray_auth=auth)) as cluster:
             group = WorkerGroup(cluster, Light, 2)
             if sys.argv[1:] == ["fail"]:
                 group.call("fail", "kill", 1, phase="train")

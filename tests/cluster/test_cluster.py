@@ -16,7 +16,7 @@ import ray
 
 from quintet.cluster import ray_compat
 from quintet.cluster.cluster import Cluster
-from quintet.errors import UserError
+from quintet.errors import QuintetError, RayFailure, UserError
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.patience import BUSY
 
@@ -138,6 +138,24 @@ def test_a_ray_that_does_not_start_is_one_message(monkeypatch: pytest.MonkeyPatc
         UserError, match=r"Ray did not start .*: The current node timed out during startup\. A machine"
     ):
         ray_compat.start_local(1, num_gpus=0, auth="token", log_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ray.exceptions.RaySystemError("broken pipe"), "Ray's raylet died"),
+        (UserError("another thing"), "another thing"),
+    ],
+)
+def test_what_a_call_of_ray_says_when_ray_has_died_is_told_as_that(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_compat, "death", lambda: RayFailure("Ray's raylet died"))
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", list)
+    monkeypatch.setattr("ray.cluster_resources", dict)
+    with pytest.raises(QuintetError, match=told), Cluster(ClusterSettings()):
+        raise error
 
 
 def test_gpus_that_are_not_there(ray_cluster: Cluster) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from quintet.controller import replicas as module
 from quintet.controller.replicas import RESTARTS_IN_A_ROW, RolloutReplicas
-from quintet.errors import QuintetError, UserError, WorkerFailure
+from quintet.errors import QuintetError, RayFailure, UserError, WorkerFailure
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Cluster, Rollout, RolloutLayout
 from quintet.train.session import _what_then
@@ -68,6 +68,14 @@ def test_a_copy_is_made_anew_so_often_in_a_row(monkeypatch: pytest.MonkeyPatch) 
         WorkerFailure, match=rf"rollout-1 was started anew {RESTARTS_IN_A_ROW} times in a row"
     ):
         generate()
+
+
+def test_the_death_of_ray_is_no_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    one = replicas(said, [], monkeypatch)
+    with pytest.raises(RayFailure):
+        one._lose(0, RayFailure("Ray's raylet died"))
+    assert said == []
 
 
 def test_what_is_no_death_of_a_rollout_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

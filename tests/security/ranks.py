@@ -30,9 +30,9 @@ class Listening(Collective):
 
     def refuse(self) -> None:
         """One who has no key knocks at the door of this rank's weights."""
-        from quintet.sync.reception import Reception
+        from quintet.sync.rendezvous import Rendezvous
 
-        door = Reception(self.place.host, 60.0)
+        door = Rendezvous(self.place.host, 60.0)
         door.expect(["r"])
         with socket.create_connection(door.address(False)) as stranger:
             stranger.sendall(bytes(64))

@@ -30,19 +30,21 @@ CALLS = [
     "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
 ]
 """One of each server of Ray's."""
+OUTER = "0" * 64
+"""A token of the environment in which the runs are started, and not theirs."""
 RANKS_OWN_STORE_IS_OPEN = True  # TODO: rank 0's store and the sync's sockets
 
 
 @contextmanager
 def started(command: Sequence[str], until: str) -> Iterator[list[psutil.Process]]:
-    """The processes of a local run, whose environment asks for no authentication."""
+    """The processes of a local run; its environment asks for no authentication, and has a token."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "RAY_AUTH_MODE": "disabled", "COLUMNS": "200"},
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": OUTER, "COLUMNS": "200"},
     )
     assert process.stdout is not None
     said = ""
@@ -114,7 +116,13 @@ def test_nothing_of_ray_answers_without_the_token(run: list[psutil.Process]) -> 
     token = token_of(run).read_text()
     gcs = next(port for port, whose in listening(run).items() if whose == "gcs_server")
     assert answer(gcs, CALLS[0], token) == grpc.StatusCode.OK
-    assert answer(gcs, CALLS[0], "0" * len(token)) == grpc.StatusCode.UNAUTHENTICATED
+    assert answer(gcs, CALLS[0], OUTER) == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_only_the_recipe_switches_the_token_off() -> None:
+    with started(["tests.cluster.controller", "open"], "calling") as processes:
+        gcs = next(port for port, whose in listening(processes).items() if whose == "gcs_server")
+        assert answer(gcs, CALLS[0]) == grpc.StatusCode.OK
 
 
 def test_the_agent_of_ray_answers_no_http_without_the_token(run: list[psutil.Process]) -> None:
