@@ -83,7 +83,7 @@ def test_a_process_that_ends_before_it_is_a_rank(
     def ends(self: RankActor) -> None:
         os._exit(7)
 
-    monkeypatch.setattr(group_module, "Seat", type("Mortal", (RankActor,), {when: ends}))
+    monkeypatch.setattr(group_module, "RankActor", type("Mortal", (RankActor,), {when: ends}))
     with pytest.raises(
         WorkerFailure, match="rollout-1: a process ended while it started: The actor died"
     ) as caught:
@@ -106,7 +106,7 @@ def test_a_start_that_is_given_up_waits_for_no_process(
     def waits(self: RankActor) -> None:
         time.sleep(20 * BUSY)
 
-    monkeypatch.setattr(group_module, "Seat", type("Slow", (RankActor,), {"locate": waits}))
+    monkeypatch.setattr(group_module, "RankActor", type("Slow", (RankActor,), {"locate": waits}))
     given_up, began = threading.Event(), time.monotonic()
     threading.Timer(0.2, given_up.set).start()
     with pytest.raises(WorkerFailure, match="the start of rollout-1 was given up"):

@@ -89,7 +89,7 @@ def test_run_directory_is_complete(resharded):
     assert summary["sft_tokens_trained"] == sum(line["tokens_trained"] for line in warm_up) > 0
     for key in ("eval_before", "eval_after", "greedy_before", "greedy_after"):
         assert 0 <= summary[key] <= 1
-    phases = {"start", "sft", "evaluate", "generate", "reward", "deal", "logprob", "train", "sync", "save"}
+    phases = {"start", "sft", "evaluate", "generate", "reward", "scatter", "logprob", "train", "sync", "save"}
     assert phases <= set(summary["seconds_by_phase"])
     assert summary["seconds_total"] >= sum(summary["seconds_by_phase"].values()) - 0.01
     for name in ("recipe.yaml", "samples.jsonl", "report.html"):

@@ -91,7 +91,7 @@ def wait_for(kind: str, run: Run) -> psutil.Process | None:
         assert time.monotonic() < deadline, f"no {kind}"
         with suppress(psutil.Error):
             there = me.children(recursive=True)
-            if any(one.name().startswith("ray::Seat") for one in there):
+            if any(one.name().startswith("ray::RankActor") for one in there):
                 found = [me] if kind == "controller" else [one for one in there if is_a(kind, one)]
                 if found:
                     return found[0]
