@@ -224,10 +224,10 @@ def _layers(recipe: Recipe) -> str:
 
 
 def _rows(recipe: Recipe) -> str:
-    from quintet.packing import alignment
+    from quintet.packing import alignment_of
 
     layout, budget = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
-    aligned = alignment(tp=layout.tp, sp=layout.sp, cp=layout.cp)
+    aligned = alignment_of(layout, layout.cp)
     text = f"Micro-batches: up to {aligned.room(budget * layout.cp)} tokens"
     if layout.cp > 1:
         text += f" on {layout.cp} ranks"

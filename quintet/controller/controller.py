@@ -33,7 +33,7 @@ from quintet.data.prompts import Prompt
 from quintet.models import ModelShape
 from quintet.observe.memory import combine_peaks
 from quintet.observe.progress import Progress
-from quintet.packing import Plan, alignment, plan_microbatches, split_evenly
+from quintet.packing import Plan, alignment_of, plan_microbatches, split_evenly
 from quintet.recipe import schema
 from quintet.recipe.rollout import own_processes
 from quintet.rewards.load import RewardFunction
@@ -80,7 +80,7 @@ class Controller:
         )
         layout = recipe.layout
         self.dp = self.ranks // (layout.tp * layout.pp * layout.cp)
-        self._alignment = alignment(tp=layout.tp, sp=layout.sp, cp=layout.cp)
+        self._alignment = alignment_of(layout, layout.cp)
         # Attention's cost next to the rest, per token of length: see `ModelShape.flops_per_token`.
         self._quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (
             2 * shape.flops_per_token(0.0)

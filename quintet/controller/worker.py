@@ -29,7 +29,7 @@ from quintet.engine.outputs import Loss
 from quintet.engine.reference import AdapterReference
 from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.errors import UserError
-from quintet.models import read_shape
+from quintet.models import trained_shape
 from quintet.observe.memory import memory_peaks
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
@@ -67,7 +67,7 @@ class PolicyWorker(Worker):
         recipe = self.recipe
         use_family(recipe.model.family)
         self.tokenizer = load_tokenizer(self.model_dir, recipe.model)
-        self.shape = read_shape(self.model_dir).without_mtp()
+        self.shape = trained_shape(self.model_dir)
         self.lora = lora_shape(recipe, self.shape)
         # Gradients, optimizer state and a reference policy cost memory: only commands that need them have them.
         self.engine = self._engine(recipe.optimizer if self.command in ("train", "sft") else None)

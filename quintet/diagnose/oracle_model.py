@@ -20,8 +20,8 @@ from quintet.engine.engine import Engine
 from quintet.engine.layers.router import Router
 from quintet.engine.row import pack
 from quintet.errors import UserError
-from quintet.models import read_shape
-from quintet.packing import alignment
+from quintet.models import trained_shape
+from quintet.packing import alignment_of
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.user_family import use_family
@@ -37,7 +37,7 @@ class OracleModel:
 
     def __init__(self, recipe: schema.Recipe, model_dir: Path, dtype: str) -> None:
         self._recipe, self._model_dir = recipe, model_dir
-        self._shape = read_shape(model_dir).without_mtp()
+        self._shape = trained_shape(model_dir)
         self._engine = Engine(
             self._shape,
             schema.Layout(),
@@ -65,7 +65,8 @@ class OracleModel:
         """What predicts the response's tokens: fp32 [tokens - prompt, vocabulary]. routes: prescribed, [tokens - 1,
         layers with experts, top-k], for all tokens but the last, which predicts nothing."""
         values, model = torch.tensor(ids), self._model
-        micro = pack(values, torch.tensor([0, len(ids)]), torch.zeros(len(ids)).bool(), [0], alignment())
+        align = alignment_of(self._engine.layout, cp=1)
+        micro = pack(values, torch.tensor([0, len(ids)]), torch.zeros(len(ids)).bool(), [0], align)
         row = model.row(micro)
         for layer, tap in enumerate(self._taps):
             tap.prescribed = (

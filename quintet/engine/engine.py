@@ -49,7 +49,7 @@ from quintet.errors import UserError
 from quintet.models import ModelShape
 from quintet.models.lora import LoraShape
 from quintet.models.weights_on_disk import fingerprint
-from quintet.packing import alignment
+from quintet.packing import alignment_of
 from quintet.recipe import schema
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -77,7 +77,7 @@ class Engine:
         self.shape, self.layout, self.recipe = shape, layout, engine
         self.dtype = DTYPES[dtype]
         self.mesh = build.mesh_of(layout, dist.get_world_size())
-        self.alignment = alignment(tp=layout.tp, sp=layout.sp, cp=layout.cp)
+        self.alignment = alignment_of(layout, layout.cp)
         self.lora = lora
         self.chunks = build.build_chunks(shape, layout, self.mesh, self.dtype, engine, lora)
         self.config = self.chunks[0].config

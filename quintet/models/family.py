@@ -204,3 +204,9 @@ def read_shape(path: Path) -> ModelShape:
     config = read_config(path)
     where = str(Path(path) / "config.json")
     return family_of(config, where).shape_of(config, where)
+
+
+def trained_shape(path: Path) -> ModelShape:
+    """Return the shape of what is trained of the model in a Hugging Face directory, and generated with: all but its layers
+    for multi-token prediction."""
+    return read_shape(path).without_mtp()

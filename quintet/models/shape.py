@@ -152,6 +152,11 @@ class ModelShape:
         """Whether layer number `layer` (from 0; layers for multi-token prediction number on) has experts."""
         return self.moe is not None and self.moe.is_moe(layer)
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts, from 0, those for multi-token prediction left out."""
+        return tuple(layer for layer in range(self.layers) if self.is_moe(layer))
+
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token sees in layer number `layer` (from 0), itself among them; None is all."""
         return self.window if layer in self.window_layers else None
@@ -221,3 +226,11 @@ class ModelShape:
         seen = sum(min(context, self.window_of(layer) or context) for layer in range(self.layers))
         attention = self.heads * (self.head_dim + self.v_head_dim) * seen
         return 6.0 * weights + 6.0 * attention
+
+
+def stage_layers(layers: int, *, pp: int, vpp: int, stage: int, chunk: int) -> range:
+    """Return the numbers, from 0, of the layers in one of the `vpp` chunks of a pipeline stage. Each chunk has as many;
+    chunks go round the stages, so that a stage's own are not neighbours."""
+    count = layers // (pp * vpp)
+    first = (chunk * pp + stage) * count
+    return range(first, first + count)

@@ -1,6 +1,6 @@
 """Planning in plain Python: which samples go into which micro-batch, and how they are aligned."""
 
-from quintet.packing.align import FP8_TOKENS, Alignment, alignment, row_buckets
+from quintet.packing.align import FP8_TOKENS, Alignment, alignment, alignment_of, row_buckets
 from quintet.packing.buckets import length_buckets
 from quintet.packing.plan import Plan, plan_microbatches, split_evenly
 
@@ -9,6 +9,7 @@ __all__ = [
     "Alignment",
     "Plan",
     "alignment",
+    "alignment_of",
     "length_buckets",
     "plan_microbatches",
     "row_buckets",

@@ -12,8 +12,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import TYPE_CHECKING
 
 from quintet.errors import UserError
+
+if TYPE_CHECKING:
+    from quintet.recipe.schema import Layout
 
 # Multiples of tokens that TransformerEngine wants of the slice each rank feeds to a linear layer, by FP8 recipe.
 # One scale a tensor (delayed, tensorwise): cuBLAS wants leading dims of 16 bytes, and tokens are the leading dim of
@@ -74,6 +78,11 @@ def alignment(*, tp: int = 1, sp: bool = False, cp: int = 1, fp8: str | None = N
     slices = (tp if sp else 1) * cp
     # A multiple of both: every cp rank gets as many tokens, and they divide by tp.
     return Alignment(sequence, lcm(sequence, slices * (FP8_TOKENS[fp8] if fp8 else 1)))
+
+
+def alignment_of(layout: Layout, cp: int) -> Alignment:
+    """Return the alignment of a row that `cp` ranks of a layout share, whatever its own `layout.cp`."""
+    return alignment(tp=layout.tp, sp=layout.sp, cp=cp)
 
 
 def row_buckets(top: int, *, total: int = 1, waste: float = 0.125, smallest: int = 0) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from quintet.models import ModelShape, Weight
+from quintet.models import ModelShape, Weight, stage_layers
 from quintet.models.family import table_of
 from quintet.models.lora import LoraShape, adapter_weights
 from quintet.plan.setup import Place, Setup
@@ -47,11 +47,9 @@ def chunks(setup: Setup, stage: int) -> list[list[Parameter]]:
     """Parameters of each of a stage's chunks (layout.vpp of them), in the order in which its modules hold them."""
     shape, layout = setup.shape, setup.layout
     weights = sorted_weights(shape)
-    per_chunk = shape.layers // (layout.pp * layout.vpp)
     found = []
     for part in range(layout.vpp):
-        first = (part * layout.pp + stage) * per_chunk
-        layers = range(first, first + per_chunk)
+        layers = stage_layers(shape.layers, pp=layout.pp, vpp=layout.vpp, stage=stage, chunk=part)
         begins = stage == 0 and part == 0
         ends = stage == setup.last and part == layout.vpp - 1
         held = list(_of_chunk(setup, weights, layers, begins, ends))

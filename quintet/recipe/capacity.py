@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.packing import alignment
+from quintet.packing import alignment_of
 from quintet.recipe.schema import Recipe
 
 
@@ -12,7 +12,7 @@ def overflow(recipe: Recipe, tokens: int) -> str | None:
     The sentence continues "N tokens are …": "more than …" or "N with padding to a multiple of …, more than …".
     """
     layout, budget = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
-    aligned = alignment(tp=layout.tp, sp=layout.sp, cp=layout.cp)
+    aligned = alignment_of(layout, layout.cp)
     room, taken = aligned.room(budget * layout.cp), aligned.row([tokens])
     if taken <= room:
         return None

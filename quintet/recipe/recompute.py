@@ -6,7 +6,7 @@ from quintet.models.shape import ModelShape
 from quintet.recipe.schema import Engine
 
 MODULES = {
-    "mlp": ("layers without experts", lambda shape: any(not shape.is_moe(i) for i in range(shape.layers))),
+    "mlp": ("layers without experts", lambda shape: len(shape.moe_layers) < shape.layers),
     "moe": ("experts", lambda shape: shape.moe is not None),
     "moe_act": ("experts", lambda shape: shape.moe is not None),
     "shared_experts": (

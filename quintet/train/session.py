@@ -17,7 +17,7 @@ from quintet.data.prompts import Prompt, PromptSet, alphabet_of, load_prompts, m
 from quintet.data.stream import PromptStream
 from quintet.data.tokenizer import build_char_tokenizer, check_stops, load_tokenizer, remote_code_warning
 from quintet.errors import QuintetError, RayFailure, SyncFailure, SyncMismatch, UserError, WorkerFailure
-from quintet.models import ModelShape, check_weights, read_end_ids, read_shape
+from quintet.models import ModelShape, check_weights, read_end_ids, trained_shape
 from quintet.models.weights_on_disk import find_weights, fingerprint
 from quintet.observe import Observer
 from quintet.recipe import schema
@@ -97,7 +97,7 @@ def prepare(
     if recipe.model.trust_remote_code:
         print(remote_code_warning(model_dir), file=sys.stderr)
     tokenizer = load_tokenizer(model_dir, recipe.model)
-    shape = read_shape(model_dir).without_mtp()
+    shape = trained_shape(model_dir)
     check_weights(model_dir, shape)
     if command != "sft":
         check_stops(recipe.rollout.stop, tokenizer)

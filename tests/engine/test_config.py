@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from quintet.errors import UserError
+from quintet.models import stage_layers
 from quintet.recipe import schema
 from tests.engine.test_shards import SHAPE
 
@@ -50,6 +52,28 @@ def test_router_statistics_are_off():
     assert made.moe_z_loss_coeff is None
     assert made.moe_expert_capacity_factor is None
     assert not made.moe_router_enable_expert_bias
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (4, 2)])
+def test_layers_of_a_stage_are_those_megatron_builds(pp, vpp):
+    """Numbers that others rely on: what a rank's routers are called, and what is planned for it."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from quintet.engine.config import transformer_config
+    from quintet.engine.mesh import Mesh, Sizes
+
+    layout, mesh = schema.Layout(pp=pp, vpp=vpp), Mesh(Sizes(pp=pp), 0, None)
+    shape = replace(SHAPE, layers=16)
+    made = transformer_config(shape, layout, mesh, schema.Engine(), dtype=torch.float32)
+    found = []
+    for stage, chunk in product(range(pp), range(vpp)):
+        part = chunk if vpp > 1 else None
+        first = get_transformer_layer_offset(made, vp_stage=part, pp_rank=stage)
+        layers = range(first, first + get_num_layers_to_build(made, vp_stage=part, pp_rank=stage))
+        assert stage_layers(16, pp=pp, vpp=vpp, stage=stage, chunk=chunk) == layers
+        found += layers
+    assert sorted(found) == list(range(16))
 
 
 def test_transformer_engine_is_refused_where_it_cannot_be_had(caplog):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
-from quintet.models import family_of
+from quintet.models import family_of, read_shape, trained_shape
 from tests.engine import moe_models
 from tests.oracle.reference import CONFIGS
 
@@ -31,6 +34,17 @@ def test_parameters(name):
     table = family_of({"architectures": [type(model).__name__]}).weights(shape)
     held = sum(w.elements for w in table if w.trained)
     assert held == shape.parameter_count
+
+
+def test_layers_with_experts_and_what_is_trained(tmp_path):
+    """Layers keep their numbers in the whole model; one for multi-token prediction has experts, and is not trained."""
+    sizes = {"num_hidden_layers": 5, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    config = _GLM | {"first_k_dense_replace": 2} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole, trained = read_shape(tmp_path), trained_shape(tmp_path)
+    assert (whole.mtp_layers, trained.mtp_layers) == (1, 0)
+    assert whole.moe_layers == trained.moe_layers == (2, 3, 4)
+    assert replace(trained, moe=None).moe_layers == ()
 
 
 _GLM = {

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintet.errors import UserError
-from quintet.packing import FP8_TOKENS, Alignment, alignment, row_buckets
+from quintet.packing import FP8_TOKENS, Alignment, alignment, alignment_of, row_buckets
 from quintet.packing.context import held_ranges
+from quintet.recipe.schema import Layout
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=20)
 TP = st.sampled_from([1, 2, 3, 4, 8])
@@ -67,6 +68,17 @@ def test_alignment_of_layouts():
     assert alignment(tp=2, cp=2, fp8="mxfp8") == Alignment(4, 64)
     assert alignment(tp=2, sp=True, cp=2, fp8="mxfp8") == Alignment(4, 128)
     assert alignment(tp=2, sp=True, fp8="blockwise") == Alignment(1, 256)
+
+
+def test_a_row_is_aligned_for_the_ranks_that_share_it():
+    """Whatever the layout's own cp: a row on one rank of a cp 4 layout is not padded for four."""
+    layout = Layout(tp=2, sp=True, cp=4)
+    assert [alignment_of(layout, cp) for cp in (1, 2, 4)] == [
+        Alignment(1, 2),
+        Alignment(4, 4),
+        Alignment(8, 8),
+    ]
+    assert alignment_of(Layout(tp=2, cp=4), 1) == Alignment()
 
 
 def test_what_cannot_be_aligned_is_refused():

@@ -8,7 +8,7 @@ a group; a new feature adds its rules to the group they belong to.
 from __future__ import annotations
 
 from quintet.errors import UserError
-from quintet.models.family import read_shape
+from quintet.models.family import trained_shape
 from quintet.models.shape import ModelShape
 from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in this order)
     batches,
@@ -42,7 +42,7 @@ def shape_of(recipe: Recipe) -> ModelShape | None:
     path, build = recipe.model.path, recipe.model.build
     use_family(recipe.model.family)
     if path is not None and build is None:
-        return read_shape(path).without_mtp()
+        return trained_shape(path)
     return shape_of_built(build) if path is None and build is not None else None
 
 

@@ -85,7 +85,7 @@ def _divides(
     parts = [("attention heads", shape.heads)]
     if shape.mla is None and not (repeats and tp % shape.kv_heads == 0):
         parts.append(("KV heads", shape.kv_heads))
-    if not all(shape.is_moe(layer) for layer in range(shape.layers)):
+    if len(shape.moe_layers) < shape.layers:
         parts.append(("units of its MLP (ffn_hidden_size)", shape.ffn_hidden_size))
     if shape.moe is not None:
         parts.append(("units of its shared experts", shape.moe.shared_ffn_hidden_size))

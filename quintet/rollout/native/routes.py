@@ -32,8 +32,7 @@ class Routes:
         moe = model.shape.moe
         assert moe is not None
         self._mesh, self._device = mesh, model.device
-        layers = [i for i in range(model.shape.layers) if model.shape.is_moe(i)]
-        self._place = {layer: i for i, layer in enumerate(layers)}
+        self._place = {layer: i for i, layer in enumerate(model.shape.moe_layers)}
         self._top_k = moe.top_k
         self._sliced = model.config.sequence_parallel and mesh.sizes.tp > 1
         self._heard: dict[int, Tensor] = {}

@@ -14,7 +14,8 @@ from quintet.engine.head import VocabSlice, log_probs_and_entropy
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
 from quintet.engine.row import PackedRow, pack
-from quintet.packing import alignment
+from quintet.packing import alignment_of
+from quintet.recipe import schema
 
 
 class Stage:
@@ -22,7 +23,8 @@ class Stage:
 
     def __init__(self, model: PolicyModel, mesh: Mesh) -> None:
         self.model, self.mesh = model, mesh
-        self.align = alignment(tp=mesh.sizes.tp, sp=model.config.sequence_parallel)
+        layout = schema.Layout(tp=mesh.sizes.tp, sp=model.config.sequence_parallel)
+        self.align = alignment_of(layout, cp=1)
 
     def forward(self, input_ids: Tensor, row: PackedRow) -> Tensor | None:
         """Hidden states [T, hidden] on the last stage, passed from stage to stage; None before it."""

@@ -12,7 +12,7 @@ from quintet.engine.engine import DTYPES
 from quintet.engine.lora import split_adapters
 from quintet.engine.weights import hf
 from quintet.engine.weights.shards import shard_map
-from quintet.models import read_shape
+from quintet.models import trained_shape
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.rollout import layout_of_copy
@@ -31,7 +31,7 @@ def native_rollout(
 
     Its weights come with the first sync. With adapters the frozen rest is read from `model_dir`, and adapters alone come.
     """
-    shape = read_shape(model_dir).without_mtp()
+    shape = trained_shape(model_dir)
     lora, wanted = lora_shape(recipe, shape), layout_of_copy(recipe)
     layout = schema.Layout(tp=wanted.tp, pp=wanted.pp)
     mesh = build.mesh_of(layout, dist.get_world_size())

@@ -113,5 +113,4 @@ def routes_of(flat: np.ndarray, shape: ModelShape, tokens: int) -> np.ndarray:
     expected = (tokens - 1, shape.layers, shape.moe.top_k)
     if flat.size != np.prod(expected):
         raise QuintetError(f"SGLang told {flat.size} routes of {tokens} tokens, which are not {expected}")
-    layers = [layer for layer in range(shape.layers) if shape.moe.is_moe(layer)]
-    return flat.reshape(expected)[:, layers].astype(np.int16)
+    return flat.reshape(expected)[:, list(shape.moe_layers)].astype(np.int16)

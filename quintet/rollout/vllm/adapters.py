@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quintet.errors import SyncMismatch
-from quintet.models import ModelShape, check_weights, family_named, read_shape
+from quintet.models import ModelShape, check_weights, family_named, trained_shape
 from quintet.models.lora import PEFT_PREFIX, LoraShape, adapted, linears
 from quintet.models.mcore import whole_box
 from quintet.recipe.vllm import RANKS
@@ -52,7 +52,7 @@ def adapter_request() -> Any:
 
 def pieces_on_disk(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Iterator[Piece]:
     """The weights in a Hugging Face directory, as the engine has them."""
-    shape = read_shape(model_dir).without_mtp()
+    shape = trained_shape(model_dir)
     names = {name for weight in family_named(shape.family).weights(shape) for name in weight.hf}
     by_file: dict[Path, list[str]] = {}
     for name, located in check_weights(model_dir, shape).tensors.items():

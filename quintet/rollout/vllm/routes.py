@@ -90,7 +90,7 @@ def routes_of(told: np.ndarray, shape: ModelShape, tokens: int) -> np.ndarray:
     Raises QuintetError where a token's routes are not known.
     """
     assert shape.moe is not None
-    layers = [layer for layer in range(shape.layers) if shape.moe.is_moe(layer)]
+    layers = list(shape.moe_layers)
     routes = told[: tokens - 1, layers if told.shape[1] == shape.layers else slice(None)].astype(np.int16)
     if routes.shape != (tokens - 1, len(layers), shape.moe.top_k) or (routes < 0).any():
         raise QuintetError(
