@@ -40,6 +40,7 @@ from quintet.data.batch import make_batch
 from quintet.engine.engine import Engine
 from quintet.engine.weights.hf_read import CHUNK_BYTES, THREADS
 from quintet.models import ModelShape, read_shape
+from quintet.packing import RankCell
 from quintet.recipe import schema
 
 GB = 1e9
@@ -204,7 +205,7 @@ def measure_state(bench: Bench, shape: ModelShape, disk: tuple[float, float], ti
     batch, loss = make_batch([ids], [1]), MeanNll(len(ids) - 1)
 
     def step() -> None:
-        engine.forward_backward(batch, [[0]], loss)
+        engine.forward_backward(batch, [RankCell([0])], loss)
         engine.optimizer_step()
 
     step()

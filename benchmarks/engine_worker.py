@@ -30,6 +30,7 @@ from quintet.data.batch import tokens as flat
 from quintet.engine.build import mesh_of
 from quintet.engine.engine import Engine
 from quintet.engine.weights.shards import Shard, shard_map
+from quintet.packing import RankCell
 from quintet.recipe import schema
 
 OPTIMIZER = schema.Optimizer(lr=1e-5)
@@ -57,7 +58,7 @@ class QuintetLoop:
         _fill(self.engine.shard_map(), device)
         self.engine.start_optimizer(optimizer, total_steps=1)
         self.dp_rank = self.engine.mesh.at("dp")
-        self.steps: dict[int, tuple[Any, list[list[int]]]] = {}
+        self.steps: dict[int, tuple[Any, list[RankCell]]] = {}
 
     def prepare(self, step: int, tokens: list[list[Tensor]]) -> None:
         """tokens: the rank's rows as lists of sequences, on the CPU."""
@@ -65,11 +66,12 @@ class QuintetLoop:
         batch = make_batch(samples, [TRAINED_FROM] * len(samples))
         set_tokens(batch, "weights", flat(batch, "loss_mask") / self.setup.trained(step))
         numbers = iter(range(len(samples)))
-        self.steps[step] = (batch, [list(islice(numbers, len(row))) for row in tokens])
+        cp, place = self.engine.layout.cp, self.engine.mesh.at("cp")
+        self.steps[step] = (batch, [RankCell(list(islice(numbers, len(row))), cp, place) for row in tokens])
 
     def step(self, step: int) -> tuple[float, float]:
-        batch, microbatches = self.steps[step]
-        result = self.engine.forward_backward(batch, microbatches, self.objective)
+        batch, cells = self.steps[step]
+        result = self.engine.forward_backward(batch, cells, self.objective)
         norm = self.engine.optimizer_step()["grad_norm"]
         return result.loss if result is not None and self.engine.mesh.owns_output else 0.0, norm
 

@@ -32,6 +32,7 @@ from benchmarks.records import RESULTS, merged, record, write_records
 from quintet.data.batch import make_batch
 from quintet.engine.engine import Engine
 from quintet.engine.layers.specs import choose_backend
+from quintet.packing import RankCell
 from quintet.plan import Memory, Setup, rank_memory
 from quintet.recipe import schema
 
@@ -60,16 +61,17 @@ def measure(setup: Setup, lengths: list[int]) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randint(0, setup.shape.vocab_size, (n,), generator=generator) for n in lengths]
     batch = make_batch(samples, [1] * len(samples))
-    row, loss = [list(range(len(samples)))], MeanNll(sum(lengths))
+    cell = RankCell(list(range(len(samples))), engine.layout.cp, engine.mesh.at("cp"))
+    loss = MeanNll(sum(lengths))
 
-    engine.forward_backward(batch, row, loss)
+    engine.forward_backward(batch, [cell], loss)
     engine.optimizer_step()
     found = dict(zip(("parameters", "gradients", "optimizer"), _static(engine), strict=True))
     if on_gpu:
         before, at_head = torch.cuda.memory_allocated(), []
         engine.model.decoder.register_forward_hook(lambda *_: at_head.append(torch.cuda.memory_allocated()))
         torch.cuda.reset_peak_memory_stats()
-        engine.forward_backward(batch, row, loss)
+        engine.forward_backward(batch, [cell], loss)
         engine.optimizer_step()
         hidden = setup.tokens_between_blocks * setup.shape.hidden_size * setup.width  # the decoder's output
         found["activations"] = at_head[0] - before - hidden
@@ -77,7 +79,7 @@ def measure(setup: Setup, lengths: list[int]) -> dict[str, float]:
     else:
         seen: dict[int, Any] = {}
         with torch.autograd.graph.saved_tensors_hooks(lambda t: _see(t, seen), lambda t: t):
-            micro, packed = next(engine._pipeline.rows(batch, row))
+            micro, packed = next(engine._pipeline.rows(batch, [cell]))
             engine._wrapped[0](micro.input_ids, packed)
         known = _storages(p for chunk in engine.chunks for p in chunk.parameters())
         found["activations"] = sum(s.nbytes() for key, s in seen.items() if key not in known)

@@ -10,7 +10,7 @@ caller (a plan made from lengths alone), and *keyword* arguments go to every ran
 | some(ranks)         | everything             | these ranks               | these ranks            | as they are given   |
 | all_to_all          | one a rank             | -                         | every rank             | rank                |
 | dp_compute          | one a rank, all are dp | -                         | every rank             | dp rank             |
-| megatron_compute    | one a dp rank          | its tp, pp and cp ranks   | tp 0, last pp, cp 0    | dp rank             |
+| megatron_compute    | one a dp rank          | its tp, pp and cp ranks   | tp 0, last pp          | dp rank, then cp    |
 | megatron_pp_as_dp   | one a (dp, pp) rank    | its tp and cp ranks       | tp 0, cp 0             | dp rank, then pp    |
 """
 
@@ -113,13 +113,13 @@ def _split_megatron(coords: Coords, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _owners_megatron(coords: Coords) -> list[int]:
-    last = _size(coords, "pp") - 1
+    last, cp = _size(coords, "pp") - 1, _size(coords, "cp")
 
     def part(c: Mapping[str, int]) -> int | None:
-        owns = c.get("tp", 0) == 0 and c.get("cp", 0) == 0 and c.get("pp", 0) == last
-        return c.get("dp", 0) if owns else None
+        owns = c.get("tp", 0) == 0 and c.get("pp", 0) == last
+        return c.get("dp", 0) * cp + c.get("cp", 0) if owns else None
 
-    return _owners("megatron_compute", coords, part, _size(coords, "dp"))
+    return _owners("megatron_compute", coords, part, _size(coords, "dp") * cp)
 
 
 def _split_pp_as_dp(coords: Coords, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:

@@ -80,7 +80,6 @@ class Controller:
         )
         layout = recipe.layout
         self.dp = self.ranks // (layout.tp * layout.pp * layout.cp)
-        self._alignment = alignment_of(layout, layout.cp)
         # Attention's cost next to the rest, per token of length: see `ModelShape.flops_per_token`.
         self._quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (
             2 * shape.flops_per_token(0.0)
@@ -192,7 +191,7 @@ class Controller:
             phase="scatter",
         )
         self._mini_batches = len(received)
-        self._microbatches = [len(p.microbatches[0]) for mini, p in zip(chosen, plans, strict=True) if mini]
+        self._microbatches = [len(p.rounds) for mini, p in zip(chosen, plans, strict=True) if mini]
 
     def _plan(self, lengths: list[int]) -> Plan:
         layout = self.recipe.layout
@@ -200,7 +199,7 @@ class Controller:
             lengths,
             dp=self.dp,
             budget=self.recipe.engine.tokens_per_microbatch_per_rank,
-            alignment=self._alignment,
+            alignment=alignment_of(layout, layout.cp),
             cp=layout.cp,
             quadratic=self._quadratic,
             multiple=layout.pp if layout.vpp > 1 else 1,
@@ -214,10 +213,10 @@ class Controller:
         rollouts = range(self.rollouts.count)
         chosen: list[list[list[int]]] = [[[] for _ in range(self.dp)] for _ in rollouts]
         worth: list[list[list[float]]] = [[[] for _ in range(self.dp)] for _ in rollouts]
-        order: list[dict[int, int]] = []
+        order: list[list[int]] = []
         for d in range(self.dp):
             mine = sorted(plan.samples_of(d), key=lambda i: samples.place[mini[i]])
-            order.append({i: at for at, i in enumerate(mine)})
+            order.append(mine)
             for i in mine:
                 rollout, kept = samples.place[mini[i]]
                 chosen[rollout][d].append(kept)
@@ -229,10 +228,10 @@ class Controller:
             (
                 [parts[rollout][d] for rollout in rollouts if chosen[rollout][d]],
                 Assignment(
-                    [[order[d][i] for i in row] for row in plan.microbatches[d]],
+                    plan.local(d, order[d]),
                     tokens,
                     len(mini),
-                    {mini[i]: at for i, at in order[d].items() if mini[i] < few},
+                    {mini[i]: at for at, i in enumerate(order[d]) if mini[i] < few},
                 ),
             )
             for d in range(self.dp)
@@ -253,7 +252,7 @@ class Controller:
             phase="scatter",
         )
         self._mini_batches = 1
-        self._microbatches = [len(plan.microbatches[0])]
+        self._microbatches = [len(plan.rounds)]
 
     def score_samples(self, temperature: float, *, old: bool = False) -> None:
         """Old and reference log-probs, where the step needs them, or old ones are asked for."""
@@ -279,9 +278,10 @@ class Controller:
             dispatch=megatron_compute,
             phase="logprob",
         )
-        found: dict[int, Tensor] = {}
-        for share, flat in zip(shares, answers, strict=True):
-            found |= zip(share, flat.split([len(ids[i]) - prompts[i] for i in share]), strict=True)
+        cp = len(answers) // self.dp
+        found = {
+            shares[n // cp][at]: logprobs for n, told in enumerate(answers) for at, logprobs in told.items()
+        }
         return [found[i] for i in range(len(ids))]
 
     def update(self, objective: Objective, temperature: float = 1.0) -> StepResult:
@@ -364,7 +364,7 @@ class Controller:
         return told
 
     def _trained(self) -> int:
-        """Micro-batches done in the call under way, by one rank with the loss: every dp rank has as many, at one pace."""
+        """Micro-batches done in the call under way, by one rank with the loss: every rank has as many, at one pace."""
         coords = self.workers.coords()
         last = max(c["pp"] for c in coords)
         return self.workers.posted([next(rank for rank, c in enumerate(coords) if c["pp"] == last)])

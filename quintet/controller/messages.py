@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quintet.algorithms.aggregation import Tally
+from quintet.packing import Cell
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,14 +53,14 @@ class SampleInfo:
 
 @dataclass
 class Assignment:
-    """What one dp rank does with its part of a mini-batch.
+    """What the ranks of one dp rank do with their part of a mini-batch.
 
-    microbatches: positions of the samples in the order in which they arrive. tokens, samples: trained tokens and
-    samples of the whole mini-batch over all ranks. replayed: which of its samples are told once they are trained on, the
-    number in the step and the position here.
+    rounds: their cells (`Plan.local`), samples as positions in the order in which they arrive. tokens, samples: trained
+    tokens and samples of the whole mini-batch over all ranks. replayed: which of the samples are told once they are trained
+    on, the number in the step and the position here.
     """
 
-    microbatches: list[list[int]]
+    rounds: list[list[Cell]]
     tokens: int
     samples: int
     replayed: dict[int, int] = field(default_factory=dict)
@@ -67,7 +68,8 @@ class Assignment:
 
 @dataclass
 class UpdateResult:
-    """What one optimizer step came to on one dp rank: its share of the loss, its tally; norm and rate are everyone's."""
+    """What one optimizer step came to on one rank: the loss and the tally of the cells it is the first rank of; norm and rate
+    are everyone's."""
 
     loss: float
     tally: Tally

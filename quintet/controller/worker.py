@@ -20,7 +20,7 @@ from quintet.controller.in_process_rollout import InProcessRollout
 from quintet.controller.messages import Assignment, SampleInfo, Trained, UpdateResult
 from quintet.controller.objective import Objective
 from quintet.controller.sample_store import SampleStore, cut, trained_samples
-from quintet.data.batch import Batch, concat, make_batch, sample_ids, set_tokens, token_count, tokens
+from quintet.data.batch import Batch, concat, make_batch, offsets, sample_ids, set_tokens, token_count, tokens
 from quintet.data.tokenizer import load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES, Engine
@@ -31,6 +31,7 @@ from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.errors import UserError
 from quintet.models import trained_shape
 from quintet.observe.memory import memory_peaks
+from quintet.packing import Cell, RankCell, rank_cells
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.rollout import adapters_scaled, adapters_separate, own_processes
@@ -168,13 +169,24 @@ class PolicyWorker(Worker):
             for name, values in found.items():
                 set_tokens(batch, name, values)
 
+    def _cells(self, rounds: Sequence[Sequence[Cell]]) -> list[RankCell]:
+        return rank_cells(rounds, self.engine.mesh.at("cp"))
+
+    def _counted_here(self, rounds: Sequence[Sequence[Cell]]) -> set[int]:
+        """Samples that this rank tells of: those of the cells it is the first rank of."""
+        return {i for cell in self._cells(rounds) if cell.first for i in cell.samples}
+
     def _logprobs(
         self, engine: Engine | AdapterReference, batch: Batch, assignment: Assignment, temperature: float
     ) -> torch.Tensor:
-        scored = engine.forward(batch, assignment.microbatches, temperature)
+        scored = engine.forward(batch, self._cells(assignment.rounds), temperature)
         return (
             scored.logprobs if scored is not None else torch.zeros(token_count(batch))
         )  # unread before the last stage
+
+    def _replayed_here(self, assignment: Assignment) -> dict[int, int]:
+        here = self._counted_here(assignment.rounds)
+        return {number: at for number, at in assignment.replayed.items() if at in here}
 
     def replayed(self) -> dict[int, Trained]:
         """Received samples whose number is asked for, with the old log-probs as scored."""
@@ -182,27 +194,30 @@ class PolicyWorker(Worker):
         for batch, assignment in self._mini_batches:
             on = tokens(batch, "loss_mask") > 0
             seen = (sample_ids(batch)[on], tokens(batch, "old_logprobs")[on])
-            told |= trained_samples(batch, assignment.replayed, [seen])
+            told |= trained_samples(batch, self._replayed_here(assignment), [seen])
         return told
 
     def logprobs(
-        self, ids: list[list[int]], prompts: list[int], microbatches: list[list[int]], temperature: float
-    ) -> torch.Tensor:
-        """Of these samples' responses under the present policy, one after another; unread before the last stage."""
+        self, ids: list[list[int]], prompts: list[int], rounds: list[list[Cell]], temperature: float
+    ) -> dict[int, torch.Tensor]:
+        """Of these samples' responses under the present policy, by sample, each told by one rank; unread before the last
+        stage."""
         batch = make_batch(ids, prompts)
-        found = self._logprobs(self.engine, batch, Assignment(microbatches, 0, len(ids)), temperature)
-        return found[tokens(batch, "loss_mask") > 0]
+        found = self._logprobs(self.engine, batch, Assignment(rounds, 0, len(ids)), temperature)
+        ends = offsets(batch)
+        return {i: found[ends[i] + prompts[i] : ends[i + 1]].clone() for i in self._counted_here(rounds)}
 
     def update(self, number: int, objective: Objective, temperature: float) -> UpdateResult | None:
         """One optimizer step on a received mini-batch. Ranks of the last stage tell what it came to."""
         batch, assignment = self._mini_batches[number]
-        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if assignment.replayed else None
+        wanted = self._replayed_here(assignment)
+        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if wanted else None
         counted = self._counted(objective, seen)
-        result = self.engine.forward_backward(batch, assignment.microbatches, counted, temperature)
+        result = self.engine.forward_backward(batch, self._cells(assignment.rounds), counted, temperature)
         step = self.engine.optimizer_step()
         if result is None:
             return None
-        replayed = trained_samples(batch, assignment.replayed, seen or [])
+        replayed = trained_samples(batch, wanted, seen or [])
         return UpdateResult(result.loss, result.tally, step["grad_norm"], step["lr"], replayed)
 
     def _counted(

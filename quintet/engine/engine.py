@@ -2,7 +2,7 @@
 
     engine = Engine(shape, layout, ...)
     engine.load_hf(path)
-    engine.forward_backward(batch, microbatches, loss)      # a whole mini-batch: its gradients replace the last's
+    engine.forward_backward(batch, cells, loss)      # a whole mini-batch: its gradients replace the last's
     engine.optimizer_step()
 
 Every method that communicates is called by all ranks of the layout, in the same order. Losses are normalised by
@@ -49,7 +49,7 @@ from quintet.errors import UserError
 from quintet.models import ModelShape
 from quintet.models.lora import LoraShape
 from quintet.models.weights_on_disk import fingerprint
-from quintet.packing import alignment_of
+from quintet.packing import RankCell
 from quintet.recipe import schema
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -77,7 +77,6 @@ class Engine:
         self.shape, self.layout, self.recipe = shape, layout, engine
         self.dtype = DTYPES[dtype]
         self.mesh = build.mesh_of(layout, dist.get_world_size())
-        self.alignment = alignment_of(layout, layout.cp)
         self.lora = lora
         self.chunks = build.build_chunks(shape, layout, self.mesh, self.dtype, engine, lora)
         self.config = self.chunks[0].config
@@ -92,7 +91,7 @@ class Engine:
         self.base: tuple[str, str] | None = None
         """Of an engine with adapters: where the frozen weights were read, and their fingerprint."""
         self._incomplete: str | None = None  # why the weights are none, after a load that failed midway
-        self._pipeline = Pipeline(shape, self.chunks, self._wrapped, self.mesh, self.alignment, engine)
+        self._pipeline = Pipeline(shape, self.chunks, self._wrapped, self.mesh, layout, engine)
 
     @property
     def model(self) -> PolicyModel:
@@ -249,9 +248,12 @@ class Engine:
 
     # compute
 
-    def forward(self, batch: Batch, microbatches: Sequence[Sequence[int]], temperature: float = 1.0) -> Any:
+    def forward(self, batch: Batch, cells: Sequence[RankCell], temperature: float = 1.0) -> Any:
         """Outputs (of a value model ValueOutputs) of the tokens with loss_mask 1, flat like the batch's values, fp32 on
-        the CPU. Other tokens get 0. Ranks of the last stage return them, others None.
+        the CPU. Other tokens get 0, and so do samples of no cell of this rank. Ranks of the last stage return them, others
+        None.
+
+        cells: as in `forward_backward`.
         """
         kind = self._pipeline.output_type
         names = [field.name for field in dataclasses.fields(kind)]
@@ -265,20 +267,20 @@ class Engine:
 
         self._require("params")
         with torch.no_grad():
-            self._pipeline.run(batch, microbatches, collect, temperature, forward_only=True)
+            self._pipeline.run(batch, cells, collect, temperature, forward_only=True)
         return kind(*(flat[name].cpu() for name in names)) if self.mesh.last_stage else None
 
     def forward_backward(
         self,
         batch: Batch,
-        microbatches: Sequence[Sequence[int]],
+        cells: Sequence[RankCell],
         loss: Loss,
         temperature: float = 1.0,
     ) -> MiniBatchResult | None:
-        """The gradients of a mini-batch, in place of what was there. Ranks of the last stage return their dp rank's part,
-        others None.
+        """The gradients of a mini-batch, in place of what was there. Ranks of the last stage return what came of the cells
+        of which they are the first rank, others None: over dp and cp, these parts add up to the mini-batch.
 
-        microbatches: positions of the samples in `batch`, as planned; every rank has as many.
+        cells: this rank's, as planned, with samples as positions in `batch`; every rank has as many.
         """
         fields = flat_fields(batch, build.device())
         shares: list[Tensor] = []
@@ -287,8 +289,9 @@ class Engine:
         def compute(outputs: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
             at = fields_of(fields, micro)
             share, quantities = loss(outputs, at)
-            shares.append(share.detach())
-            tally.add(quantities, at["loss_mask"])
+            if micro.first:  # all ranks of a cell compute the same loss
+                shares.append(share.detach())
+                tally.add(quantities, at["loss_mask"])
             return share, {}
 
         if self._optimizer_recipe is None:
@@ -299,10 +302,10 @@ class Engine:
         if self._optimizer is not None:
             # The whole optimizer left the buffers as each parameter's grad: backward would add to them twice.
             self._optimizer.zero_grad()
-        self._pipeline.run(batch, microbatches, compute, temperature, forward_only=False)
+        self._pipeline.run(batch, cells, compute, temperature, forward_only=False)
         if not self.mesh.last_stage:
             return None
-        return MiniBatchResult(float(torch.stack(shares).sum()), tally.cpu())
+        return MiniBatchResult(float(torch.stack(shares).sum()) if shares else 0.0, tally.cpu())
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, step, and return the gradient norm before clipping and the learning rate used."""

@@ -8,7 +8,7 @@ ranks of a stage are ordered a second time for experts: etp fastest, then ep, th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -70,6 +70,8 @@ class Mesh:
     sizes: Sizes
     rank: int
     groups: ProcessGroupCollection
+    cp_groups: dict[int, dist.ProcessGroup | None] = field(default_factory=lambda: {1: None})
+    """The ranks that share a row with this one, by how many they are."""
 
     @cached_property  # asked for every tensor
     def coordinates(self) -> dict[str, int]:
@@ -137,10 +139,10 @@ def build_mesh(sizes: Sizes) -> Mesh:
 
     ends = [[column[0], column[-1]] if sizes.pp > 1 else column for column in sizes.partition("pp")]
     middle = [[r] for column in sizes.partition("pp") for r in column[1:-1]]
-    dp_cp = over("dp", "cp")
+    dp_cp, cp = over("dp", "cp"), over("cp")
     groups = ProcessGroupCollection(
         tp=over("tp"),
-        cp=over("cp"),
+        cp=cp,
         dp=over("dp"),
         pp=over("pp"),
         dp_cp=dp_cp,
@@ -159,4 +161,4 @@ def build_mesh(sizes: Sizes) -> Mesh:
         intra_expt_dp=over("edp"),
         intra_dist_opt=_group([list(range(world))], rank),
     )
-    return Mesh(sizes, rank, groups)
+    return Mesh(sizes, rank, groups, {sizes.cp: cp, 1: None})

@@ -87,7 +87,7 @@ class PolicyModel(GPTModel):
         """Describe a micro-batch to the layers. comm: how context-parallel ranks share attention."""
         offsets = reads_offsets(self.device, self.config.params_dtype, sinks=self.shape.sinks)
         row = attention_metadata(
-            micro, self.device, rectangles=not offsets, group=self.mesh.groups.cp, comm=comm
+            micro, self.device, rectangles=not offsets, group=self.mesh.cp_groups[micro.cp], comm=comm
         )
         row.cos, row.sin = self.rotary(upload(micro.positions, self.device))
         return row

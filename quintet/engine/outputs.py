@@ -39,7 +39,7 @@ Loss = Callable[[Any, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass
 class MiniBatchResult:
-    """What one dp rank's part of a mini-batch came to: its share of the loss, and its tally of quantities."""
+    """What one rank counts of a mini-batch: its cells' share of the loss, and their tally of quantities."""
 
     loss: float
     tally: Tally

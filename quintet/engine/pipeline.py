@@ -23,7 +23,7 @@ from quintet.engine.model import PolicyModel
 from quintet.engine.outputs import Outputs, ValueOutputs
 from quintet.engine.row import MicroBatch, PackedRow, pack
 from quintet.models import ModelShape
-from quintet.packing import Alignment
+from quintet.packing import RankCell, alignment_of
 from quintet.recipe import schema
 
 Use = Callable[[Any, MicroBatch], tuple[Tensor, dict[str, Any]]]
@@ -39,11 +39,11 @@ class Pipeline:
         chunks: list[PolicyModel],
         wrapped: list[Any],
         mesh: Mesh,
-        align: Alignment,
+        layout: schema.Layout,
         recipe: schema.Engine,
     ) -> None:
         self._shape, self._chunks, self._wrapped = shape, chunks, wrapped
-        self._mesh, self._align, self._recipe = mesh, align, recipe
+        self._mesh, self._layout, self._recipe = mesh, layout, recipe
         config = chunks[0].config
         self._p2p = P2PCommunicator(mesh.groups.pp, config) if mesh.sizes.pp > 1 else None
         config.finalize_model_grads_func = _finalize
@@ -53,28 +53,28 @@ class Pipeline:
     def run(
         self,
         batch: Batch,
-        microbatches: Sequence[Sequence[int]],
+        cells: Sequence[RankCell],
         use: Use,
         temperature: float,
         *,
         forward_only: bool,
     ) -> None:
         """All micro-batches, forward and, unless `forward_only`, backward; the last stage's ranks use what comes out.
-        microbatches: positions of the samples in `batch`; every rank has as many. Collective."""
+        cells: this rank's, samples as positions in `batch`; every rank has as many. Collective."""
         for chunk in self._chunks:
             chunk.train(not forward_only)
         pp, chunks = self._mesh.sizes.pp, len(self._chunks)
         if chunks > 1:  # interleaving wants a multiple of pp; what is missing is padding alone
-            microbatches = [*microbatches, *([[]] * (-len(microbatches) % pp))]
+            cells = [*cells, *([RankCell([])] * (-len(cells) % pp))]
         schedule = get_forward_backward_func(pp_size=pp, vp_size=chunks if chunks > 1 else None)
-        rows = self.rows(batch, microbatches)
+        rows = self.rows(batch, cells)
         extra = {"p2p_communicator": self._p2p} if self._p2p else {}
         schedule(
             forward_step_func=partial(self._forward_step, use=use, temperature=temperature),
             # Each chunk goes through all micro-batches; what one is ahead of another is kept for it.
             data_iterator=list(tee(rows, chunks)) if chunks > 1 else rows,
             model=self._wrapped,
-            num_microbatches=len(microbatches),
+            num_microbatches=len(cells),
             seq_length=self._recipe.tokens_per_microbatch_per_rank,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -82,16 +82,13 @@ class Pipeline:
             **extra,
         )
 
-    def rows(
-        self, batch: Batch, microbatches: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[MicroBatch, PackedRow]]:
+    def rows(self, batch: Batch, cells: Sequence[RankCell]) -> Iterator[tuple[MicroBatch, PackedRow]]:
         """This rank's part of each micro-batch, packed when its turn comes."""
         values = batch["input_ids"].values()
         trained = batch["loss_mask"].values() > 0
         ends = offsets(batch)
-        cp, cp_rank = self._mesh.sizes.cp, self._mesh.at("cp")
-        for samples in microbatches:
-            micro = pack(values, ends, trained, samples, self._align, cp, cp_rank)
+        for samples, cp, place in cells:
+            micro = pack(values, ends, trained, samples, alignment_of(self._layout, cp), cp, place)
             yield micro, self._chunks[0].row(micro, self._recipe.cp_comm)
 
     def _forward_step(

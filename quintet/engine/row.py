@@ -70,6 +70,11 @@ class MicroBatch:
         """Tokens on this rank."""
         return self.input_ids.shape[1]
 
+    @property
+    def first(self) -> bool:
+        """Whether this is the first part of the row, whose rank counts what is counted once a micro-batch."""
+        return self.cp_rank == 0
+
 
 def pack(
     values: Tensor,

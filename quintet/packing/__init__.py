@@ -2,16 +2,19 @@
 
 from quintet.packing.align import FP8_TOKENS, Alignment, alignment, alignment_of, row_buckets
 from quintet.packing.buckets import length_buckets
-from quintet.packing.plan import Plan, plan_microbatches, split_evenly
+from quintet.packing.plan import Cell, Plan, RankCell, plan_microbatches, rank_cells, split_evenly
 
 __all__ = [
     "FP8_TOKENS",
     "Alignment",
+    "Cell",
     "Plan",
+    "RankCell",
     "alignment",
     "alignment_of",
     "length_buckets",
     "plan_microbatches",
+    "rank_cells",
     "row_buckets",
     "split_evenly",
 ]

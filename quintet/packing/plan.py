@@ -1,10 +1,13 @@
-"""The packer: lengths in, micro-batches out.
+"""The packer: lengths in, a plan out, which says which samples are computed together and by which ranks.
 
-Samples are spread over data-parallel ranks and micro-batches so that every micro-batch keeps a hard token budget, every
-rank has the same count of micro-batches, as few as best-fit packing of all samples together needs, and their costs
-are even. Cost is tokens plus a quadratic term for attention.
+A plan is rounds of cells. A cell is one micro-batch: its samples, and the ranks that share its row. In each round every
+rank works on one cell. With static context parallelism cells are whole blocks of `layout.cp` ranks, a block a dp rank.
 
-A plan is a grid of cells: dp ranks by micro-batches. The time it takes is a sum along one side of the grid of maxima
+Samples are spread over blocks and rounds so that every micro-batch keeps a hard token budget, every rank has the same
+count of micro-batches, as few as best-fit packing of all samples together needs, and their costs are even. Cost is
+tokens plus a quadratic term for attention.
+
+Static cells are a grid: dp ranks by rounds. The time it takes is a sum along one side of the grid of maxima
 along the other: Σ_k max_rank where ranks wait for each other in every micro-batch, max_rank Σ_k where they meet only at
 the end. Its lanes are accordingly the k-th micro-batches of all ranks, or the micro-batches of one rank. Samples are
 placed longest first, each where it adds least to that time, as in Graham's LPT rule (1969; within 4/3 of the best).
@@ -16,35 +19,85 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from quintet.errors import UserError
 from quintet.packing.align import Alignment
 
 PLAIN = Alignment()
-Cell = list[int]  # the samples of one micro-batch of one rank
+Bin = list[int]  # the samples of one cell, while cells are filled
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A micro-batch of a plan. ranks: those that share its row, of the dp·cp ranks of a pipeline stage, cp fastest."""
+
+    samples: list[int]
+    ranks: range
+
+    @property
+    def cp(self) -> int:
+        """In how many parts the row is cut."""
+        return len(self.ranks)
+
+
+class RankCell(NamedTuple):
+    """A cell as one of its ranks sees it. place: which of the row's `cp` parts is the rank's."""
+
+    samples: list[int]
+    cp: int = 1
+    place: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether the rank speaks for the cell: what is counted once a cell is counted here."""
+        return self.place == 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`microbatches[dp_rank][k]` lists the indices of the samples in that rank's k-th micro-batch.
+    """`rounds[k]` are the cells of all ranks' k-th micro-batches, in the order of their ranks: each rank is in one of them.
 
-    Every rank has the same count of micro-batches; one may be empty where samples ran out. The costly ones come first,
-    so that the largest blocks of memory are asked for first.
+    block: ranks of a dp rank; no cell reaches beyond one. A cell may have no samples where they ran out. The costly ones
+    come first, so that the largest blocks of memory are asked for first.
     """
 
-    microbatches: list[list[list[int]]]
+    rounds: list[list[Cell]]
+    block: int = 1
 
     def samples_of(self, dp_rank: int) -> list[int]:
-        """Indices of one rank's samples, in the order of its micro-batches."""
-        return [i for row in self.microbatches[dp_rank] for i in row]
+        """Indices of the samples of a dp rank's ranks, round by round."""
+        return [i for cells in self._of(dp_rank) for cell in cells for i in cell.samples]
 
-    def local(self, dp_rank: int) -> list[list[int]]:
-        """The rank's micro-batches as positions in `samples_of(dp_rank)`."""
-        rows, start = [], 0
-        for row in self.microbatches[dp_rank]:
-            rows.append(list(range(start, start + len(row))))
-            start += len(row)
-        return rows
+    def local(self, dp_rank: int, order: Sequence[int] | None = None) -> list[list[Cell]]:
+        """The rounds of a dp rank alone: samples as positions in `order`, its own samples (None: in `samples_of`), and ranks
+        counted from its first."""
+        at = {i: k for k, i in enumerate(self.samples_of(dp_rank) if order is None else order)}
+        first = dp_rank * self.block
+        return [
+            [
+                Cell([at[i] for i in cell.samples], range(cell.ranks.start - first, cell.ranks.stop - first))
+                for cell in cells
+            ]
+            for cells in self._of(dp_rank)
+        ]
+
+    def _of(self, dp_rank: int) -> list[list[Cell]]:
+        first, stop = dp_rank * self.block, (dp_rank + 1) * self.block
+        return [
+            cells[bisect_left(cells, first, key=_first_rank) : bisect_left(cells, stop, key=_first_rank)]
+            for cells in self.rounds
+        ]
+
+
+def _first_rank(cell: Cell) -> int:
+    return cell.ranks.start
+
+
+def rank_cells(rounds: Sequence[Sequence[Cell]], rank: int) -> list[RankCell]:
+    """Return what one rank works on, round by round. rank: counted as the cells' are."""
+    mine = [next(cell for cell in cells if rank in cell.ranks) for cells in rounds]
+    return [RankCell(cell.samples, cell.cp, rank - cell.ranks.start) for cell in mine]
 
 
 def plan_microbatches(
@@ -61,7 +114,7 @@ def plan_microbatches(
     """Assign samples to ranks and micro-batches.
 
     lengths: tokens of each sample. dp: data-parallel ranks. budget: most tokens of a micro-batch on one
-    rank, padding included. cp: context-parallel ranks that share a row. quadratic: cost of attention
+    rank, padding included. cp: ranks that share a row, all of a block. alignment: of a row on so many. quadratic: cost of attention
     relative to the rest, per token of length (cost of a sample = n + quadratic * n^2). multiple: the count of
     micro-batches is a multiple of it (interleaved pipelines need one of pp); empty ones fill up. lockstep: whether
     ranks wait for each other in every micro-batch, as with experts spread over them; without it long samples are
@@ -86,27 +139,32 @@ def plan_microbatches(
     if not lockstep or dp == 1:
         ranks = _spread(order, tokens, cost, room, dp, count)
         if ranks is not None:
-            return _plan([_costly_first(rank, cost) for rank in ranks])
+            return _plan([_costly_first(rank, cost) for rank in ranks], cp)
     for peak_weight in (1.0, 0.0) if dp > 1 else ():
         steps = _spread(order, tokens, cost, room, count, dp, peak_weight)
         if steps is not None:
-            return _plan(_deal(steps, cost))
+            return _plan(_deal(steps, cost), cp)
     # So little room is left that only the tightest packing is sure to fit.
     cells = _costly_first(tight + [[] for _ in range(dp * count - len(tight))], cost)
-    return _plan(_deal([cells[k * dp : (k + 1) * dp] for k in range(count)], cost))
+    return _plan(_deal([cells[k * dp : (k + 1) * dp] for k in range(count)], cost), cp)
 
 
-def _plan(ranks: list[list[Cell]]) -> Plan:
-    return Plan([[sorted(cell) for cell in rank] for rank in ranks])
+def _plan(grid: list[list[Bin]], cp: int) -> Plan:
+    """grid: [dp rank][k]; each dp rank is a block of cp ranks."""
+    rounds = [
+        [Cell(sorted(found), range(d * cp, (d + 1) * cp)) for d, found in enumerate(cells)]
+        for cells in zip(*grid, strict=True)
+    ]
+    return Plan(rounds, cp)
 
 
-def _costly_first(cells: list[Cell], cost: list[float]) -> list[Cell]:
+def _costly_first(cells: list[Bin], cost: list[float]) -> list[Bin]:
     return sorted(cells, key=lambda cell: -sum(cost[i] for i in cell))
 
 
-def _fewest_cells(order: list[int], tokens: list[int], room: int) -> list[Cell]:
+def _fewest_cells(order: list[int], tokens: list[int], room: int) -> list[Bin]:
     """Best-fit decreasing: each sample into the fullest cell it fits (within 11/9 of the fewest; Johnson 1974)."""
-    cells: list[Cell] = []
+    cells: list[Bin] = []
     free: list[tuple[int, int]] = []  # (tokens left, cell), ascending
     for i in order:
         at = bisect_left(free, (tokens[i], -1))
@@ -128,14 +186,14 @@ def _spread(
     lanes: int,
     width: int,
     peak_weight: float | None = None,
-) -> list[list[Cell]] | None:
+) -> list[list[Bin]] | None:
     """Place samples in `order` into `lanes` lanes of `width` cells; None when one finds no room.
 
     Within a lane the cheapest cell with room is taken. The lane is the one with the least total cost, or, with a
     `peak_weight`, where least is added to the sum of the lanes' costliest cells plus that weight times the costliest
     of all: a pipeline runs at the pace of its slowest micro-batch, and memory must hold it.
     """
-    cells: list[list[Cell]] = [[[] for _ in range(width)] for _ in range(lanes)]
+    cells: list[list[Bin]] = [[[] for _ in range(width)] for _ in range(lanes)]
     waiting = [
         [(0.0, at, 0) for at in range(width)] for _ in range(lanes)
     ]  # (cost, cell, tokens), cheapest first
@@ -168,7 +226,7 @@ def _spread(
     return cells
 
 
-def _deal(steps: list[list[Cell]], cost: list[float]) -> list[list[Cell]]:
+def _deal(steps: list[list[Bin]], cost: list[float]) -> list[list[Bin]]:
     """Give each step's cells to the ranks, the costliest to the rank with least so far; costly steps first.
 
     Two ranks then differ by no more than two cells of one step do, whatever the steps.
@@ -176,7 +234,7 @@ def _deal(steps: list[list[Cell]], cost: list[float]) -> list[list[Cell]]:
     loads = [sorted(((sum(cost[i] for i in cell), cell) for cell in step), reverse=True) for step in steps]
     loads.sort(key=lambda step: -step[0][0])
     total = [0.0] * len(steps[0])
-    ranks: list[list[Cell]] = [[[] for _ in steps] for _ in total]
+    ranks: list[list[Bin]] = [[[] for _ in steps] for _ in total]
     for k in sorted(range(len(loads)), key=lambda k: (loads[k][-1][0] - loads[k][0][0], k)):
         free = sorted(range(len(total)), key=lambda rank: (total[rank], rank))
         for (load, cell), rank in zip(loads[k], free, strict=True):

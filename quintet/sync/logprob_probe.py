@@ -60,13 +60,15 @@ def engine_scores(engine: Engine, sequences: Sequence[list[int]]) -> Scores | No
     """What the engine says of sequences, all ranks of it the same ones. Ranks of the last stage return it, others None.
     Collective."""
     from quintet.data.batch import make_batch
+    from quintet.packing import RankCell, alignment_of
 
-    budget = engine.recipe.tokens_per_microbatch_per_rank * engine.mesh.sizes.cp
-    together = max(budget // engine.alignment.row([max(map(len, sequences))]), 1)
+    cp, place = engine.mesh.sizes.cp, engine.mesh.at("cp")
+    budget = engine.recipe.tokens_per_microbatch_per_rank * cp
+    together = max(budget // alignment_of(engine.layout, cp).row([max(map(len, sequences))]), 1)
     order = list(range(len(sequences)))
-    microbatches = [order[i : i + together] for i in range(0, len(order), together)]
+    cells = [RankCell(order[i : i + together], cp, place) for i in range(0, len(order), together)]
     batch = make_batch(list(sequences), [1] * len(sequences))
-    found = engine.forward(batch, microbatches)
+    found = engine.forward(batch, cells)
     if found is None:
         return None
     flat, scores = found.logprobs.tolist(), []

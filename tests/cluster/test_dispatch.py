@@ -46,17 +46,20 @@ def test_all_to_all_gives_each_rank_its_own() -> None:
 
 
 @given(meshes)
-def test_megatron_compute_splits_over_dp_and_collects_from_one_owner(coords: list[dict[str, int]]) -> None:
-    dp, pp = (1 + max(c[axis] for c in coords) for axis in ("dp", "pp"))
+def test_megatron_compute_splits_over_dp_and_collects_from_the_last_stage(
+    coords: list[dict[str, int]],
+) -> None:
+    """Every cp rank answers: each counts the cells that it is the first rank of."""
+    dp, pp, cp = (1 + max(c[axis] for c in coords) for axis in ("dp", "pp", "cp"))
     parts = [f"part {d}" for d in range(dp)]
     calls = dispatch.megatron_compute.split(coords, (parts,), {})
     assert [call[0][0] for call in calls if call] == [f"part {c['dp']}" for c in coords]
     owners = dispatch.megatron_compute.owners(coords)
     assert [(coords[r]["dp"], coords[r]["pp"], coords[r]["tp"], coords[r]["cp"]) for r in owners] == [
-        (d, pp - 1, 0, 0) for d in range(dp)
+        (d, pp - 1, 0, c) for d in range(dp) for c in range(cp)
     ]
     results = {rank: call[0][0] for rank, call in enumerate(calls) if call}
-    assert dispatch.megatron_compute.collect(coords, results) == parts
+    assert dispatch.megatron_compute.collect(coords, results) == [part for part in parts for _ in range(cp)]
 
 
 @given(meshes)

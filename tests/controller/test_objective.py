@@ -37,7 +37,7 @@ def critic_step(path: Path) -> tuple[float, float, float]:
     from quintet.data.batch import make_batch, sample_ids, set_tokens, tokens
     from quintet.engine.engine import Engine
     from quintet.models import read_shape
-    from quintet.packing import plan_microbatches
+    from quintet.packing import plan_microbatches, rank_cells
     from quintet.recipe import schema
 
     engine = Engine(
@@ -49,7 +49,7 @@ def critic_step(path: Path) -> tuple[float, float, float]:
     )
     engine.load_hf(path)
     batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
-    plan = plan_microbatches(LENGTHS, dp=1, budget=32).microbatches[0]
+    plan = rank_cells(plan_microbatches(LENGTHS, dp=1, budget=32).rounds, 0)
     found = engine.forward(batch, plan)
     assert found is not None
     mask, ids = tokens(batch, "loss_mask"), sample_ids(batch)

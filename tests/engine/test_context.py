@@ -29,7 +29,7 @@ def shared_attention(
 
     megatron_compat.install()
     from quintet.engine.layers.attention import CoreAttention
-    from quintet.engine.row import describe, pack
+    from quintet.engine.row import attention_metadata, pack
     from quintet.packing import alignment
     from quintet.packing.context import held_ranges
 
@@ -59,12 +59,12 @@ def shared_attention(
             shapes = ((heads, d), (kv_heads, d), (kv_heads, dv), (heads, dv))
             *inputs, grad = (torch.randn(whole.tokens, *s, generator=generator) for s in shapes)
             full = [x.clone().requires_grad_() for x in inputs]
-            want = attention(*full, describe(whole, torch.device("cpu"), rectangles=True))
+            want = attention(*full, attention_metadata(whole, torch.device("cpu"), rectangles=True))
             want.backward(grad)
             of_sinks = take_gradient(sinks)
 
             parts = [x[held].requires_grad_() for x in inputs]
-            row = describe(mine, torch.device("cpu"), rectangles=True, group=group, comm=comm)
+            row = attention_metadata(mine, torch.device("cpu"), rectangles=True, group=group, comm=comm)
             got = attention(*parts, row)
             got.backward(grad[held])
             errors = [(got - want[held]).abs().max()]

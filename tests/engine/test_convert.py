@@ -27,6 +27,7 @@ from quintet.errors import UserError
 from quintet.models import check_weights, family_named, read_shape
 from quintet.models.mcore import CheckpointMap, stacked, whole_box
 from quintet.models.weights_on_disk import held_shape
+from quintet.packing import RankCell
 from tests.engine import moe_models, mtp_models
 from tests.oracle import models
 
@@ -220,7 +221,7 @@ def trained(path: Path, out: Path) -> None:
     )
     engine.load_hf(path)
     batch = make_batch([torch.arange(20) % 31], [1])
-    engine.forward_backward(batch, [[0]], lambda outputs, fields: (-outputs.logprobs.sum(), {}))
+    engine.forward_backward(batch, [RankCell([0])], lambda outputs, fields: (-outputs.logprobs.sum(), {}))
     engine.optimizer_step()
     engine.save(out / "run" / "checkpoints" / "step-000001" / "policy")
     engine.save_hf(out / "exported", path)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quintet.packing import RankCell
 from tests.oracle.reference import PROMPT, save, token_ids
 
 
@@ -34,7 +35,7 @@ def steps(path: Path, scales: list[float], restart: bool) -> list[Any]:
     for scale in scales:
         if restart:
             engine.load_hf(path)
-        engine.forward_backward(batch, [list(range(len(token_ids())))], Nll(scale))
+        engine.forward_backward(batch, [RankCell(list(range(len(token_ids()))))], Nll(scale))
         try:
             engine.optimizer_step()
         except FloatingPointError as error:

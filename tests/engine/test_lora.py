@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quintet.models.lora import LoraShape
+from quintet.packing import RankCell
 from tests.oracle.models import save
 from tests.oracle.reference import PROMPT, token_ids
 
@@ -48,11 +49,11 @@ def nll(outputs: Any, fields: dict[str, Any]) -> Any:
 
 
 def logprobs(engine: Any) -> Any:
-    return engine.forward(batch(), [list(range(len(token_ids())))]).logprobs
+    return engine.forward(batch(), [RankCell(list(range(len(token_ids()))))]).logprobs
 
 
 def step(engine: Any) -> None:
-    engine.forward_backward(batch(), [list(range(len(token_ids())))], nll)
+    engine.forward_backward(batch(), [RankCell(list(range(len(token_ids()))))], nll)
     engine.optimizer_step()
 
 
@@ -77,7 +78,7 @@ def life(path: Path, out: Path, lora: LoraShape) -> dict[str, Any]:
     found["learned"] = (logprobs(engine) - base).abs().max().item()
     with engine.without_adapters():
         found["without"] = torch.equal(logprobs(engine), base)
-    again = reference.forward(batch(), [list(range(len(token_ids())))]).logprobs
+    again = reference.forward(batch(), [RankCell(list(range(len(token_ids()))))]).logprobs
     found["reference"] = torch.equal(again, base)
     after = content(engine)
     found["changed"] = [name for name, value in after.items() if not torch.equal(value, start[name])]
@@ -97,7 +98,9 @@ def life(path: Path, out: Path, lora: LoraShape) -> dict[str, Any]:
     engine.save(out / "state")
     step(engine)
     moved = content(engine)
-    found["kept"] = torch.equal(reference.forward(batch(), [list(range(len(token_ids())))]).logprobs, trained)
+    found["kept"] = torch.equal(
+        reference.forward(batch(), [RankCell(list(range(len(token_ids()))))]).logprobs, trained
+    )
     found["given_back"] = all(torch.equal(value, moved[name]) for name, value in content(engine).items())
     engine.load(out / "state")
     found["resumed"] = [

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quintet.packing import RankCell
 from tests.engine.moe_models import FAMILIES, VOCAB, hub_names, model, save
 
 PROMPT = 2
@@ -59,7 +60,7 @@ def run_rank(path: Path, layout: dict[str, Any], **recipe: Any) -> dict[str, Any
     from quintet.data.batch import make_batch, select
     from quintet.engine.engine import Engine
     from quintet.models import read_shape
-    from quintet.packing import plan_microbatches
+    from quintet.packing import alignment_of, plan_microbatches, rank_cells
     from quintet.recipe import schema
 
     settings = {"tokens_per_microbatch_per_rank": 32, "distributed_optimizer": False} | recipe
@@ -72,11 +73,14 @@ def run_rank(path: Path, layout: dict[str, Any], **recipe: Any) -> dict[str, Any
     )
     engine.load_hf(path)
     batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
-    dp, budget = engine.mesh.at("dp"), engine.recipe.tokens_per_microbatch_per_rank
-    plan = plan_microbatches(LENGTHS, dp=engine.mesh.sizes.dp, budget=budget, alignment=engine.alignment)
+    mesh, budget = engine.mesh, engine.recipe.tokens_per_microbatch_per_rank
+    dp, cp = mesh.at("dp"), mesh.sizes.cp
+    align = alignment_of(engine.layout, cp)
+    plan = plan_microbatches(LENGTHS, dp=mesh.sizes.dp, budget=budget, alignment=align, cp=cp)
+    cells = rank_cells(plan.local(dp), mesh.at("cp"))
     mine = select(batch, plan.samples_of(dp))
-    forward = engine.forward(mine, plan.local(dp))
-    result = engine.forward_backward(mine, plan.local(dp), MeanNll())
+    forward = engine.forward(mine, cells)
+    result = engine.forward_backward(mine, cells, MeanNll())
     gradients = [(s.name, s.box, s.read().clone()) for s in engine.shard_map("main_grad")]
     return {
         "gradients": gradients,
@@ -209,7 +213,7 @@ def calls(path: Path, **recipe: Any) -> dict[str, int]:
     experts, activate = sparse.mlp.experts, sparse.mlp.experts._activate
     experts._activate = lambda *args: (count("moe_act"), activate(*args))[1]
     batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
-    engine.forward_backward(batch, [list(range(len(LENGTHS)))], MeanNll())
+    engine.forward_backward(batch, [RankCell(list(range(len(LENGTHS))))], MeanNll())
     return counts
 
 
@@ -236,7 +240,7 @@ def two_engines(path: Path, first: dict[str, Any], second: dict[str, Any]) -> li
     ]
     for engine in engines:
         engine.load_hf(path)
-    batch, whole = make_batch(token_ids(), [PROMPT] * len(LENGTHS)), [list(range(len(LENGTHS)))]
+    batch, whole = make_batch(token_ids(), [PROMPT] * len(LENGTHS)), [RankCell(list(range(len(LENGTHS))))]
     out = [engine.forward(batch, whole).logprobs for engine in engines]
     engines[0].forward_backward(batch, whole, MeanNll())
     return out + [engine.forward(batch, whole).logprobs for engine in reversed(engines)]
@@ -264,7 +268,7 @@ def three_steps(path: Path, layout: dict[str, Any]) -> list[Any]:
         dtype="fp32",
     )
     engine.load_hf(path)
-    mine = [list(range(engine.mesh.at("dp"), len(LENGTHS), engine.mesh.sizes.dp))]
+    mine = [RankCell(list(range(engine.mesh.at("dp"), len(LENGTHS), engine.mesh.sizes.dp)))]
     batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
     for _ in range(3):
         engine.forward_backward(batch, mine, MeanNll())

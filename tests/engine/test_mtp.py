@@ -15,6 +15,7 @@ from quintet.engine.weights.passthrough_tensors import refuse_other_copies
 from quintet.errors import UserError
 from quintet.models import check_weights, held_shape, read_shape
 from quintet.models.weights_on_disk import find_weights
+from quintet.packing import RankCell
 from tests.engine.moe_models import save as save_trunk
 from tests.engine.moe_models import stored
 from tests.engine.mtp_models import KINDS, LAYERS, VOCAB, model, save
@@ -69,8 +70,10 @@ def _run(engine: Any, mine: list[int], family: str, found: dict[tuple[int, int],
 
     from quintet.data.batch import make_batch, offsets
     from quintet.engine.row import pack
+    from quintet.packing import alignment_of
 
     sizes, rank = engine.mesh.sizes, engine.mesh.at("cp")
+    align = alignment_of(engine.layout, sizes.cp)
     ids = [samples()[i] for i in mine]
     places = [(i, t) for i, one in zip(mine, ids, strict=True) for t in range(len(one))]
     batch = make_batch(ids, [2] * len(ids))
@@ -78,7 +81,7 @@ def _run(engine: Any, mine: list[int], family: str, found: dict[tuple[int, int],
 
     def packed(values: list[int]) -> Tensor:
         """Values of the tokens, where this rank's row has the tokens."""
-        row = pack(torch.tensor(values), ends, none, range(len(ids)), engine.alignment, sizes.cp, rank)
+        row = pack(torch.tensor(values), ends, none, range(len(ids)), align, sizes.cp, rank)
         return row.input_ids
 
     def look(outputs: Any, micro: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -102,7 +105,8 @@ def _run(engine: Any, mine: list[int], family: str, found: dict[tuple[int, int],
     if engine.mesh.last_stage:
         norm = engine.chunks[-1].decoder.final_layernorm
         norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    engine._pipeline.run(batch, [list(range(len(ids)))] * sizes.pp, partial(look), 1.0, forward_only=True)
+    cell = RankCell(list(range(len(ids))), sizes.cp, rank)
+    engine._pipeline.run(batch, [cell] * sizes.pp, partial(look), 1.0, forward_only=True)
 
 
 def check(family: str, ranks: list[dict[tuple[int, int], list[Tensor]]]) -> None:

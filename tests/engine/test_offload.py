@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quintet.packing import RankCell
 from tests.engine import moe_models
 from tests.engine.storage import held, tensors
 from tests.oracle.reference import save
@@ -69,7 +70,8 @@ def work() -> Any:
 def step(engine: Any) -> tuple[float, float]:
     """One training step on the same samples on every dp rank: loss and gradient norm."""
     half = len(LENGTHS) // 2
-    result = engine.forward_backward(work(), [list(range(half)), list(range(half, len(LENGTHS)))], MeanNll())
+    cells = [RankCell(list(range(half))), RankCell(list(range(half, len(LENGTHS))))]
+    result = engine.forward_backward(work(), cells, MeanNll())
     return result.loss if result else 0.0, engine.optimizer_step()["grad_norm"]
 
 
@@ -147,7 +149,7 @@ def test_any_share_goes_and_comes_back(pool, tmp_path, dtype):
 
 def misuse(path: Path) -> dict[str, str]:
     engine = make(path, {})
-    micro = [list(range(len(LENGTHS)))]
+    micro = [RankCell(list(range(len(LENGTHS))))]
     calls: dict[str, tuple[dict[str, float], Any]] = {
         "forward": ({"params": 1.0}, lambda: engine.forward(work(), micro)),
         "module": ({"params": 0.1}, lambda: engine.model(torch.zeros(1, 4, dtype=torch.int64), None)),
@@ -194,7 +196,7 @@ def test_a_new_optimizer_brings_everything_back(pool, tmp_path):
 
 def reference_policy(path: Path) -> dict[str, Any]:
     engine = make(path, {}, trained=False)
-    micro = [list(range(len(LENGTHS)))]
+    micro = [RankCell(list(range(len(LENGTHS))))]
     before, first = held(engine), engine.forward(work(), micro)
     engine.offload(params=1.0, grads=1.0, optimizer=1.0)
     away = held(engine)

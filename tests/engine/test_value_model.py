@@ -33,7 +33,7 @@ def run(path: Path, layout: dict[str, Any], out: Path) -> dict[str, Any]:
     from quintet.data.batch import make_batch, select
     from quintet.engine.engine import Engine
     from quintet.models import read_shape
-    from quintet.packing import plan_microbatches
+    from quintet.packing import alignment_of, plan_microbatches, rank_cells
     from quintet.recipe import schema
 
     shape, sizes = read_shape(path).as_value_model(), schema.Layout(**layout)
@@ -46,10 +46,9 @@ def run(path: Path, layout: dict[str, Any], out: Path) -> dict[str, Any]:
     engine.load_hf(path)
     batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
     mesh = engine.mesh
-    plan = plan_microbatches(
-        LENGTHS, dp=mesh.sizes.dp, budget=32, alignment=engine.alignment, cp=mesh.sizes.cp
-    )
-    mine, local = select(batch, plan.samples_of(mesh.at("dp"))), plan.local(mesh.at("dp"))
+    cp, dp = mesh.sizes.cp, mesh.at("dp")
+    plan = plan_microbatches(LENGTHS, dp=mesh.sizes.dp, budget=32, alignment=alignment_of(sizes, cp), cp=cp)
+    mine, local = select(batch, plan.samples_of(dp)), rank_cells(plan.local(dp), mesh.at("cp"))
     first = engine.forward(mine, local)
     for _ in range(2):
         engine.forward_backward(mine, local, SquaredError())
@@ -61,8 +60,8 @@ def run(path: Path, layout: dict[str, Any], out: Path) -> dict[str, Any]:
     return {
         "first": first.values if first else None,
         "values": again.forward(mine, local),
-        "samples": plan.samples_of(mesh.at("dp")),
-        "loss": result.loss if result and mesh.owns_output else 0.0,
+        "samples": plan.samples_of(dp),
+        "loss": result.loss if result and mesh.at("tp") == 0 else 0.0,
         "gradients": [(s.name, s.box, s.read().clone()) for s in again.shard_map("main_grad")],
     }
 

@@ -76,6 +76,8 @@ class Case:
     offload_params: bool = False
     offload_grads: bool = False
     offload_optimizer: bool = False
+    mixed: bool = False
+    """Every other round has cells of one rank instead of cp."""
 
     @property
     def batches(self) -> tuple[int, ...]:

@@ -45,8 +45,10 @@ def made(name: str | None) -> Iterator[None]:
     def mistaken(*args: Any, **kwargs: Any) -> Any:
         return change(original, *args, **kwargs)
 
+    instead: Any = property(mistaken) if isinstance(original, property) else mistaken
+
     owner, _, attribute = target.rpartition("." if "." in target.partition(":")[2] else ":")
-    with mock.patch.object(resolve_name(owner), attribute, mistaken):
+    with mock.patch.object(resolve_name(owner), attribute, instead):
         yield
 
 
@@ -174,6 +176,9 @@ MISTAKES = {
         ("outputs", "gradients"),
         "quintet.engine.model:PolicyModel.rotary",
         _by_place_on_the_rank,
+    ),
+    "all ranks of a cell count it": Mistake(
+        Case("qwen3", cp=2), ("loss", "losses"), "quintet.engine.row:MicroBatch.first", _always
     ),
     "tokens attend to other sequences": Mistake(
         Case("qwen3"), ("outputs", "gradients"), "quintet.engine.row:spans", _one_sequence

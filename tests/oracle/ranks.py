@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quintet.packing import Cell, Plan, RankCell, alignment_of, plan_microbatches, rank_cells
 from tests.oracle.cases import Case
 from tests.oracle.data import (
     ENTROPY_WEIGHT,
@@ -32,7 +34,7 @@ Piece = tuple[str, tuple[tuple[int, int], ...], Tensor]
 class Report:
     """What one rank says of a case.
 
-    samples: of the first batch, the ones this rank's dp rank has. outputs: of the forward pass over them, flat over
+    samples: of the first batch, the ones this rank's cells have. outputs: of the forward pass over them, flat over
     their tokens; None where the rank has none. losses: this rank's share at each step, 0 where another rank reports
     it. norms: of the gradients at each step. gradients: of the first step. parameters: after the last one, with the
     buffers that are stored beside them.
@@ -80,10 +82,9 @@ def engine_of(case: Case, path: Path, *, trained: bool = True) -> Any:
     return made
 
 
-def share(engine: Any, batch: int) -> tuple[Any, list[list[int]], list[int]]:
-    """This dp rank's samples of a batch, its micro-batches as positions in them, and which samples they are."""
+def share(engine: Any, batch: int, mixed: bool = False) -> tuple[Any, list[RankCell], list[int]]:
+    """This dp rank's samples of a batch, this rank's cells as positions in them, and which samples they are."""
     from quintet.data.batch import make_batch, select
-    from quintet.packing import plan_microbatches
 
     ids = token_ids(batch)
     lengths = [len(one) for one in ids]
@@ -91,8 +92,19 @@ def share(engine: Any, batch: int) -> tuple[Any, list[list[int]], list[int]]:
     whole = make_batch(ids, [PROMPT] * len(ids), **fields)
     sizes, dp = engine.mesh.sizes, engine.mesh.at("dp")
     budget = engine.recipe.tokens_per_microbatch_per_rank
-    plan = plan_microbatches(lengths, dp=sizes.dp, budget=budget, alignment=engine.alignment, cp=sizes.cp)
-    return select(whole, plan.samples_of(dp)), plan.local(dp), plan.samples_of(dp)
+    align = alignment_of(engine.layout, sizes.cp)
+    plan = plan_microbatches(lengths, dp=sizes.dp, budget=budget, alignment=align, cp=sizes.cp)
+    if mixed:
+        plan = Plan([split(row) if k % 2 else row for k, row in enumerate(plan.rounds)], plan.block)
+    cells = rank_cells(plan.local(dp), engine.mesh.at("cp"))
+    return select(whole, plan.samples_of(dp)), cells, plan.samples_of(dp)
+
+
+def split(cells: list[Cell]) -> list[Cell]:
+    """The same samples in cells of one rank each."""
+    return [
+        Cell(c.samples[n :: c.cp], range(rank, rank + 1)) for c in cells for n, rank in enumerate(c.ranks)
+    ]
 
 
 class Training:
@@ -106,10 +118,10 @@ class Training:
     def step(self, batch: int) -> None:
         """One optimizer step, and what the trainer does around generation: offload and reload."""
         engine, report = self.engine, self.report
-        mine, local, _ = share(engine, batch)
+        mine, cells, _ = share(engine, batch, self.case.mixed)
         objective = Objective(self.case.head, trained_tokens(batch))
-        result = engine.forward_backward(mine, local, objective, temperature=TEMPERATURE)
-        report.losses.append(result.loss if result is not None and engine.mesh.owns_output else 0.0)
+        result = engine.forward_backward(mine, cells, objective, temperature=TEMPERATURE)
+        report.losses.append(result.loss if result is not None and engine.mesh.at("tp") == 0 else 0.0)
         if not report.gradients:
             if self.case.distributed_optimizer:
                 gather_gradients(engine)
@@ -176,12 +188,16 @@ def evaluate_alone(case: Case, path: Path) -> tuple[Report, list[str]]:
 
 def evaluate(engine: Any, case: Case) -> Report:
     """A forward pass over the case's first batch."""
-    mine, local, samples = share(engine, case.batches[0])
-    outputs = engine.forward(mine, local, temperature=TEMPERATURE)
+    from quintet.data.batch import sample_ids
+
+    mine, cells, samples = share(engine, case.batches[0], case.mixed)
+    outputs = engine.forward(mine, cells, temperature=TEMPERATURE)
+    known = sorted(i for cell in cells for i in cell.samples)
     if outputs is None:
-        return Report(samples, None)
+        return Report([samples[i] for i in known], None)
+    here = torch.isin(sample_ids(mine), torch.tensor(known, dtype=torch.int64))
     names = ("values",) if case.head == "value" else ("logprobs", "entropy")
-    return Report(samples, tuple(getattr(outputs, name) for name in names))
+    return Report([samples[i] for i in known], tuple(getattr(outputs, name)[here] for name in names))
 
 
 def pieces(engine: Any, of: str) -> list[Piece]:

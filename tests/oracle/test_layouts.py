@@ -25,6 +25,23 @@ def test_layout_equals_transformers(pool: Pool, models: Path, case: Case) -> Non
     check(pool, models, case)
 
 
+MIXED = [
+    Case("qwen3", cp=2, mixed=True),
+    Case("qwen3", cp=2, dp=2, distributed_optimizer=True, mixed=True),
+    Case("qwen3", cp=2, tp=2, sp=True, cp_comm="all_to_all", mixed=True),
+    Case("qwen3", cp=4, recompute="full", mixed=True),
+    Case("deepseek_v3", cp=2, pp=2, vpp=2, recompute="selective", mixed=True),
+    Case("qwen3_moe", cp=2, dp=2, ep=4, mixed=True),
+    Case("qwen3", head="value", cp=2, tp=2, sp=True, mixed=True),
+]
+
+
+@pytest.mark.parametrize("case", MIXED, ids=lambda case: case.name)
+def test_cells_of_one_rank_beside_cells_of_all(pool: Pool, models: Path, case: Case) -> None:
+    """The plan alone says who shares a row: nothing is read off layout.cp."""
+    check(pool, models, case)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", slow_cases(), ids=lambda case: case.name)
 def test_more_layouts_equal_transformers(pool: Pool, models: Path, case: Case) -> None:

@@ -6,23 +6,37 @@ import itertools
 import math
 import random
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quintet.errors import UserError
-from quintet.packing import Plan, alignment, plan_microbatches, row_buckets, split_evenly
+from quintet.packing import (
+    Alignment,
+    Cell,
+    Plan,
+    alignment,
+    plan_microbatches,
+    rank_cells,
+    row_buckets,
+    split_evenly,
+)
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=60)
 DP = st.integers(1, 9)
 
 
+def grid(plan: Plan) -> list[list[list[int]]]:
+    """Samples of a plan whose cells are whole blocks: [dp rank][round]."""
+    return [[cell.samples for cell in cells] for cells in zip(*plan.rounds, strict=True)]
+
+
 def cell_costs(plan: Plan, lengths: list[int], quadratic: float = 0.0) -> list[list[float]]:
     """Cost of every micro-batch: [dp rank][k]."""
     return [
-        [sum(lengths[i] + quadratic * lengths[i] ** 2 for i in row) for row in rank]
-        for rank in plan.microbatches
+        [sum(lengths[i] + quadratic * lengths[i] ** 2 for i in row) for row in rank] for rank in grid(plan)
     ]
 
 
@@ -53,15 +67,58 @@ def test_every_sample_once_within_the_budget(lengths, dp, slack, tp, cp, fp8, bu
         multiple=multiple,
         lockstep=lockstep,
     )
-    assert sorted(i for rank in plan.microbatches for row in rank for i in row) == list(range(len(lengths)))
-    assert len(plan.microbatches) == dp
-    (count,) = {len(rank) for rank in plan.microbatches}
-    assert count >= multiple
-    assert count % multiple == 0
-    for rank in plan.microbatches:
-        for row in rank:
-            assert align.row([lengths[i] for i in row]) <= budget * cp
-            assert row == sorted(row)
+    check(plan, lengths, budget, dp * cp, lambda cell_cp: align)
+    assert {cell.cp for cells in plan.rounds for cell in cells} == {cp}
+    assert len(plan.rounds) >= multiple
+    assert len(plan.rounds) % multiple == 0
+    for cells in plan.rounds:
+        for cell in cells:
+            assert cell.samples == sorted(cell.samples)
+
+
+def check(plan: Plan, lengths: list[int], budget: int, ranks: int, align: Callable[[int], Alignment]) -> None:
+    """What every plan keeps: each rank once a round, each sample once, no cell across blocks, the budget by the cell's own
+    CP size and alignment; and what ranks derive from their block's part of it is the plan."""
+    assert sorted(i for cells in plan.rounds for cell in cells for i in cell.samples) == list(
+        range(len(lengths))
+    )
+    for cells in plan.rounds:
+        assert [rank for cell in cells for rank in cell.ranks] == list(range(ranks))
+        for cell in cells:
+            assert cell.ranks[0] // plan.block == cell.ranks[-1] // plan.block
+            assert align(cell.cp).row([lengths[i] for i in cell.samples]) <= budget * cell.cp
+    parts: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for rank in range(ranks):
+        samples = plan.samples_of(rank // plan.block)
+        found = rank_cells(plan.local(rank // plan.block), rank % plan.block)
+        assert len(found) == len(plan.rounds)
+        for k, (own, cells) in enumerate(zip(found, plan.rounds, strict=True)):
+            (cell,) = (cell for cell in cells if rank in cell.ranks)
+            assert (own.cp, own.place) == (len(cell.ranks), rank - cell.ranks[0])
+            assert own.first == (rank == cell.ranks[0])
+            assert [samples[at] for at in own.samples] == cell.samples
+            parts.setdefault((k, tuple(cell.ranks)), []).append(own.place)
+    assert all(places == list(range(len(ranks))) for (_, ranks), places in parts.items())
+
+
+@given(st.data(), st.integers(1, 3), st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
+def test_a_plan_may_mix_cells_of_several_sizes(data, dp, block, rounds):
+    """Aligned blocks of a power of two, in any mix: what each rank derives fits together."""
+
+    def split(first: int, size: int) -> Iterator[range]:
+        if size == 1 or data.draw(st.booleans()):
+            yield range(first, first + size)
+            return
+        yield from split(first, size // 2)
+        yield from split(first + size // 2, size // 2)
+
+    made = [[ranks for d in range(dp) for ranks in split(d * block, block)] for _ in range(rounds)]
+    numbers = itertools.count()
+    table = [
+        [Cell([next(numbers) for _ in range(data.draw(st.integers(0, 2)))], ranks) for ranks in row]
+        for row in made
+    ]
+    check(Plan(table, block), [3] * next(numbers), 16, dp * block, lambda cp: alignment(cp=cp))
 
 
 @given(LENGTHS, DP, st.booleans())
@@ -75,15 +132,17 @@ def test_local_positions_follow_the_samples(lengths, dp):
     plan = plan_microbatches(lengths, dp=dp, budget=300)
     for r in range(dp):
         samples = plan.samples_of(r)
-        assert [[samples[k] for k in row] for row in plan.local(r)] == plan.microbatches[r]
+        backwards = samples[::-1]
+        for order, local in ((samples, plan.local(r)), (backwards, plan.local(r, backwards))):
+            assert [[order[k] for k in cell.samples] for (cell,) in local] == grid(plan)[r]
 
 
 def test_a_batch_of_one_of_none_and_of_fewer_samples_than_ranks():
-    assert plan_microbatches([5], dp=4, budget=8).microbatches == [[[0]], [[]], [[]], [[]]]
-    assert plan_microbatches([], dp=2, budget=8).microbatches == [[[]], [[]]]
-    assert plan_microbatches([], dp=1, budget=8, multiple=3).microbatches == [[[], [], []]]
+    assert grid(plan_microbatches([5], dp=4, budget=8)) == [[[0]], [[]], [[]], [[]]]
+    assert grid(plan_microbatches([], dp=2, budget=8)) == [[[]], [[]]]
+    assert grid(plan_microbatches([], dp=1, budget=8, multiple=3)) == [[[], [], []]]
     plan = plan_microbatches([8, 8, 8], dp=4, budget=8, lockstep=False)
-    assert sorted(map(len, (r[0] for r in plan.microbatches))) == [0, 1, 1, 1]
+    assert sorted(map(len, (r[0] for r in grid(plan)))) == [0, 1, 1, 1]
 
 
 def test_a_sample_over_the_budget_is_named():
@@ -105,7 +164,7 @@ def test_no_rank_raises_the_count_while_another_has_room(lengths, dp, multiple, 
     plan = plan_microbatches(lengths, dp=dp, budget=100, multiple=multiple, lockstep=lockstep)
     paired = sum(1 for n in lengths if n == 50) // 2
     fewest = max(-(-(len(lengths) - paired) // (dp * multiple)), 1) * multiple
-    assert len(plan.microbatches[0]) == fewest
+    assert len(plan.rounds) == fewest
 
 
 @given(

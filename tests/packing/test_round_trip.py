@@ -81,13 +81,13 @@ def test_every_token_comes_back(lengths, dp, slack, tp, cp, fp8, bucketed):
         align = Alignment(align.sequence, align.total, buckets)
     plan = plan_microbatches(lengths, dp=dp, budget=budget, alignment=align, cp=cp)
     flat, seen = batch(lengths), []
-    for rank in plan.microbatches:
-        for samples in rank:
-            parts = [pack(*flat, samples, align, cp, r) for r in range(cp)]
-            check_row(parts, samples, flat, align)
+    for cells in plan.rounds:
+        for cell in cells:
+            parts = [pack(*flat, cell.samples, align, cell.cp, r) for r in range(cell.cp)]
+            check_row(parts, cell.samples, flat, align)
             assert len({part.tokens for part in parts}) == 1
             assert parts[0].tokens <= budget
-            seen += samples
+            seen += cell.samples
     assert sorted(seen) == list(range(len(lengths)))
 
 
@@ -113,8 +113,9 @@ def test_more_ranks_than_samples_and_an_empty_batch_give_rows_of_padding():
     for lengths in ([], [5]):
         flat = batch(lengths)
         plan = plan_microbatches(lengths, dp=3, budget=8, alignment=align, cp=2)
-        for rank in plan.microbatches[len(lengths) :]:
-            parts = [pack(*flat, rank[0], align, 2, r) for r in range(2)]
+        for cell in plan.rounds[0][len(lengths) :]:
+            assert not cell.samples
+            parts = [pack(*flat, cell.samples, align, 2, r) for r in range(2)]
             check_row(parts, [], flat, align)
             assert [part.tokens for part in parts] == [2, 2]
             assert all(len(part.predictors) == 0 for part in parts)

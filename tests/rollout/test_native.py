@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from quintet.packing import RankCell
 from quintet.rollout import Request, Sampling
 from tests.oracle.reference import VOCAB, model, save
 from tests.rollout.prompts import PROMPTS, text
@@ -50,7 +51,9 @@ def generate(
         return out
     samples = [(r.prompt_ids, s) for r, row in zip(runs[0][0], out[0], strict=True) for s in row]
     batch = make_batch([p + s.response_ids for p, s in samples], [len(p) for p, _ in samples])
-    again = engine.forward(batch, [list(range(len(samples)))], temperature=runs[0][1].temperature or 1.0)
+    again = engine.forward(
+        batch, [RankCell(list(range(len(samples))))], temperature=runs[0][1].temperature or 1.0
+    )
     return out, (again.logprobs if again is not None else None)
 
 

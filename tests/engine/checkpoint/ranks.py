@@ -50,10 +50,10 @@ def bare_engine(case: Case, path: Path, *, trained: bool = True) -> Any:
 def step(engine: Any, case: Case) -> tuple[float, float]:
     """One optimizer step: this rank's share of the loss, and the gradient norm."""
     batch = engine.steps % len(BATCHES)
-    mine, local, _ = share(engine, batch)
+    mine, cells, _ = share(engine, batch)
     objective = Objective(case.head, trained_tokens(batch))
-    result = engine.forward_backward(mine, local, objective, temperature=TEMPERATURE)
-    loss = result.loss if result is not None and engine.mesh.owns_output else 0.0
+    result = engine.forward_backward(mine, cells, objective, temperature=TEMPERATURE)
+    loss = result.loss if result is not None and engine.mesh.at("tp") == 0 else 0.0
     return loss, engine.optimizer_step()["grad_norm"]
 
 

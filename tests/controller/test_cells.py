@@ -1,0 +1,70 @@
+"""Ranks that share a row all compute its loss: the controller hears of each sample, and counts it, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quintet.cluster.cluster import Cluster
+from quintet.controller.controller import Controller
+from quintet.controller.objective import policy_objective, sft_objective
+from quintet.data.prompts import Prompt
+from quintet.data.tokenizer import build_char_tokenizer
+from quintet.engine.weights.random_model import write_fresh_model
+from quintet.models import trained_shape
+from quintet.recipe import schema
+from quintet.rollout import Sampling
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    tokenizer = build_char_tokenizer("0123456789", tmp_path)
+    sizes = schema.BuildModel(layers=2, hidden_size=32, ffn_hidden_size=32, heads=2, kv_heads=2, head_dim=16)
+    ids = {"eos_id": tokenizer.eos_token_id, "pad_id": tokenizer.pad_token_id}
+    write_fresh_model(sizes, tmp_path, vocab_size=len(tokenizer), seed=1, **ids)
+    return tmp_path
+
+
+def prompt(number: int, response: list[int]) -> Prompt:
+    ids = [3 + number, 4, 5]
+    return Prompt(number, "", ids, "", "", "", response, "")
+
+
+def test_what_ranks_tell_adds_up(ray_cluster: Cluster, model_dir: Path) -> None:
+    recipe = schema.Recipe(
+        cluster=schema.Cluster(ranks=2, device="cpu"),
+        model=schema.Model(path=model_dir),
+        layout=schema.Layout(cp=2),
+        rollout=schema.Rollout(layout=schema.RolloutLayout(tp=1)),
+        engine=schema.Engine(tokens_per_microbatch_per_rank=16),
+        mismatch=schema.Mismatch(replay_samples_per_step=3),
+    )
+    controller = Controller(ray_cluster, recipe, model_dir, trained_shape(model_dir))
+    with controller.workers:
+        controller.start_optimizer(recipe.optimizer, 2)
+        with controller.generating():
+            sampling = Sampling(max_response_tokens=6)
+            samples = controller.generate([prompt(n, []) for n in range(3)], sampling, 2, "seed")
+        advantages = torch.arange(6) - 2.0
+        controller.scatter(samples, advantages)
+        controller.score_samples(1.0, old=True)
+        told = controller.replayed()
+        assert set(told) == {0, 1, 2}
+        ids = [one.ids for one in told.values()]
+        again = controller.logprobs(ids, [one.prompt_tokens for one in told.values()], 1.0)
+        for one, logprobs in zip(told.values(), again, strict=True):
+            torch.testing.assert_close(torch.tensor(one.old_logprobs), logprobs)
+            torch.testing.assert_close(torch.tensor(one.rollout_logprobs), logprobs, rtol=1e-3, atol=1e-3)
+        result = controller.update(policy_objective(recipe.algorithm, recipe.mismatch))
+        assert set(result.replayed) == {0, 1, 2}
+        lengths = torch.tensor([one.response_tokens for one in samples.generated])
+        # The first step's ratios are 1: the loss is the mean advantage, of tokens.
+        assert result.loss == pytest.approx(-float((advantages * lengths).sum() / lengths.sum()), rel=1e-4)
+
+        imitated = [prompt(n, [6, 7, 8, 9][: n + 1]) for n in range(4)]
+        controller.send_sft_batch(imitated)
+        texts = [one.token_ids + one.response_ids for one in imitated]
+        expected = -torch.cat(controller.logprobs(texts, [3] * 4, 1.0)).mean()
+        assert controller.update(sft_objective()).loss == pytest.approx(float(expected), rel=1e-4)
