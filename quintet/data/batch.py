@@ -27,6 +27,9 @@ with uncompiled():
 Batch: TypeAlias = TensorDict
 
 _FLOAT_FIELDS = {"loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "rewards"}
+_KEPT_TYPES = {torch.bool, torch.uint8, torch.int8, torch.int16}
+_ALL_BUT_LAST = {"routes"}
+"""Per-token fields that may leave out each sample's last token, of which nothing is known: it is never computed on."""
 
 
 def make_batch(input_ids: Sequence[Any], prompt_lengths: Sequence[int] | Tensor, **fields: Any) -> Batch:
@@ -36,8 +39,10 @@ def make_batch(input_ids: Sequence[Any], prompt_lengths: Sequence[int] | Tensor,
         input_ids: one list or 1-d tensor of token ids a sample, prompt and response together.
         prompt_lengths: tokens of each sample that are prompt, between 0 and the sample's length.
         fields: further fields by name. A list of lists or tensors is a per-token field: one value a token of the
-            whole sample, or one a token of the response (the prompt then gets zeros). A flat list of numbers,
-            or a tensor of shape [samples, ...], is a per-sample field.
+            whole sample, or one a token of the response (the prompt then gets zeros); `routes` may be one a token but
+            the last. A value may have dims of its own. A flat list of numbers, or a tensor of shape [samples, ...], is a
+            per-sample field. Tensors and arrays of bool and of 8 and 16 bit integers keep their type; other integers
+            become int64, and floats fp32.
 
     `loss_mask` is 1 on response tokens and `sample_index` counts from 0, unless given.
 
@@ -92,12 +97,14 @@ def tokens(batch: Batch, name: str) -> Tensor:
 
 
 def set_tokens(batch: Batch, name: str, values: Tensor) -> None:
-    """Set a per-token field in place from flat values [tokens, ...], on the batch's own offsets."""
-    if values.shape[0] != token_count(batch):
-        raise ValueError(
-            f"{name} has {values.shape[0]} values, but the batch has {token_count(batch)} tokens"
-        )
-    batch[name] = _jagged(values, offsets(batch))
+    """Set a per-token field in place from flat values [tokens, ...], or of `routes` from those of all tokens but each
+    sample's last."""
+    ends = offsets(batch)
+    if name in _ALL_BUT_LAST and len(values) != token_count(batch):
+        ends = _without_last(ends)
+    if len(values) != int(ends[-1]):
+        raise ValueError(f"{name} has {len(values)} values, but the batch has {token_count(batch)} tokens")
+    batch[name] = _jagged(values, ends)
 
 
 def sample_ids(batch: Batch) -> Tensor:
@@ -119,19 +126,32 @@ def select(batch: Batch, indices: Sequence[int] | Tensor) -> Batch:
         raise IndexError(
             f"sample indices must be within 0 .. {n - 1}, got {int(index.min())} .. {int(index.max())}"
         )
-    sizes = old.diff()[index]
-    new = _offsets(sizes)
-    # One gather index for all per-token fields: the position in the new values, moved by how far its sample moved.
-    moved = (old[:-1][index] - new[:-1]).repeat_interleave(sizes)
-    gather = moved + torch.arange(len(moved), device=moved.device)
+    gathers: dict[
+        int, tuple[Tensor, Tensor]
+    ] = {}  # by values of a field: as many as tokens, or as all but the last
+
+    def taken(value: Tensor) -> Tensor:
+        flat = value.values()
+        if len(flat) not in gathers:
+            gathers[len(flat)] = _gather(cast(Any, value).offsets(), index)
+        gather, new = gathers[len(flat)]
+        return _jagged(flat.index_select(0, gather), new)
+
     with _plain_dispatch():
         out = {
-            name: _jagged(value.values().index_select(0, gather), new)
-            if value.is_nested
-            else value.index_select(0, index)
+            name: taken(value) if value.is_nested else value.index_select(0, index)
             for name, value in _items(batch)
         }
     return TensorDict(cast(Any, out), batch_size=[len(index)])
+
+
+def _gather(old: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the samples at `index` have their flat values, and their offsets."""
+    sizes = old.diff()[index]
+    new = _offsets(sizes)
+    # The position in the new values, moved by how far its sample moved.
+    moved = (old[:-1][index] - new[:-1]).repeat_interleave(sizes)
+    return moved + torch.arange(len(moved), device=moved.device), new
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
@@ -155,7 +175,13 @@ def concat(batches: Sequence[Batch]) -> Batch:
             if any(part.is_nested != first.is_nested for part in parts):
                 raise ValueError(f"field {name} is per token in some batches and per sample in others")
             if first.is_nested:
-                out[name] = _jagged(torch.cat([part.values() for part in parts]), new)
+                flat = torch.cat([part.values() for part in parts])
+                ends = new if len(flat) == int(new[-1]) else _without_last(new)
+                if len(flat) != int(ends[-1]):
+                    raise ValueError(
+                        f"field {name} has all tokens in some batches and all but the last in others"
+                    )
+                out[name] = _jagged(flat, ends)
             else:
                 out[name] = torch.cat(parts)
     return TensorDict(cast(Any, out), batch_size=[len(new) - 1])
@@ -176,6 +202,11 @@ def _offsets(sizes: Tensor) -> Tensor:
     return out
 
 
+def _without_last(offsets: Tensor) -> Tensor:
+    """Offsets of the same samples, each without its last token."""
+    return _offsets((offsets.diff() - 1).clamp(min=0))
+
+
 def _position(offsets: Tensor) -> Tensor:
     """Position of each token in its sample: int64 [tokens]."""
     starts = offsets[:-1].repeat_interleave(offsets.diff())
@@ -186,24 +217,27 @@ def _jagged(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values.contiguous(), offsets)
 
 
-def _dtype(name: str, floating: bool) -> torch.dtype:
-    return torch.float32 if floating or name in _FLOAT_FIELDS else torch.int64
+def _typed(name: str, values: Tensor) -> Tensor:
+    if values.is_floating_point() or name in _FLOAT_FIELDS:
+        return values.float()
+    return values if values.dtype in _KEPT_TYPES and name != "input_ids" else values.long()
 
 
 def _flat(name: str, rows: Sequence[Any]) -> Tensor:
     """Rows of per-token values, one after another: [tokens, ...]."""
-    rows = [row for row in rows if len(row)]
-    if not rows:
-        return torch.zeros(0, dtype=_dtype(name, False))
-    if isinstance(rows[0], Tensor):
-        flat = torch.cat(rows)
-    elif isinstance(rows[0], np.ndarray):
-        flat = torch.from_numpy(np.concatenate(rows))
+    empty = [
+        row for row in rows[:1] if isinstance(row, (Tensor, np.ndarray))
+    ]  # has type and dims all the same
+    filled: list[Any] = [row for row in rows if len(row)] or empty
+    if not filled:
+        return _typed(name, torch.zeros(0, dtype=torch.int64))
+    if isinstance(filled[0], Tensor):
+        flat = torch.cat(filled)
+    elif isinstance(filled[0], np.ndarray):
+        flat = torch.from_numpy(np.concatenate(filled))
     else:
-        flat = torch.from_numpy(np.array(list(chain.from_iterable(rows))))
-    if flat.dtype == torch.bool and name not in _FLOAT_FIELDS:
-        return flat
-    return flat.to(_dtype(name, flat.is_floating_point()))
+        flat = torch.from_numpy(np.array(list(chain.from_iterable(filled))))
+    return _typed(name, flat)
 
 
 def _field(name: str, value: Any, offsets: Tensor, on_response: Tensor) -> Tensor:
@@ -214,12 +248,12 @@ def _field(name: str, value: Any, offsets: Tensor, on_response: Tensor) -> Tenso
         dense = value if isinstance(value, Tensor) else torch.as_tensor(value)
         if dense.shape[:1] != (n,):
             raise ValueError(f"field {name} has shape {tuple(dense.shape)}, but there are {n} samples")
-        keep = dense.dtype == torch.bool and name not in _FLOAT_FIELDS
-        return dense if keep else dense.to(_dtype(name, dense.is_floating_point()))
+        return _typed(name, dense)
     sizes = torch.tensor([len(row) for row in value], dtype=torch.int64)
     flat = _flat(name, value)
-    if torch.equal(sizes, offsets.diff()):
-        return _jagged(flat, offsets)
+    for ends in (offsets, *([_without_last(offsets)] if name in _ALL_BUT_LAST else [])):
+        if torch.equal(sizes, ends.diff()):
+            return _jagged(flat, ends)
     if len(sizes) == n:
         responses = _offsets(on_response.long())[offsets].diff()
         if torch.equal(sizes, responses):

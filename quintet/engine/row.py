@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,8 @@ class PackedRow(PackedSeqParams):
 class MicroBatch:
     """One rank's part of a packed micro-batch.
 
-    input_ids: [1, T / cp]. positions: [T / cp], in each token's own sequence.
+    input_ids: [1, T / cp]. positions: [T / cp], in each token's own sequence; owner: [T / cp] that sequence's sample, a
+    number in the rank's batch, or -1 for padding at the row's end.
     lengths: of the row's sequences, padding included, before they are cut.
     cp, cp_rank: in how many parts the row is cut, and which one this is.
     predictors: [M] positions here whose next token is trained; targets: [M] those tokens; place: [M] which of the
@@ -56,6 +57,7 @@ class MicroBatch:
 
     input_ids: Tensor
     positions: Tensor
+    owner: Tensor
     lengths: list[int]
     cp: int
     cp_rank: int
@@ -75,6 +77,17 @@ class MicroBatch:
         """Whether this is the first part of the row, whose rank counts what is counted once a micro-batch."""
         return self.cp_rank == 0
 
+    def cut(self, field: Tensor, fill: Any, slices: int = 1, part: int = 0) -> tuple[Tensor, Tensor]:
+        """Return this rank's rows of a per-token field of its batch (jagged, any type and trailing dims), and which of them
+        the field has: [T / cp / slices, ...] and bool [T / cp / slices]. Padding, and the tokens that a shorter field
+        leaves out at a sample's end, are `fill`.
+
+        slices, part: the cut after that over cp, which sequence parallelism makes: tp slices and this rank's.
+        """
+        owner, positions = (t.chunk(slices)[part] for t in (self.owner, self.positions))
+        at, there = _locate(owner, positions, cast(Any, field).offsets())
+        return _take(field.values(), at, there, fill), there
+
 
 def pack(
     values: Tensor,
@@ -91,30 +104,20 @@ def pack(
     log-prob is wanted; a sample's first token has no predecessor and is never trained. samples: which ones, in row
     order; none gives a row of padding alone.
     """
-    starts = [int(offsets[i]) for i in samples]
-    sizes = [int(offsets[i + 1]) - a for i, a in zip(samples, starts, strict=True)]
+    sizes = [int(offsets[i + 1] - offsets[i]) for i in samples]
     padded = [alignment.padded(n) for n in sizes]
     total = alignment.row(sizes)
     lengths = padded + ([total - sum(padded)] if total > sum(padded) else [])
 
-    source = torch.zeros(total, dtype=torch.int64)  # position in `values` of each row token
-    real = torch.zeros(total, dtype=torch.bool)
-    if samples:
-        begin = torch.tensor([0, *padded]).cumsum(0)[:-1]
-        n = torch.tensor(sizes)
-        within = torch.arange(int(n.sum())) - (n.cumsum(0) - n).repeat_interleave(n)
-        at = begin.repeat_interleave(n) + within
-        source[at] = torch.tensor(starts).repeat_interleave(n) + within
-        real[at] = True
-    input_ids = torch.where(real, values[source], 0) if len(values) else torch.zeros(total, dtype=torch.int64)
+    numbers = torch.tensor([*samples, -1][: len(lengths)])
+    owner = numbers.repeat_interleave(torch.tensor(lengths))
     positions = torch.cat([torch.arange(k) for k in lengths])
+    source, real = _locate(owner, positions, offsets)
+    input_ids = _take(values, source, real, 0)
 
-    wanted = real & (positions > 0)
-    if len(values):
-        wanted &= trained[source]
-    target_at = wanted.nonzero()[:, 0]
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[target_at]
-    numbers = torch.tensor([*samples, -1])
+    target_at = (_take(trained, source, real, False) & (positions > 0)).nonzero()[:, 0]
+    token_index, sample = source[target_at], owner[target_at]
+    targets = input_ids[target_at]
     predictors, place = target_at - 1, torch.arange(len(target_at))
     if cp > 1:
         held = _index(held_ranges(lengths, cp, cp_rank))
@@ -122,20 +125,34 @@ def pack(
         here[held] = torch.arange(len(held))
         predictors = here[predictors]
         place = (predictors >= 0).nonzero()[:, 0]
-        predictors = predictors[place]
-        positions = positions[held]
+        predictors, targets = predictors[place], targets[place]
+        input_ids, positions, owner = input_ids[held], positions[held], owner[held]
     return MicroBatch(
-        input_ids=(input_ids[held] if cp > 1 else input_ids)[None],
+        input_ids=input_ids[None],
         positions=positions,
+        owner=owner,
         lengths=lengths,
         cp=cp,
         cp_rank=cp_rank,
         predictors=predictors,
-        targets=input_ids[target_at[place]],
+        targets=targets,
         place=place,
-        token_index=source[target_at],
-        sample=numbers[owner],
+        token_index=token_index,
+        sample=sample,
     )
+
+
+def _locate(owner: Tensor, positions: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the value of each row token lies in a field's flat values, and whether the field has one there."""
+    at = offsets[owner] + positions
+    return at, (owner >= 0) & (at < offsets[owner + 1])
+
+
+def _take(flat: Tensor, at: Tensor, there: Tensor, fill: Any) -> Tensor:
+    """Flat values at the row's tokens, and `fill` where there are none."""
+    out = flat.new_full((len(at), *flat.shape[1:]), fill)
+    out[there] = flat[at[there]]
+    return out
 
 
 def attention_metadata(

@@ -41,6 +41,55 @@ def build(shape: list[tuple[int, int]], start: int = 0) -> Batch:
     )
 
 
+def with_routes(shape: list[tuple[int, int]], start: int = 0) -> Batch:
+    """With small integers of two dims a token, in all fields that may have them; of samples' last tokens none in one."""
+    sizes = [p + r for p, r in shape]
+
+    def of(sample: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        flat = torch.arange(tokens * 6) + 37 * (start + sample)
+        return (flat % 251).to(dtype).view(tokens, 2, 3)
+
+    batch = make_batch(
+        [[7] * n for n in sizes],
+        [p for p, _ in shape],
+        routes=[of(i, n - 1, torch.uint8) for i, n in enumerate(sizes)],
+        wide=[of(i, n, torch.int16).numpy() for i, n in enumerate(sizes)],
+    )
+    flat = torch.cat([of(i, n - 1, torch.int8) for i, n in enumerate(sizes)])
+    other = make_batch([[7] * n for n in sizes], [p for p, _ in shape])
+    set_tokens(other, "routes", flat)
+    assert tokens(other, "routes").dtype == torch.int8
+    assert torch.equal(tokens(other, "routes").view(torch.uint8), tokens(batch, "routes"))
+    return batch
+
+
+@settings(max_examples=15)
+@given(shapes, shapes, st.data())
+def test_small_integers_with_dims_of_their_own_keep_type_and_place(shape, more, data) -> None:
+    both = [with_routes(shape), with_routes(more, len(shape))]
+    one = concat([pickle.loads(pickle.dumps(batch)) for batch in both])
+    assert (tokens(one, "routes").dtype, tokens(one, "wide").dtype) == (torch.uint8, torch.int16)
+    assert tokens(one, "routes").shape == (token_count(one) - len(shape + more), 2, 3)
+    assert tokens(one, "wide").shape == (token_count(one), 2, 3)
+    want = [row for batch in both for row in rows(batch)]
+    assert rows(one) == want
+    index = data.draw(st.lists(st.integers(0, len(want) - 1)))
+    assert rows(select(one, index)) == [rows(one)[i] for i in index]
+
+
+def test_other_integers_are_int64_and_fields_of_a_wrong_length_are_refused() -> None:
+    batch = make_batch([[1, 2, 3]], [1], numbers=[torch.tensor([1, 2, 3], dtype=torch.int32)], count=[4])
+    assert {tokens(batch, "numbers").dtype, batch["count"].dtype} == {torch.int64}
+    assert make_batch([torch.zeros(3, dtype=torch.uint8)], [1])["input_ids"].dtype == torch.int64
+    with pytest.raises(ValueError, match="rows of lengths"):
+        make_batch([[1, 2, 3, 4]], [2], numbers=[[1, 2, 3]])  # of a field that has one a token
+    with pytest.raises(ValueError, match="numbers has 2 values, but the batch has 3 tokens"):
+        set_tokens(batch, "numbers", torch.zeros(2))
+    short, whole = (make_batch([[1, 2, 3]], [1], routes=[[1] * n]) for n in (2, 3))
+    with pytest.raises(ValueError, match="routes has all tokens in some batches"):
+        concat([short, whole])
+
+
 def rows(batch: Batch) -> list[dict[str, object]]:
     """A naive reading, sample by sample, in plain Python."""
     fields = dict(batch.items())

@@ -91,6 +91,55 @@ def test_every_token_comes_back(lengths, dp, slack, tp, cp, fp8, bucketed):
     assert sorted(seen) == list(range(len(lengths)))
 
 
+def plainly_cut(
+    row: list[int | None], lengths: list[int], cp: int, rank: int, tp: int
+) -> list[list[int | None]]:
+    """The tp slices of what a cp rank holds of a row, by the words of the matter."""
+    held, begin = [], 0
+    for n in lengths:
+        chunks = [row[begin + n * c // (2 * cp) : begin + n * (c + 1) // (2 * cp)] for c in range(2 * cp)]
+        held += chunks[rank] + chunks[2 * cp - 1 - rank] if cp > 1 else row[begin : begin + n]
+        begin += n
+    return [held[len(held) * t // tp : len(held) * (t + 1) // tp] for t in range(tp)]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    chosen=st.data(),
+    tp=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2, 4]),
+    fp8=st.sampled_from([None, "delayed"]),
+    short=st.booleans(),
+    dtype=st.sampled_from([torch.uint8, torch.int16, torch.bool, torch.float32]),
+    dims=st.sampled_from([(), (3,), (2, 3)]),
+)
+def test_any_field_is_cut_as_the_tokens_are(lengths, chosen, tp, cp, fp8, short, dtype, dims):
+    """Zigzag first, then the sequence-parallel slice; padding is filled and not in the mask, nor a token that has no value."""
+    align = alignment(tp=tp, sp=tp > 1, cp=cp, fp8=fp8)
+    samples = chosen.draw(st.lists(st.integers(0, len(lengths) - 1), unique=True))
+    sizes = [n - short for n in lengths]
+    ends = torch.tensor([0, *sizes]).cumsum(0)
+    numbers = torch.arange(int(ends[-1]))
+    flat = ((numbers.view(-1, *[1] * len(dims)) + torch.arange(3)[: dims[-1] if dims else 1]) % 200 + 1).to(
+        dtype
+    )
+    flat = flat.expand(-1, *dims).contiguous() if dims else flat.reshape(-1).to(dtype)
+    field = torch.nested.nested_tensor_from_jagged(flat, ends)
+    parts = [pack(*batch(lengths), samples, align, cp, r) for r in range(cp)]
+    row: list[int | None] = []
+    for at, padded in zip([*samples, None], [*parts[0].lengths, 0], strict=False):
+        own = [] if at is None else list(range(int(ends[at]), int(ends[at + 1])))
+        row += own + [None] * (padded - len(own))
+    for rank, part in enumerate(parts):
+        for t, want in enumerate(plainly_cut(row, part.lengths, cp, rank, tp)):
+            values, mask = part.cut(field, 0, tp, t)
+            assert mask.tolist() == [number is not None for number in want]
+            assert values.shape == (len(want), *dims)
+            assert values.dtype == dtype
+            for value, number in zip(values, want, strict=True):
+                assert torch.equal(value, torch.zeros_like(value) if number is None else flat[number])
+
+
 @given(st.integers(1, 200), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))
 def test_a_batch_of_one(length, cp, tp):
     align = alignment(tp=tp, sp=tp > 1, cp=cp)
