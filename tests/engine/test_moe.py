@@ -226,6 +226,79 @@ def test_what_is_recomputed_runs_twice_and_nothing_else_does(pool, directory, mo
     assert found == {part: 2 if part in twice else 1 for part in found}
 
 
+def told(path: Path, layout: dict[str, Any], **recipe: Any) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """The rows that each router and dense MLP of this rank is handed, as numbers of their micro-batches: in forward passes, in
+    order; and in recomputation, beside the row that its input belongs to."""
+    from quintet.data.batch import make_batch
+    from quintet.engine.engine import Engine
+    from quintet.engine.layers.mlp import GatedMLP
+    from quintet.engine.layers.router import Router
+    from quintet.models import read_shape
+    from quintet.recipe import schema
+
+    settings = schema.Engine(tokens_per_microbatch_per_rank=32, distributed_optimizer=False, **recipe)
+    optimizer = schema.Optimizer()
+    engine = Engine(
+        read_shape(path), schema.Layout(**layout), engine=settings, optimizer=optimizer, dtype="fp32"
+    )
+    engine.load_hf(path)
+    rows = engine._pipeline.rows
+
+    def numbered(*args: Any) -> Any:
+        for number, (micro, row) in enumerate(rows(*args)):
+            row.number = number
+            yield micro, row
+
+    engine._pipeline.rows = numbered
+    heard: list[tuple[list[Tensor], list[int], list[tuple[int, int]]]] = []
+
+    def listen(module: Any) -> None:
+        inputs, forward, again = [], [], []
+        heard.append((inputs, forward, again))
+
+        def hear(_: Any, args: tuple[Tensor], told: dict[str, Any]) -> None:
+            number = told["row"].number
+            before = [k for k, x in zip(forward, inputs, strict=True) if torch.equal(x, args[0])]
+            if before:
+                again.append((number, *before))
+            else:
+                inputs.append(args[0].detach().clone())
+                forward.append(number)
+
+        module.register_forward_pre_hook(hear, with_kwargs=True)
+
+    for chunk in engine.chunks:
+        for module in chunk.modules():
+            if isinstance(module, Router) or type(module) is GatedMLP:
+                listen(module)
+    batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
+    engine.forward_backward(batch, [RankCell([i]) for i in range(4)], MeanNll())
+    return [(forward, again) for _, forward, again in heard]
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {},
+        {"recompute": "full"},
+        {"recompute": "selective", "recompute_modules": ["mlp", "moe"]},
+    ],
+    ids=lambda recipe: recipe.get("recompute", "none"),
+)
+def test_what_follows_attention_is_told_its_own_row(pool, directory, recipe, vpp):
+    """When 1F1B recomputes a micro-batch, later ones have passed: each time the row is that of the input."""
+    found = [
+        layer
+        for rank in pool.run(told, 2, directory("deepseek_v3"), {"pp": 2, "vpp": vpp}, **recipe)
+        for layer in rank
+    ]
+    assert len(found) == 4
+    for forward, again in found:
+        assert forward == [0, 1, 2, 3]
+        assert sorted(again) == ([(k, k) for k in range(4)] if recipe else [])
+
+
 def two_engines(path: Path, first: dict[str, Any], second: dict[str, Any]) -> list[Tensor]:
     """Log-probs of the whole batch from two layouts that take turns in one process."""
     from quintet.data.batch import make_batch

@@ -85,7 +85,7 @@ class MtpLayer(torch.nn.Module):
         # A layer adds the offset of its stage to its number.
         offset = get_transformer_layer_offset(config, vp_stage, mesh.at("pp"))
         self.transformer_layer = build_module(
-            layer_spec(shape, provider, groups.tp, moe=shape.is_moe(shape.layers + number), window=None),
+            layer_spec(shape, provider, groups, moe=shape.is_moe(shape.layers + number), window=None),
             config=config,
             layer_number=shape.layers + number + 1 - offset,
             pg_collection=groups,

@@ -16,6 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from quintet.engine.row import PackedRow
+
 
 class Router(TopKRouter):
     """Scores of all experts in fp32, the top-k of them, their weights. No auxiliary loss, no statistics."""
@@ -26,6 +28,11 @@ class Router(TopKRouter):
             del self.expert_bias  # core's attribute, None
             zeros = torch.zeros(config.num_moe_experts, device=torch.cuda.current_device())
             self.register_buffer("expert_bias", zeros)
+
+    def forward(self, input: Tensor, row: PackedRow | None = None) -> tuple[Tensor, Tensor]:
+        """Weights and choices [T, experts] of the tokens that this rank has of the row."""
+        weights, chosen = super().forward(input)
+        return weights, chosen
 
 
 @contextmanager

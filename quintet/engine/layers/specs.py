@@ -15,15 +15,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from quintet.engine.layers.attention import CoreAttention, PackedSelfAttention
 from quintet.engine.layers.experts import GroupedExperts
+from quintet.engine.layers.layer import PackedLayer, PackedMoELayer
 from quintet.engine.layers.mla import LatentAttentionSubmodules, PackedLatentAttention, ReplicatedLinear
 from quintet.engine.layers.mlp import GatedMLP, GatedSharedExperts
 from quintet.engine.layers.norm import RMSNorm
@@ -120,7 +121,7 @@ def block_spec(
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=stage)
     kinds = [(shape.is_moe(i), shape.window_of(i)) for i in range(first, first + count)]
     specs = {
-        (moe, window): layer_spec(shape, provider, mesh.groups.tp, moe=moe, window=window)
+        (moe, window): layer_spec(shape, provider, mesh.groups, moe=moe, window=window)
         for moe, window in kinds
     }
     layers = [specs[kind] for kind in kinds]
@@ -128,7 +129,7 @@ def block_spec(
 
 
 def layer_spec(
-    shape: ModelShape, provider: Any, tp: dist.ProcessGroup, *, moe: bool, window: int | None
+    shape: ModelShape, provider: Any, groups: ProcessGroupCollection, *, moe: bool, window: int | None
 ) -> ModuleSpec:
     """One layer. Where a provider fuses a norm into the linear layer after it, the norm's own place is empty."""
     norm = provider.layer_norm(rms_norm=True)
@@ -139,15 +140,15 @@ def layer_spec(
         self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=IdentityOp if fuses and not moe else norm,
-        mlp=_experts(shape, provider) if moe else _feed_forward(provider, fuses, tp),
+        mlp=_experts(shape, provider, groups) if moe else _feed_forward(provider, fuses, groups),
         mlp_bda=get_bias_dropout_add,
     )
-    return ModuleSpec(module=TransformerLayer, submodules=parts)
+    return ModuleSpec(module=PackedLayer, submodules=parts)
 
 
-def _feed_forward(provider: Any, fuses: bool, tp: dist.ProcessGroup) -> ModuleSpec:
-    # Core's layer hands the group to its own MLP alone.
-    return ModuleSpec(module=GatedMLP, submodules=_mlp(provider, fuses), params={"tp_group": tp})
+def _feed_forward(provider: Any, fuses: bool, groups: ProcessGroupCollection) -> ModuleSpec:
+    # Core's layer hands groups to its own MLP and experts alone.
+    return ModuleSpec(module=GatedMLP, submodules=_mlp(provider, fuses), params={"tp_group": groups.tp})
 
 
 def _mlp(provider: Any, fuses: bool) -> MLPSubmodules:
@@ -155,7 +156,7 @@ def _mlp(provider: Any, fuses: bool) -> MLPSubmodules:
     return MLPSubmodules(linear_fc1=first, linear_fc2=provider.row_parallel_linear())
 
 
-def _experts(shape: ModelShape, provider: Any) -> ModuleSpec:
+def _experts(shape: ModelShape, provider: Any, groups: ProcessGroupCollection) -> ModuleSpec:
     assert shape.moe is not None
     experts, submodules = provider.grouped_mlp_modules(True, False)
     params: dict[str, Any] = {}
@@ -168,7 +169,7 @@ def _experts(shape: ModelShape, provider: Any) -> ModuleSpec:
         shared_experts=ModuleSpec(module=GatedSharedExperts, submodules=_mlp(provider, False)),
         router=partial(Router, bias=shape.moe.bias),
     )
-    return ModuleSpec(module=MoELayer, submodules=parts)
+    return ModuleSpec(module=PackedMoELayer, submodules=parts, params={"pg_collection": groups})
 
 
 def _attention(shape: ModelShape, provider: Any, window: int | None) -> ModuleSpec:

@@ -1,0 +1,55 @@
+"""A layer whose feed-forward part knows the row, as its attention does.
+
+megatron-core's layer tells the part after attention nothing of the micro-batch. What a router does to a token may depend on
+it: whether the token is padding, which experts a rollout chose. So the row goes down as an argument. What is recomputed in
+backward closes over it: by then the forward passes of other micro-batches have come in between, and an attribute set by the
+last of them would be another row's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerLayer
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from quintet.engine.row import PackedRow
+
+
+class PackedLayer(TransformerLayer):
+    """A transformer layer whose `packed_seq_params` is a `PackedRow`, for its MLP or experts as well."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [T (/tp under SP), 1, hidden] → the same, and core's context for cross attention (None)."""
+        hidden, context = self._forward_attention(*args, **kwargs)
+        normed = self._forward_pre_mlp_layernorm(hidden)
+        feed_forward = partial(self.mlp, row=kwargs["packed_seq_params"])
+        out = (
+            tensor_parallel.checkpoint(feed_forward, False, normed)
+            if self.recompute_mlp
+            else feed_forward(normed)
+        )
+        return self._forward_post_mlp(out, hidden), context
+
+
+class PackedMoELayer(MoELayer):
+    """Core's experts layer, whose router is handed the row."""
+
+    def forward(self, hidden_states: Tensor, row: PackedRow) -> tuple[Tensor, None]:
+        """[T (/tp under SP), 1, hidden] → the same, and no bias."""
+        compute = partial(self._compute, row=row)
+        if self.moe_layer_recompute:
+            out: tuple[Tensor, None] = tensor_parallel.checkpoint(compute, False, hidden_states)
+            return out
+        return compute(hidden_states)
+
+    def _compute(self, hidden_states: Tensor, row: PackedRow) -> tuple[Tensor, None]:
+        shared = self.shared_experts_compute(hidden_states)
+        probs, routing_map = self.router(hidden_states, row=row)
+        sent, probs = self.preprocess(hidden_states, probs, routing_map)
+        sent, probs = self.dispatch(sent, probs)
+        out, _ = self.routed_experts_compute(sent, probs)
+        return self.postprocess(self.combine(out), shared), None
