@@ -33,7 +33,7 @@ from quintet.data.prompts import Prompt
 from quintet.models import ModelShape
 from quintet.observe.memory import combine_peaks
 from quintet.observe.progress import Progress
-from quintet.packing import Plan, alignment_of, plan_microbatches, split_evenly
+from quintet.packing import Plan, alignment_of, plan_microbatches, split_evenly, target_counts
 from quintet.recipe import schema
 from quintet.recipe.rollout import own_processes
 from quintet.rewards.load import RewardFunction
@@ -222,14 +222,15 @@ class Controller:
                 chosen[rollout][d].append(kept)
                 worth[rollout][d].append(advantages[mini[i]])
         parts = self.rollouts.slice_samples(chosen, worth)
-        tokens = sum(samples.generated[i].response_tokens for i in mini)
+        made = [samples.generated[i] for i in mini]
+        targets = target_counts([s.tokens for s in made], [s.tokens - s.response_tokens for s in made])
         few = self.recipe.mismatch.replay_samples_per_step
         return [
             (
                 [parts[rollout][d] for rollout in rollouts if chosen[rollout][d]],
                 Assignment(
                     plan.local(d, order[d]),
-                    tokens,
+                    targets,
                     len(mini),
                     {mini[i]: at for at, i in enumerate(order[d]) if mini[i] < few},
                 ),
@@ -240,13 +241,13 @@ class Controller:
     def send_sft_batch(self, prompts: Sequence[Prompt]) -> None:
         """Send each rank its part of a mini-batch of prompts with the responses to imitate."""
         ids = [p.token_ids + p.response_ids for p in prompts]
-        batch = make_batch(ids, [len(p.token_ids) for p in prompts])
-        plan = self._plan([len(x) for x in ids])
-        tokens = sum(len(p.response_ids) for p in prompts)
+        sizes, prompt_sizes = [len(x) for x in ids], [len(p.token_ids) for p in prompts]
+        batch = make_batch(ids, prompt_sizes)
+        plan, targets = self._plan(sizes), target_counts(sizes, prompt_sizes)
         self.workers.call(
             "receive",
             [[[ray_compat.put(select(batch, plan.samples_of(d)))]] for d in range(self.dp)],
-            [[Assignment(plan.local(d), tokens, len(prompts))] for d in range(self.dp)],
+            [[Assignment(plan.local(d), targets, len(prompts))] for d in range(self.dp)],
             aggregation="token_mean",
             dispatch=megatron_compute,
             phase="scatter",

@@ -55,13 +55,13 @@ class SampleInfo:
 class Assignment:
     """What the ranks of one dp rank do with their part of a mini-batch.
 
-    rounds: their cells (`Plan.local`), samples as positions in the order in which they arrive. tokens, samples: trained
-    tokens and samples of the whole mini-batch over all ranks. replayed: which of the samples are told once they are trained
+    rounds: their cells (`Plan.local`), samples as positions in the order in which they arrive. targets, samples: tokens that
+    each head is trained on, and samples, of the whole mini-batch over all ranks. replayed: which of the samples are told once they are trained
     on, the number in the step and the position here.
     """
 
     rounds: list[list[Cell]]
-    tokens: int
+    targets: list[int]
     samples: int
     replayed: dict[int, int] = field(default_factory=dict)
 

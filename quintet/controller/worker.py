@@ -153,7 +153,7 @@ class PolicyWorker(Worker):
             batch = concat(pieces) if pieces else _nothing()
             trained = tokens(batch, "loss_mask")
             weights = token_weights(
-                trained, sample_ids(batch), aggregation, assignment.tokens, assignment.samples
+                trained, sample_ids(batch), aggregation, assignment.targets[0], assignment.samples
             )
             set_tokens(batch, "weights", weights)
             self._mini_batches.append((batch, assignment))
@@ -163,9 +163,9 @@ class PolicyWorker(Worker):
         for batch, assignment in self._mini_batches:
             found = {}
             if old:
-                found["old_logprobs"] = self._logprobs(self.engine, batch, assignment, temperature)
+                found["old_logprobs"] = self._logprobs(self.engine, batch, assignment.rounds, temperature)
             if self.reference is not None:
-                found["ref_logprobs"] = self._logprobs(self.reference, batch, assignment, temperature)
+                found["ref_logprobs"] = self._logprobs(self.reference, batch, assignment.rounds, temperature)
             for name, values in found.items():
                 set_tokens(batch, name, values)
 
@@ -177,9 +177,14 @@ class PolicyWorker(Worker):
         return {i for cell in self._cells(rounds) if cell.first for i in cell.samples}
 
     def _logprobs(
-        self, engine: Engine | AdapterReference, batch: Batch, assignment: Assignment, temperature: float
+        self,
+        engine: Engine | AdapterReference,
+        batch: Batch,
+        rounds: Sequence[Sequence[Cell]],
+        temperature: float,
     ) -> torch.Tensor:
-        scored = engine.forward(batch, self._cells(assignment.rounds), temperature)
+        """0 for samples of other ranks' cells."""
+        scored = engine.forward(batch, self._cells(rounds), temperature)
         return (
             scored.logprobs if scored is not None else torch.zeros(token_count(batch))
         )  # unread before the last stage
@@ -203,7 +208,7 @@ class PolicyWorker(Worker):
         """Of these samples' responses under the present policy, by sample, each told by one rank; unread before the last
         stage."""
         batch = make_batch(ids, prompts)
-        found = self._logprobs(self.engine, batch, Assignment(rounds, 0, len(ids)), temperature)
+        found = self._logprobs(self.engine, batch, rounds, temperature)
         ends = offsets(batch)
         return {i: found[ends[i] + prompts[i] : ends[i + 1]].clone() for i in self._counted_here(rounds)}
 

@@ -260,7 +260,7 @@ class Engine:
         flat = {name: torch.zeros(len(batch["input_ids"].values()), device=build.device()) for name in names}
 
         def collect(outputs: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-            at = upload(micro.token_index, build.device())
+            at = upload(micro.targets[0].token_index, build.device())
             for name, out in flat.items():
                 out[at] = getattr(outputs, name)
             return torch.zeros((), device=build.device()), {}
@@ -287,7 +287,7 @@ class Engine:
         tally = Tally()
 
         def compute(outputs: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-            at = fields_of(fields, micro)
+            at = fields_of(fields, micro.targets[0])
             share, quantities = loss(outputs, at)
             if micro.first:  # all ranks of a cell compute the same loss
                 shares.append(share.detach())

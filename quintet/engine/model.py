@@ -18,11 +18,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from quintet.engine.device import upload
+from quintet.engine.head import VocabSlice, log_probs_and_entropy
 from quintet.engine.layers.attention_backends import reads_offsets
 from quintet.engine.layers.mtp import MtpBlock
 from quintet.engine.layers.specs import block_spec
 from quintet.engine.mesh import Mesh
-from quintet.engine.row import MicroBatch, PackedRow, attention_metadata
+from quintet.engine.row import MicroBatch, PackedRow, TargetSet, attention_metadata
 from quintet.models import ModelShape
 from quintet.models.rope import inverse_frequencies, rotary_scale
 
@@ -124,6 +125,17 @@ class PolicyModel(GPTModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.mesh.groups.tp)
         return hidden.squeeze(1)
+
+    def score(self, hidden: Tensor, targets: TargetSet, temperature: float = 1.0) -> tuple[Tensor, ...]:
+        """What the head says of the M targets that are predicted here, fp32 [M] each: log-probs and entropies, or, of a value
+        model, values. hidden: as `forward` returns it. Last stage only."""
+        at = upload(targets.predictors, hidden.device)
+        if self.shape.head == "value":
+            return (self.values(hidden, at),)
+        weight = self.head_weight()
+        vocab = VocabSlice(len(weight), self.shape.vocab_size, self.mesh.groups.tp)
+        wanted = self.for_head(hidden).index_select(0, at)
+        return log_probs_and_entropy(wanted, weight, upload(targets.ids, hidden.device), vocab, temperature)
 
     def values(self, hidden: Tensor, at: Tensor) -> Tensor:
         """A value model's fp32 values [N] at row positions `at` [N], the same on every tp rank."""

@@ -14,7 +14,7 @@ from quintet.data.batch import Batch
 from quintet.engine.device import upload
 
 if TYPE_CHECKING:  # without megatron-core, whose import the engine prepares
-    from quintet.engine.row import MicroBatch
+    from quintet.engine.row import TargetSet
 
 
 @dataclass
@@ -55,12 +55,12 @@ def flat_fields(batch: Batch, device: torch.device) -> dict[str, tuple[bool, Ten
     return out
 
 
-def fields_of(fields: dict[str, tuple[bool, Tensor]], micro: MicroBatch) -> dict[str, Tensor]:
-    """Fields at the micro-batch's N trained tokens; per-sample ones are repeated for each token.
+def fields_of(fields: dict[str, tuple[bool, Tensor]], targets: TargetSet) -> dict[str, Tensor]:
+    """Fields at a micro-batch's N targets; per-sample ones are repeated for each token.
 
     `sample` tells the tokens' samples apart: positions in the rank's batch.
     """
-    token, sample = micro.token_index, micro.sample
+    token, sample = targets.token_index, targets.sample
     device = next(iter(fields.values()))[1].device
     token, sample = upload(token, device), upload(sample, device)
     out = {name: v.index_select(0, token if jagged else sample) for name, (jagged, v) in fields.items()}

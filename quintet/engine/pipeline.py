@@ -16,7 +16,6 @@ from torch import Tensor
 from quintet.data.batch import Batch, offsets
 from quintet.engine import build, lora
 from quintet.engine.device import upload
-from quintet.engine.head import VocabSlice, log_probs_and_entropy
 from quintet.engine.layers.context_parallel import gather_places
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
@@ -42,7 +41,7 @@ class Pipeline:
         layout: schema.Layout,
         recipe: schema.Engine,
     ) -> None:
-        self._shape, self._chunks, self._wrapped = shape, chunks, wrapped
+        self._chunks, self._wrapped = chunks, wrapped
         self._mesh, self._layout, self._recipe = mesh, layout, recipe
         config = chunks[0].config
         self._p2p = P2PCommunicator(mesh.groups.pp, config) if mesh.sizes.pp > 1 else None
@@ -104,18 +103,10 @@ class Pipeline:
         return hidden, loss
 
     def _outputs(self, hidden: Tensor, micro: MicroBatch, row: PackedRow, temperature: float) -> Any:
-        where, last = hidden.device, self._chunks[-1]
-        at = upload(micro.predictors, where)
-        found: tuple[Tensor, ...]
-        if self._shape.head == "value":
-            found = (last.values(hidden, at),)
-        else:
-            weight = last.head_weight()
-            vocab = VocabSlice(len(weight), self._shape.vocab_size, self._mesh.groups.tp)
-            wanted = last.for_head(hidden).index_select(0, at)
-            found = log_probs_and_entropy(wanted, weight, upload(micro.targets, where), vocab, temperature)
+        targets = micro.targets[0]
+        found = self._chunks[-1].score(hidden, targets, temperature)
         if micro.cp > 1:
-            place, count = upload(micro.place, where), len(micro.token_index)
+            place, count = upload(targets.place, hidden.device), len(targets.token_index)
             found = gather_places(torch.stack(found), place, count, row.cp_group).unbind()
         return self.output_type(*found)
 

@@ -1,9 +1,9 @@
 """A packed micro-batch (THD) as tensors: the row of tokens, where each sequence lies, and what is trained.
 
 `pack` is the only place where padding enters, and it follows `quintet.packing.Alignment`. Token t's log-prob is
-read off the hidden state at t - 1 of the same sequence, so a row carries `predictors`: the row positions whose
-output is wanted, and `targets`: the tokens they predict. Under context parallelism a rank's micro-batch holds its
-zigzag chunks of every sequence, and those of the trained tokens whose predictors it holds.
+read off the hidden state at t - 1 of the same sequence, so a row carries target sets: the tokens that are wanted, and
+the row positions that predict them. Under context parallelism a rank's micro-batch holds its zigzag chunks of every
+sequence, and predicts those of the targets whose predictors it holds.
 """
 
 from __future__ import annotations
@@ -43,6 +43,21 @@ class PackedRow(PackedSeqParams):
 
 
 @dataclass
+class TargetSet:
+    """What one head is trained on in a micro-batch: N tokens of the row, M of which are predicted here.
+
+    predictors: [M] positions here from which they are predicted; ids: [M] those tokens; place: [M] which of the N they are.
+    token_index: [N] where the N lie in the flat values of the rank's batch; sample: [N] their samples.
+    """
+
+    predictors: Tensor
+    ids: Tensor
+    place: Tensor
+    token_index: Tensor
+    sample: Tensor
+
+
+@dataclass
 class MicroBatch:
     """One rank's part of a packed micro-batch.
 
@@ -50,9 +65,7 @@ class MicroBatch:
     number in the rank's batch, or -1 for padding at the row's end.
     lengths: of the row's sequences, padding included, before they are cut.
     cp, cp_rank: in how many parts the row is cut, and which one this is.
-    predictors: [M] positions here whose next token is trained; targets: [M] those tokens; place: [M] which of the
-    row's N trained tokens they are.
-    token_index: [N] where the trained tokens lie in the flat values of the rank's batch; sample: [N] their samples.
+    targets: of each head; the first set is that of the model's own.
     """
 
     input_ids: Tensor
@@ -61,11 +74,7 @@ class MicroBatch:
     lengths: list[int]
     cp: int
     cp_rank: int
-    predictors: Tensor
-    targets: Tensor
-    place: Tensor
-    token_index: Tensor
-    sample: Tensor
+    targets: list[TargetSet]
 
     @property
     def tokens(self) -> int:
@@ -97,12 +106,13 @@ def pack(
     alignment: Alignment,
     cp: int = 1,
     cp_rank: int = 0,
+    ahead: Sequence[int] = (1,),
 ) -> MicroBatch:
     """Pack samples of a batch into one row, and take a context-parallel rank's part of it.
 
     values: [tokens] int64, flat token ids of the batch. offsets: [samples + 1]. trained: [tokens] bool, tokens whose
     log-prob is wanted; a sample's first token has no predecessor and is never trained. samples: which ones, in row
-    order; none gives a row of padding alone.
+    order; none gives a row of padding alone. ahead: of each head, how far its targets lie from what predicts them.
     """
     sizes = [int(offsets[i + 1] - offsets[i]) for i in samples]
     padded = [alignment.padded(n) for n in sizes]
@@ -115,30 +125,25 @@ def pack(
     source, real = _locate(owner, positions, offsets)
     input_ids = _take(values, source, real, 0)
 
-    target_at = (_take(trained, source, real, False) & (positions > 0)).nonzero()[:, 0]
-    token_index, sample = source[target_at], owner[target_at]
-    targets = input_ids[target_at]
-    predictors, place = target_at - 1, torch.arange(len(target_at))
-    if cp > 1:
-        held = _index(held_ranges(lengths, cp, cp_rank))
-        here = torch.full((total,), -1)
-        here[held] = torch.arange(len(held))
-        predictors = here[predictors]
+    wanted = _take(trained, source, real, False)
+    held = _index(held_ranges(lengths, cp, cp_rank))
+    here = torch.full((total,), -1)
+    here[held] = torch.arange(len(held))
+
+    def target_set(distance: int) -> TargetSet:
+        at = (wanted & (positions >= distance)).nonzero()[:, 0]
+        predictors = here[at - distance]
         place = (predictors >= 0).nonzero()[:, 0]
-        predictors, targets = predictors[place], targets[place]
-        input_ids, positions, owner = input_ids[held], positions[held], owner[held]
+        return TargetSet(predictors[place], input_ids[at[place]], place, source[at], owner[at])
+
     return MicroBatch(
-        input_ids=input_ids[None],
-        positions=positions,
-        owner=owner,
+        input_ids=input_ids[held][None],
+        positions=positions[held],
+        owner=owner[held],
         lengths=lengths,
         cp=cp,
         cp_rank=cp_rank,
-        predictors=predictors,
-        targets=targets,
-        place=place,
-        token_index=token_index,
-        sample=sample,
+        targets=[target_set(distance) for distance in ahead],
     )
 
 

@@ -2,7 +2,15 @@
 
 from quintet.packing.align import FP8_TOKENS, Alignment, alignment, alignment_of, row_buckets
 from quintet.packing.buckets import length_buckets
-from quintet.packing.plan import Cell, Plan, RankCell, plan_microbatches, rank_cells, split_evenly
+from quintet.packing.plan import (
+    Cell,
+    Plan,
+    RankCell,
+    plan_microbatches,
+    rank_cells,
+    split_evenly,
+    target_counts,
+)
 
 __all__ = [
     "FP8_TOKENS",
@@ -17,4 +25,5 @@ __all__ = [
     "rank_cells",
     "row_buckets",
     "split_evenly",
+    "target_counts",
 ]

@@ -247,3 +247,11 @@ def split_evenly(count: int, parts: int) -> list[range]:
     """`count` items in `parts` consecutive ranges whose sizes differ by at most one."""
     bounds = [count * k // parts for k in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def target_counts(lengths: Sequence[int], prompts: Sequence[int], ahead: Sequence[int] = (1,)) -> list[int]:
+    """Return how many tokens of all samples each head is trained on, which its loss is divided by: response tokens that
+    have a token so far before them as the head predicts ahead. lengths, prompts: tokens of each sample, and of its prompt.
+    """
+    sizes = list(zip(lengths, prompts, strict=True))
+    return [sum(max(n - max(prompt, distance), 0) for n, prompt in sizes) for distance in ahead]

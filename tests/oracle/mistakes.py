@@ -72,16 +72,16 @@ def _average(original: Any, *args: Any) -> dict[str, Any]:
 def _train_on_padding(original: Any, *args: Any) -> Any:
     """The row's last token, which is padding, predicts like the token trained last."""
     micro = original(*args)
-    if not len(micro.predictors) or micro.lengths[-1] > 1:
+    (targets,) = micro.targets
+    if not len(targets.predictors) or micro.lengths[-1] > 1:
         return micro
     row = micro.tokens - 1
     again = {
-        name: torch.cat((t := getattr(micro, name), t[-1:])) for name in ("targets", "token_index", "sample")
+        name: torch.cat((t := getattr(targets, name), t[-1:])) for name in ("ids", "token_index", "sample")
     }
-    places = torch.cat((micro.place, micro.place[-1:] + 1))
-    return replace(
-        micro, **again, place=places, predictors=torch.cat((micro.predictors, torch.tensor([row])))
-    )
+    places = torch.cat((targets.place, targets.place[-1:] + 1))
+    predictors = torch.cat((targets.predictors, torch.tensor([row])))
+    return replace(micro, targets=[replace(targets, **again, place=places, predictors=predictors)])
 
 
 def _as_dense(original: Any, weight: Any, groups: Any, **kwargs: Any) -> None:
@@ -202,7 +202,7 @@ MISTAKES = {
         Case("qwen3_moe"), ("outputs", "gradients"), "quintet.engine.config:_experts", _softmax_of_all
     ),
     "the entropy is a constant": Mistake(
-        Case("qwen3"), ("gradients",), "quintet.engine.pipeline:log_probs_and_entropy", _constant_entropy
+        Case("qwen3"), ("gradients",), "quintet.engine.model:log_probs_and_entropy", _constant_entropy
     ),
     "values of all tp ranks are summed": Mistake(
         Case("qwen3", head="value", tp=2, sp=True),

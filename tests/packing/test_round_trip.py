@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quintet.engine.row import MicroBatch, pack
-from quintet.packing import Alignment, alignment, plan_microbatches, row_buckets
+from quintet.packing import Alignment, alignment, plan_microbatches, row_buckets, target_counts
 from quintet.packing.context import held_ranges
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=12)
@@ -50,17 +50,17 @@ def check_row(
         assert ids[begin : begin + n].tolist() == own.tolist() + [0] * (n - len(own))
         begin += n
 
-    first = torch.zeros(len(values), dtype=torch.bool)
-    first[offsets[:-1]] = True
-    want = [t for i in samples for t in range(offsets[i], offsets[i + 1]) if trained[t] and not first[t]]
-    for part in parts:
-        assert part.token_index.tolist() == want
-        assert part.sample.tolist() == [int(values[t]) // 1000 - 1 for t in want]
-        # The token before a target predicts it, and is held by the rank that says so.
-        assert (part.input_ids[0][part.predictors] == part.targets - 1).all()
-        assert part.targets.tolist() == values[part.token_index[part.place]].tolist()
-    places = torch.cat([part.place for part in parts])
-    assert sorted(places.tolist()) == list(range(len(want)))
+    for head in range(len(parts[0].targets)):
+        ahead, sets = head + 1, [part.targets[head] for part in parts]
+        want = [t for i in samples for t in range(offsets[i] + ahead, offsets[i + 1]) if trained[t]]
+        for part, targets in zip(parts, sets, strict=True):
+            assert targets.token_index.tolist() == want
+            assert targets.sample.tolist() == [int(values[t]) // 1000 - 1 for t in want]
+            # The token so far before a target predicts it, and is held by the rank that says so.
+            assert (part.input_ids[0][targets.predictors] == targets.ids - ahead).all()
+            assert targets.ids.tolist() == values[targets.token_index[targets.place]].tolist()
+        places = torch.cat([targets.place for targets in sets])
+        assert sorted(places.tolist()) == list(range(len(want)))
 
 
 @given(
@@ -71,8 +71,9 @@ def check_row(
     cp=st.sampled_from([1, 2, 4]),
     fp8=st.sampled_from([None, "delayed"]),
     bucketed=st.booleans(),
+    ahead=st.sampled_from([(1,), (1, 2, 3)]),
 )
-def test_every_token_comes_back(lengths, dp, slack, tp, cp, fp8, bucketed):
+def test_every_token_comes_back(lengths, dp, slack, tp, cp, fp8, bucketed, ahead):
     """Planned over ranks and micro-batches, packed, cut, and put together again."""
     align = alignment(tp=tp, sp=tp > 1, cp=cp, fp8=fp8)
     budget = -(-align.row([max(lengths, default=0)]) // cp) + slack
@@ -83,7 +84,7 @@ def test_every_token_comes_back(lengths, dp, slack, tp, cp, fp8, bucketed):
     flat, seen = batch(lengths), []
     for cells in plan.rounds:
         for cell in cells:
-            parts = [pack(*flat, cell.samples, align, cell.cp, r) for r in range(cell.cp)]
+            parts = [pack(*flat, cell.samples, align, cell.cp, r, ahead) for r in range(cell.cp)]
             check_row(parts, cell.samples, flat, align)
             assert len({part.tokens for part in parts}) == 1
             assert parts[0].tokens <= budget
@@ -101,6 +102,21 @@ def plainly_cut(
         held += chunks[rank] + chunks[2 * cp - 1 - rank] if cp > 1 else row[begin : begin + n]
         begin += n
     return [held[len(held) * t // tp : len(held) * (t + 1) // tp] for t in range(tp)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), max_size=12), st.integers(1, 3))
+def test_each_head_has_its_own_global_count(sizes, dp):
+    """It differs where prompts are shorter than the head looks ahead; micro-batches add up to it, however they are cut."""
+    lengths, prompts, ahead = [p + r for p, r in sizes], [p for p, _ in sizes], (1, 2, 3)
+    values, offsets, _ = batch(lengths)
+    trained = torch.tensor([t >= p for p, r in sizes for t in range(p + r)], dtype=torch.bool)
+    plan = plan_microbatches(lengths, dp=dp, budget=8, alignment=alignment(cp=2), cp=2)
+    found = [0, 0, 0]
+    for cell in (cell for cells in plan.rounds for cell in cells):
+        micro = pack(values, offsets, trained, cell.samples, alignment(cp=2), 2, 0, ahead)
+        found = [n + len(targets.token_index) for n, targets in zip(found, micro.targets, strict=True)]
+    assert found == target_counts(lengths, prompts, ahead)
+    assert found[0] == sum(r for _, r in sizes)
 
 
 @given(
@@ -167,4 +183,4 @@ def test_more_ranks_than_samples_and_an_empty_batch_give_rows_of_padding():
             parts = [pack(*flat, cell.samples, align, 2, r) for r in range(2)]
             check_row(parts, [], flat, align)
             assert [part.tokens for part in parts] == [2, 2]
-            assert all(len(part.predictors) == 0 for part in parts)
+            assert all(len(part.targets[0].predictors) == 0 for part in parts)

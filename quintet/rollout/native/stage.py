@@ -68,9 +68,10 @@ class Stage:
                 continue
             weight = self.model.head_weight()
             vocab = VocabSlice(len(weight), self.model.shape.vocab_size, self.mesh.groups.tp)
-            at, targets = upload(micro.predictors, flat.device), upload(micro.targets, flat.device)
-            found = log_probs_and_entropy(hidden.index_select(0, at), weight, targets, vocab)
-            flat[upload(micro.token_index, flat.device)] = found.logprobs.double()
+            (targets,) = micro.targets
+            at, ids = upload(targets.predictors, flat.device), upload(targets.ids, flat.device)
+            found = log_probs_and_entropy(hidden.index_select(0, at), weight, ids, vocab)
+            flat[upload(targets.token_index, flat.device)] = found.logprobs.double()
         told = self.share(flat).tolist()
         return [told[start + 1 : stop] for start, stop in itertools.pairwise(ends.tolist())]
 
