@@ -80,7 +80,7 @@ def test_a_rank_that_fails_to_start(ray_cluster: Cluster, how: str, text: str) -
 def test_a_process_that_ends_before_it_is_a_rank(
     ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    def ends(self: RankActor) -> None:
+    def ends(self: RankActor, *_: object) -> None:
         os._exit(7)
 
     monkeypatch.setattr(group_module, "RankActor", type("Mortal", (RankActor,), {when: ends}))

@@ -12,7 +12,7 @@ from quintet.data.chat_template import ChatTemplate, TemplateFailure, own_templa
 from quintet.data.prompts import load_prompts
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.errors import UserError
-from quintet.recipe.schema import Data
+from quintet.recipe.schema import Data, Model
 
 TALKS = [
     [{"role": "user", "content": "hi <b>é</b>\n"}],
@@ -61,7 +61,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=["plain", "qwen", "extensions"])
 def test_texts_are_those_of_transformers(directory: Path, template: str) -> None:
-    tokenizer = load_tokenizer(directory, template)
+    tokenizer = load_tokenizer(directory, Model(chat_template=template))
     wanted = [
         tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) for talk in TALKS
     ]
@@ -107,7 +107,7 @@ def test_a_prompt_that_a_run_cannot_render_is_named_with_the_place_of_the_templa
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": ""}\n')
-    tokenizer: Any = load_tokenizer(directory, given)
+    tokenizer: Any = load_tokenizer(directory, Model(chat_template=given))
     place = r"model\.chat_template, line 1"
     if given is None:
         file = own_template(directory)

@@ -90,7 +90,7 @@ def life(path: Path, out: Path, lora: LoraShape) -> dict[str, Any]:
     apart = AdapterReference(engine)
     if engine.mesh.rank == 1:  # as a stage without a layer that has adapters
         apart._present = list  # type: ignore[method-assign]
-    apart.follow(engine)
+    apart.copy_weights_from(engine)
     found["apart"] = apart._kept is not None
     trained = logprobs(engine)
     engine.save_hf(out / "merged", path)

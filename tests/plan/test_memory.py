@@ -195,13 +195,16 @@ def test_the_share_on_the_cpu_leaves_the_device():
 def kept(cases: list[Setup]) -> list[int]:
     """Bytes of storage that autograd keeps of one micro-batch's forward pass, parameters and tables apart."""
     from quintet.data.batch import make_batch
+    from quintet.packing import RankCell
 
     found = []
     for case in cases:
         engine = build(case)
         length = TOKENS // 4
         batch = make_batch([[1] * length] * 4, [3] * 4)
-        micro, row = next(engine._pipeline.rows(batch, [[0, 1, 2, 3]]))
+        micro, row = next(
+            engine._pipeline.rows(batch, [RankCell([0, 1, 2, 3], engine.layout.cp, engine.mesh.at("cp"))])
+        )
         known = {p.untyped_storage()._cdata for c in engine.chunks for p in c.parameters()}
         seen: dict[int, Any] = {}
 
