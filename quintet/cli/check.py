@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from quintet.models import ModelShape
     from quintet.recipe import Recipe
 
+MOST_SECONDS = 10**6
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the recipe and its data, print it in full to stdout and what follows from it to stderr; writes nothing. 0 sound, 2 not."""
@@ -349,6 +351,13 @@ def _verify_weights(recipe: Recipe) -> list[str]:
     return [*notes, f"Weights: {len(files) - len(notes)} of {len(files)} files verified by their checksums."]
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {MOST_SECONDS:,}")
+    return seconds
+
+
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--command",
@@ -358,7 +367,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--time-limit-s",
-        type=float,
+        type=_seconds,
         default=3.0,
         metavar="SECONDS",
         help="most processor time for the recipe and the model's config.json and headers, before data are read (default: 3)",

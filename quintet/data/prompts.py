@@ -307,7 +307,15 @@ def _render(drafts: list[_Draft], tokenizer: Tokenizer) -> list[str]:
     chats = [draft for draft in drafts if not isinstance(draft.messages_or_text, str)]
     if not chats:
         return [str(draft.messages_or_text) for draft in drafts]
-    text = tokenizer.get_chat_template()
+    if _renders_itself(tokenizer):
+        return [_by_itself(tokenizer, draft) for draft in drafts]
+    try:
+        text = tokenizer.get_chat_template()
+    except ValueError as error:  # there is none, or several with none called default
+        raise UserError(
+            f"{chats[0].source}: the tokenizer in {tokenizer.name_or_path} does not say how to write conversations "
+            f"({str(error).splitlines()[0]}); give {KEY}, Jinja text or a file"
+        ) from None
     own = own_template(Path(tokenizer.name_or_path))
     template = own if own is not None and own.text == text else ChatTemplate(text, KEY)
     try:
@@ -316,6 +324,25 @@ def _render(drafts: list[_Draft], tokenizer: Tokenizer) -> list[str]:
         raise UserError(
             f"{chats[failed.number].source}: the chat template cannot render this prompt: {failed}"
         ) from None
+
+
+def _renders_itself(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer came with code of its own for it, which then is trusted: no other is loaded."""
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+
+
+def _by_itself(tokenizer: Tokenizer, draft: _Draft) -> str:
+    chat = draft.messages_or_text
+    if isinstance(chat, str):
+        return chat
+    try:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    except Exception as error:
+        raise UserError(
+            f"{draft.source}: the tokenizer's own code cannot render this prompt: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_tokens(prompts: list[Prompt], data: Data, tokenizer: Tokenizer) -> None:

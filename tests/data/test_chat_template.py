@@ -121,3 +121,32 @@ def test_a_prompt_that_a_run_cannot_render_is_named_with_the_place_of_the_templa
         match=rf"rows\.jsonl:1: the chat template cannot render this prompt: .*{place}: ZeroDivisionError",
     ):
         load_prompts(Data(train_path=str(rows)), "train", tokenizer, seed=0)
+
+
+def prompts_with(tokenizer: Any, folder: Path) -> Any:
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": ""}\n')
+    return load_prompts(Data(train_path=str(rows)), "train", tokenizer, seed=0)
+
+
+def test_a_tokenizers_own_way_of_rendering_is_taken(directory: Path, tmp_path: Path) -> None:
+    tokenizer: Any = load_tokenizer(directory)
+
+    class Own(type(tokenizer)):  # type: ignore[misc]
+        def apply_chat_template(self, conversation: Any, **_: Any) -> str:
+            return f"[{conversation[0]['content']}]"
+
+    tokenizer.__class__ = Own
+    assert prompts_with(tokenizer, tmp_path)[0].text == "[a]"
+    Own.apply_chat_template = lambda self, conversation, **_: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: the tokenizer's own code cannot render"):
+        prompts_with(tokenizer, tmp_path)
+
+
+def test_templates_of_which_none_is_the_default_end_in_a_sentence(directory: Path, tmp_path: Path) -> None:
+    tokenizer: Any = load_tokenizer(directory)
+    tokenizer.chat_template = {"one": "{{ 1 }}", "two": "{{ 2 }}"}
+    with pytest.raises(
+        UserError, match=r"does not say how to write conversations .*give model\.chat_template"
+    ):
+        prompts_with(tokenizer, tmp_path)

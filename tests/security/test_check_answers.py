@@ -271,6 +271,12 @@ def test_what_was_not_looked_through_in_time_is_said(answer: Any, largest: Path)
     )
 
 
+@pytest.mark.parametrize("limit", ["0", "-1", "inf", "nan", "1e30"])
+def test_a_time_limit_that_is_none_is_refused(answer: Any, limit: str) -> None:
+    with pytest.raises(SystemExit):
+        answer(RECIPE, f"--time-limit-s={limit}")
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_limit_that_is_lost_in_a_destructor_comes_again() -> None:
     class Loses:

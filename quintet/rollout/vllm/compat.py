@@ -141,6 +141,11 @@ def stores_on_loopback() -> None:
     torch_meets.TCPStore = on_its_host
 
 
+def _other_runner() -> str:
+    taken = os.environ.get(RUNNER) == "1"
+    return f" It ran its second model runner; {RUNNER}=0 takes the first." if taken else ""
+
+
 def engine_fields() -> frozenset[str]:
     """Names of the fields of vLLM's EngineArgs."""
     import dataclasses
@@ -166,7 +171,7 @@ def starting() -> Iterator[None]:
     except ValueError as error:  # too little memory, a format that it does not know
         raise UserError(
             f"vLLM {require()} cannot start as the recipe asks: {str(error).rstrip('.')}. (What it calls gpu_memory_utilization "
-            "is rollout.memory_fraction.)"
+            f"is rollout.memory_fraction.){_other_runner()}"
         ) from error
     except RuntimeError as error:
         if "core initialization failed" not in str(error):

@@ -81,6 +81,10 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     return arguments
 
 
+_TRIED_WITH_SECOND = {"enforce_eager", "hf_overrides", "load_format", "max_num_batched_tokens", "block_size"}
+"""Options of rollout.vllm that change nothing of what the second model runner has to do."""
+
+
 def second_runner_lacks(recipe: schema.Recipe) -> str | None:
     """Return what of a recipe vLLM's second model runner cannot do (0.20.2), None where it can do all."""
     if recipe.rollout.return_routes:
@@ -89,6 +93,9 @@ def second_runner_lacks(recipe: schema.Recipe) -> str | None:
         return "rollout.adapter_sync=separate"
     if "speculative_config" in recipe.rollout.vllm:
         return "rollout.vllm.speculative_config"
+    other = sorted(recipe.rollout.vllm.keys() - _TRIED_WITH_SECOND)
+    if other:
+        return f"rollout.vllm.{other[0]} (not tried)"
     if layout_of_copy(recipe).pp > 1:
         return "rollout.layout.pp > 1 (not tried)"
     return None

@@ -139,6 +139,8 @@ def test_processes_that_do_not_start_are_told_with_where_to_look():
         ({"layout": {"pp": 2}}, "rollout.layout.pp > 1 (not tried)"),
         ({"lora": {"rank": 8}, "adapter_sync": "separate"}, "rollout.adapter_sync=separate"),
         ({"vllm": {"speculative_config": {"method": "ngram"}}}, "rollout.vllm.speculative_config"),
+        ({"vllm": {"enforce_eager": True, "enable_dbo": True}}, "rollout.vllm.enable_dbo (not tried)"),
+        ({"vllm": {"enforce_eager": True}}, None),
     ],
 )
 def test_the_second_runner_is_taken_where_it_can_do_all(monkeypatch, rollout, lacks):
