@@ -11,13 +11,14 @@ import importlib.metadata
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from quintet.errors import UserError, WorkerFailure
+from quintet.rollout.vllm.runners import complete_runner, other_runner
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +42,6 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-_RUNNER_ASKED = os.environ.get(RUNNER)
-"""What the user says of it, read before `choose_runner` writes there."""
-KEPT = "runner"
-"""Tag of what the allocator of sleeping memory is to leave alone."""
 _ON_LOOPBACK = {
     # An engine's processes are on one node: whatever the environment says for others, they talk where nobody else listens, for
     # they unpickle what they say to each other.
@@ -105,23 +101,6 @@ def prepare(device: str) -> str:
     return version
 
 
-def choose_runner(lacks: str | None) -> str:
-    """Choose vLLM's model runner for the engines made from now on; return a line that says which, and why.
-
-    The second runner draws a token's noise in one kernel keyed by (seed, position); the first starts one a sequence (512 sequences
-    of a 1.5B model on an H200: 47,700 tokens/s against 26,900). lacks: what of the recipe the second one cannot do, or None.
-    VLLM_USE_V2_MODEL_RUNNER in the environment decides instead, where it is set.
-    """
-    if _RUNNER_ASKED is not None:
-        return f"vLLM: model runner by {RUNNER}={_RUNNER_ASKED}"
-    os.environ[RUNNER] = "0" if lacks else "1"
-    return (
-        f"vLLM: the first model runner: the second lacks {lacks}"
-        if lacks
-        else "vLLM: the second model runner"
-    )
-
-
 def stores_on_loopback() -> None:
     """Have a store that torch makes in this process to meet at `tcp://host:port` listen on that host alone.
 
@@ -139,11 +118,6 @@ def stores_on_loopback() -> None:
         return made(host_name=host_name, port=port, is_master=is_master, **how)
 
     torch_meets.TCPStore = on_its_host
-
-
-def _other_runner() -> str:
-    taken = os.environ.get(RUNNER) == "1"
-    return f" It ran its second model runner; {RUNNER}=0 takes the first." if taken else ""
 
 
 def engine_fields() -> frozenset[str]:
@@ -171,7 +145,7 @@ def starting() -> Iterator[None]:
     except ValueError as error:  # too little memory, a format that it does not know
         raise UserError(
             f"vLLM {require()} cannot start as the recipe asks: {str(error).rstrip('.')}. (What it calls gpu_memory_utilization "
-            f"is rollout.memory_fraction.){_other_runner()}"
+            f"is rollout.memory_fraction.){other_runner()}"
         ) from error
     except RuntimeError as error:
         if "core initialization failed" not in str(error):
@@ -296,48 +270,6 @@ class StepCounts:
 
     def log(self) -> None:
         """Say nothing: what is counted is asked for."""
-
-
-def complete_runner(runner: Any) -> None:
-    """Give a model runner that lacks it what ends it.
-
-    Workers of vLLM 0.20.2 end with their runner's `shutdown`, which the second runner does not have (test_update.py, on a GPU).
-    """
-    if hasattr(runner, "shutdown"):
-        return
-
-    def shutdown() -> None:
-        from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
-        from vllm.v1.worker.workspace import reset_workspace_manager
-
-        runner.compilation_config.static_forward_context.clear()
-        runner.model = None
-        _ROPE_DICT.clear()
-        reset_workspace_manager()
-
-    runner.shutdown = shutdown
-
-
-@contextmanager
-def tables_kept(kv_caches: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Have what a model runner allocated beside its KV caches stay where it is while the worker falls asleep.
-
-    vLLM 0.20.2 makes all that `initialize_kv_cache` allocates in the pool that sleeping empties: of the second runner also its
-    block tables and their addresses, through which the first forward after waking reads memory that is not there
-    (tests/rollout/vllm/test_update.py, on a GPU).
-    """
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    known = CuMemAllocator.get_instance().pointer_to_data
-    caches = [cache.untyped_storage().data_ptr() for cache in kv_caches]
-    for address, data in known.items():
-        if data.tag == "kv_cache" and not any(0 <= cache - address < data.handle[1] for cache in caches):
-            data.tag = KEPT
-    kept = {address: known.pop(address) for address in [a for a, data in known.items() if data.tag == KEPT]}
-    try:
-        yield
-    finally:
-        known.update(kept)
 
 
 def release_kv_cache() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from quintet.errors import QuintetError, SyncFailure, SyncMismatch, UserError
 from quintet.rollout.base import Part
-from quintet.rollout.vllm import compat
+from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.worker import WeightWorker
 from quintet.typed import Typed, Words
 
@@ -35,7 +35,7 @@ class Extension(WeightWorker):
     def called(self, message: bytes) -> bytes:
         """Call a method, and return what `answers` reads. vLLM's own way through its processes makes other things of objects,
         and text of errors."""
-        compat.complete_runner(self.model_runner)
+        runners.complete_runner(self.model_runner)
         name, _, told = message.partition(b"\n")
         try:
             verb = VERBS[name.decode()]
@@ -53,7 +53,7 @@ class Extension(WeightWorker):
         """
         if self.device.type != "cpu":
             torch.cuda.synchronize()  # a step that was scheduled ahead may still read what is about to go
-            with compat.tables_kept(self.model_runner.kv_caches):
+            with runners.tables_kept(self.model_runner.kv_caches):
                 if level:
                     self.sleep(level)  # type: ignore[attr-defined]
                 else:

@@ -23,7 +23,7 @@ from quintet.rollout.base import (
     parts_of,
 )
 from quintet.rollout.external_engine import ExternalEngineRollout, Job, Progress
-from quintet.rollout.vllm import compat
+from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.jobs import Answer, Engine
 from quintet.rollout.vllm.offline import OfflineEngine
 from quintet.rollout.vllm.routes import heard, routes_of
@@ -56,7 +56,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
     ) -> None:
         compat.prepare(device)
         if device == "cuda":
-            print(compat.choose_runner(second_runner_lacks(recipe)), flush=True)
+            print(runners.choose_runner(second_runner_lacks(recipe)), flush=True)
         self._mode = mode_of(recipe.rollout)
         arguments = engine_arguments(recipe, model_dir, device)
         make = ServerEngine if recipe.rollout.mode == "server" else OfflineEngine

@@ -9,7 +9,7 @@ from pydantic import create_model
 
 from quintet.errors import UserError, WorkerFailure
 from quintet.rollout import Sampling
-from quintet.rollout.vllm import compat
+from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.sampling import check, mode_of
 from quintet.rollout.vllm.settings import engine_arguments, second_runner_lacks
 from tests.models.directory import write_model
@@ -144,11 +144,11 @@ def test_processes_that_do_not_start_are_told_with_where_to_look():
     ],
 )
 def test_the_second_runner_is_taken_where_it_can_do_all(monkeypatch, rollout, lacks):
-    monkeypatch.setenv(compat.RUNNER, "left by an engine before")
-    monkeypatch.setattr(compat, "_RUNNER_ASKED", None)
+    monkeypatch.setenv(runners.RUNNER, "left by an engine before")
+    monkeypatch.setattr(runners, "_RUNNER_ASKED", None)
     assert second_runner_lacks(recipe_of(**rollout)) == lacks
-    line = compat.choose_runner(lacks)
-    assert os.environ[compat.RUNNER] == ("0" if lacks else "1")
+    line = runners.choose_runner(lacks)
+    assert os.environ[runners.RUNNER] == ("0" if lacks else "1")
     assert line == (
         f"vLLM: the first model runner: the second lacks {lacks}"
         if lacks
@@ -157,7 +157,7 @@ def test_the_second_runner_is_taken_where_it_can_do_all(monkeypatch, rollout, la
 
 
 def test_the_users_runner_is_taken(monkeypatch):
-    monkeypatch.setenv(compat.RUNNER, "0")
-    monkeypatch.setattr(compat, "_RUNNER_ASKED", "0")
-    assert compat.choose_runner(None) == "vLLM: model runner by VLLM_USE_V2_MODEL_RUNNER=0"
-    assert os.environ[compat.RUNNER] == "0"
+    monkeypatch.setenv(runners.RUNNER, "0")
+    monkeypatch.setattr(runners, "_RUNNER_ASKED", "0")
+    assert runners.choose_runner(None) == "vLLM: model runner by VLLM_USE_V2_MODEL_RUNNER=0"
+    assert os.environ[runners.RUNNER] == "0"
