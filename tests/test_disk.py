@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,52 @@ def test_a_file_system_without_locks_has_scratch_directories_too(
         assert Path(first).exists()
         assert Path(second).exists()
     assert list(tmp_path.iterdir()) == []
+
+
+FORK = """
+import os, sys, time
+from quintet.runs.fsync import Scratch
+with Scratch(parent=sys.argv[1]) as name:
+    child = os.fork()
+    if child == 0 and sys.argv[2] == "exits":
+        sys.exit()
+    if child == 0:
+        print(name, os.getpid(), flush=True)
+        time.sleep(1000)
+    os.waitpid(child, 0)
+    print(name, child, flush=True)
+    input()
+"""
+
+
+def forked(parent: Path, child: str) -> tuple[subprocess.Popen[str], Path, int]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORK, str(parent), child],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    name, pid = process.stdout.readline().split()
+    return process, Path(name), int(pid)
+
+
+def test_a_forked_child_that_exits_leaves_the_directory_to_its_parent(tmp_path: Path) -> None:
+    process, directory, _ = forked(tmp_path, "exits")
+    assert directory.exists()
+    with Scratch(parent=str(tmp_path)):  # it is still locked, too
+        assert directory.exists()
+    process.communicate("\n")
+    assert process.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_directory(tmp_path: Path) -> None:
+    process, directory, child = forked(tmp_path, "sleeps")
+    try:
+        process.kill()
+        process.wait()
+        with Scratch(parent=str(tmp_path)):
+            assert not directory.exists()
+    finally:
+        os.kill(child, signal.SIGKILL)

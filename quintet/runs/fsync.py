@@ -9,6 +9,8 @@ import io
 import os
 import shutil
 import tempfile
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -70,6 +72,7 @@ class Scratch(tempfile.TemporaryDirectory[str]):
     """Make a directory that only this user can enter, for as long as this process needs it.
 
     Whoever makes one first removes those beside it that killed processes have left, of the same user.
+    A child that is forked from this process may use it, and neither keeps nor removes it.
     """
 
     def __init__(self, prefix: str = "quintet-", parent: str | None = None) -> None:
@@ -79,14 +82,31 @@ class Scratch(tempfile.TemporaryDirectory[str]):
         # It gets its name once it is locked: a file that can be locked has no owner any more. Where a file system has no locks,
         # nobody removes what is left behind.
         unnamed = self.path / f"{OWNER}.new"
-        self._lock = unnamed.open("w")
+        self._lock = unnamed.open("wb", buffering=0)
+        call_in_forked_children(self._leave_to_parent)
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             unnamed.rename(self.path / OWNER)
 
     def cleanup(self) -> None:
-        super().cleanup()
-        self._lock.close()
+        if not self._lock.closed:
+            super().cleanup()
+            self._lock.close()
+
+    def _leave_to_parent(self) -> None:
+        self._finalizer.detach()  # type: ignore[attr-defined]
+        self._lock.close()  # the parent's lock stays: it is gone when nobody has the file open
+
+
+def call_in_forked_children(method: Callable[[], None]) -> None:
+    """Call an object's method in every child that is forked from this process, without a new program, while the object is there."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (found := weak()) is not None:
+            found()
+
+    os.register_at_fork(after_in_child=call)
 
 
 def remove_left_behind(parent: Path) -> None:
@@ -95,7 +115,7 @@ def remove_left_behind(parent: Path) -> None:
         try:
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():
                 continue
-            with (directory / OWNER).open() as lock:
+            with (directory / OWNER).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(directory, ignore_errors=True)
         except OSError:  # it has no owner's file, or a live owner, or is gone already
