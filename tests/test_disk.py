@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from quintet.runs.fsync import OWNER, Scratch
+from quintet.runs.lock import boot_id
 
 MAKE = "import sys; from quintet.runs.fsync import Scratch; one = Scratch(parent=sys.argv[1]); print(one.name, flush=True); input()"
 
@@ -45,7 +46,13 @@ def test_directories_that_are_no_scratch_or_another_users_stay(tmp_path: Path) -
     runs, target = tmp_path / "quintet-runs", tmp_path / "target"
     runs.mkdir()  # somebody's own
     target.mkdir()
-    (target / OWNER).touch()
+    (target / OWNER).write_text(boot_id())
+    unmarked = tmp_path / "quintet-named-alike"
+    unmarked.mkdir()
+    (unmarked / ".owner").touch()
+    elsewhere = tmp_path / "quintet-elsewhere"  # of another machine, on a file system that both have
+    elsewhere.mkdir()
+    (elsewhere / OWNER).write_text("8a1c2f5e-0000-4000-8000-000000000000")
     link = tmp_path / "quintet-link"
     link.symlink_to(target)
     others = tmp_path / "quintet-others"

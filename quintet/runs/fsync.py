@@ -14,12 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from quintet.runs.lock import boot_id
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Why a disk does not take more."""
 
 
-OWNER = ".owner"
-"""The file in a scratch directory that its owner has locked: the kernel's lock is gone with the process, however that ended."""
+OWNER = ".quintet-scratch"
+"""The file in a scratch directory that names its machine, and that its owner has locked: the kernel's lock is gone with the process,
+however that ended."""
 
 
 def sync(path: Path) -> None:
@@ -71,7 +74,7 @@ def lossy(descriptor: int) -> TextIO:
 class Scratch(tempfile.TemporaryDirectory[str]):
     """Make a directory that only this user can enter, for as long as this process needs it.
 
-    Whoever makes one first removes those beside it that killed processes have left, of the same user.
+    Whoever makes one first removes those beside it that killed processes have left, of the same user, since this machine started.
     A child that is forked from this process may use it, and neither keeps nor removes it.
     """
 
@@ -85,6 +88,7 @@ class Scratch(tempfile.TemporaryDirectory[str]):
         self._lock = unnamed.open("wb", buffering=0)
         call_in_forked_children(self._leave_to_parent)
         with contextlib.suppress(OSError):
+            self._lock.write(boot_id().encode())
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             unnamed.rename(self.path / OWNER)
 
@@ -110,13 +114,15 @@ def call_in_forked_children(method: Callable[[], None]) -> None:
 
 
 def remove_left_behind(parent: Path) -> None:
-    """Remove the scratch directories in `parent` whose owners are gone, where they were this user's."""
+    """Remove the scratch directories in `parent` whose owners are gone, where they were this user's, on this machine: of another one
+    that shares `parent` the locks may not be seen here."""
     for directory in parent.glob("quintet-*"):
         try:
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():
                 continue
             with (directory / OWNER).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, ignore_errors=True)
+                if lock.read() == boot_id().encode():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(directory, ignore_errors=True)
         except OSError:  # it has no owner's file, or a live owner, or is gone already
             continue

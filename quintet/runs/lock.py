@@ -39,7 +39,7 @@ def holder_of(path: Path) -> str | None:
         holder = _read_holder(file)
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            held = holder is not None and holder.get("boot") != _boot() and _beats(path)
+            held = holder is not None and holder.get("boot") != boot_id() and _beats(path)
         except BlockingIOError:
             held = True
         except OSError:
@@ -90,7 +90,7 @@ class RunLock:
             if self._holder() is not None and _beats(self.path):
                 raise self._refusal(self._holder()) from None
         holder = self._holder()
-        if holder is not None and holder.get("boot") != _boot() and _beats(self.path):
+        if holder is not None and holder.get("boot") != boot_id() and _beats(self.path):
             raise self._refusal(holder)
         self.left_behind = None if holder is None else _title(holder)
 
@@ -140,13 +140,13 @@ def _me() -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "boot": _boot(),
+        "boot": boot_id(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
     }
 
 
-def _boot() -> str:
-    """What tells this machine, as it runs now, from others of the same name."""
+def boot_id() -> str:
+    """Return what tells this machine, as it runs now, from others of the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
