@@ -231,7 +231,7 @@ class LocalRay:
         # so it is one within ours.
         self._scratch = Scratch("quintet-ray-", "/tmp")
         self.directory = self._scratch.path / "r"
-        self._guardian = Guardian(self._scratch.path)
+        self._guardian = Guardian(self._scratch.path, [Path(ray.__file__).parent])
         token = self._scratch.path / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
