@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import ray
@@ -17,6 +19,7 @@ import ray._raylet
 import ray.exceptions
 
 from quintet.errors import UserError
+from quintet.runs.fsync import Scratch
 
 Auth = Literal["token", "none"]
 """What whoever connects to a Ray must show: the values of cluster.ray_auth."""
@@ -44,6 +47,24 @@ def environment(**changes: str | None) -> Iterator[None]:
         yield
     finally:
         put(before)
+
+
+def scratch_with_token() -> tuple[Scratch, Path]:
+    """Make a directory for a Ray, and a token in it that nobody else can read. Raises UserError where there is no room."""
+    with contextlib.ExitStack() as unless_whole:
+        try:
+            # In /tmp, because the sockets' paths must stay under 104 characters on macOS.
+            scratch = Scratch("quintet-ray-", "/tmp")
+            unless_whole.callback(scratch.cleanup)
+            token = scratch.path / "token"
+            token.touch(mode=0o600)
+            token.write_text(secrets.token_hex(32))
+        except OSError as error:
+            raise UserError(
+                f"Ray cannot be started: its files cannot be written in /tmp: {error.strerror}. Make room there"
+            ) from None
+        unless_whole.pop_all()
+    return scratch, token
 
 
 def check_auth(address: str, cluster: str, auth: Auth) -> None:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -43,7 +42,6 @@ from unittest import mock
 import quintet
 from quintet.cluster.guardian import Guardian
 from quintet.errors import RayFailure, UserError
-from quintet.runs.fsync import Scratch
 
 # Read by Ray when it is imported or started. RAY_ENABLE_UV_RUN_RUNTIME_ENV keeps `uv run` from packing up the working directory
 # and building an environment anew for every worker; with RAY_ENABLE_AUTO_CONNECT=0 a thread that asks Ray something after its end
@@ -64,7 +62,14 @@ import ray._private.worker
 from ray.experimental import internal_kv
 from ray.job_config import JobConfig
 
-from quintet.cluster.ray_auth import AUTH_MODE, REPLY_TIMEOUT_S, Auth, check_auth, environment
+from quintet.cluster.ray_auth import (
+    AUTH_MODE,
+    REPLY_TIMEOUT_S,
+    Auth,
+    check_auth,
+    environment,
+    scratch_with_token,
+)
 
 START_TIMEOUT_S = 180.0
 WATCH_EVERY_S = 0.5
@@ -227,14 +232,10 @@ class LocalRay:
     def __init__(self, before: set[psutil.Process], auth: Auth, log_dir: Path) -> None:
         self._before = before
         self._log_dir = log_dir
-        # In /tmp, because the sockets' paths must stay under 104 characters on macOS. Ray opens its directory to everybody,
-        # so it is one within ours.
-        self._scratch = Scratch("quintet-ray-", "/tmp")
+        # Ray opens its directory to everybody, so it is one within ours.
+        self._scratch, token = scratch_with_token()
         self.directory = self._scratch.path / "r"
         self._guardian = Guardian(self._scratch.path, [Path(ray.__file__).parent])
-        token = self._scratch.path / "token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
         self._environment = environment(
             RAY_AUTH_MODE=AUTH_MODE[auth],
             RAY_AUTH_TOKEN=None,
@@ -246,9 +247,8 @@ class LocalRay:
         self._stopping = threading.Event()
 
     def watch(self, node: _LeanNode) -> None:
-        """Watch the processes of `node`. This process ends when one of them has died and nobody has called `stop` `LAST_RESORT_S`
-        later: the main thread may be in a call of Ray's, which would wait for a minute and then end this process without saying why.
-        """
+        """Watch the processes of `node`. This process ends `LAST_RESORT_S` after one of them has died, unless `stop` was called:
+        the main thread may be in a call of Ray's, which would wait for a minute and then end this process without saying why."""
         self._node = node
 
         def wait() -> None:

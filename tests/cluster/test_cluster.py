@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import psutil
 import pytest
 import ray
 
-from quintet.cluster import ray_compat
+from quintet.cluster import ray_auth, ray_compat
 from quintet.cluster.cluster import Cluster
 from quintet.errors import QuintetError, RayFailure, UserError
 from quintet.recipe.schema import Cluster as ClusterSettings
@@ -138,6 +139,22 @@ def test_a_ray_that_does_not_start_is_one_message(monkeypatch: pytest.MonkeyPatc
         UserError, match=r"Ray did not start .*: The current node timed out during startup\. A machine"
     ):
         ray_compat.start_local(1, num_gpus=0, auth="token", log_dir=tmp_path)
+
+
+def test_no_room_for_what_ray_is_started_with_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And nothing of it stays."""
+    scratch = ray_auth.Scratch
+    monkeypatch.setattr(ray_auth, "Scratch", lambda prefix, parent: scratch(prefix, str(tmp_path)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as on a full disk, empty files can be made
+    try:
+        with pytest.raises(UserError, match=r"Ray cannot be started: .* in /tmp: File too large\. Make room"):
+            ray_compat.start_local(1, num_gpus=0, auth="token", log_dir=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
