@@ -77,6 +77,8 @@ class Cluster:
         trace: TracebackType | None,
     ) -> None:
         failure = ray_compat.death()
+        if self._started is not None:
+            self._started.expect_end()
         with ray_compat.uninterrupted():
             if self._started is not None:
                 # The groups' processes go with their Ray.

@@ -247,7 +247,7 @@ class LocalRay:
         self._stopping = threading.Event()
 
     def watch(self, node: _LeanNode) -> None:
-        """Watch the processes of `node`. This process ends `LAST_RESORT_S` after one of them has died, unless `stop` was called:
+        """Watch the processes of `node`. This process ends `LAST_RESORT_S` after one of them has died, unless `expect_end` was called:
         the main thread may be in a call of Ray's, which would wait for a minute and then end this process without saying why."""
         self._node = node
 
@@ -270,10 +270,14 @@ class LocalRay:
                     break
         return None if self._death is None else RayFailure(self._death)
 
+    def expect_end(self) -> None:
+        """Leave the end of this process to the caller, who calls `stop` in the end: it takes the time it takes."""
+        self._stopping.set()
+
     def stop(self) -> None:
         """End every process of it, at once, and remove its files."""
         global _local
-        self._stopping.set()
+        self.expect_end()
         started = set(psutil.Process().children(recursive=True)) - self._before
         # Workers first and without asking: one that waits in a collective would not listen anyway. Not the agents:
         # the raylet ends with them, and a driver that sees its raylet end ends itself, with exit code 1.

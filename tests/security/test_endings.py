@@ -53,6 +53,17 @@ def test_ray_that_dies_while_the_controller_is_busy_ends_it_too(tmp_path: Path) 
     run.nothing_left(within_s=5)
 
 
+def test_an_end_that_takes_long_is_not_cut_short(tmp_path: Path) -> None:
+    run = Run(["tests.cluster.controller", "slow end"], tmp_path)
+    run.until("calling")
+    run.look()
+    run.of("gcs_server")[0].kill()
+    assert run.end(within_s=15) == 1
+    assert "\nforgotten\nstopped\n" in run.said
+    assert "RayFailure: Ray's gcs_server died" in run.said
+    run.nothing_left(within_s=5)
+
+
 def test_everything_ends_with_the_controller_also_what_is_stopped(tmp_path: Path) -> None:
     run = Run(["tests.cluster.controller", "stop"], tmp_path)
     run.until("calling")
