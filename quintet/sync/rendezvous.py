@@ -112,7 +112,16 @@ class Rendezvous:
                     del self._unknown[first]
                     with suppress(OSError):
                         first.shutdown(socket.SHUT_RDWR)  # its thread finds it closed
-            threading.Thread(target=self._greet, args=(channel,), daemon=True).start()
+            self._start_greeting(channel)
+
+    def _start_greeting(self, channel: socket.socket) -> None:
+        while not self._closed:
+            try:
+                threading.Thread(target=self._greet, args=(channel,), daemon=True).start()
+                return
+            except RuntimeError:  # no more threads are to be had, until others end
+                time.sleep(PAUSE_S)
+        channel.close()
 
     def _greet(self, channel: socket.socket) -> None:
         """Let one in that proves to hold the key, and says who it is; refuse it otherwise."""

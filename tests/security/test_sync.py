@@ -105,6 +105,22 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(door):
         one.close()
 
 
+def test_who_comes_when_no_thread_can_be_had_is_let_in_once_one_can(door, monkeypatch):
+    start, refused = threading.Thread.start, []
+
+    def no_thread(thread: threading.Thread) -> None:
+        if "_greet" in thread.name and len(refused) < 3:  # as it is at a limit of processes
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    plan, address = door.expect(["r"]), door.address(False)
+    call(Ticket("r", address, address, plan, door.key, 10.0 * BUSY), Hello("r", plan, False, None)).close()
+    here, missing = door.meet()
+    assert (list(here), missing, len(refused)) == (["r"], {}, 3)
+
+
 def test_one_that_says_a_byte_at_a_time_has_as_long_as_one_that_says_nothing(door, monkeypatch):
     monkeypatch.setattr(reception, "GREETS_S", 1.0)
     door.expect(["r"])
