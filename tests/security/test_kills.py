@@ -44,12 +44,12 @@ def test_whatever_is_killed_the_run_comes_to_the_same_end(tmp_path: Path) -> Non
     directories = (tmp_path / f"killed-{number}" for number in itertools.count())
     runs = next(directories)
     for number, kind in enumerate(victims):
-        after_s = rng.uniform(0, 0.8 * seconds)
+        after_s = rng.uniform(0, 0.5 * seconds)
         print(f"{number}: {kind} after {after_s:.1f} s", flush=True)
         while not killed(kind, after_s, runs, tmp_path):  # it had come to its end before that
             same_end(whole, max(runs.iterdir()))
             runs = next(directories)
-            after_s = rng.uniform(0, 0.8 * seconds)
+            after_s = rng.uniform(0, 0.5 * seconds)
     finish(runs, tmp_path)
     same_end(whole, max(runs.iterdir()))
     assert list(tmp_path.glob("quintet-*")) == []
