@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -42,11 +43,12 @@ class Run:
         raise AssertionError(f"it ended with {self.process.wait()}:\n{self.said}")
 
     def look(self) -> None:
-        """Note its processes, and its Ray's directory."""
-        me = psutil.Process(self.process.pid)
-        self.family = sorted({*self.family, *me.children(recursive=True)}, key=lambda one: one.pid)
-        (raylet,) = [one for one in self.family if one.is_running() and one.name() == "raylet"]
-        self.ray_directory = Path(raylet.environ()["RAY_AUTH_TOKEN_PATH"]).parent
+        """Note its processes, and its Ray's directory, as long as they are there."""
+        with suppress(psutil.Error):
+            me = psutil.Process(self.process.pid)
+            self.family = sorted({*self.family, *me.children(recursive=True)}, key=lambda one: one.pid)
+            for raylet in self.of("raylet"):
+                self.ray_directory = Path(raylet.environ()["RAY_AUTH_TOKEN_PATH"]).parent
 
     def of(self, name: str) -> list[psutil.Process]:
         """Its processes whose title begins so."""

@@ -64,6 +64,7 @@ def killed(kind: str, after_s: float, runs: Path, scratch: Path) -> bool:
     """Start the run, or go on with it, and kill one of its processes some time after that is there; whether it ended so."""
     run = Run([*RECIPE, f"run.dir={runs}"], scratch)
     victim = wait_for(kind, run)
+    run.look()
     deadline = time.monotonic() + after_s
     while time.monotonic() < deadline and run.process.poll() is None:
         time.sleep(0.01)
