@@ -1,6 +1,7 @@
 """The benchmarks' plumbing: records that can be trusted, and work that both sides share."""
 
 import math
+import os
 import random
 import re
 import statistics
@@ -236,6 +237,8 @@ def generates(*options: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.rollout", "--tiny", "--rounds", "1", *options],
         cwd=ROOT,
+        # A vLLM that was in this process has its children look for no modules in the working directory.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
         capture_output=True,
         text=True,
         check=False,
