@@ -1,12 +1,16 @@
-"""Records that the disk does not take: dropped and counted, told once, and once more when it takes them again."""
+"""Records that the disk does not take: dropped and counted, told once a run, and how many when it takes them again."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from quintet.errors import UserError
+
+AT_MOST_EVERY_S = 60.0
+"""Between two lines that say what was left out: a disk may be full and free by turns."""
 
 
 class Losses:
@@ -18,6 +22,8 @@ class Losses:
         self._goes_on, self._say = goes_on, say
         self._failing: set[str] = set()
         self._lost: Counter[str] = Counter()
+        """Of what was not told yet."""
+        self._told_at = -AT_MOST_EVERY_S
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
@@ -33,7 +39,7 @@ class Losses:
                 told = f"{error.filename or what} cannot be written: {error.strerror or error}"
             if not self._goes_on:
                 raise UserError(told) from None
-            if not self._failing:
+            if not self.total:
                 self._say(
                     f"warning: {told}; what the disk does not take of metrics, samples and logs is left out. Training goes on "
                     "(checkpoint.on_error=continue)"
@@ -44,14 +50,15 @@ class Losses:
         else:
             if what in self._failing:
                 self._failing.remove(what)
-                if not self._failing:
+                if not self._failing and time.monotonic() - self._told_at >= AT_MOST_EVERY_S:
+                    self._told_at = time.monotonic()
                     self._say(f"the disk takes records again; {self._shown()}")
                     self._lost.clear()
 
     def tell(self) -> None:
-        """Say at the end of a run what is missing, if the disk has not taken records again."""
-        if self._failing:
-            self._say(f"the disk was full at the end; {self._shown()}")
+        """Say at the end of a run what is missing, of what was not told yet."""
+        if self._lost:
+            self._say(f"the disk was full {'at the end' if self._failing else 'again'}; {self._shown()}")
 
     def _shown(self) -> str:
         return f"left out were {', '.join(f'{count} of {what}' for what, count in self._lost.items())}"

@@ -49,7 +49,7 @@ def test_records_are_dropped_told_once_and_taken_again(recipe, observe, disk) ->
         assert said in printed.getvalue()
         filler = fill(disk)
         record(observer, 6)
-    assert printed.getvalue().count("warning: ") == 2
+    assert printed.getvalue().count("warning: ") == 1
     assert "the disk was full at the end; left out were 1 of metrics.jsonl" in printed.getvalue()
     assert "1 of summary.json, 1 of report.html" in printed.getvalue()
     assert [line["step"] for line in read_metrics(directory.metrics)] == [1, 5]
@@ -60,6 +60,30 @@ def test_records_are_dropped_told_once_and_taken_again(recipe, observe, disk) ->
     ]
     assert not list(directory.path.glob("*.part"))
     assert logged(directory.path / "tensorboard") == [1, 5]
+
+
+def test_a_disk_that_is_full_by_turns_is_told_once(recipe, observe, disk, monkeypatch) -> None:
+    recipe.run.dir, recipe.checkpoint.on_error = disk, "continue"
+    observer, printed = observe(width=1000)
+
+    def turn() -> None:
+        filler = fill(disk)
+        record(observer, 1)
+        filler.unlink()
+        record(observer, 2)
+
+    with observer:
+        for _ in range(3):
+            turn()
+        assert printed.getvalue().count("warning: ") == 1
+        assert printed.getvalue().count("the disk takes records again; left out were 1 of metrics") == 1
+        monkeypatch.setattr("quintet.observe.losses.AT_MOST_EVERY_S", 0.0)  # a minute later
+        turn()
+        assert "the disk takes records again; left out were 3 of metrics" in printed.getvalue()
+        monkeypatch.setattr("quintet.observe.losses.AT_MOST_EVERY_S", 60.0)
+        turn()
+    assert "the disk was full again; left out were 1 of metrics" in printed.getvalue()
+    assert printed.getvalue().count("warning: ") == 1
 
 
 def logged(directory: Path) -> list[int]:
