@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from quintet.errors import UserError
+from quintet.errors import DamagedCheckpoint, UserError
 from quintet.typed import Typed, Words
 
 T = TypeVar("T")
-_FAILURE: Typed[tuple[bool, str] | None] = Typed(tuple[bool, Words] | None, "an error, or none")
+_Kind = Literal["damage", "user", "bug"]
+_FAILURE: Typed[tuple[_Kind, str] | None] = Typed(tuple[_Kind, Words] | None, "an error, or none")
+_RAISED: dict[_Kind, type[Exception]] = {
+    "damage": DamagedCheckpoint,
+    "user": UserError,
+    "bug": RuntimeError,
+}
 
 
 def collect_survivors(kind: Typed[T], mine: T) -> list[T]:
@@ -41,7 +47,8 @@ def run_on_all_or_raise(work: Callable[[], T]) -> T:
     """What `work` returns on this rank, once it went well on every rank. Collective; `work` must not communicate.
 
     Raises on every rank when it failed on one: UserError with the first such rank's message where that was one,
-    else RuntimeError; where it failed, what was raised there. Without a process group, just `work()`.
+    else RuntimeError; where it failed, what was raised there. DamagedCheckpoint only where no rank failed of anything else: a
+    rank that cannot read says nothing of the files. Without a process group, just `work()`.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
@@ -51,12 +58,17 @@ def run_on_all_or_raise(work: Callable[[], T]) -> T:
         result.append(work())
     except Exception as error:
         failure = error
-    mine = None if failure is None else (isinstance(failure, UserError), str(failure) or repr(failure))
-    said = collect_survivors(_FAILURE, mine)
-    if failure is not None:
+    mine = None if failure is None else (_kind(failure), str(failure) or repr(failure))
+    failed = [(rank, *one) for rank, one in enumerate(collect_survivors(_FAILURE, mine)) if one is not None]
+    if not failed:
+        return result[0]
+    rank, kind, message = next((one for one in failed if one[1] != "damage"), failed[0])
+    if failure is not None and (kind == "damage" or _kind(failure) != "damage"):
         raise failure
-    for rank, one in enumerate(said):
-        if one is not None:
-            for_user, message = one
-            raise UserError(message) if for_user else RuntimeError(f"rank {rank} failed: {message}")
-    return result[0]
+    raise _RAISED[kind](f"rank {rank} failed: {message}" if kind == "bug" else message)
+
+
+def _kind(failure: Exception) -> _Kind:
+    if isinstance(failure, DamagedCheckpoint):
+        return "damage"
+    return "user" if isinstance(failure, UserError) else "bug"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,15 +54,13 @@ class Checkpoints:
         """Fill the engine from a checkpoint; returns the optimizer steps it was saved after. Collective.
 
         Raises DamagedCheckpoint on every rank, with the engine as it was, when what one of them reads is not what was written;
-        another UserError when it is whole and of another model or optimizer.
+        another UserError when a rank cannot read it, or it is whole and of another model, optimizer or version.
         """
         engine = self._engine
-        with _damage():
-            reader, state = run_on_all_or_raise(lambda: self._open(path))
+        reader, state = run_on_all_or_raise(lambda: self._open(path))
         steps, moments = int(state["steps"]), tuple(state["moments"])
         load = run_on_all_or_raise(lambda: self._fitting(reader, state))
-        with _damage():
-            random = run_on_all_or_raise(lambda: self._read(load, state))
+        random = run_on_all_or_raise(lambda: self._read(load, state))
         engine._incomplete = f"{path} could not be loaded to its end"
         for slot in self._slots():
             slot.begin(moments, steps)
@@ -86,7 +83,7 @@ class Checkpoints:
         if lost:
             raise UserError(f"{path / STATE} is damaged: it does not say {', '.join(lost)}")
         if not reader.checked:
-            raise UserError(
+            raise DamagedCheckpoint(
                 f"{path / CHECKSUMS} is missing: whether the other files are whole cannot be told"
             )
         return reader, state
@@ -195,12 +192,3 @@ class Checkpoints:
             "adapters": self._adapters(),
             "versions": {"torch": torch.__version__, "megatron-core": megatron.core.__version__},
         }
-
-
-@contextlib.contextmanager
-def _damage() -> Iterator[None]:
-    """What is raised while files are read is told as damage: `run_on_all_or_raise` raises a UserError on each rank, whatever its kind was."""
-    try:
-        yield
-    except UserError as error:
-        raise DamagedCheckpoint(error.message) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from quintet.engine.checkpoint.format import CHECKSUMS, INDEX, STATE
 from quintet.engine.checkpoint.unpickle import unpickle
-from quintet.errors import UserError
+from quintet.errors import DamagedCheckpoint, UserError
 from quintet.models.mcore import Box, box_sizes, meet, slices, volume
 
 
@@ -44,14 +45,16 @@ class Stored:
 class Reader:
     """A checkpoint's tensors by key. Reading needs memory for two chunks beside what is asked for.
 
-    Raises UserError naming the file for what is missing, damaged or not a checkpoint, and for files that are not as
-    `checksums.json` says. A checkpoint that megatron-core wrote has none: there the places of tensors are checked.
+    Raises UserError naming the file for what cannot be read or is not a checkpoint; DamagedCheckpoint for files that are missing
+    or not as `checksums.json` says. A checkpoint that megatron-core wrote has none: there the places of tensors are checked.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        if not (self.path / INDEX).is_file():
-            raise UserError(f"{self.path} is not a checkpoint: it has no {INDEX}")
+        if _size(self.path / INDEX) is None:
+            # Where the directory itself is not there, it may be that of a file system that this machine has not mounted.
+            kind = DamagedCheckpoint if self.path.is_dir() else UserError
+            raise kind(f"{self.path} is not a checkpoint: it has no {INDEX}")
         self._apart: set[str] = set()
         self._sums = self._read_checksums()
         self.tensors = self._read_index()
@@ -64,7 +67,7 @@ class Reader:
 
     def state(self) -> dict[str, Any]:
         """Content of state.json; empty where megatron-core wrote the checkpoint."""
-        return self.json(STATE) if (self.path / STATE).exists() else {}
+        return self.json(STATE) if _size(self.path / STATE) is not None else {}
 
     def json(self, name: str) -> dict[str, Any]:
         """One of the JSON files."""
@@ -88,7 +91,7 @@ class Reader:
     def read(self, chunk: Chunk) -> Tensor:
         """All of a chunk, in its box's shape.
 
-        Raises UserError naming file and tensor when the bytes are not those that were written.
+        Raises DamagedCheckpoint naming file and tensor when the bytes are not those that were written.
         """
         file = self.path / chunk.file
         try:
@@ -99,7 +102,7 @@ class Reader:
             raise UserError(f"{file}: cannot read {chunk.key}: {error.strerror}") from None
         wanted = self._sums.get("tensors", {}).get(chunk.file, {}).get(str(chunk.offset))
         if len(data) != chunk.length or (self._sums and zlib.crc32(data) != wanted):
-            raise UserError(
+            raise DamagedCheckpoint(
                 f"{file}: {chunk.key} is damaged: its checksum is not the one it was written with"
             )
         try:
@@ -120,27 +123,30 @@ class Reader:
 
     def _read_checksums(self) -> dict[str, Any]:
         file = self.path / CHECKSUMS
-        if not file.exists():
+        if _size(file) is None:
             return {}
         sums = _json(file, _content(file))
         try:
             sizes = {name: int(known["bytes"]) for name, known in sums["files"].items()}
             sums["tensors"].items()
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise UserError(f"{file} is damaged: it lacks sizes or checksums") from None
+            raise DamagedCheckpoint(f"{file} is damaged: it lacks sizes or checksums") from None
         for name, size in sizes.items():
             one = self.path / name
-            if not one.is_file():
-                raise UserError(f"{one} is missing")
-            if one.stat().st_size != size:
-                raise UserError(f"{one} has {one.stat().st_size} bytes, and was written with {size}")
+            found = _size(one)
+            if found is None:
+                raise DamagedCheckpoint(f"{one} is missing")
+            if found != size:
+                raise DamagedCheckpoint(f"{one} has {found} bytes, and was written with {size}")
         return sums
 
     def _bytes(self, name: str) -> bytes:
         """Content of a file beside the tensors, checked."""
         data = _content(self.path / name)
         if self._sums and zlib.crc32(data) != self._sums["files"].get(name, {}).get("crc32"):
-            raise UserError(f"{self.path / name} is damaged: its checksum is not the one it was written with")
+            raise DamagedCheckpoint(
+                f"{self.path / name} is damaged: its checksum is not the one it was written with"
+            )
         return data
 
     def _read_index(self) -> dict[str, Stored]:
@@ -166,11 +172,12 @@ class Reader:
                         f"{self.path / INDEX}: {key} is said to be in {chunk.file}, outside the checkpoint"
                     )
                 if chunk.file not in sizes:
-                    if not file.is_file():
-                        raise UserError(f"{file} is missing: {key} is in it")
-                    sizes[chunk.file] = file.stat().st_size
+                    size = _size(file)
+                    if size is None:
+                        raise DamagedCheckpoint(f"{file} is missing: {key} is in it")
+                    sizes[chunk.file] = size
                 if chunk.offset + chunk.length > sizes[chunk.file]:
-                    raise UserError(f"{file} is cut short: {key} lies beyond its end")
+                    raise DamagedCheckpoint(f"{file} is cut short: {key} lies beyond its end")
 
     def _check_apart(self, key: str) -> None:
         """No two chunks of a tensor hold the same element. Once a tensor."""
@@ -239,6 +246,17 @@ def _counts(numbers: Iterable[Any]) -> bool:
     return all(type(one) is int and one >= 0 for one in numbers)
 
 
+def _size(file: Path) -> int | None:
+    """Bytes of a file; None where there is no such file, which is not to be said where the file system does not answer."""
+    try:
+        found = file.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have that name
+        return None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
 def _content(file: Path) -> bytes:
     try:
         return file.read_bytes()
@@ -250,9 +268,9 @@ def _json(file: Path, data: bytes) -> dict[str, Any]:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is damaged: {error}") from None
+        raise DamagedCheckpoint(f"{file} is damaged: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{file} is damaged: it is no JSON object")
+        raise DamagedCheckpoint(f"{file} is damaged: it is no JSON object")
     return content
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from quintet.errors import UserError
+from quintet.engine.agree import run_on_all_or_raise
+from quintet.errors import DamagedCheckpoint, UserError
 from tests.engine.checkpoint.ranks import bare_engine, held, release, step
 from tests.oracle.cases import Case
 from tests.oracle.models import save
@@ -145,6 +146,50 @@ def test_no_flipped_bit_is_loaded(pool, models, tmp_path):
         assert all(kind for file, kind, _ in first if file == name), name
 
 
+def unreadable(path: Path, where: Path) -> tuple[str, str]:
+    """On each of two ranks: rank 1 may open no more files; then it may again."""
+    import torch.distributed as dist
+
+    engine = trained(path)
+    engine.save(where)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        said = refusal(lambda: engine.load(where))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    engine.load(where)
+    release(engine)
+    return said
+
+
+def test_a_rank_that_cannot_read_finds_no_damage(pool, models, tmp_path):
+    path = save("qwen2", models / "qwen2")
+    first, second = pool.run(unreadable, 2, path, tmp_path / "saved")
+    assert first == second
+    assert first[0] == "UserError"
+    assert "cannot be read: Too many open files" in first[1]
+
+
+def parted(found: list[type[UserError]]) -> tuple[str, str]:
+    """On each of two ranks: what is raised when each finds something of its own."""
+    import torch.distributed as dist
+
+    def work() -> None:
+        raise found[dist.get_rank()](f"of rank {dist.get_rank()}")
+
+    return refusal(lambda: run_on_all_or_raise(work))
+
+
+def test_all_ranks_call_it_damage_or_none_does(pool):
+    assert [kind for kind, _ in pool.run(parted, 2, [DamagedCheckpoint] * 2)] == ["DamagedCheckpoint"] * 2
+    for found in ([DamagedCheckpoint, UserError], [UserError, DamagedCheckpoint]):
+        first, second = pool.run(parted, 2, found)
+        assert first == second == ("UserError", f"of rank {found.index(UserError)}")
+
+
 def full_disk(path: Path, where: Path) -> list[str]:
     """On each of two ranks: rank 1 may write no more than 100 KB to a file; then it may again."""
     import torch.distributed as dist
@@ -182,7 +227,7 @@ def test_a_full_disk(pool, models, tmp_path):
     assert first[2] == second[2] == "removed"
 
 
-def refusals(path: Path, other: Path, where: Path) -> dict[str, str]:
+def refusals(path: Path, other: Path, where: Path) -> dict[str, Any]:
     """On one rank: what does not fit."""
     case = Case("qwen2")
     engine = trained(path, case)
@@ -215,7 +260,7 @@ def refusals(path: Path, other: Path, where: Path) -> dict[str, str]:
     (where / "weights" / "state.json").write_text(json.dumps({"format": 1}))
     said["state"] = message(lambda: weights.load(where / "weights"))
     (where / "weights" / "state.json").write_text(json.dumps(state | {"format": 99}))
-    said["format"] = message(lambda: weights.load(where / "weights"))
+    said["format"] = refusal(lambda: weights.load(where / "weights"))
     for one in (engine, weights, sgd, another):
         release(one)
     return said
@@ -231,7 +276,8 @@ def test_what_does_not_fit_is_refused(pool, models, tmp_path):
     assert "q_layernorm" in said["model"]
     assert "is not a checkpoint" in said["none"]
     assert "was not saved" in said["file"]
-    assert "format 99" in said["format"]
+    assert said["format"][0] == "UserError"
+    assert "format 99" in said["format"][1]
     assert "checksums.json is missing" in said["checksums"]
     assert "it does not say steps" in said["state"]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from quintet.engine.checkpoint.format import CHECKSUMS, INDEX, TensorFile, publish, write_json
 from quintet.engine.checkpoint.reader import Reader, overlapping
 from quintet.engine.checkpoint.unpickle import unpickle
-from quintet.errors import UserError
+from quintet.errors import DamagedCheckpoint, UserError
 from quintet.models.mcore import meet, whole_box
 
 WHOLE = {
@@ -127,6 +127,24 @@ def test_ranks_that_do_not_share_a_directory(tmp_path):
         file.add("a", (2,), ((0, 2),), torch.zeros(2))
     with pytest.raises(UserError, match=r"rank 0 does not see __1_0\.distcp"):
         publish(tmp_path / "one", file.entries, {"steps": 0})
+
+
+def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path):
+    path = write(tmp_path / "saved")
+    for name in NAMES[:-1]:
+        (path / name).rename(tmp_path / "away")
+        with pytest.raises(DamagedCheckpoint):
+            read_all(path)
+        (path / name).symlink_to(name)  # an error that root gets too
+        with pytest.raises(UserError, match="cannot be read: Too many levels of symbolic links") as error:
+            read_all(path)
+        assert error.type is UserError, name
+        (path / name).unlink()
+        (tmp_path / "away").rename(path / name)
+    path.rename(tmp_path / "unmounted")
+    with pytest.raises(UserError) as error:
+        Reader(path)
+    assert error.type is UserError
 
 
 def test_no_checkpoint_at_all(tmp_path):
