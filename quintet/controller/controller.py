@@ -341,10 +341,13 @@ class Controller:
         answers = self.workers.call("checkpoint_finished", wait, phase="checkpoint")
         return all(done for done, _ in answers), [error for _, error in answers if error is not None]
 
-    def load_checkpoint(self, path: Path, reference: Path | None) -> None:
-        """Take up a saved state of training, and the reference policy where one was stored."""
-        reference = None if reference is None else reference.absolute()
-        self.workers.call("load_checkpoint", path.absolute(), reference, phase="checkpoint")
+    def load_checkpoint(self, path: Path) -> None:
+        """Take up a saved state of training."""
+        self.workers.call("load_checkpoint", path.absolute(), phase="checkpoint")
+
+    def load_reference(self, path: Path) -> None:
+        """Take up a stored reference policy."""
+        self.workers.call("load_reference", path.absolute(), phase="checkpoint")
 
     def memory(self) -> dict[str, float | None]:
         """Memory peaks over the ranks, as metrics."""

@@ -358,11 +358,14 @@ class PolicyWorker(Worker):
         except UserError as error:
             return True, str(error)
 
-    def load_checkpoint(self, path: Path, reference: Path | None) -> None:
-        """Take up a saved state; the reference policy is what `start_optimizer` made it, unless one was stored."""
+    def load_checkpoint(self, path: Path) -> None:
+        """Take up a saved state; the reference policy stays what `start_optimizer` made it."""
         self.engine.load(path)
-        if self.reference is not None and reference is not None:
-            self.reference.load(reference)
+
+    def load_reference(self, path: Path) -> None:
+        """Take up a stored reference policy, where one is needed."""
+        if self.reference is not None:
+            self.reference.load(path)
 
     def memory(self) -> dict[str, float | None]:
         """Peak memory of this rank so far, and of each phase since the last time it was asked."""

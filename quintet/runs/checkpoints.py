@@ -98,12 +98,13 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises Damaged with the reason when it is not whole."""
-        manifest = _read_manifest(path)
-        found = cls(path, manifest)
-        if found.reference is not None:
-            _read_manifest(found.reference.parent)
-        return found
+        """Raises Damaged with the reason when it is not whole. For the reference policy there is `check_reference`."""
+        return cls(path, _read_manifest(path))
+
+    def check_reference(self) -> None:
+        """Raises Damaged with the reason when the stored reference policy, which others need as well, is not whole."""
+        if self.reference is not None:
+            _read_manifest(self.reference.parent)
 
 
 class Damaged(Exception):

@@ -12,7 +12,7 @@ from typing import Any
 from quintet.errors import DamagedCheckpoint, UserError
 from quintet.recipe.resume import MAY_CHANGE, changed_keys
 from quintet.recipe.schema import Recipe
-from quintet.runs.checkpoints import MANIFEST, Checkpoint, Checkpoints, Damaged
+from quintet.runs.checkpoints import MANIFEST, REFERENCE, Checkpoint, Checkpoints, Damaged
 
 AUTO = "auto"
 
@@ -53,7 +53,7 @@ def find_resume(recipe: Recipe, command: str, damaged: Mapping[Path, str] | None
     one are told and passed over, and a new run begins where there is none. Of a run the newest whole checkpoint counts.
 
     Raises UserError when there is no such checkpoint, the one that is named or all of a run's are damaged, or the recipe differs
-    in a key that may not change.
+    in a key that may not change, or the reference policy is not whole.
     """
     if recipe.resume is None:
         return Resume()
@@ -167,6 +167,17 @@ def is_named(resume: str | None, checkpoint: Path) -> bool:
     return resume not in (None, AUTO) and Path(str(resume)).absolute() == checkpoint.absolute()
 
 
+def reference_lost(found: Checkpoint, why: object) -> UserError:
+    """The error for a stored reference policy that cannot be loaded. It is no fault of the checkpoint, which stays as it is."""
+    directory = found.path.parent
+    warm = next((path for path in Checkpoints(directory).published() if path.name.startswith("sft-")), None)
+    instead = f"resume={warm} begins RL anew" if warm else "resume=null begins a new run"
+    return UserError(
+        f"the reference policy in {directory / REFERENCE}, which all of the run's checkpoints of RL share, cannot be loaded: "
+        f"{why}. Make it readable, or put it back from a copy; {instead}"
+    )
+
+
 def _others(path: Path) -> str:
     checkpoint, _ = Checkpoints(path.absolute().parent).latest()
     return f". The newest whole one is {path.parent / checkpoint.path.name}" if checkpoint else ""
@@ -208,6 +219,10 @@ def _check(found: Checkpoint, recipe: Recipe, command: str) -> None:
             f"resume={recipe.resume}: {found.path} is after step {manifest.step}, and {key}={steps}; raise it, or name an "
             "earlier checkpoint"
         )
+    try:
+        found.check_reference()
+    except Damaged as reason:
+        raise reference_lost(found, reason) from None
 
 
 def _shown(value: Any) -> str:

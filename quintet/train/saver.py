@@ -32,7 +32,7 @@ from quintet.runs.checkpoints import (
     later_than,
     name_of,
 )
-from quintet.runs.resume import is_named
+from quintet.runs.resume import is_named, reference_lost
 from quintet.runs.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -155,12 +155,7 @@ class Saver:
                 f"{found.path} lacks the reference policy, which algorithm.kl_coef needs; name an earlier one"
             )
         with observer.phase("checkpoint"), observer.progress.task(f"loading {found.path.name}"):
-            try:
-                self.controller.load_checkpoint(found.policy, found.reference)
-            except UserError as error:
-                if isinstance(error, DamagedCheckpoint) and not is_named(self.recipe.resume, found.path):
-                    raise DamagedCheckpoint(error.message, found.path) from None
-                raise UserError(f"{error}. {self._instead_of(found)}") from None
+            self._load(found)
             if self._again is not None:
                 self._save_again(found, self._again)
             self.controller.mark_weights_updated()
@@ -172,6 +167,19 @@ class Saver:
         aside = observer.go_on(manifest.stage, manifest.step, clock.seconds, clock.by_phase, later)
         what = f"; newer checkpoints are in {aside}: {', '.join(p.name for p in newer)}" if newer else ""
         observer.note(f"going on after {manifest.stage} step {manifest.step}, from {found.path}{what}")
+
+    def _load(self, found: Checkpoint) -> None:
+        try:
+            self.controller.load_checkpoint(found.policy)
+        except UserError as error:
+            if isinstance(error, DamagedCheckpoint) and not is_named(self.recipe.resume, found.path):
+                raise DamagedCheckpoint(error.message, found.path) from None
+            raise UserError(f"{error}. {self._instead_of(found)}") from None
+        if found.reference is not None:
+            try:
+                self.controller.load_reference(found.reference)
+            except UserError as error:  # all checkpoints of RL share it: an earlier one would not help
+                raise reference_lost(found, error.message) from None
 
     def _save_again(self, found: Checkpoint, directory: Path) -> None:
         directory.mkdir(parents=True)

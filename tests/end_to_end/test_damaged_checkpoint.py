@@ -67,13 +67,27 @@ def test_a_checkpoint_that_was_named_is_not_passed_over(copies: Callable[[], Pat
 @pytest.mark.slow
 def test_where_all_are_damaged_each_is_named(copies: Callable[[], Path]) -> None:
     directory = copies()
-    flip(directory / "checkpoints" / "reference" / "policy" / "__0_0.distcp")  # which only the newest needs
+    flip(directory / "checkpoints" / NEWEST / "policy" / "__0_0.distcp")
     flip(directory / "checkpoints" / BEFORE / "policy" / "rng-00001.json")
     said = go_on(directory, "auto", code=2)
     assert (
         f"error: resume=auto: no checkpoint of {directory} is whole ({NEWEST}: {directory}/checkpoints/"
         in said
     )
-    assert "reference/policy/__0_0.distcp: " in said
+    assert f"{NEWEST}/policy/__0_0.distcp: " in said
     assert f"{BEFORE}: {directory}/checkpoints/{BEFORE}/policy/rng-00001.json is damaged" in said
     assert not (directory / "set_aside").exists()
+
+
+@pytest.mark.slow
+def test_a_damaged_reference_policy_costs_no_checkpoint(copies: Callable[[], Path]) -> None:
+    directory = copies()
+    file = directory / "checkpoints" / "reference" / "policy" / "__0_0.distcp"
+    flip(file)
+    said = go_on(directory, "auto", code=2)
+    assert "error: the reference policy in" in said
+    assert f"cannot be loaded: {file}: " in said
+    assert f"resume={directory}/checkpoints/{BEFORE} begins RL anew" in said
+    assert (directory / "checkpoints" / NEWEST).is_dir()
+    assert not (directory / "set_aside").exists()
+    go_on(directory, str(directory / "checkpoints" / BEFORE))

@@ -118,7 +118,7 @@ def test_no_flipped_bit_of_a_manifest_is_believed(checkpoints):
             assert Checkpoint.read(path) == written, f"byte {at}"  # white space
 
 
-def test_one_whose_reference_is_gone_is_passed_over(checkpoints):
+def test_a_reference_that_is_gone_is_no_fault_of_the_checkpoint(checkpoints):
     path = checkpoints.begin(REFERENCE)
     (path / POLICY).mkdir()
     (path / POLICY / "0.distcp").write_bytes(b"r")
@@ -129,10 +129,9 @@ def test_one_whose_reference_is_gone_is_passed_over(checkpoints):
     assert newest is not None
     assert newest.reference == path / POLICY
     (path / POLICY / "0.distcp").unlink()
-    newest, (reason,) = checkpoints.latest()
-    assert newest is not None
-    assert newest.manifest.stage == "sft"
-    assert "step-000001" in reason
+    assert checkpoints.latest() == (newest, [])
+    with pytest.raises(Damaged, match=r"0\.distcp: No such file"):
+        newest.check_reference()
 
 
 def test_beginning_removes_what_was_never_published_and_nothing_else(checkpoints):

@@ -226,6 +226,16 @@ def test_another_command_or_a_shorter_run_is_refused(recipe):
         find_resume(recipe, "train")
 
 
+def test_a_reference_policy_that_is_not_whole_sets_no_checkpoint_aside(recipe):
+    run = a_run(recipe, "math-20260101-100000", 3, reference="../reference")
+    said = f"the reference policy in {run}/checkpoints/reference.*share, cannot be loaded: there is no .*from a copy; "
+    with pytest.raises(UserError, match=said + "resume=null begins a new run"):
+        find_resume(recipe, "train")
+    warm = save(Checkpoints(run / "checkpoints"), "sft", 2, recipe=recipe.model_dump(mode="json"))
+    with pytest.raises(UserError, match=said + f"resume={warm} begins RL anew"):
+        find_resume(recipe, "train")
+
+
 def test_the_reference_policy_is_the_one_the_run_began_with(recipe, tmp_path):
     a_run(recipe, "math-20260101-100000", 3, weights="of then")
     found = find_resume(recipe, "train")

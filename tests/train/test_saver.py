@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quintet.errors import Stopped, UserError
+from quintet.errors import DamagedCheckpoint, Stopped, UserError
 from quintet.observe import Observer
 from quintet.recipe import Recipe
 from quintet.recipe.rules.facts import shape_of_built
@@ -30,6 +30,7 @@ class Ranks:
         self.slow = 0
         self.error: str | None = None
         self.exports: list[str] = []
+        self.whole: list[Path] = []
 
     def dtype(self) -> str:
         return "fp32"
@@ -51,8 +52,12 @@ class Ranks:
         (path / "0.distcp").write_bytes(b"x" * 100)
         return True, []
 
-    def load_checkpoint(self, path: Path, reference: Path | None) -> None:
-        raise UserError(f"{path / '0.distcp'}: decoder.weight is damaged")
+    def load_checkpoint(self, path: Path) -> None:
+        if path.parent not in self.whole:
+            raise UserError(f"{path / '0.distcp'}: decoder.weight is damaged")
+
+    def load_reference(self, path: Path) -> None:
+        raise DamagedCheckpoint(f"{path / '0.distcp'}: decoder.weight is damaged")
 
     def save(self, path: Path) -> None:
         if self.error is not None:
@@ -233,6 +238,17 @@ def test_a_checkpoint_that_does_not_load_is_told_with_the_one_before(made, ranks
     )
     with pytest.raises(UserError, match="no earlier checkpoint; resume=null begins a new one"):
         run.saver._restore(run.saver.checkpoints.before(found), None)
+
+
+def test_a_reference_that_does_not_load_sets_no_checkpoint_aside(made, ranks):
+    run = made(every_steps=1, async_save=False, recipe={"sft": Sft(), "algorithm": Algorithm(kl_coef=0.1)})
+    steps(run, range(1, 3))
+    found, _ = run.saver.checkpoints.latest()
+    ranks.whole.append(found.path)
+    with pytest.raises(UserError, match=r"reference/policy/0\.distcp: decoder\.weight is damaged") as error:
+        run.saver._restore(found, None)
+    assert error.type is UserError, "no other checkpoint is tried"
+    assert "step-000001" not in str(error.value)
 
 
 def test_room_is_looked_at_before_a_save(made, ranks, monkeypatch):
