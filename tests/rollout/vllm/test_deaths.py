@@ -34,15 +34,19 @@ def rollout(s: Session) -> int:
 
 
 def core(s: Session) -> int:
-    """The process that vLLM itself has started for its engine."""
+    """The process that vLLM itself has started for its engine. It may not have got its title yet, nor get one."""
     patience = time.monotonic() + 5 * BUSY
     while True:
         children = {one.pid: one.cmdline() for one in psutil.Process(rollout(s)).children(recursive=True)}
-        found = [pid for pid, command in children.items() if "VLLM::EngineCore" in " ".join(command)]
+        found = [pid for pid, command in children.items() if is_core(" ".join(command))]
         if len(found) == 1:
             return found[0]
         assert time.monotonic() < patience, f"rollout {rollout(s)} has the children {children}"
         time.sleep(0.1)
+
+
+def is_core(command: str) -> bool:
+    return "VLLM::EngineCore" in command or "multiprocessing.spawn import spawn_main" in command
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -200,5 +201,7 @@ def test_twenty_cycles_leave_memory_as_it_was(rollout):
         greedy(rollout)
         sync(rollout, source)
         seen.append(memory())
-    # Weights under way come and go by 2 %, so five cycles each are compared; a leak of 2 MB a cycle is still seen.
-    assert min(seen[-5:]) <= max(seen[1:6]) * 1.01
+    # Weights under way come and go by 2 %, and an allocator may take one arena more, once; a leak grows all the time.
+    lowest = [min(seen[at : at + 5]) for at in (5, 10, 15)]
+    grown = min(later - earlier for earlier, later in pairwise(lowest))
+    assert grown <= 5 << 20, [f"{one >> 20} MiB" for one in seen]
