@@ -65,9 +65,11 @@ def only(directory: Path) -> Path:
 
 
 def recorded(directory: Path) -> list[dict]:
-    """Everything a run recorded that does not depend on the clock."""
+    """Everything a run recorded that depends neither on the clock nor on where it was taken up: the first sync of a process
+    has none before it to be compared with."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(CLOCK_KEYS)} for line in lines]
+    left_out = (*CLOCK_KEYS, "sync/masters_alone")
+    return [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in lines]
 
 
 def weights(directory: Path) -> str:
