@@ -1,9 +1,19 @@
-"""Advantages from rewards: how much better a sample did than the other samples of its prompt."""
+"""Advantages from rewards: how much better a sample did than the other samples of its prompt, or a token than was expected.
+
+Ways to advantages have names, and are pure functions of what a rank holds and of the rewards of all samples.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from quintet.algorithms.gae import final_rewards, gae, moments, whiten
+from quintet.algorithms.kl import kl
 
 
 def grpo_advantages(
@@ -38,3 +48,99 @@ def grpo_advantages(
         variance = r.new_zeros(groups).index_add_(0, group, centered**2) / (count - 1).clamp(min=1)
         centered = centered / (variance.sqrt()[group] + eps)
     return torch.where((low == high)[group], 0.0, centered).float()
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the rewards of a whole batch were: one a sample [samples], and the group of each [samples] int64."""
+
+    rewards: Tensor
+    groups: Tensor
+
+
+AdvantageFunction = Callable[..., dict[str, Tensor]]
+"""(fields by name, each flat over this rank's tokens [tokens]; the sample of each token, 0-based [tokens]; the numbers of these
+samples in the batch [samples]; `Scored`; a function that sums a tensor over the ranks with other samples; **settings) → fields: per
+token [tokens], or per sample [samples]."""
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """A way from rewards to advantages, by name, with its settings fixed. Pickles.
+
+    reads: fields per token that it needs besides loss_mask. writes: what it makes; per_token: which of that is per token.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ("advantages",)
+    per_token: tuple[str, ...] = ()
+
+    def __call__(
+        self,
+        fields: Mapping[str, Tensor],
+        sample_ids: Tensor,
+        numbers: Tensor,
+        scored: Scored,
+        total: Callable[[Tensor], Tensor],
+    ) -> dict[str, Tensor]:
+        """See `AdvantageFunction`."""
+        return _WAYS[self.name](fields, sample_ids, numbers, scored, total, **self.settings)
+
+
+_WAYS: dict[str, AdvantageFunction] = {}
+
+
+def register_advantages(name: str) -> Callable[[AdvantageFunction], AdvantageFunction]:
+    """Decorator that makes a way to advantages known under `name`."""
+
+    def register(function: AdvantageFunction) -> AdvantageFunction:
+        if name in _WAYS:
+            raise ValueError(f"a way to advantages named {name!r} is already registered")
+        _WAYS[name] = function
+        return function
+
+    return register
+
+
+@register_advantages("group")
+def group_advantages(
+    fields: Mapping[str, Tensor],
+    sample_ids: Tensor,
+    numbers: Tensor,
+    scored: Scored,
+    total: Callable[[Tensor], Tensor],
+    *,
+    normalize_by_std: bool,
+) -> dict[str, Tensor]:
+    """`grpo_advantages`, one a sample; a group's samples may be on any ranks, so that all of them are compared here."""
+    return {"advantages": grpo_advantages(scored.rewards, scored.groups, normalize_by_std)[numbers]}
+
+
+@register_advantages("gae")
+def value_advantages(
+    fields: Mapping[str, Tensor],
+    sample_ids: Tensor,
+    numbers: Tensor,
+    scored: Scored,
+    total: Callable[[Tensor], Tensor],
+    *,
+    gamma: float,
+    lam: float,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k1",
+) -> dict[str, Tensor]:
+    """Generalized advantage estimation from the field `old_values`, whitened over the whole batch; and `returns`.
+
+    A sample's reward stands on its last trained token. kl_coef: so much of the KL of the old to the reference policy is taken
+    off each token's reward (fields `old_logprobs`, `ref_logprobs`; Ouyang et al. 2022, arXiv:2203.02155, eq. 2).
+    """
+    mask = fields["loss_mask"]
+    rewards = final_rewards(scored.rewards[numbers], mask, sample_ids)
+    if kl_coef:
+        on = mask > 0
+        old, ref = (torch.where(on, fields[name], 0.0) for name in ("old_logprobs", "ref_logprobs"))
+        rewards = rewards - kl_coef * kl(old, ref, kl_estimator)
+    advantages, returns = gae(rewards, fields["old_values"], mask, sample_ids, gamma, lam)
+    return {"advantages": whiten(advantages, mask, total(moments(advantages, mask))), "returns": returns}

@@ -88,8 +88,8 @@ def policy_loss(
     )
 
 
-@register_loss("grpo")
-def grpo_loss(
+@register_loss("clipped")
+def clipped_loss(
     logprobs: Tensor,
     fields: Mapping[str, Tensor],
     *,

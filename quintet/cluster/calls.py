@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from quintet.cluster import ray_compat
-from quintet.cluster.dispatch import Dispatch
+from quintet.cluster.dispatch import Coords, Dispatch
 from quintet.cluster.failures import Failure
 from quintet.cluster.progress import FIRST_POST_S
 from quintet.errors import QuintetError, WorkerFailure
@@ -45,7 +45,7 @@ class PendingCall:
         group: Group,
         refs: dict[int, list[Any]],
         dispatch: Dispatch,
-        coords: Sequence[dict[str, int]],
+        coords: Coords,
         phase: str,
     ) -> None:
         self._group = group

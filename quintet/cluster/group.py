@@ -14,7 +14,7 @@ from quintet.cluster import placement, ray_compat
 from quintet.cluster import process_probe as probe
 from quintet.cluster.calls import PendingCall, first_answers
 from quintet.cluster.cluster import Cluster
-from quintet.cluster.dispatch import Call, Dispatch, one_to_all
+from quintet.cluster.dispatch import Call, Coords, Dispatch, one_to_all
 from quintet.cluster.failures import Failure, explain
 from quintet.cluster.progress import KEY_VARIABLE, group_prefix
 from quintet.cluster.rank_actor import LOOPBACK, Location, RankActor, RankSetup, rank_environment
@@ -101,6 +101,7 @@ class WorkerGroup:
         dispatch: Dispatch = one_to_all,
         phase: str | None = None,
         num_returns: int = 1,
+        coords: Coords | None = None,
         watch: Callable[[], None] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -110,11 +111,12 @@ class WorkerGroup:
         With `num_returns` = k > 1 the method returns a tuple of k: the first comes back as a value, the others as
         object references, whose objects stay on the worker's node. References may be passed on, at any depth of
         lists, tuples and dicts. Raises WorkerFailure (or the worker's own UserError) for the first rank that
-        fails; the group is of no use afterwards. `phase` names the work in messages (null: the method). `watch` is
-        called about twice a second while it waits.
+        fails; the group is of no use afterwards. `phase` names the work in messages (null: the method). `coords` are the ranks'
+        positions in the layout that the protocol goes by (null: `coords()`). `watch` is called about twice a second while it
+        waits.
         """
         return self.submit(
-            method, *args, dispatch=dispatch, phase=phase, num_returns=num_returns, **kwargs
+            method, *args, dispatch=dispatch, phase=phase, num_returns=num_returns, coords=coords, **kwargs
         ).result(watch)
 
     def submit(
@@ -124,12 +126,14 @@ class WorkerGroup:
         dispatch: Dispatch = one_to_all,
         phase: str | None = None,
         num_returns: int = 1,
+        coords: Coords | None = None,
         **kwargs: Any,
     ) -> PendingCall:
         """`call` without the wait: two groups can work at once. A rank runs its calls in the order given."""
         if self._broken is not None:
             raise self._broken
-        coords = self.coords() if dispatch.needs_coords else [{}] * self.n_ranks
+        if coords is None:
+            coords = self.coords() if dispatch.needs_coords else [{}] * self.n_ranks
         refs: dict[int, list[Any]] = {}
         for rank, rank_call in enumerate(dispatch.split(coords, args, kwargs)):
             if rank_call is not None:

@@ -27,6 +27,7 @@ from typing import Protocol
 from quintet.cluster.group import WorkerGroup
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
+from quintet.recipe.roles import roles_of
 from quintet.recipe.rollout import sleep_level
 from quintet.rollout import Part
 
@@ -74,6 +75,7 @@ class DeviceHandover:
         self._policy, self._rollouts, self._phase, self._log = policy, rollouts, phase, log
         self._level = sleep_level(recipe)
         self._shares = {kind: getattr(recipe.engine, f"offload_{kind}") for kind in TRAINING}
+        self._several = bool(roles_of(recipe))  # then another one than the policy may be there, and the policy not
         self._weights_stale = True
         self._awake = not rollouts.colocated
         self._began = time.monotonic()
@@ -174,7 +176,7 @@ class DeviceHandover:
         if not self._rollouts.colocated:
             return
         kinds = tuple(kind for kind in kinds if self._shares[kind])
-        if kinds or self._rollouts.apart:  # other processes get what torch holds without need, in any case
+        if kinds or self._several or self._rollouts.apart:  # other processes get what torch holds without need
             self._policy.call("offload", kinds, phase="offload")
         if kinds:
             self._log_event(f"training state left: {', '.join(kinds)}")

@@ -55,25 +55,31 @@ class SampleInfo:
 class Assignment:
     """What the ranks of one dp rank do with their part of a mini-batch.
 
-    rounds: their cells (`Plan.local`), samples as positions in the order in which they arrive. targets, samples: tokens that
-    each head is trained on, and samples, of the whole mini-batch over all ranks. replayed: which of the samples are told once they are trained
-    on, the number in the step and the position here.
+    rounds: their cells (`Plan.local`), samples as positions in the order in which they arrive. numbers: of these samples in the
+    batch. targets, samples: tokens that each head is trained on, and samples, of the whole mini-batch over all ranks. replayed:
+    which of the samples are told once they are trained on, the number in the batch and the position here.
     """
 
     rounds: list[list[Cell]]
+    numbers: list[int]
     targets: list[int]
     samples: int
     replayed: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass
-class UpdateResult:
-    """What one optimizer step came to on one rank: the loss and the tally of the cells it is the first rank of; norm and rate
-    are everyone's."""
+@dataclass(frozen=True)
+class MiniBatchTold:
+    """What the gradients of a mini-batch came to on one rank: loss and tally of the cells it is the first rank of."""
 
     loss: float
     tally: Tally
+    replayed: dict[int, Trained] = field(default_factory=dict)
+    """Samples by their number in the batch."""
+
+
+@dataclass(frozen=True)
+class OptimizerTold:
+    """What an optimizer step came to: the gradient norm before clipping, and the learning rate; the same on all ranks."""
+
     grad_norm: float
     lr: float
-    replayed: dict[int, Trained] = field(default_factory=dict)
-    """Samples by their number in the step."""

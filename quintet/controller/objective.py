@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 class Objective:
     """Per-token loss · the field `weights` (see `token_weights`), summed. Pickles, so the controller can name it.
 
-    over_threshold: |Δ log-prob| of rollout and trainer above which a token counts as over the threshold.
+    over_threshold: |Δ log-prob| of rollout and trainer above which a token counts as over the threshold. temperature: of the policy
+    whose log-probs are trained.
     """
 
     loss: BoundLoss
     over_threshold: float = 0.5
+    temperature: float = 1.0
 
     def __call__(self, outputs: Outputs, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Share of the mini-batch's loss, and per-token quantities."""
@@ -47,6 +49,7 @@ class ValueObjective:
     """The same of a value model: its loss reads values instead of log-probs."""
 
     loss: BoundLoss
+    temperature: float = 1.0
 
     def __call__(self, outputs: ValueOutputs, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Share of the mini-batch's loss, and per-token quantities."""
@@ -54,17 +57,20 @@ class ValueObjective:
         return (token_loss.per_token * fields["weights"]).sum(), token_loss.stats
 
 
-def policy_objective(recipe: schema.Algorithm, mismatch: schema.Mismatch) -> Objective:
+def policy_objective(
+    recipe: schema.Algorithm, mismatch: schema.Mismatch, temperature: float = 1.0
+) -> Objective:
     """The objective of an RL step."""
     return Objective(
         load_loss(
-            recipe.name,
+            "clipped",
             clip_low=recipe.clip_low,
             clip_high=recipe.clip_high,
-            kl_coef=recipe.kl_coef,
+            kl_coef=recipe.kl_coef if recipe.kl_in == "loss" else 0.0,
             kl_estimator=recipe.kl_estimator,
         ),
         mismatch.token_threshold,
+        temperature,
     )
 
 

@@ -18,6 +18,7 @@ from quintet.cluster.dispatch import megatron_compute, rank_zero
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.rank_actor import Location
 from quintet.controller.messages import SampleInfo
+from quintet.controller.sample_store import Place
 from quintet.controller.weight_check import Proof
 from quintet.controller.weight_sync import WeightSync
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
@@ -50,8 +51,9 @@ class RolloutReplicas:
         self._cluster, self._recipe, self._model_dir, self._policy = cluster, recipe, model_dir, policy
         self.colocated = recipe.rollout.placement == "colocated"
         self.groups: list[WorkerGroup | None] = [None] * copies(recipe)
-        self._spares: list[Any] = [None] * len(self.groups)
-        self._keepers: list[WorkerGroup | None] = [None] * len(self.groups)
+        self._spares: dict[str, dict[int, Any]] = {}
+        """Copies of samples in the object store, by call and rollout."""
+        self._keepers: dict[str, dict[int, WorkerGroup]] = {}
         self._restarts = [0] * len(self.groups)
         self._proof = proof
         self._weights = WeightSync(policy, self, recipe, proof)
@@ -198,14 +200,24 @@ class RolloutReplicas:
     # generation
 
     def generate(
-        self, shares: Mapping[int, list[Request]], sampling: Sampling, watch: Callable[[], None]
+        self,
+        shares: Mapping[int, list[Request]],
+        sampling: Sampling,
+        call: str,
+        forget: list[str],
+        watch: Callable[[], None],
     ) -> dict[int, list[list[SampleInfo]]]:
         """What came out of these rollouts' shares, but of those that died: they are missing afterwards."""
+        for old in forget:
+            self._spares.pop(old, None)
+            self._keepers.pop(old, None)
         calls = {
             number: self._there(number).submit(
                 "generate",
                 [requests],
                 sampling=sampling,
+                call=call,
+                forget=forget,
                 dispatch=megatron_compute,
                 phase="generate",
                 num_returns=2,
@@ -214,35 +226,35 @@ class RolloutReplicas:
         }
         made = {}
         for number, (answer,) in self.collect_survivors(calls, watch=watch).items():
-            made[number], self._spares[number] = answer
-            self._keepers[number] = self.groups[number]
+            made[number], self._spares.setdefault(call, {})[number] = answer
+            self._keepers.setdefault(call, {})[number] = self._there(number)
             self._restarts[number] = 0
         return made
 
     def posted(self) -> int:
         return sum(group.posted([group.n_ranks - 1]) for group in self.groups if group is not None)
 
-    def slice_samples(self, chosen: list[list[list[int]]], worth: list[list[list[float]]]) -> list[list[Any]]:
+    def slice_samples(self, chosen: list[list[list[Place]]]) -> list[list[Any]]:
         receivers = len(chosen[0])
+        made_by = [sorted({call for places in of_rollout for call, _ in places}) for of_rollout in chosen]
         calls = {
             number: group.submit(
                 "slice_samples",
                 [chosen[number]],
-                [worth[number]],
                 dispatch=megatron_compute,
                 phase="slice_samples",
                 num_returns=1 + receivers,
             )
             for number, group in enumerate(self.groups)
-            if group is not None and group is self._keepers[number]  # one made anew since has nothing
+            # one made anew since has nothing
+            if group is not None and all(self._keepers[call].get(number) is group for call in made_by[number])
         }
         parts_of = {number: list(parts[1:]) for number, (parts,) in self.collect_survivors(calls).items()}
         for number in set(range(self.count)) - parts_of.keys():
             _, *parts_of[number] = self._policy.call(
                 "scatter_backup",
-                [self._spares[number]],
+                {call: [self._spares[call][number]] for call in made_by[number]},
                 chosen[number],
-                worth[number],
                 dispatch=rank_zero,
                 phase="slice_samples",
                 num_returns=1 + receivers,

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from quintet.cluster.progress import Progress
-from quintet.cluster.worker import Place, Worker
+from quintet.cluster.worker import Place as RankPlace
+from quintet.cluster.worker import Worker
 from quintet.controller.messages import SampleInfo
-from quintet.controller.sample_store import SampleStore
+from quintet.controller.sample_store import Place, SampleStore
 from quintet.data.batch import Batch
 from quintet.data.tokenizer import load_tokenizer
 from quintet.observe.memory import memory_peaks
@@ -27,7 +28,7 @@ from quintet.sync.witness import Digest, Statement, Witness
 class RolloutWorker(Worker):
     """One rank. `model_dir` is a Hugging Face directory that this rank's node can read."""
 
-    def __init__(self, place: Place, recipe: schema.Recipe, model_dir: Path) -> None:
+    def __init__(self, place: RankPlace, recipe: schema.Recipe, model_dir: Path) -> None:
         super().__init__(place)
         self.recipe, self.model_dir = recipe, model_dir
         self.samples = SampleStore(recipe.mismatch.replay_samples_per_step)
@@ -58,19 +59,21 @@ class RolloutWorker(Worker):
     # generation
 
     def generate(
-        self, requests: list[Request], sampling: Sampling
+        self, requests: list[Request], *, sampling: Sampling, call: str, forget: list[str]
     ) -> tuple[list[list[SampleInfo]], Batch | None]:
-        """Generate and keep the samples; what came out, and a copy to fall back on, for the object store."""
+        """Generate and keep the samples; what came out, and a copy to fall back on, for the object store. forget: calls whose
+        samples are not needed any more."""
         self._progress.begin()
+        self.samples.forget(forget)
         answered = self.rollout.generate(requests, sampling)
         if not self._owns_output:
             return [], None
-        made = self.samples.put(requests, answered)
-        return made, self.samples.batch if self.recipe.rollout.restart else None
+        made = self.samples.put(call, requests, answered)
+        return made, self.samples.of(call) if self.recipe.rollout.restart else None
 
-    def slice_samples(self, chosen: list[list[int]], advantages: list[list[float]]) -> tuple[Any, ...]:
+    def slice_samples(self, chosen: list[list[Place]]) -> tuple[Any, ...]:
         """Cut what this rank keeps: see `SampleStore.slice_for`."""
-        return self.samples.slice_for(chosen, advantages)
+        return self.samples.slice_for(chosen)
 
     @property
     def _owns_output(self) -> bool:

@@ -11,6 +11,7 @@ from quintet.cluster.dispatch import all_to_all, some
 from quintet.cluster.group import WorkerGroup
 from quintet.controller.colocation import Sleepers
 from quintet.controller.messages import SampleInfo
+from quintet.controller.sample_store import Place
 from quintet.controller.weight_check import Proof
 from quintet.recipe import schema
 from quintet.recipe.rollout import shares_weights
@@ -27,18 +28,23 @@ class Rollouts(Sleepers, Protocol):
         ...
 
     def generate(
-        self, shares: Mapping[int, list[Request]], sampling: Sampling, watch: Callable[[], None]
+        self,
+        shares: Mapping[int, list[Request]],
+        sampling: Sampling,
+        call: str,
+        forget: list[str],
+        watch: Callable[[], None],
     ) -> dict[int, list[list[SampleInfo]]]:
         """Generate each rollout's share of the requests: what came out, by rollout, request and sample. One that died
-        meanwhile, where it may, has no entry."""
+        meanwhile, where it may, has no entry. The samples are kept under the name `call`, those of `forget` no longer."""
         ...
 
     def posted(self) -> int:
         """Sequences finished in the call under way."""
         ...
 
-    def slice_samples(self, chosen: list[list[list[int]]], worth: list[list[list[float]]]) -> list[list[Any]]:
-        """Cut kept samples: by rollout and dp rank, positions and advantages; references to what each dp rank gets."""
+    def slice_samples(self, chosen: list[list[list[Place]]]) -> list[list[Any]]:
+        """Cut kept samples: by rollout and dp rank, calls and positions; references to what each dp rank gets."""
         ...
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -73,12 +79,19 @@ class InProcessRolloutGroup:
         return len(self._owners)
 
     def generate(
-        self, shares: Mapping[int, list[Request]], sampling: Sampling, watch: Callable[[], None]
+        self,
+        shares: Mapping[int, list[Request]],
+        sampling: Sampling,
+        call: str,
+        forget: list[str],
+        watch: Callable[[], None],
     ) -> dict[int, list[list[SampleInfo]]]:
         answers = self._workers.call(
             "generate",
             [shares[c["dp"]] for c in self._coords],
-            [sampling] * len(self._coords),
+            sampling=sampling,
+            call=call,
+            forget=forget,
             dispatch=all_to_all,
             phase="generate",
             watch=watch,
@@ -88,7 +101,7 @@ class InProcessRolloutGroup:
     def posted(self) -> int:
         return self._workers.posted(self._owners)
 
-    def slice_samples(self, chosen: list[list[list[int]]], worth: list[list[list[float]]]) -> list[list[Any]]:
+    def slice_samples(self, chosen: list[list[list[Place]]]) -> list[list[Any]]:
         receivers = len(chosen[0])
         nothing: list[list[Any]] = [[] for _ in range(receivers)]
         by_rank = {rank: at for at, rank in enumerate(self._owners)}
@@ -96,7 +109,6 @@ class InProcessRolloutGroup:
         parts = self._workers.call(
             "slice_samples",
             [chosen[by_rank[rank]] if rank in by_rank else nothing for rank in ranks],
-            [worth[by_rank[rank]] if rank in by_rank else nothing for rank in ranks],
             dispatch=all_to_all,
             phase="slice_samples",
             num_returns=1 + receivers,

@@ -7,32 +7,34 @@ on them, and are never on the controller, but for those of the few samples that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from quintet.controller.messages import ReplayTokens, SampleInfo, Trained
-from quintet.data.batch import Batch, make_batch, offsets, select, tokens
+from quintet.data.batch import Batch, concat, make_batch, offsets, select, tokens
 from quintet.rollout import Request, Sample
+
+Place: TypeAlias = tuple[str, int]
+"""A sample that is kept here: the call that made it, and its position in that."""
 
 
 class SampleStore:
-    """The samples of one process, from one `keep` to the next. replayed: how many, from the first, are told with their
+    """The samples of one process, by the call that made them. replayed: how many of a call, from the first, are told with their
     tokens."""
 
     def __init__(self, replayed: int) -> None:
-        self.batch: Batch | None = None
+        self._batches: dict[str, Batch] = {}
         self._replayed = replayed
 
     def put(
-        self, requests: Sequence[Request], answered: Sequence[Sequence[Sample]]
+        self, call: str, requests: Sequence[Request], answered: Sequence[Sequence[Sample]]
     ) -> list[list[SampleInfo]]:
-        """Keep the responses to each request, in place of what was kept, and tell what the controller learns of them."""
+        """Keep the responses to each request, and tell what the controller learns of them."""
         flat = [(r.prompt_ids, s) for r, row in zip(requests, answered, strict=True) for s in row]
-        self.batch = None
         if flat:
-            self.batch = make_batch(
+            self._batches[call] = make_batch(
                 [prompt + s.response_ids for prompt, s in flat],
                 [len(prompt) for prompt, _ in flat],
                 rollout_logprobs=[s.policy_logprobs for _, s in flat],
@@ -54,12 +56,21 @@ class SampleStore:
             for r, row in zip(requests, answered, strict=True)
         ]
 
-    def slice_for(self, chosen: list[list[int]], advantages: list[list[float]]) -> tuple[Any, ...]:
-        """Cut the kept samples into what each receiver needs: positions here and their advantages, by receiver.
+    def of(self, call: str) -> Batch | None:
+        """What a call made, if anything."""
+        return self._batches.get(call)
+
+    def forget(self, calls: Sequence[str]) -> None:
+        """Drop what these calls made."""
+        for call in calls:
+            self._batches.pop(call, None)
+
+    def slice_for(self, chosen: Sequence[Sequence[Place]]) -> tuple[Any, ...]:
+        """Cut the kept samples into what each receiver needs: calls and positions, by receiver, calls in one piece.
 
         The first of the returned values is empty: it travels to the controller, the batches do not.
         """
-        return None, *cut(self.batch, chosen, advantages)
+        return None, *cut(self._batches, chosen)
 
 
 def _whole(request: Request, sample: Sample) -> ReplayTokens:
@@ -89,16 +100,15 @@ def trained_samples(
     return told
 
 
-def cut(samples: Batch | None, chosen: list[list[int]], advantages: list[list[float]]) -> list[Batch | None]:
-    """The part of each receiver, with its advantages; None for one that gets nothing."""
+def cut(batches: Mapping[str, Batch], chosen: Sequence[Sequence[Place]]) -> list[Batch | None]:
+    """The part of each receiver; None for one that gets nothing."""
     parts: list[Batch | None] = []
-    for positions, values in zip(chosen, advantages, strict=True):
-        if not positions or samples is None:
-            parts.append(None)
-            continue
-        part = select(samples, positions)
-        part["advantages"] = torch.tensor(values)
-        parts.append(part)
+    for places in chosen:
+        pieces = [
+            select(batches[call], [at for _, at in of_call])
+            for call, of_call in itertools.groupby(places, key=lambda place: place[0])
+        ]
+        parts.append(concat(pieces) if pieces else None)
     return parts
 
 

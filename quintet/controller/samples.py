@@ -2,28 +2,78 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from quintet.controller.messages import SampleInfo
 from quintet.data.prompts import Prompt
 from quintet.rewards.load import RewardResult
 
 
+class Kept(NamedTuple):
+    """Where a sample's tokens are: the rollout, the call of `generate` that made it there, and its position in that."""
+
+    rollout: int
+    call: str
+    at: int
+
+
 @dataclass
 class Samples:
-    """Generated samples, in order of prompts and then of samples; `place` says which rollout keeps each, and where."""
+    """Generated samples, in order of prompts and then of samples; `place` says which rollout keeps each, and where.
+
+    groups: of each sample its prompt's position in `prompts`. versions: of each sample the policy that made it, counted in
+    optimizer steps' publications. leases: what keeps their tokens alive.
+    """
 
     prompts: list[Prompt]
     groups: list[int]
     generated: list[SampleInfo]
-    place: list[tuple[int, int]]
+    place: list[Kept]
     rewards: list[RewardResult]
+    versions: list[int] = field(default_factory=list)
+    leases: tuple[Any, ...] = field(default=(), repr=False)
 
     def mean(self, name: str = "reward") -> float:
         """Mean reward, or mean of a number the reward function returned beside it (0 where it did not)."""
         values = [r.reward if name == "reward" else r.metrics.get(name, 0.0) for r in self.rewards]
         return sum(values) / max(len(values), 1)
+
+    def groups_with_signal(self) -> list[int]:
+        """Groups whose samples did not all get the same reward: the others teach nothing."""
+        seen: dict[int, set[float]] = {}
+        for group, scored in zip(self.groups, self.rewards, strict=True):
+            seen.setdefault(group, set()).add(scored.reward)
+        return [group for group, rewards in seen.items() if len(rewards) > 1]
+
+    def select(self, groups: Sequence[int]) -> Samples:
+        """These groups alone, in this order."""
+        of_group: dict[int, list[int]] = {}
+        for i, group in enumerate(self.groups):
+            of_group.setdefault(group, []).append(i)
+        chosen = [(new, i) for new, group in enumerate(groups) for i in of_group[group]]
+        return Samples(
+            [self.prompts[group] for group in groups],
+            [new for new, _ in chosen],
+            [self.generated[i] for _, i in chosen],
+            [self.place[i] for _, i in chosen],
+            [self.rewards[i] for _, i in chosen] if self.rewards else [],
+            [self.versions[i] for _, i in chosen],
+            self.leases,
+        )
+
+    def __add__(self, other: Samples) -> Samples:
+        """Both, one after the other."""
+        return Samples(
+            self.prompts + other.prompts,
+            self.groups + [len(self.prompts) + group for group in other.groups],
+            self.generated + other.generated,
+            self.place + other.place,
+            self.rewards + other.rewards,
+            self.versions + other.versions,
+            self.leases + other.leases,
+        )
 
     def timed_out(self, reward: str) -> str | None:
         """Say how many responses `reward`, the function of that name, could not score in time, and which is the first."""

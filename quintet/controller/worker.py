@@ -1,7 +1,7 @@
-"""One rank that trains: the engine, with a KL term a reference policy, and a rollout unless that has its own processes.
+"""One rank that trains: its roles' engines, and a rollout unless that has its own processes.
 
-The controller calls these methods on all ranks (`quintet.controller.controller`). Samples stay on the ranks that generated
-them until the controller has planned who trains on what; then each rank cuts out what each other rank needs.
+The controller calls these methods on all ranks (`quintet.controller.controller`, `quintet.controller.roles`). Samples stay on the
+ranks that generated them until the controller has planned who trains on what; then each rank cuts out what each other rank needs.
 """
 
 from __future__ import annotations
@@ -13,27 +13,34 @@ from typing import Any
 
 import torch
 
-from quintet.algorithms.aggregation import token_weights
+from quintet.algorithms.advantages import Advantages, Scored
 from quintet.cluster.progress import Progress
 from quintet.cluster.worker import Place, Worker
+from quintet.controller.engines import Engines
+from quintet.controller.held_batches import HeldBatches, SampleFields
 from quintet.controller.in_process_rollout import InProcessRollout
-from quintet.controller.messages import Assignment, SampleInfo, Trained, UpdateResult
-from quintet.controller.objective import Objective
+from quintet.controller.messages import (
+    Assignment,
+    MiniBatchTold,
+    OptimizerTold,
+    SampleInfo,
+    Trained,
+)
+from quintet.controller.objective import Objective, ValueObjective
+from quintet.controller.sample_store import Place as KeptPlace
 from quintet.controller.sample_store import SampleStore, cut, trained_samples
-from quintet.data.batch import Batch, concat, make_batch, offsets, sample_ids, set_tokens, token_count, tokens
+from quintet.data.batch import Batch, make_batch, offsets, set_tokens, token_count
 from quintet.data.tokenizer import load_tokenizer
 from quintet.engine import build
-from quintet.engine.engine import DTYPES, Engine
+from quintet.engine.engine import DTYPES
 from quintet.engine.lora import split_adapters
 from quintet.engine.outputs import Loss
-from quintet.engine.reference import AdapterReference
 from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.errors import UserError
 from quintet.models import trained_shape
 from quintet.observe.memory import memory_peaks
-from quintet.packing import Cell, RankCell, rank_cells
+from quintet.packing import Cell, rank_cells
 from quintet.recipe import schema
-from quintet.recipe.lora import lora_shape
 from quintet.recipe.rollout import adapters_scaled, adapters_separate, own_processes
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, RewardResult, score
@@ -60,7 +67,7 @@ class PolicyWorker(Worker):
         self.samples = SampleStore(recipe.mismatch.replay_samples_per_step)
         self._server: WeightServer | None = None
         self._witness, self._rollout_witness = Witness(), Witness()
-        self._mini_batches: list[tuple[Batch, Assignment]] = []
+        self.batches = HeldBatches()
 
     def setup(self) -> None:
         """Join the process group, read the weights, make the rollout."""
@@ -69,29 +76,10 @@ class PolicyWorker(Worker):
         use_family(recipe.model.family)
         self.tokenizer = load_tokenizer(self.model_dir, recipe.model)
         self.shape = trained_shape(self.model_dir)
-        self.lora = lora_shape(recipe, self.shape)
-        # Gradients, optimizer state and a reference policy cost memory: only commands that need them have them.
-        self.engine = self._engine(recipe.optimizer if self.command in ("train", "sft") else None)
-        self.reference: Engine | AdapterReference | None = None
-        if self.command == "train" and recipe.algorithm.kl_coef > 0:
-            self.reference = self._engine(None) if self.lora is None else AdapterReference(self.engine)
+        self.roles = Engines(recipe, self.shape, self.model_dir, self.command, self.dtype)
+        self.engine = self.roles.policy
         if self.command != "sft" and not own_processes(recipe):
             self.rollout = InProcessRollout(self.engine, recipe, self._text, self._progress)
-        self._saving: Engine | AdapterReference = self.engine
-
-    def _engine(self, optimizer: schema.Optimizer | None) -> Engine:
-        recipe = self.recipe
-        engine = Engine(
-            self.shape,
-            recipe.layout,
-            engine=recipe.engine,
-            optimizer=optimizer,
-            dtype=self.dtype,
-            lora=self.lora,
-        )
-        adapters = recipe.lora.path if recipe.lora is not None else None
-        engine.load_hf(self.model_dir, adapters=adapters, seed=recipe.run.seed)
-        return engine
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -100,9 +88,9 @@ class PolicyWorker(Worker):
         """What the model's layers are made of here."""
         return self.engine.describe()
 
-    def coords(self) -> dict[str, int]:
-        """Place in the training layout."""
-        return self.engine.mesh.coordinates
+    def coords(self, role: str = "policy") -> dict[str, int]:
+        """Place in a role's layout."""
+        return self.roles.mesh(role).coordinates
 
     def rollout_coords(self) -> dict[str, int]:
         """Place in the rollout layout."""
@@ -110,13 +98,17 @@ class PolicyWorker(Worker):
 
     # generation
 
-    def generate(self, requests: list[Request], sampling: Sampling) -> list[list[SampleInfo]] | None:
-        """Generate and keep the samples; the rank that owns the output tells what came out, others None."""
+    def generate(
+        self, requests: list[Request], *, sampling: Sampling, call: str, forget: list[str]
+    ) -> list[list[SampleInfo]] | None:
+        """Generate and keep the samples; the rank that owns the output tells what came out, others None. forget: calls whose
+        samples are not needed any more."""
         self._progress.begin()
+        self.samples.forget(forget)
         answered = self.rollout.generate(requests, sampling)
         if not self.rollout.mesh.owns_output:
             return None
-        return self.samples.put(requests, answered)
+        return self.samples.put(call, requests, answered)
 
     def reward(
         self, function: RewardFunction, prompts: list[str], responses: list[str], answers: list[str]
@@ -124,15 +116,13 @@ class PolicyWorker(Worker):
         """Score samples; any rank can."""
         return score(function, prompts, responses, answers)
 
-    def slice_samples(self, chosen: list[list[int]], advantages: list[list[float]]) -> tuple[Any, ...]:
+    def slice_samples(self, chosen: list[list[KeptPlace]]) -> tuple[Any, ...]:
         """Cut what this rank keeps: see `SampleStore.slice_for`."""
-        return self.samples.slice_for(chosen, advantages)
+        return self.samples.slice_for(chosen)
 
-    def scatter_backup(
-        self, samples: list[Batch], chosen: list[list[int]], advantages: list[list[float]]
-    ) -> tuple[Any, ...]:
-        """Cut samples whose keeper died, from the copy that it left."""
-        return None, *cut(samples[0], chosen, advantages)
+    def scatter_backup(self, samples: dict[str, list[Batch]], chosen: list[list[KeptPlace]]) -> tuple[Any, ...]:
+        """Cut samples whose keeper died, from the copies that it left, by call."""
+        return None, *cut({call: one for call, (one,) in samples.items()}, chosen)
 
     def rollout_scores(self, sequences: list[list[int]]) -> list[list[float]]:
         """What the rollout makes of these tokens: see `Rollout.score`."""
@@ -140,67 +130,54 @@ class PolicyWorker(Worker):
 
     # training
 
-    def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int) -> None:
-        """A fresh optimizer on the present weights; the reference policy becomes the present policy."""
-        self.engine.start_optimizer(optimizer, total_steps)
-        if self.reference is not None:
-            self.reference.copy_weights_from(self.engine)
+    def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int, role: str) -> None:
+        """A fresh optimizer on the present weights; with the policy's, other roles become what they begin as."""
+        self.roles.start_optimizer(role, optimizer, total_steps)
 
-    def receive(self, parts: list[list[Batch]], assignments: list[Assignment], aggregation: str) -> None:
-        """Take this dp rank's part of each mini-batch of the step: batches to be joined, and what to do with them."""
-        self._mini_batches = []
-        for pieces, assignment in zip(parts, assignments, strict=True):
-            batch = concat(pieces) if pieces else _nothing()
-            trained = tokens(batch, "loss_mask")
-            weights = token_weights(
-                trained, sample_ids(batch), aggregation, assignment.targets[0], assignment.samples
-            )
-            set_tokens(batch, "weights", weights)
-            self._mini_batches.append((batch, assignment))
-
-    def score_samples(self, old: bool, temperature: float) -> None:
-        """Log-probs of all received samples under the present (`old`) and the reference policy."""
-        for batch, assignment in self._mini_batches:
-            found = {}
-            if old:
-                found["old_logprobs"] = self._logprobs(self.engine, batch, assignment.rounds, temperature)
-            if self.reference is not None:
-                found["ref_logprobs"] = self._logprobs(self.reference, batch, assignment.rounds, temperature)
-            for name, values in found.items():
-                set_tokens(batch, name, values)
-
-    def _cells(self, rounds: Sequence[Sequence[Cell]]) -> list[RankCell]:
-        return rank_cells(rounds, self.engine.mesh.at("cp"))
-
-    def _counted_here(self, rounds: Sequence[Sequence[Cell]]) -> set[int]:
-        """Samples that this rank tells of: those of the cells it is the first rank of."""
-        return {i for cell in self._cells(rounds) if cell.first for i in cell.samples}
-
-    def _logprobs(
+    def receive(
         self,
-        engine: Engine | AdapterReference,
-        batch: Batch,
-        rounds: Sequence[Sequence[Cell]],
-        temperature: float,
-    ) -> torch.Tensor:
-        """0 for samples of other ranks' cells."""
-        scored = engine.forward(batch, self._cells(rounds), temperature)
-        return (
-            scored.logprobs if scored is not None else torch.zeros(token_count(batch))
-        )  # unread before the last stage
+        parts: list[list[Batch]],
+        assignments: list[Assignment],
+        *,
+        batch: str,
+        placement: str,
+        forget: list[str],
+        scored: Scored | None,
+        aggregation: str,
+    ) -> None:
+        """Take this dp rank's part of a batch, by mini-batch: see `HeldBatches.put`. forget: batches that nothing refers to."""
+        self.batches.forget(forget)
+        place = self.roles.mesh(placement).at("cp")
+        self.batches.put((batch, placement), parts, assignments, place, scored, aggregation)
 
-    def _replayed_here(self, assignment: Assignment) -> dict[int, int]:
-        here = self._counted_here(assignment.rounds)
-        return {number: at for number, at in assignment.replayed.items() if at in here}
+    def score_batch(self, *, batch: str, role: str, placement: str, field: str, temperature: float) -> None:
+        """Set a field to the log-probs, or values, of a whole batch's trained tokens; 0 for samples of other ranks' cells."""
+        engine = self.roles.use(role)
+        for one in self.batches[batch, placement]:
+            outputs = engine.forward(one.batch, one.cells, temperature)
+            set_tokens(one.batch, field, _scores(outputs, one.batch))
 
-    def replayed(self) -> dict[int, Trained]:
-        """Received samples whose number is asked for, with the old log-probs as scored."""
-        told: dict[int, Trained] = {}
-        for batch, assignment in self._mini_batches:
-            on = tokens(batch, "loss_mask") > 0
-            seen = (sample_ids(batch)[on], tokens(batch, "old_logprobs")[on])
-            told |= trained_samples(batch, self._replayed_here(assignment), [seen])
-        return told
+    def advantages(self, *, batch: str, placement: str, function: Advantages) -> None:
+        """Set what `function` makes of rewards and scores."""
+        self.batches[batch, placement].advantages(function, self.roles.mesh(placement).sum_over_dp)
+
+    def tell_fields(
+        self, *, batch: str, placement: str, fields: list[str], wanted: list[list[int]]
+    ) -> tuple[Any, ...]:
+        """Fields of the samples that this rank tells of, for the dp ranks of another layout: the numbers each wants. The first
+        value travels to the controller and is empty, the others do not."""
+        mesh = self.roles.mesh(placement)
+        tells = mesh.last_stage and mesh.at("tp") == 0
+        found = self.batches[batch, placement].told(fields) if tells else {}
+        return None, *({n: found[n] for n in numbers if n in found} for numbers in wanted)
+
+    def take_fields(self, parts: list[SampleFields], *, batch: str, placement: str, fields: list[str]) -> None:
+        """Set fields to what the ranks of another layout told."""
+        self.batches[batch, placement].take(parts, fields)
+
+    def replayed(self, *, batch: str, placement: str) -> dict[int, Trained]:
+        """Samples of a batch whose number is asked for, with the old log-probs as scored."""
+        return self.batches[batch, placement].replayed()
 
     def logprobs(
         self, ids: list[list[int]], prompts: list[int], rounds: list[list[Cell]], temperature: float
@@ -208,25 +185,34 @@ class PolicyWorker(Worker):
         """Of these samples' responses under the present policy, by sample, each told by one rank; unread before the last
         stage."""
         batch = make_batch(ids, prompts)
-        found = self._logprobs(self.engine, batch, rounds, temperature)
+        cells = rank_cells(rounds, self.engine.mesh.at("cp"))
+        found = _scores(self.roles.use("policy").forward(batch, cells, temperature), batch)
         ends = offsets(batch)
-        return {i: found[ends[i] + prompts[i] : ends[i + 1]].clone() for i in self._counted_here(rounds)}
+        counted = {i for cell in cells if cell.first for i in cell.samples}
+        return {i: found[ends[i] + prompts[i] : ends[i + 1]].clone() for i in counted}
 
-    def update(self, number: int, objective: Objective, temperature: float) -> UpdateResult | None:
-        """One optimizer step on a received mini-batch. Ranks of the last stage tell what it came to."""
-        batch, assignment = self._mini_batches[number]
-        wanted = self._replayed_here(assignment)
+    def forward_backward(
+        self, *, batch: str, number: int, role: str, placement: str, objective: Objective | ValueObjective
+    ) -> MiniBatchTold | None:
+        """The gradients of a mini-batch. Ranks of the last stage tell what it came to."""
+        one = self.batches[batch, placement].minis[number]
+        wanted = one.replayed() if isinstance(objective, Objective) else {}
         seen: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if wanted else None
-        counted = self._counted(objective, seen)
-        result = self.engine.forward_backward(batch, self._cells(assignment.rounds), counted, temperature)
-        step = self.engine.optimizer_step()
+        loss = self._counted(objective, seen)
+        result = self.roles.forward_backward(role, one, loss, objective.temperature)
         if result is None:
             return None
-        replayed = trained_samples(batch, wanted, seen or [])
-        return UpdateResult(result.loss, result.tally, step["grad_norm"], step["lr"], replayed)
+        return MiniBatchTold(result.loss, result.tally, trained_samples(one.batch, wanted, seen or []))
+
+    def optimizer_step(self, *, role: str) -> OptimizerTold:
+        """One step on the gradients of the mini-batch before."""
+        step = self.roles.optimizer_step(role)
+        return OptimizerTold(step["grad_norm"], step["lr"])
 
     def _counted(
-        self, objective: Objective, seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self,
+        objective: Objective | ValueObjective,
+        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> Loss:
         """The objective, which is called once a micro-batch, counting as it is called. seen: gets the samples of its
         tokens and their old log-probs."""
@@ -246,17 +232,13 @@ class PolicyWorker(Worker):
 
     def offload(self, kinds: Sequence[str]) -> None:
         """Take the recipe's shares of these kinds of training state off the device."""
-        self.engine.offload(**{kind: getattr(self.recipe.engine, f"offload_{kind}") for kind in kinds})
-        if self.reference is not None and "params" in kinds:
-            self.reference.offload(params=self.recipe.engine.offload_params)
+        self.roles.offload(kinds)
         if self.device != "cpu":
             torch.cuda.empty_cache()  # activations, buckets: a rollout in another process has use for it
 
     def onload(self) -> None:
-        """Bring back what left."""
-        self.engine.reload()
-        if self.reference is not None:
-            self.reference.reload()
+        """Bring back what left, of the policy; other roles come when they are used."""
+        self.roles.use("policy")
 
     def masters(self) -> int | None:
         """A fingerprint of the fp32 master weights: see `Engine.master_fingerprint`."""
@@ -330,8 +312,9 @@ class PolicyWorker(Worker):
 
     def save(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory, and its adapters as one of peft's beside it."""
+        self.roles.use("policy")
         self.engine.save_hf(path, self.model_dir)
-        if self.lora is not None:
+        if self.engine.lora is not None:
             self.engine.save_adapters(adapter_directory(path), self.model_dir.absolute())
 
     # checkpoints
@@ -340,41 +323,37 @@ class PolicyWorker(Worker):
         """fp32 or bf16."""
         return self.dtype
 
-    def save_checkpoint(self, path: Path, reference: bool) -> str | None:
-        """Copy this rank's state and begin to write it; what went wrong, or None."""
-        engine = self.reference if reference else self.engine
-        assert engine is not None
-        self._saving = engine
+    def save_checkpoint(self, path: Path, role: str) -> str | None:
+        """Copy this rank's state of a role and begin to write it; what went wrong, or None."""
         try:
-            engine.save(path, wait=False)
+            self.roles.use(role).save(path, wait=False)
         except UserError as error:
             return str(error)
         return None
 
-    def checkpoint_finished(self, wait: bool) -> tuple[bool, str | None]:
-        """Whether this rank has written its part, and what went wrong."""
-        try:
-            return self._saving.save_finished(wait), None
-        except UserError as error:
-            return True, str(error)
+    def checkpoint_finished(self, wait: bool, roles: Sequence[str]) -> tuple[bool, str | None]:
+        """Whether this rank has written its parts of these roles, and what went wrong."""
+        done = True
+        for role in roles:
+            try:
+                done = self.roles[role].save_finished(wait) and done
+            except UserError as error:
+                return True, str(error)
+        return done, None
 
-    def load_checkpoint(self, path: Path) -> None:
-        """Take up a saved state; the reference policy stays what `start_optimizer` made it."""
-        self.engine.load(path)
-
-    def load_reference(self, path: Path) -> None:
-        """Take up a stored reference policy, where one is needed."""
-        if self.reference is not None:
-            self.reference.load(path)
+    def load_checkpoint(self, path: Path, role: str) -> None:
+        """Take up a role's saved state, if the role is there: what begins as the policy stays what `start_optimizer` made it."""
+        if role in self.roles:
+            self.roles.use(role).load(path)
 
     def memory(self) -> dict[str, float | None]:
         """Peak memory of this rank so far, and of each phase since the last time it was asked."""
         return memory_peaks() | self.peaks.take()
 
 
-def _nothing() -> Batch:
-    """The part of a dp rank that has no sample in a mini-batch."""
-    empty = make_batch([], torch.empty(0, dtype=torch.int64))
-    empty["advantages"] = torch.empty(0)
-    set_tokens(empty, "rollout_logprobs", torch.empty(0))
-    return empty
+def _scores(outputs: Any, batch: Batch) -> torch.Tensor:
+    """Of a batch's tokens: log-probs, or a value model's values. Unread before the last stage."""
+    if outputs is None:
+        return torch.zeros(token_count(batch))
+    found: torch.Tensor = outputs.values if hasattr(outputs, "values") else outputs.logprobs
+    return found

@@ -143,7 +143,7 @@ def _in_own_layout(recipe: Recipe, weights: Weights, ids: list[list[int]], promp
         with session(own, "generate") as s:
             dtype = s.controller.dtype()
             if weights.checkpoint is not None:
-                s.controller.load_checkpoint(weights.checkpoint)
+                s.controller.policy.load(weights.checkpoint)
                 s.controller.mark_weights_updated()
             engine, raw = (torch.cat(s.controller.logprobs(ids, prompts, t)) for t in (s.temperature, 1.0))
             with s.controller.generating():

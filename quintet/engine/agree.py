@@ -21,7 +21,7 @@ _RAISED: dict[_Kind, type[Exception]] = {
 }
 
 
-def collect_survivors(kind: Typed[T], mine: T) -> list[T]:
+def gathered(kind: Typed[T], mine: T) -> list[T]:
     """Return every rank's value, in rank order. Collective over the default process group.
 
     Values travel as JSON in tensors of bytes, so nothing that arrives is run; equal ones are one object here. Raises QuintetError
@@ -59,7 +59,7 @@ def run_on_all_or_raise(work: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     mine = None if failure is None else (_kind(failure), str(failure) or repr(failure))
-    failed = [(rank, *one) for rank, one in enumerate(collect_survivors(_FAILURE, mine)) if one is not None]
+    failed = [(rank, *one) for rank, one in enumerate(gathered(_FAILURE, mine)) if one is not None]
     if not failed:
         return result[0]
     rank, kind, message = next((one for one in failed if one[1] != "damage"), failed[0])

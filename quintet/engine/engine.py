@@ -98,6 +98,11 @@ class Engine:
         """The pipeline stage. Of an interleaved pipeline's several chunks, the first."""
         return self.chunks[0]
 
+    @property
+    def trains(self) -> bool:
+        """Whether it was made with an optimizer."""
+        return self._optimizer_recipe is not None
+
     def describe(self) -> str:
         """Which layers and which attention kernel this machine and recipe came to."""
         backend = choose_backend(self.recipe.backend)

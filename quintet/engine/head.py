@@ -151,9 +151,9 @@ def _over_vocabulary(statistics: Tensor, group: dist.ProcessGroup) -> tuple[Tens
     """From every rank's `_statistics` [4, N]: lse, log-prob and entropy [N] over the whole vocabulary."""
     ranks = statistics[None]
     if group.size() > 1:
-        collect_survivors = statistics.new_empty((group.size() * len(statistics), statistics.shape[1]))
-        dist.all_gather_into_tensor(collect_survivors, statistics, group=group)
-        ranks = collect_survivors.view(group.size(), *statistics.shape)
+        gathered = statistics.new_empty((group.size() * len(statistics), statistics.shape[1]))
+        dist.all_gather_into_tensor(gathered, statistics, group=group)
+        ranks = gathered.view(group.size(), *statistics.shape)
     tops, totals, moments, targets = ranks.unbind(1)
     top = tops.amax(0)
     shift = tops - top

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from quintet.engine.agree import collect_survivors
+from quintet.engine.agree import gathered
 from quintet.skip_dynamo_import import uncompiled
 from quintet.typed import Typed
 
@@ -104,7 +104,7 @@ def _keys_as_json() -> None:
     from megatron.core import optimizer
 
     def all_gather_object(found: list[Any], mine: Any) -> None:
-        found[:] = collect_survivors(_KEYS, mine)
+        found[:] = gathered(_KEYS, mine)
 
     groups: Any = optimizer._get_param_groups
     distributed = types.SimpleNamespace(**vars(torch.distributed) | {"all_gather_object": all_gather_object})

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import Tensor
 
 if TYPE_CHECKING:  # what reads shards of a rank elsewhere has no need of megatron-core
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -80,6 +81,12 @@ class Mesh:
     def at(self, axis: str) -> int:
         """This rank's coordinate on one axis."""
         return self.coordinates[axis]
+
+    def sum_over_dp(self, values: Tensor) -> Tensor:
+        """Sum over the ranks with other samples. Collective over dp."""
+        total = values.clone()
+        dist.all_reduce(total, group=self.groups.dp)
+        return total
 
     @property
     def first_stage(self) -> bool:

@@ -18,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
-from quintet.engine.agree import collect_survivors
+from quintet.engine.agree import gathered
 from quintet.engine.mesh import Mesh
 from quintet.engine.weights.shards import shard_map
 from quintet.errors import UserError
@@ -142,7 +142,7 @@ def _multipliers(
 ) -> dict[ParamKey, dict[str, float]]:
     """Overrides for the parameters that have a factor. Collective: a pattern may fit another rank's weights only."""
     names = _hugging_face_names(chunks, mesh)
-    everywhere = collect_survivors(_NAMES, list(names.values()))
+    everywhere = gathered(_NAMES, list(names.values()))
     check_lr_multipliers((tensor for rank in everywhere for tensor in rank), multipliers)
     by_factor: dict[float, set[torch.nn.Parameter]] = {}
     for parameter, tensor in names.items():

@@ -302,10 +302,16 @@ class Reward(Section):
     function: str = "math"
     """One of BUILT_IN_REWARDS, or a user's own `file.py:function`, or `module:function` of a module that is installed or on
     PYTHONPATH. math gives a response 0.2 s of processor time, and then 0 (metric reward/timed_out)."""
+    overlong_tokens: PositiveInt | None = None
+    """The last tokens before rollout.max_response_tokens in which a response loses reward, ever more up to overlong_penalty (DAPO's
+    soft overlong punishment); null takes nothing off."""
+    overlong_penalty: PositiveFloat = 1.0
 
 
 class Algorithm(Section):
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo", "dapo", "ppo"] = "grpo"
+    """grpo compares the samples of a group; dapo does so with groups that carry a signal alone, and generates more in place of the
+    others (dynamic sampling); ppo compares each token with what a critic expected. See docs/algorithms.md."""
     clip_low: Fraction = 0.2
     clip_high: Annotated[float, Field(ge=0)] = 0.28
     """Clip-higher (DAPO): the ratio stays within [1 - clip_low, 1 + clip_high]."""
@@ -316,6 +322,36 @@ class Algorithm(Section):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference policy (the weights RL starts from); 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL counts: as a term of the policy's loss, or (ppo) taken off each token's reward."""
+    max_refills: PositiveInt = 3
+    """Of dapo: how often a step generates as many prompts again as it lacks groups with a signal, at most."""
+    gamma: Fraction = 1.0
+    """Of ppo: discount of a token's reward, per token after it."""
+    gae_lambda: Fraction = 0.95
+    """Of ppo: discount of longer estimates of an advantage (generalized advantage estimation)."""
+
+
+class Reference(Section):
+    """The reference policy: the weights RL starts from."""
+
+    layout: Layout | None = None
+    """null is the policy's. Over the same ranks."""
+
+
+class Critic(Section):
+    """The value model of ppo."""
+
+    path: UserPath | None = None
+    """Hugging Face directory to start from; null starts from the policy as RL begins. A head that it lacks starts at zero."""
+    layout: Layout | None = None
+    """null is the policy's. Over the same ranks."""
+    optimizer: Optimizer | None = None
+    """null is the policy's."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps at the beginning in which the critic learns alone."""
+    value_clip: PositiveFloat | None = 0.2
+    """Farthest that a value may move from what it was before the step and still be followed; null clips nothing."""
 
 
 class Train(Section):
@@ -376,6 +412,8 @@ class Recipe(Section):
     data: Data = Data()
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
+    reference: Reference = Reference()
+    critic: Critic = Critic()
     train: Train = Train()
     sft: Sft | None = None
     """Under `quintet train`: a warm-up by SFT before RL when present."""

@@ -40,7 +40,7 @@ class PackedBucket:
         return [i for i, one in enumerate(self.sent.entries) if one.name not in other]
 
     @cached_property
-    def collect_survivors(self) -> list[Entry]:
+    def gathered(self) -> list[Entry]:
         """What comes from the ranks' shards."""
         return [*(self.sent.entries[i] for i in self._plain), *self.raw.entries]
 
@@ -93,11 +93,11 @@ class Export:
         self._device, self._parts = device, Parts(sources)
         self._mine = list(sequences[rank])
         numbers = [
-            [(n, i) for n, one in enumerate(sequence) for i in range(len(one.collect_survivors))]
+            [(n, i) for n, one in enumerate(sequence) for i in range(len(one.gathered))]
             for sequence in sequences
         ]
         self._places = numbers[rank]
-        wanted = [[e for one in sequence for e in one.collect_survivors] for sequence in sequences]
+        wanted = [[e for one in sequence for e in one.gathered] for sequence in sequences]
         types = {e.name: e.dtype for entries in wanted for e in entries}
         transfers: list[list[Transfer]] = [[] for _ in range(self.count)]
         boxes = [[(e.name, e.box) for e in entries] for entries in wanted]
@@ -131,7 +131,7 @@ class Export:
     def _gather(self, number: int, views: Sequence[Tensor]) -> None:
         def write(t: Transfer) -> Tensor:
             bucket, index = self._places[t.target_index]
-            return _part(views[index], self._mine[bucket].collect_survivors[index].box, t.box)
+            return _part(views[index], self._mine[bucket].gathered[index].box, t.box)
 
         for one in self._rounds[number]:
             one.run(lambda t: self._parts(t.source_index, t.box), write, self._device)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from quintet.engine.agree import collect_survivors, run_on_all_or_raise
+from quintet.engine.agree import gathered, run_on_all_or_raise
 from quintet.engine.weights.hf import planned_tensors
 from quintet.engine.weights.reshard import all_units, gather_holdings
 from quintet.engine.weights.shards import Shard
@@ -107,7 +107,7 @@ class WeightServer:
         Raises UserError naming a receiver that wants what the engine does not hold.
         """
         rank = dist.get_rank()
-        everyone = collect_survivors(_SPECS, list(assignments[rank]))
+        everyone = gathered(_SPECS, list(assignments[rank]))
         shards = run_on_all_or_raise(self._engine_shards)
         held = gather_holdings(shards, [])
         tensors = self._tensors(shards)
@@ -153,7 +153,7 @@ class WeightServer:
             for one in planned_tensors(self._shape, self._dtype)
         }
         mine = {s.name: s.shape for s in shards if s.name not in found}
-        others = collect_survivors(_NAMES, (mine, {s.name for s in shards}))
+        others = gathered(_NAMES, (mine, {s.name for s in shards}))
         held = set[str]().union(*(names for _, names in others))
         for more, _ in others:
             for name, full in more.items():

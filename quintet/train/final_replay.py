@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import torch
-
-from quintet.controller.controller import StepResult
 from quintet.controller.replay import pack, replay_of
 from quintet.errors import QuintetError, RayFailure, RolloutMismatch, SyncFailure, WorkerFailure
 from quintet.runs.checkpoints import name_of
 from quintet.train.mismatch import check_mismatch
 from quintet.train.session import Session
+from quintet.train.steps import Step
 
 
 def closing_replay(s: Session, step: int) -> None:
@@ -24,9 +22,9 @@ def closing_replay(s: Session, step: int) -> None:
     with s.observer.phase("replay"):
         with s.controller.generating():
             samples = s.controller.generate(prompts, s.sampling(), 1, f"{s.recipe.run.seed}/replay")
-        s.controller.scatter(samples, torch.zeros(len(prompts)))
-        s.controller.score_samples(s.temperature, old=True)
-        trained = s.controller.replayed()
+        batch = s.controller.scatter(samples)
+        batch = batch | s.controller.policy.forward(batch, "old_logprobs", s.temperature)
+        trained = s.controller.replayed(batch)
     s.observer.replay(step + 1, pack(replay_of(step + 1, s.sampling(), samples, trained)))
 
 
@@ -41,17 +39,20 @@ def keep_final_replay(s: Session, step: int) -> None:
         )
 
 
-def stop_on_mismatch(s: Session, step: int, result: StepResult) -> None:
+def stop_on_mismatch(s: Session, step: Step) -> None:
     """End the run where rollout and trainer have parted further than the recipe allows; raises RolloutMismatch.
 
     The weights are written to hf/ before, and samples of them if the rollout still makes any, so that there is something to
     diagnose.
     """
+    if "policy" not in step.updates:  # the critic learns alone
+        return
+    tally = step.updates["policy"].tally
     try:
-        check_mismatch(s.recipe.mismatch, result.tally, step, s.observer.directory.path)
+        check_mismatch(s.recipe.mismatch, tally, step.number, s.observer.directory.path)
     except RolloutMismatch:
         with suppress(QuintetError):  # why the run ends matters more
-            s.controller.save(s.observer.directory.hf / name_of("rl", step))
+            s.controller.save(s.observer.directory.hf / name_of("rl", step.number))
         with suppress(QuintetError):
-            closing_replay(s, step)
+            closing_replay(s, step.number)
         raise

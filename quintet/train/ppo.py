@@ -1,24 +1,22 @@
-"""Reinforcement learning: the outer loop of the PPO family.
+"""Reinforcement learning: the outer loop of the PPO family, GRPO and DAPO among it.
 
-prompts → samples → rewards → advantages → mini-batches → optimizer steps → new rollout weights, and again
+prompts → samples → rewards → scores → advantages → mini-batches → optimizer steps → new rollout weights, and again
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from quintet.algorithms.advantages import grpo_advantages
-from quintet.controller.objective import policy_objective
 from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Recipe
 from quintet.runs.resume import past_damage
-from quintet.train.evaluate import evaluate
-from quintet.train.final_replay import keep_final_replay, stop_on_mismatch
+from quintet.train.algorithms import Algorithm, algorithm_of
+from quintet.train.final_replay import keep_final_replay
 from quintet.train.session import Session, session
 from quintet.train.sft import run_sft
-from quintet.train.step_metrics import record
+from quintet.train.source import Source
+from quintet.train.stages import rl_steps
+from quintet.train.steps import Step
 
 
 def train(recipe: Recipe, stop_after: int | None = None, again: Path | None = None) -> Path:
@@ -40,38 +38,32 @@ def train(recipe: Recipe, stop_after: int | None = None, again: Path | None = No
 
 
 def reinforce(s: Session) -> None:
-    """The loop."""
-    recipe, controller, phase = s.recipe, s.controller, s.observer.phase
+    """The loop, over the steps that are left."""
     assert s.inputs.train is not None
-    assert s.inputs.reward is not None
-    stream = PromptStream(s.inputs.train, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
-    objective = policy_objective(recipe.algorithm, recipe.mismatch)
-    controller.start_optimizer(recipe.optimizer, recipe.train.steps * recipe.train.mini_batches_per_step)
-    done, _ = s.saver.begin("rl", stream)
-    if done == 0:
-        evaluate(s, 0)
+    algorithm = algorithm_of(s.recipe, s.controller.roles)
+    source = Source(
+        s, PromptStream(s.inputs.train, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle)
+    )
+    for one in algorithm.trained:
+        steps = max(one.steps, 0) * s.recipe.train.mini_batches_per_step
+        s.controller.start_optimizer(one.optimizer, steps, one.role.name)
+    done, _ = s.saver.begin("rl", source.stream)
+    s.controller.version = done
+    for step in rl_steps(s, done):
+        take_step(s, algorithm, source, step)
 
-    s.observer.begin_steps()
-    for step in range(done + 1, recipe.train.steps + 1):
-        with phase("generate"), controller.generating():
-            prompts = stream.take(recipe.train.prompts_per_step)
-            seed = f"{recipe.run.seed}/train/{step}"
-            samples = controller.generate(prompts, s.sampling(), recipe.rollout.samples_per_prompt, seed)
-        with phase("reward"):
-            rewards = torch.tensor(controller.reward(samples, s.inputs.reward))
-            groups = torch.tensor(samples.groups)
-            advantages = grpo_advantages(rewards, groups, recipe.algorithm.normalize_by_std)
-        with phase("scatter"):
-            controller.scatter(samples, advantages)
-        with phase("logprob"):
-            controller.score_samples(s.temperature)
-        with phase("train"):
-            result = controller.update(objective, s.temperature)
-        with phase("sync"):
-            controller.mark_weights_updated()
-        record(s, step, samples, result)
-        stop_on_mismatch(s, step, result)
-        every, last = recipe.train.eval_every_steps, step == recipe.train.steps
-        if last or (every and step % every == 0):
-            evaluate(s, step)
-        s.saver.after_step(step, last=last)
+
+def take_step(s: Session, algorithm: Algorithm, source: Source, step: Step) -> None:
+    """One step: everything between two verbs is a value."""
+    with source.awake(step):
+        groups = algorithm.select(source.take(), source)
+    batch = s.scatter(groups)
+    for score in algorithm.scores:
+        batch = batch | score(batch)
+    batch = batch | algorithm.advantages(batch)
+    for mini in batch.minibatches:
+        for role, objective in algorithm.updates(step.number):
+            told = role.forward_backward(mini, objective)
+            step.add(role.name, told, role.optimizer_step())
+    s.controller.policy.publish()
+    step.samples = groups

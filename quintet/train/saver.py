@@ -45,6 +45,7 @@ class _Running:
 
     path: Path
     manifest: Manifest
+    roles: tuple[str, ...]
 
 
 class Saver:
@@ -170,24 +171,39 @@ class Saver:
 
     def _load(self, found: Checkpoint) -> None:
         try:
-            self.controller.load_checkpoint(found.policy)
+            for role, path in self._parts(found).items():
+                self.controller.roles[role].load(path)
         except UserError as error:
             if isinstance(error, DamagedCheckpoint) and not is_named(self.recipe.resume, found.path):
                 raise DamagedCheckpoint(error.message, found.path) from None
             raise UserError(f"{error}. {self._instead_of(found)}") from None
-        if found.reference is not None:
+        if found.reference is not None and REFERENCE in self.controller.roles:
             try:
-                self.controller.load_reference(found.reference)
+                self.controller.roles[REFERENCE].load(found.reference)
             except UserError as error:  # all checkpoints of RL share it: an earlier one would not help
                 raise reference_lost(found, error.message) from None
 
+    def _parts(self, found: Checkpoint) -> dict[str, Path]:
+        """Directories of a checkpoint, by trained role. Raises UserError where one is not in it."""
+        parts = {role: found.path / role for role in self._trained(found.manifest.stage)}
+        for role, path in parts.items():
+            if not path.is_dir():
+                raise UserError(
+                    f"{found.path} has no {role}: it is of a run that trained none. Begin a new run (resume=null), with "
+                    "model.path naming what that run has trained"
+                )
+        return parts
+
+    def _trained(self, stage: Stage) -> tuple[str, ...]:
+        """Roles that learn in a stage, and that its checkpoints hold."""
+        return POLICY, *(("critic",) if stage == "rl" and "critic" in self.controller.roles else ())
+
     def _save_again(self, found: Checkpoint, directory: Path) -> None:
         directory.mkdir(parents=True)
-        for name in (POLICY, REFERENCE):
-            if name == REFERENCE and found.reference is None:
-                continue
-            errors = self.controller.save_checkpoint(directory / name, reference=name == REFERENCE)
-            errors = errors or self.controller.checkpoint_finished(wait=True)[1]
+        stored = (REFERENCE,) if found.reference is not None else ()
+        for role in (*self._trained(found.manifest.stage), *stored):
+            errors = self.controller.roles[role].save(directory / role)
+            errors = errors or self.controller.checkpoint_finished([role], wait=True)[1]
             if errors:
                 raise UserError(errors[0])
 
@@ -238,21 +254,26 @@ class Saver:
             self.checkpoints.discard(path)
             self._fail(path, f"cannot make it: {error.strerror}", needed)
             return
-        self._running = _Running(path, manifest)
-        errors = self.controller.save_checkpoint(path / POLICY, reference=reference)
-        if errors:
-            self._running = None
-            self.checkpoints.discard(path)
-            self._fail(path, errors[0], needed)
+        roles = (REFERENCE,) if reference else self._trained(manifest.stage)
+        self._running = _Running(path, manifest, roles)
+        for at, role in enumerate(roles):
+            errors = self.controller.roles[role].save(path / (POLICY if reference else role))
+            if errors:
+                if at:  # others write still, below what is to be removed
+                    self.controller.checkpoint_finished(roles[:at], wait=True)
+                self._running = None
+                self.checkpoints.discard(path)
+                self._fail(path, errors[0], needed)
+                return
 
     def _poll(self, *, wait: bool) -> None:
         """Publish the save under way if the ranks are done with it."""
         running = self._running
         if running is None:
             return
-        done, errors = self.controller.checkpoint_finished(wait=wait)
+        done, errors = self.controller.checkpoint_finished(running.roles, wait=wait)
         if errors and not done:  # others write still, below what is to be removed
-            errors += self.controller.checkpoint_finished(wait=True)[1]
+            errors += self.controller.checkpoint_finished(running.roles, wait=True)[1]
         elif not done:
             return
         self._running = None

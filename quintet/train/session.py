@@ -35,7 +35,9 @@ from quintet.runs.stop import StopRequest
 from quintet.train.saver import Saver
 
 if TYPE_CHECKING:  # Ray starts long after the checks.
+    from quintet.controller.batch_ref import BatchRef
     from quintet.controller.controller import Controller
+    from quintet.controller.samples import Samples
 
 Command = Literal["train", "sft", "generate", "eval"]
 MODEL = "model"
@@ -182,6 +184,11 @@ class Session:
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """The recipe's sampling."""
         return Sampling.of(self.recipe.rollout, self.inputs.end_ids, greedy=greedy)
+
+    def scatter(self, samples: Samples) -> BatchRef:
+        """Send samples to the ranks that train on them: see `Controller.scatter`."""
+        with self.observer.phase("scatter"):
+            return self.controller.scatter(samples)
 
     @property
     def temperature(self) -> float:

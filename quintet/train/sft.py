@@ -10,6 +10,7 @@ from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Optimizer, Recipe, Sft
 from quintet.runs.resume import past_damage
 from quintet.train.session import Session, session
+from quintet.train.steps import Update
 
 MEMORY_EVERY_STEPS = 10
 """Peaks grow slowly and steps are short: the ranks are asked this often, and lines between repeat the answer."""
@@ -37,7 +38,7 @@ def run_sft(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
     s.controller.start_optimizer(optimizer, recipe.steps)
     stream = PromptStream(s.inputs.train, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle)
     done, loop = s.saver.begin("sft", stream)
-    objective, smooth = sft_objective(), loop.get("smooth", math.inf)
+    objective, policy, smooth = sft_objective(), s.controller.policy, loop.get("smooth", math.inf)
     memory: dict[str, float | None] = {}
     with s.observer.progress.task("warm-up (SFT)", recipe.steps, "steps") as task:
         task.advance(done)
@@ -47,8 +48,11 @@ def run_sft(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
                 break
             prompts = stream.take(recipe.samples_per_step)
             with s.observer.phase("sft"):
-                s.controller.send_sft_batch(prompts)
-                result = s.controller.update(objective)
+                batch = s.controller.scatter_responses(prompts)
+                result = Update()
+                for mini in batch.minibatches:
+                    told = policy.forward_backward(mini, objective)
+                    result.add(told, policy.optimizer_step())
             if step % MEMORY_EVERY_STEPS == 1 or step == recipe.steps or not memory:
                 memory = s.controller.memory()
             trained = sum(len(p.response_ids) for p in prompts)

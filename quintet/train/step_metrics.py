@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import statistics
 
-from quintet.controller.controller import StepResult
+from quintet.algorithms.value_loss import explained_variance
 from quintet.controller.replay import pack, replay_of
-from quintet.controller.samples import Samples
 from quintet.train.mismatch import mismatch_metrics
 from quintet.train.session import Session
+from quintet.train.steps import Step, Update
 
 
-def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
+def record(s: Session, step: Step) -> None:
     """Tell the observer what a step came to."""
+    samples = step.samples
+    assert samples is not None, "the step was not taken to its end"
     rewards = [r.reward for r in samples.rewards]
     responses = [g.response_tokens for g in samples.generated]
-    means = result.tally.means()
     # First what the reward function told beside the reward: no name of its own can replace one of ours.
     metrics: dict[str, float | None] = {
         _metric(name): samples.mean(name) for name in sorted({n for r in samples.rewards for n in r.metrics})
@@ -26,38 +27,52 @@ def record(s: Session, step: int, samples: Samples, result: StepResult) -> None:
         "reward/timed_out": sum(r.timed_out for r in samples.rewards),
         "response_tokens/mean": statistics.fmean(responses),
         "response_tokens/max": max(responses),
-        "loss": result.loss,
-        **mismatch_metrics(result.tally),
-        "kl/reference": means.get("ref_kl"),
-        "entropy": means["entropy"],
-        "clip/low_fraction": means["clip_low"],
-        "clip/high_fraction": means["clip_high"],
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
-        "frac_groups_zero_std": _alike(samples),
+        **(_policy(step.updates["policy"]) if "policy" in step.updates else {}),
+        **(_critic(step.updates["critic"]) if "critic" in step.updates else {}),
+        "frac_groups_zero_std": 1 - len(samples.groups_with_signal()) / len(samples.prompts),
         "truncated": statistics.fmean(g.finish == "length" for g in samples.generated),
         "tokens": sum(g.tokens for g in samples.generated),
         "tokens_trained": sum(responses),
+        **step.metrics,
         **s.controller.counted(),
         **s.controller.handover.metrics,
         **s.controller.memory(),
     }
     if (late := samples.timed_out(s.recipe.reward.function)) is not None:
-        s.observer.note(f"step {step}: {late}")
-    s.observer.step(step, metrics, total=s.recipe.train.steps)
-    if result.replayed:
-        s.observer.replay(step, pack(replay_of(step, s.sampling(), samples, result.replayed)))
-    s.observer.samples(step, samples.shown(s.recipe.run.samples_logged_per_step))
+        s.observer.note(f"step {step.number}: {late}")
+    s.observer.step(step.number, metrics, total=s.recipe.train.steps)
+    replayed = step.updates["policy"].replayed if "policy" in step.updates else {}
+    if replayed:
+        s.observer.replay(step.number, pack(replay_of(step.number, s.sampling(), samples, replayed)))
+    s.observer.samples(step.number, samples.shown(s.recipe.run.samples_logged_per_step))
+
+
+def _policy(update: Update) -> dict[str, float | None]:
+    means = update.tally.means()
+    return {
+        "loss": update.loss,
+        **mismatch_metrics(update.tally),
+        "kl/reference": means.get("ref_kl"),
+        "entropy": means["entropy"],
+        "clip/low_fraction": means["clip_low"],
+        "clip/high_fraction": means["clip_high"],
+        "grad_norm": update.grad_norm,
+        "lr": update.lr,
+    }
+
+
+def _critic(update: Update) -> dict[str, float | None]:
+    means = update.tally.means()
+    return {
+        "critic/loss": update.loss,
+        "critic/clip_fraction": means["value_clip"],
+        "critic/explained_variance": explained_variance(means),
+        "critic/returns": means["returns"],
+        "critic/grad_norm": update.grad_norm,
+        "critic/lr": update.lr,
+    }
 
 
 def _metric(name: str) -> str:
     """The metric of a number that the reward function returned; `well_formed` is a word of the house."""
     return name if name == "well_formed" else f"reward/{name}"
-
-
-def _alike(samples: Samples) -> float:
-    """Share of groups whose samples all got the same reward, and so teach nothing."""
-    seen: dict[int, set[float]] = {}
-    for group, scored in zip(samples.groups, samples.rewards, strict=True):
-        seen.setdefault(group, set()).add(scored.reward)
-    return statistics.fmean(len(rewards) == 1 for rewards in seen.values())

@@ -68,7 +68,7 @@ def naive_loss(e: dict[str, Tensor], how: str, low: float, high: float, coef: fl
 @given(shape=shapes, seed=st.integers(0, 1000))
 def test_loss_and_gradient_match_naive(how: str, shape: list[tuple[int, int]], seed: int) -> None:
     e = example(shape, seed)
-    loss = load_loss("grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.1, kl_estimator="k3")
+    loss = load_loss("clipped", clip_low=0.2, clip_high=0.28, kl_coef=0.1, kl_estimator="k3")
     per_token = loss(e["logprobs"], e).per_token
     got = aggregate(per_token, e["sample_ids"], e["loss_mask"], how, int(e["loss_mask"].sum()), len(shape))
     (got_gradient,) = torch.autograd.grad(got, e["logprobs"])

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import torch
-
-from quintet.algorithms.advantages import grpo_advantages
-from quintet.controller.objective import policy_objective
 from quintet.controller.samples import Samples
 from quintet.recipe import load_recipe
+from quintet.rewards.load import RewardResult
+from quintet.train.algorithms import algorithm_of
 from quintet.train.session import Session, session
+from quintet.train.steps import Update
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -43,10 +42,14 @@ def generate(s: Session) -> Samples:
 
 def train(s: Session, samples: Samples) -> tuple[float, float]:
     """Loss and gradient norm of a step on all samples, with advantages of their own."""
-    worth = torch.arange(len(samples.generated)).float()
-    s.controller.scatter(samples, grpo_advantages(worth, torch.tensor(samples.groups), True))
-    result = s.controller.update(policy_objective(s.recipe.algorithm, s.recipe.mismatch), s.temperature)
-    s.controller.mark_weights_updated()
+    samples.rewards = [RewardResult(float(n), {}) for n in range(len(samples.generated))]
+    algorithm, policy = algorithm_of(s.recipe, s.controller.roles), s.controller.policy
+    batch = s.scatter(samples)
+    batch = batch | algorithm.advantages(batch)
+    result = Update()
+    for mini in batch.minibatches:
+        result.add(policy.forward_backward(mini, algorithm.trained[0].objective), policy.optimizer_step())
+    policy.publish()
     return result.loss, result.grad_norm
 
 

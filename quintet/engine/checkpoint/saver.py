@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from quintet.engine.agree import collect_survivors, run_on_all_or_raise
+from quintet.engine.agree import gathered, run_on_all_or_raise
 from quintet.engine.checkpoint.format import Entry, TensorFile, publish, write_json
 from quintet.engine.checkpoint.parts import Part
 from quintet.engine.checkpoint.staging import Staging
@@ -126,7 +126,7 @@ class Saver:
 def _begin(path: Path) -> _Names:
     """Make the directory on rank 0, and the names of this save. Collective."""
     run_on_all_or_raise(lambda: _make(path) if dist.get_rank() == 0 else None)
-    return collect_survivors(_NAMES, _Names(secrets.token_hex(16), secrets.token_hex(32)))[0]
+    return gathered(_NAMES, _Names(secrets.token_hex(16), secrets.token_hex(32)))[0]
 
 
 def _make(path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quintet.engine.agree import collect_survivors
+from quintet.engine.agree import gathered
 from quintet.engine.device import copy_all
 from quintet.engine.weights.shards import Shard
 from quintet.models.mcore import Box, box_sizes, meet, split, volume
@@ -94,7 +94,7 @@ def gather_holdings(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[
         {one.name for one in both if not one.trained},
         units_of(both),
     )
-    return collect_survivors(_HOLDINGS, mine)
+    return gathered(_HOLDINGS, mine)
 
 
 def units_of(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:

@@ -104,7 +104,7 @@ def release(engine: Any) -> None:
         vars(chunk).clear()
 
 
-def collect_survivors(told: list[Told], which: str = "held") -> dict[str, Tensor]:
+def gathered(told: list[Told], which: str = "held") -> dict[str, Tensor]:
     """Full tensors by key. Asserts that ranks that hold the same say the same, and that nothing is missing."""
     sizes: dict[str, list[int]] = {}
     pieces = [one for rank in told for one in getattr(rank, which)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.checkpoint.ranks import Told, collect_survivors, load_and_train, train_and_save
+from tests.engine.checkpoint.ranks import Told, gathered, load_and_train, train_and_save
 from tests.oracle.cases import Case
 from tests.oracle.models import save
 
@@ -80,12 +80,12 @@ def assert_resumes(pool, path: Path, where: Path, cases: list[Case]) -> None:
         for a, b in zip(before.held + before.at_end, after.held + after.at_end, strict=True):
             assert a[:2] == b[:2]
             assert torch.equal(a[2], b[2]), a[0]
-    wanted = collect_survivors(saved)
+    wanted = gathered(saved)
     # Cut into micro-batches and ranks otherwise, sums are rounded otherwise: in bf16 to 8 bits.
     slack = 1.0 if first.dtype == "fp32" else 2e4
     for case in cases[1:]:
         told = pool.run(load_and_train, case.ranks, case, path, where)
-        found = collect_survivors(told)
+        found = gathered(told)
         assert found.keys() == wanted.keys()
         for key, tensor in wanted.items():
             assert torch.equal(found[key], tensor), f"{case.name}: {key}"
@@ -115,9 +115,9 @@ def test_another_type(pool, models, tmp_path, dtypes):
     """Masters are fp32: what another type computes with is rounded from them, or is them."""
     path = save("qwen3", models / "qwen3")
     first = Case("qwen3", dtype=dtypes[0], dp=2, distributed_optimizer=True)
-    wanted = collect_survivors(pool.run(train_and_save, 2, first, path, tmp_path / "saved"))
+    wanted = gathered(pool.run(train_and_save, 2, first, path, tmp_path / "saved"))
     other = replace(first, dtype=dtypes[1], dp=1, tp=2)
-    found = collect_survivors(pool.run(load_and_train, 2, other, path, tmp_path / "saved"))
+    found = gathered(pool.run(load_and_train, 2, other, path, tmp_path / "saved"))
     master = "optimizer.state.fp32_param."
     for key, tensor in found.items():
         if key.startswith("optimizer.state.exp_avg"):

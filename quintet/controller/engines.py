@@ -1,0 +1,165 @@
+"""A rank's engines, one a role: the policy, a reference policy, a critic. They share the rank's device.
+
+A role that rests is offloaded as `engine.offload_*` says: what the recipe wants away is on the device for one role at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from quintet.controller.held_batches import HeldMiniBatch
+from quintet.engine import build
+from quintet.engine.engine import Engine
+from quintet.engine.mesh import Mesh
+from quintet.engine.offload import KINDS
+from quintet.engine.outputs import Loss, MiniBatchResult
+from quintet.engine.reference import AdapterReference
+from quintet.engine.weights.reshard import Resharder
+from quintet.models import ModelShape, trained_shape
+from quintet.models.weights_on_disk import VALUE_HEAD
+from quintet.recipe import schema
+from quintet.recipe.lora import lora_shape
+from quintet.recipe.roles import layout_of, optimizer_of, roles_of
+
+
+class Engines(Mapping[str, Engine | AdapterReference]):
+    """By role. command: what is not needed for it is not made; gradients, optimizer state and other roles cost memory."""
+
+    def __init__(
+        self, recipe: schema.Recipe, shape: ModelShape, model_dir: Path, command: str, dtype: str
+    ) -> None:
+        self._recipe, self._dtype, self._lora = recipe, dtype, lora_shape(recipe, shape)
+        self._shares = {kind: getattr(recipe.engine, f"offload_{kind}") for kind in KINDS}
+        self._due: set[str] = set()  # roles with gradients that no step was taken on yet
+        self._active = "policy"
+        trains = command in ("train", "sft")
+        self.policy = self._engine(shape, recipe.layout, model_dir, recipe.optimizer if trains else None)
+        self._roles: dict[str, Engine | AdapterReference] = {"policy": self.policy}
+        for role in roles_of(recipe) if command == "train" else ():
+            self._rest(self._active)
+            self._roles[role] = self._made(role, shape, model_dir)
+            self._active = role
+        self.use("policy")
+
+    def __getitem__(self, role: str) -> Engine | AdapterReference:
+        return self._roles[role]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._roles)
+
+    def __len__(self) -> int:
+        return len(self._roles)
+
+    def _made(self, role: str, shape: ModelShape, model_dir: Path) -> Engine | AdapterReference:
+        recipe = self._recipe
+        if role == "critic":
+            directory = recipe.critic.path or model_dir
+            value = (shape if recipe.critic.path is None else trained_shape(directory)).as_value_model()
+            return self._engine(value, layout_of(recipe, role), directory, optimizer_of(recipe, role))
+        if self._lora is not None:
+            return AdapterReference(self.policy)
+        return self._engine(shape, layout_of(recipe, role), model_dir, None)
+
+    def _engine(
+        self, shape: ModelShape, layout: schema.Layout, directory: Path, optimizer: schema.Optimizer | None
+    ) -> Engine:
+        recipe = self._recipe
+        engine = Engine(
+            shape, layout, engine=recipe.engine, optimizer=optimizer, dtype=self._dtype, lora=self._lora
+        )
+        adapters = recipe.lora.path if recipe.lora is not None and shape.head == "lm" else None
+        engine.load_hf(directory, adapters=adapters, seed=recipe.run.seed)
+        return engine
+
+    def mesh(self, role: str) -> Mesh:
+        """The mesh of a role's layout."""
+        return self._behind(role).mesh
+
+    # whose turn it is
+
+    def use(self, role: str) -> Engine | AdapterReference:
+        """The role's engine, on its device; the others leave it, as far as the recipe says. No collective."""
+        mine = self._behind(role)
+        for name in self._roles:
+            if self._behind(name) is not mine:
+                self._rest(name)
+        mine.reload()
+        self._active = role
+        return self._roles[role]
+
+    def offload(self, kinds: Sequence[str]) -> None:
+        """Take the recipe's shares of these kinds off the device, of all roles; of the policy nothing else is away. No
+        collective."""
+        if self._behind(self._active) is not self.policy:
+            self.use("policy")
+        for role in self._roles:
+            self._rest(role, kinds)
+
+    def _behind(self, role: str) -> Engine:
+        engine = self._roles[role]
+        return engine.engine if isinstance(engine, AdapterReference) else engine
+
+    def _rest(self, role: str, kinds: Sequence[str] = tuple(KINDS)) -> None:
+        engine = self._behind(role)
+        if isinstance(self._roles[role], AdapterReference):
+            return
+        kept = {"grads"} if role in self._due else set()
+        if not engine.trains:
+            kept |= {"grads", "optimizer"}
+        shares = {kind: self._shares[kind] for kind in kinds if kind not in kept}
+        if any(shares.values()):
+            engine.offload(**shares)
+
+    # training
+
+    def start_optimizer(self, role: str, optimizer: schema.Optimizer, total_steps: int) -> None:
+        """A fresh optimizer on the present weights. Collective. With the policy's, the reference policy becomes the present
+        policy; with the critic's, its trunk does, where it has no directory of its own."""
+        engine = self._trained(role)
+        self._due.discard(role)
+        if role == "critic" and self._recipe.critic.path is None:
+            _copy(self.policy, engine)
+        engine.start_optimizer(optimizer, total_steps)
+        if role == "policy" and "reference" in self._roles:
+            reference = self._roles["reference"]
+            if isinstance(reference, AdapterReference):
+                reference.copy_weights_from(engine)
+            else:
+                _copy(engine, reference)
+
+    def forward_backward(
+        self, role: str, mini: HeldMiniBatch, loss: Loss, temperature: float
+    ) -> MiniBatchResult | None:
+        """See `Engine.forward_backward`. Raises RuntimeError when the gradients of the mini-batch before had no step yet."""
+        if role in self._due:
+            raise RuntimeError(
+                f"{role}: forward_backward before optimizer_step. A mini-batch's gradients take the place of the last one's, which "
+                "no step was taken on; take one after each mini-batch, or make the mini-batch larger (train.mini_batches_per_step)"
+            )
+        result = self._trained(role).forward_backward(mini.batch, mini.cells, loss, temperature)
+        self._due.add(role)
+        return result
+
+    def optimizer_step(self, role: str) -> dict[str, float]:
+        """See `Engine.optimizer_step`. Raises RuntimeError where there are no gradients to take it on."""
+        if role not in self._due:
+            raise RuntimeError(
+                f"{role}: optimizer_step without forward_backward: there are no gradients that no step was taken on"
+            )
+        self._due.discard(role)
+        return self._trained(role).optimizer_step()
+
+    def _trained(self, role: str) -> Engine:
+        engine = self.use(role)
+        if not isinstance(engine, Engine) or not engine.trains:
+            raise RuntimeError(f"the {role} is not trained: it has no optimizer")
+        return engine
+
+
+def _copy(source: Engine, target: Engine) -> None:
+    """Bring over all weights but a value head, whatever the two layouts. Collective."""
+    source.reload()
+    target.reload()
+    targets = [one for one in target.shard_map() if one.name != VALUE_HEAD]
+    Resharder(source.shard_map(), targets, dtype=target.dtype, device=build.device()).run()

@@ -1,0 +1,173 @@
+"""Samples to the ranks that train on them: the plan from lengths alone, and what each rank gets, by reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quintet.algorithms.advantages import Scored
+from quintet.cluster import ray_compat
+from quintet.cluster.dispatch import megatron_compute
+from quintet.cluster.group import WorkerGroup
+from quintet.controller.batch_ref import BatchRef, Lease, MiniBatch, Placement, fresh_name
+from quintet.controller.messages import Assignment
+from quintet.controller.rollouts import Rollouts
+from quintet.controller.samples import Samples
+from quintet.data.batch import make_batch, select
+from quintet.data.prompts import Prompt
+from quintet.models import ModelShape
+from quintet.packing import Plan, alignment_of, plan_microbatches, split_evenly, target_counts
+from quintet.recipe import schema
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Of a mini-batch and a dp rank: references to its samples, and what to do with them."""
+
+    parts: list[Any]
+    assignment: Assignment
+
+
+class Scatterer:
+    """Plans and sends. placements: of all roles, each once."""
+
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        recipe: schema.Recipe,
+        shape: ModelShape,
+        placements: Sequence[Placement],
+    ) -> None:
+        self._workers, self._recipe, self._placements = workers, recipe, placements
+        self._dropped: list[str] = []
+        # Attention's cost next to the rest, per token of length: see `ModelShape.flops_per_token`.
+        self._quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (
+            2 * shape.flops_per_token(0.0)
+        )
+
+    def plan(self, lengths: list[int], placement: Placement) -> Plan:
+        """Assign samples of these lengths to a placement's ranks and micro-batches."""
+        layout = placement.layout
+        return plan_microbatches(
+            lengths,
+            dp=placement.dp,
+            budget=self._recipe.engine.tokens_per_microbatch_per_rank,
+            alignment=alignment_of(layout, layout.cp),
+            cp=layout.cp,
+            quadratic=self._quadratic,
+            multiple=layout.pp if layout.vpp > 1 else 1,
+            lockstep=(layout.etp or layout.tp) * layout.ep > layout.tp * layout.cp,  # experts span dp ranks
+        )
+
+    def samples(self, samples: Samples, rollouts: Rollouts) -> BatchRef:
+        """Send generated samples, which go straight from those that keep them. Mini-batches take whole groups."""
+        parts = split_evenly(len(samples.prompts), self._recipe.train.mini_batches_per_step)
+        chosen = [[i for i, g in enumerate(samples.groups) if g in part] for part in parts]
+        minis = [mini for mini in chosen if mini]
+        lengths = [one.tokens for one in samples.generated]
+        prompts = [one.tokens - one.response_tokens for one in samples.generated]
+        with_tokens = [i for i, one in enumerate(samples.generated) if one.kept is not None]
+        replayed = set(with_tokens[: self._recipe.mismatch.replay_samples_per_step])
+        scored = Scored(
+            torch.tensor([one.reward for one in samples.rewards] or [0.0] * len(lengths)),
+            torch.tensor(samples.groups),
+        )
+
+        def send(mini: list[int], plan: Plan, placement: Placement) -> list[_Sent]:
+            order = [
+                sorted((mini[i] for i in plan.samples_of(d)), key=samples.place.__getitem__)
+                for d in range(placement.dp)
+            ]
+            of_rollout = [
+                [
+                    [(kept.call, kept.at) for kept in map(samples.place.__getitem__, mine) if kept.rollout == r]
+                    for mine in order
+                ]
+                for r in range(rollouts.count)
+            ]
+            parts = rollouts.slice_samples(of_rollout)
+            return [
+                _Sent([part[d] for part, places in zip(parts, of_rollout, strict=True) if places[d]], one)
+                for d, one in enumerate(self._assignments(mini, plan, order, lengths, prompts, replayed))
+            ]
+
+        return self._scatter(minis, lengths, send, scored, self._recipe.algorithm.aggregation, samples)
+
+    def responses(self, prompts: Sequence[Prompt]) -> BatchRef:
+        """Send prompts with the responses to imitate, as one mini-batch."""
+        ids = [p.token_ids + p.response_ids for p in prompts]
+        lengths, prompt_lengths = [len(x) for x in ids], [len(p.token_ids) for p in prompts]
+        batch = make_batch(ids, prompt_lengths)
+
+        def send(mini: list[int], plan: Plan, placement: Placement) -> list[_Sent]:
+            order = [plan.samples_of(d) for d in range(placement.dp)]
+            made = self._assignments(mini, plan, order, lengths, prompt_lengths, set())
+            return [
+                _Sent([ray_compat.put(select(batch, mine))], one)
+                for mine, one in zip(order, made, strict=True)
+            ]
+
+        return self._scatter([list(range(len(ids)))], lengths, send, None, "token_mean", None)
+
+    def _assignments(
+        self,
+        mini: list[int],
+        plan: Plan,
+        order: list[list[int]],
+        lengths: list[int],
+        prompts: list[int],
+        replayed: set[int],
+    ) -> list[Assignment]:
+        """What each dp rank does with its samples of a mini-batch, which arrive in `order`."""
+        targets = target_counts([lengths[i] for i in mini], [prompts[i] for i in mini])
+        at = {number: position for position, number in enumerate(mini)}
+        return [
+            Assignment(
+                plan.local(d, [at[number] for number in mine]),
+                mine,
+                targets,
+                len(mini),
+                {number: k for k, number in enumerate(mine) if number in replayed},
+            )
+            for d, mine in enumerate(order)
+        ]
+
+    def _scatter(
+        self,
+        minis: list[list[int]],
+        lengths: list[int],
+        send: Any,
+        scored: Scored | None,
+        aggregation: str,
+        samples: Samples | None,
+    ) -> BatchRef:
+        name, forget = fresh_name(), list(self._dropped)
+        holders: dict[str, list[int]] = {}
+        rounds: list[dict[str, int]] = [{} for _ in minis]
+        for placement in self._placements if samples is not None else self._placements[:1]:
+            plans = [self.plan([lengths[i] for i in mini], placement) for mini in minis]
+            sent = [send(mini, plan, placement) for mini, plan in zip(minis, plans, strict=True)]
+            ranks = range(placement.dp)
+            self._workers.call(
+                "receive",
+                [[mini[d].parts for mini in sent] for d in ranks],
+                [[mini[d].assignment for mini in sent] for d in ranks],
+                batch=name,
+                placement=placement.name,
+                forget=forget,
+                scored=scored,
+                aggregation=aggregation,
+                dispatch=megatron_compute,
+                coords=placement.coords,
+                phase="scatter",
+            )
+            found = {n: d for mini in sent for d in ranks for n in mini[d].assignment.numbers}
+            holders[placement.name] = [found[n] for n in range(len(lengths))]
+            for number, plan in enumerate(plans):
+                rounds[number][placement.name] = len(plan.rounds)
+        del self._dropped[: len(forget)]
+        parts = tuple(MiniBatch(name, n, len(minis), of) for n, of in enumerate(rounds))
+        return BatchRef(name, parts, holders, Lease(name, self._dropped), samples)

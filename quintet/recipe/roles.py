@@ -1,0 +1,25 @@
+"""Which roles a recipe has beside the policy, and what each of them is: its layout, its optimizer."""
+
+from __future__ import annotations
+
+from quintet.recipe.schema import Layout, Optimizer, Recipe
+
+
+def roles_of(recipe: Recipe) -> tuple[str, ...]:
+    """Roles that `quintet train` needs beside the policy, in the order in which they are made."""
+    algorithm = recipe.algorithm
+    return (
+        *(("reference",) if algorithm.kl_coef > 0 else ()),
+        *(("critic",) if algorithm.name == "ppo" else ()),
+    )
+
+
+def layout_of(recipe: Recipe, role: str) -> Layout:
+    """A role's layout: its own, or the policy's."""
+    own = {"reference": recipe.reference.layout, "critic": recipe.critic.layout}.get(role)
+    return own or recipe.layout
+
+
+def optimizer_of(recipe: Recipe, role: str) -> Optimizer:
+    """A trained role's optimizer: its own, or the policy's."""
+    return (recipe.critic.optimizer if role == "critic" else None) or recipe.optimizer

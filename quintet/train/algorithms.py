@@ -1,0 +1,145 @@
+"""The algorithms of reinforcement learning, as data: what tells GRPO, DAPO and PPO apart, and nothing of the loop they share.
+
+GRPO: Shao et al. 2024, https://arxiv.org/abs/2402.03300. DAPO: Yu et al. 2025, https://arxiv.org/abs/2503.14476. PPO: Schulman et al.
+2017, https://arxiv.org/abs/1707.06347, with generalized advantage estimation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from quintet.algorithms.advantages import Advantages
+from quintet.controller.batch_ref import BatchRef, Fields
+from quintet.controller.objective import Objective, ValueObjective, policy_objective, value_objective
+from quintet.controller.roles import Role
+from quintet.controller.samples import Samples
+from quintet.recipe.roles import optimizer_of
+from quintet.recipe.schema import Optimizer, Recipe
+from quintet.train.source import Source
+
+Update = tuple[Role, Objective | ValueObjective]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A field that a role makes of a batch: log-probs, or values. to: roles whose ranks need it besides."""
+
+    field: str
+    role: Role
+    temperature: float = 1.0
+    to: tuple[Role, ...] = ()
+
+    def __call__(self, batch: BatchRef) -> Fields:
+        """Score the batch."""
+        return self.role.forward(batch, self.field, self.temperature, self.to)
+
+
+@dataclass(frozen=True)
+class MakeAdvantages:
+    """Advantages, made on a role's ranks. to: by field, a role whose ranks need it besides."""
+
+    role: Role
+    function: Advantages
+    to: Mapping[str, Role] = field(default_factory=dict)
+
+    def __call__(self, batch: BatchRef) -> Fields:
+        """Make them."""
+        return self.role.advantages(batch, self.function, dict(self.to))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A role that learns: its objective, its optimizer, and from which step on. steps: of the run in which it learns."""
+
+    role: Role
+    objective: Objective | ValueObjective
+    optimizer: Optimizer
+    steps: int
+    first_step: int = 1
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How groups are selected, which scores are needed, which advantage, which updates, in this order."""
+
+    select: Callable[[Samples, Source], Samples]
+    scores: tuple[Score, ...]
+    advantages: MakeAdvantages
+    trained: tuple[Trained, ...]
+
+    def updates(self, step: int) -> list[Update]:
+        """The roles that take an optimizer step on each mini-batch of this step."""
+        return [(one.role, one.objective) for one in self.trained if step >= one.first_step]
+
+
+def as_they_came(samples: Samples, source: Source) -> Samples:
+    """All groups, whatever they teach."""
+    return samples
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Groups with a signal alone, and others generated in place of those without, so many times at most (DAPO's dynamic
+    sampling). Where too few are found a step is filled up with groups without signal: its size is the same every time."""
+
+    most: int
+
+    def __call__(self, samples: Samples, source: Source) -> Samples:
+        """Generate more until there are enough."""
+        wanted = len(samples.prompts)
+        found = samples.groups_with_signal()
+        for _ in range(self.most):
+            if len(found) >= wanted:
+                break
+            samples = samples + source.more(wanted - len(found))
+            found = samples.groups_with_signal()
+        idle = [group for group in range(len(samples.prompts)) if group not in set(found)]
+        source.tell("dapo/generated_groups", float(len(samples.prompts)))
+        source.tell("dapo/groups_with_signal", float(min(len(found), wanted)))
+        return samples.select((found + idle)[:wanted])
+
+
+def algorithm_of(recipe: Recipe, roles: Mapping[str, Role]) -> Algorithm:
+    """The algorithm that a recipe asks for, with the roles that take part."""
+    wanted, policy = recipe.algorithm, roles["policy"]
+    temperature, steps = recipe.rollout.temperature or 1.0, recipe.train.steps
+    critic = roles.get("critic")
+    in_reward = wanted.kl_coef > 0 and wanted.kl_in == "reward"
+    scores = []
+    if recipe.train.mini_batches_per_step > 1 or in_reward:
+        scores.append(Score("old_logprobs", policy, temperature))
+    if "reference" in roles:
+        scores.append(Score("ref_logprobs", roles["reference"], temperature, (policy,)))
+    objective = policy_objective(wanted, recipe.mismatch, temperature)
+    if critic is None:
+        normalize = {"normalize_by_std": wanted.normalize_by_std}
+        return Algorithm(
+            Refill(wanted.max_refills) if wanted.name == "dapo" else as_they_came,
+            tuple(scores),
+            MakeAdvantages(policy, Advantages("group", normalize)),
+            (Trained(policy, objective, recipe.optimizer, steps),),
+        )
+    scores.append(Score("old_values", critic, to=(policy,)))
+    settings = {"gamma": wanted.gamma, "lam": wanted.gae_lambda}
+    if in_reward:
+        settings |= {"kl_coef": wanted.kl_coef}
+    kl_reads = ("old_logprobs", "ref_logprobs") if in_reward else ()
+    gae = Advantages(
+        "gae",
+        settings | ({"kl_estimator": wanted.kl_estimator} if in_reward else {}),
+        reads=("old_values", *kl_reads),
+        writes=("advantages", "returns"),
+        per_token=("advantages", "returns"),
+    )
+    warmup = recipe.critic.warmup_steps
+    values = value_objective(recipe.critic.value_clip)
+    return Algorithm(
+        as_they_came,
+        tuple(scores),
+        MakeAdvantages(policy, gae, {"returns": critic}),
+        (
+            Trained(critic, values, optimizer_of(recipe, "critic"), steps),
+            Trained(policy, objective, recipe.optimizer, steps - warmup, warmup + 1),
+        ),
+    )

@@ -1,0 +1,67 @@
+"""Where a step's samples come from: prompts in order, responses to them, and what these are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from quintet.controller.samples import Samples
+from quintet.data.stream import PromptStream
+from quintet.rewards.overlong import overlong_penalty
+from quintet.train.steps import Step
+
+if TYPE_CHECKING:
+    from quintet.train.session import Session
+
+
+class Source:
+    """Of one run. The order of prompts, and with it all else, follows from the seed and the steps taken."""
+
+    def __init__(self, s: Session, stream: PromptStream) -> None:
+        self._s, self.stream = s, stream
+        self._step: Step | None = None
+        self._taken = 0
+
+    @contextmanager
+    def awake(self, step: Step) -> Iterator[None]:
+        """Rollouts are awake for what a step takes: see `Controller.generating`."""
+        self._step, self._taken = step, 0
+        with self._s.observer.phase("generate"), self._s.controller.generating():
+            yield
+
+    def take(self) -> Samples:
+        """The step's prompts, responses to them, and their rewards."""
+        return self.more(self._s.recipe.train.prompts_per_step)
+
+    def more(self, prompts: int) -> Samples:
+        """The same for this many prompts more."""
+        s, step = self._s, self._step
+        assert step is not None
+        assert s.inputs.reward is not None
+        seed = f"{s.recipe.run.seed}/train/{step.number}" + (f"/{self._taken}" if self._taken else "")
+        self._taken += 1
+        chosen = self.stream.take(prompts)
+        samples = s.controller.generate(chosen, s.sampling(), s.recipe.rollout.samples_per_prompt, seed)
+        with s.observer.phase("reward"):
+            s.controller.reward(samples, s.inputs.reward)
+            self._shape(samples)
+        return samples
+
+    def tell(self, metric: str, value: float) -> None:
+        """A metric of the step."""
+        assert self._step is not None
+        self._step.metrics[metric] = value
+
+    def _shape(self, samples: Samples) -> None:
+        """Take off what the recipe takes off long responses."""
+        reward, longest = self._s.recipe.reward, self._s.recipe.rollout.max_response_tokens
+        if reward.overlong_tokens is None:
+            return
+        for i, (made, scored) in enumerate(zip(samples.generated, samples.rewards, strict=True)):
+            lost = overlong_penalty(made.response_tokens, longest, reward.overlong_tokens)
+            off = lost * reward.overlong_penalty
+            samples.rewards[i] = replace(
+                scored, reward=scored.reward - off, metrics={**scored.metrics, "overlong_penalty": off}
+            )

@@ -1,0 +1,49 @@
+"""What one step came to, as it is collected while the step is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quintet.algorithms.aggregation import Tally
+from quintet.controller.messages import MiniBatchTold, OptimizerTold, Trained
+from quintet.controller.samples import Samples
+
+
+@dataclass
+class Update:
+    """What a role's optimizer steps on one step's samples came to: the loss is the mean over mini-batches, norm and rate are the
+    last's."""
+
+    tally: Tally = field(default_factory=Tally)
+    losses: list[float] = field(default_factory=list)
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    replayed: dict[int, Trained] = field(default_factory=dict)
+    """The step's first samples as they were trained on, by number."""
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses) / len(self.losses)
+
+    def add(self, told: Sequence[MiniBatchTold], stepped: OptimizerTold) -> None:
+        """Count a mini-batch."""
+        self.losses.append(sum(one.loss for one in told))
+        self.tally.merge(one.tally for one in told)
+        self.grad_norm, self.lr = stepped.grad_norm, stepped.lr
+        for one in told:
+            self.replayed |= one.replayed
+
+
+@dataclass
+class Step:
+    """One step under way. metrics: what is told of it besides."""
+
+    number: int
+    samples: Samples | None = None
+    updates: dict[str, Update] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, role: str, told: Sequence[MiniBatchTold], stepped: OptimizerTold) -> None:
+        """Count what a role's optimizer step on a mini-batch came to."""
+        self.updates.setdefault(role, Update()).add(told, stepped)
