@@ -118,6 +118,18 @@ def group_advantages(
     return {"advantages": grpo_advantages(scored.rewards, scored.groups, normalize_by_std)[numbers]}
 
 
+@register_advantages("reward")
+def reward_advantages(
+    fields: Mapping[str, Tensor],
+    sample_ids: Tensor,
+    numbers: Tensor,
+    scored: Scored,
+    total: Callable[[Tensor], Tensor],
+) -> dict[str, Tensor]:
+    """The reward itself, with no baseline (REINFORCE; Williams 1992)."""
+    return {"advantages": scored.rewards[numbers].float()}
+
+
 @register_advantages("gae")
 def value_advantages(
     fields: Mapping[str, Tensor],

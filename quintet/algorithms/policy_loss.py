@@ -100,17 +100,19 @@ def clipped_loss(
 ) -> TokenLoss:
     """`policy_loss` plus, when `kl_coef` is above 0, that much of the KL to the reference policy.
 
-    Reads the fields `old_logprobs`, `advantages`, `loss_mask`, and `ref_logprobs` with a KL; each [tokens].
+    Reads the fields `old_logprobs`, `advantages`, `loss_mask`, and `ref_logprobs` with a KL; each [tokens]. Where these are there
+    and the weight is 0, the KL is told (`ref_kl`), and no more.
     """
     mask = fields["loss_mask"]
     loss = policy_loss(logprobs, fields["old_logprobs"], fields["advantages"], mask, clip_low, clip_high)
-    if kl_coef == 0.0:
+    if kl_coef == 0.0 and "ref_logprobs" not in fields:
         return loss
     on = mask > 0
     divergence = kl(
         torch.where(on, logprobs, 0.0), torch.where(on, fields["ref_logprobs"], 0.0), kl_estimator
     )
-    return TokenLoss(loss.per_token + kl_coef * divergence, {**loss.stats, "ref_kl": divergence.detach()})
+    per_token = loss.per_token + kl_coef * divergence if kl_coef else loss.per_token
+    return TokenLoss(per_token, {**loss.stats, "ref_kl": divergence.detach()})
 
 
 @register_loss("sft")

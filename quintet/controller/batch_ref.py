@@ -85,7 +85,9 @@ class BatchRef:
     def __or__(self, made: Fields) -> BatchRef:
         """The same batch, with what its ranks hold besides now."""
         if made.batch != self.name:
-            raise ValueError(f"fields {', '.join(made.held)} are of the batch {made.batch}, not of {self.name}")
+            raise ValueError(
+                f"fields {', '.join(made.held)} are of the batch {made.batch}, not of {self.name}"
+            )
         both = {
             name: self.fields.get(name, frozenset()) | made.held.get(name, frozenset())
             for name in self.fields.keys() | made.held.keys()

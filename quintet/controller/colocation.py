@@ -75,7 +75,9 @@ class DeviceHandover:
         self._policy, self._rollouts, self._phase, self._log = policy, rollouts, phase, log
         self._level = sleep_level(recipe)
         self._shares = {kind: getattr(recipe.engine, f"offload_{kind}") for kind in TRAINING}
-        self._several = bool(roles_of(recipe))  # then another one than the policy may be there, and the policy not
+        self._several = bool(
+            roles_of(recipe)
+        )  # then another one than the policy may be there, and the policy not
         self._weights_stale = True
         self._awake = not rollouts.colocated
         self._began = time.monotonic()
@@ -176,7 +178,9 @@ class DeviceHandover:
         if not self._rollouts.colocated:
             return
         kinds = tuple(kind for kind in kinds if self._shares[kind])
-        if kinds or self._several or self._rollouts.apart:  # other processes get what torch holds without need
+        if (
+            kinds or self._several or self._rollouts.apart
+        ):  # other processes get what torch holds without need
             self._policy.call("offload", kinds, phase="offload")
         if kinds:
             self._log_event(f"training state left: {', '.join(kinds)}")

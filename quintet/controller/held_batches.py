@@ -141,5 +141,3 @@ def _nothing() -> Batch:
     empty = make_batch([], torch.empty(0, dtype=torch.int64))
     set_tokens(empty, "rollout_logprobs", torch.empty(0))
     return empty
-
-

@@ -72,7 +72,7 @@ class Scatterer:
         with_tokens = [i for i, one in enumerate(samples.generated) if one.kept is not None]
         replayed = set(with_tokens[: self._recipe.mismatch.replay_samples_per_step])
         scored = Scored(
-            torch.tensor([one.reward for one in samples.rewards] or [0.0] * len(lengths)),
+            torch.tensor([one.worth for one in samples.rewards] or [0.0] * len(lengths)),
             torch.tensor(samples.groups),
         )
 
@@ -83,7 +83,11 @@ class Scatterer:
             ]
             of_rollout = [
                 [
-                    [(kept.call, kept.at) for kept in map(samples.place.__getitem__, mine) if kept.rollout == r]
+                    [
+                        (kept.call, kept.at)
+                        for kept in map(samples.place.__getitem__, mine)
+                        if kept.rollout == r
+                    ]
                     for mine in order
                 ]
                 for r in range(rollouts.count)

@@ -120,7 +120,9 @@ class PolicyWorker(Worker):
         """Cut what this rank keeps: see `SampleStore.slice_for`."""
         return self.samples.slice_for(chosen)
 
-    def scatter_backup(self, samples: dict[str, list[Batch]], chosen: list[list[KeptPlace]]) -> tuple[Any, ...]:
+    def scatter_backup(
+        self, samples: dict[str, list[Batch]], chosen: list[list[KeptPlace]]
+    ) -> tuple[Any, ...]:
         """Cut samples whose keeper died, from the copies that it left, by call."""
         return None, *cut({call: one for call, (one,) in samples.items()}, chosen)
 
@@ -171,7 +173,9 @@ class PolicyWorker(Worker):
         found = self.batches[batch, placement].told(fields) if tells else {}
         return None, *({n: found[n] for n in numbers if n in found} for numbers in wanted)
 
-    def take_fields(self, parts: list[SampleFields], *, batch: str, placement: str, fields: list[str]) -> None:
+    def take_fields(
+        self, parts: list[SampleFields], *, batch: str, placement: str, fields: list[str]
+    ) -> None:
         """Set fields to what the ranks of another layout told."""
         self.batches[batch, placement].take(parts, fields)
 

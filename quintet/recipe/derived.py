@@ -8,7 +8,11 @@ from quintet.recipe.schema import Optimizer, Recipe
 def optimizers(recipe: Recipe) -> dict[str, Optimizer]:
     """The optimizer sections of a recipe, by key."""
     found = {"optimizer": recipe.optimizer}
-    return found if recipe.sft is None else found | {"sft.optimizer": recipe.sft.optimizer}
+    if recipe.sft is not None:
+        found["sft.optimizer"] = recipe.sft.optimizer
+    if recipe.critic.optimizer is not None:
+        found["critic.optimizer"] = recipe.critic.optimizer
+    return found
 
 
 def expert_tp(recipe: Recipe) -> int:

@@ -48,7 +48,7 @@ def any_optimizer(is_on: Callable[[Optimizer], bool]) -> IsOn:
 
 def of_optimizers(name: str) -> tuple[str, ...]:
     """The keys of this name in all optimizer sections."""
-    return f"optimizer.{name}", f"sft.optimizer.{name}"
+    return f"optimizer.{name}", f"sft.optimizer.{name}", f"critic.optimizer.{name}"
 
 
 _ENGINE = [
@@ -233,6 +233,13 @@ _LOOP = [
         "a reference policy",
         ("algorithm.kl_coef",),
         lambda r, s: r.algorithm.kl_coef > 0,
+        engine=False,
+    ),
+    Feature(
+        "critic",
+        "a critic",
+        ("algorithm.name",),
+        lambda r, s: r.algorithm.name == "ppo",
         engine=False,
     ),
 ]

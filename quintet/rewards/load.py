@@ -31,6 +31,13 @@ class RewardResult:
     """What else the function returned, by name, such as `well_formed`."""
     timed_out: bool = False
     """Whether the reward is 0 because scoring took too long."""
+    penalty: float = 0.0
+    """What a long response loses of it (`reward.overlong_tokens`)."""
+
+    @property
+    def worth(self) -> float:
+        """What is learnt from: the reward less the penalty."""
+        return self.reward - self.penalty
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,7 @@ def reinforce(s: Session) -> None:
     """The loop, over the steps that are left."""
     assert s.inputs.train is not None
     algorithm = algorithm_of(s.recipe, s.controller.roles)
-    source = Source(
-        s, PromptStream(s.inputs.train, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle)
-    )
+    source = Source(s, PromptStream(s.inputs.train, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle))
     for one in algorithm.trained:
         steps = max(one.steps, 0) * s.recipe.train.mini_batches_per_step
         s.controller.start_optimizer(one.optimizer, steps, one.role.name)

@@ -62,6 +62,5 @@ class Source:
         for i, (made, scored) in enumerate(zip(samples.generated, samples.rewards, strict=True)):
             lost = overlong_penalty(made.response_tokens, longest, reward.overlong_tokens)
             off = lost * reward.overlong_penalty
-            samples.rewards[i] = replace(
-                scored, reward=scored.reward - off, metrics={**scored.metrics, "overlong_penalty": off}
-            )
+            metrics = {**scored.metrics, "overlong_penalty": off}
+            samples.rewards[i] = replace(scored, penalty=off, metrics=metrics)

@@ -231,7 +231,7 @@ def test_registry() -> None:
     e = example([(1, 2)], 0)
     sft = pickle.loads(pickle.dumps(load_loss("sft")))
     assert sft(e["logprobs"], e).per_token.tolist() == [0.0, *(-e["logprobs"][1:]).tolist()]
-    with pytest.raises(ValueError, match="known: grpo, sft"):
+    with pytest.raises(ValueError, match="known: clipped, sft"):
         load_loss("nope")
     with pytest.raises(ValueError, match="already registered"):
         register_loss("sft")(lambda logprobs, fields: None)

@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from quintet.algorithms.advantages import Advantages
 from quintet.cluster.cluster import Cluster
+from quintet.controller.batch_ref import BatchRef
 from quintet.controller.controller import Controller
-from quintet.controller.objective import policy_objective, sft_objective
+from quintet.controller.objective import Objective, policy_objective, sft_objective
 from quintet.data.prompts import Prompt
 from quintet.data.tokenizer import build_char_tokenizer
 from quintet.engine.weights.random_model import write_fresh_model
 from quintet.models import trained_shape
 from quintet.recipe import schema
+from quintet.rewards.load import RewardResult
 from quintet.rollout import Sampling
+from quintet.train.steps import Update
 
 
 @pytest.fixture
@@ -48,23 +52,34 @@ def test_what_ranks_tell_adds_up(ray_cluster: Cluster, model_dir: Path) -> None:
             sampling = Sampling(max_response_tokens=6)
             samples = controller.generate([prompt(n, []) for n in range(3)], sampling, 2, "seed")
         advantages = torch.arange(6) - 2.0
-        controller.scatter(samples, advantages)
-        controller.score_samples(1.0, old=True)
-        told = controller.replayed()
+        samples.rewards = [RewardResult(float(one), {}) for one in advantages]
+        policy = controller.policy
+        batch = controller.scatter(samples)
+        batch = batch | policy.forward(batch, "old_logprobs")
+        told = controller.replayed(batch)
         assert set(told) == {0, 1, 2}
         ids = [one.ids for one in told.values()]
         again = controller.logprobs(ids, [one.prompt_tokens for one in told.values()], 1.0)
         for one, logprobs in zip(told.values(), again, strict=True):
             torch.testing.assert_close(torch.tensor(one.old_logprobs), logprobs)
             torch.testing.assert_close(torch.tensor(one.rollout_logprobs), logprobs, rtol=1e-3, atol=1e-3)
-        result = controller.update(policy_objective(recipe.algorithm, recipe.mismatch))
+        batch = batch | policy.advantages(batch, Advantages("reward", {}))
+        result = trained(controller, batch, policy_objective(recipe.algorithm, recipe.mismatch))
         assert set(result.replayed) == {0, 1, 2}
         lengths = torch.tensor([one.response_tokens for one in samples.generated])
         # The first step's ratios are 1: the loss is the mean advantage, of tokens.
         assert result.loss == pytest.approx(-float((advantages * lengths).sum() / lengths.sum()), rel=1e-4)
 
         imitated = [prompt(n, [6, 7, 8, 9][: n + 1]) for n in range(4)]
-        controller.send_sft_batch(imitated)
+        batch = controller.scatter_responses(imitated)
         texts = [one.token_ids + one.response_ids for one in imitated]
         expected = -torch.cat(controller.logprobs(texts, [3] * 4, 1.0)).mean()
-        assert controller.update(sft_objective()).loss == pytest.approx(float(expected), rel=1e-4)
+        assert trained(controller, batch, sft_objective()).loss == pytest.approx(float(expected), rel=1e-4)
+
+
+def trained(controller: Controller, batch: BatchRef, objective: Objective) -> Update:
+    result = Update()
+    for mini in batch.minibatches:
+        told = controller.policy.forward_backward(mini, objective)
+        result.add(told, controller.policy.optimizer_step())
+    return result

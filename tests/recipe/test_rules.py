@@ -53,6 +53,56 @@ BROKEN = [
     ),
     ("built_model_is_sound", ["model.build.head_dim=7"], ["head_dim=7 is odd"]),
     ("chat_template_exists", ["model.chat_template=chat.jinja"], ["there is no file chat.jinja"]),
+    *(
+        ("algorithm_reads_its_keys", [one], [one.partition("=")[0], of])
+        for one, of in (
+            ("algorithm.gamma=0.9", "is read by algorithm.name=ppo, and it is grpo"),
+            ("algorithm.kl_in=reward", "is read by algorithm.name=ppo"),
+            ("algorithm.max_refills=9", "is read by algorithm.name=dapo"),
+            ("critic.warmup_steps=2", "algorithm.name=grpo has no critic"),
+            ("critic.layout={tp: 2}", "algorithm.name=grpo has no critic"),
+            ("reference.layout={tp: 2}", "not read while algorithm.kl_coef=0"),
+        )
+    ),
+    (
+        "algorithm_reads_its_keys",
+        ["algorithm.name=ppo", "algorithm.normalize_by_std=false"],
+        ["algorithm.normalize_by_std is of groups"],
+    ),
+    (
+        "roles_layouts_are_layouts",
+        ["algorithm.name=ppo", "cluster.ranks=2", "critic.layout={tp: 4}"],
+        ["cluster.ranks=2 is not divisible by critic.layout.tp × pp × cp = 4 × 1 × 1 = 4"],
+    ),
+    (
+        "roles_layouts_are_layouts",
+        ["algorithm.name=ppo", "critic.layout={sp: true}"],
+        ["critic.layout.sp=true needs critic.layout.tp > 1"],
+    ),
+    (
+        "roles_layouts_are_layouts",
+        ["algorithm.kl_coef=0.1", "lora.rank=4", "cluster.ranks=2", "reference.layout={tp: 2}"],
+        ["reference.layout does not go with lora"],
+    ),
+    (
+        "roles_layouts_are_layouts",
+        [
+            *("algorithm.name=ppo", "cluster.ranks=2", "layout.tp=2", "critic.layout={tp: 1}"),
+            *("train.prompts_per_step=1", "rollout.samples_per_prompt=1"),
+        ],
+        ["a mini-batch of 1 samples is smaller than the 2 data-parallel ranks of critic.layout"],
+    ),
+    (
+        "critic_warms_up_within_the_run",
+        ["algorithm.name=ppo", "critic.warmup_steps=100", "train.steps=100"],
+        ["leaves the policy no step of train.steps=100"],
+    ),
+    ("overlong_fits", ["reward.overlong_penalty=2"], ["not read while reward.overlong_tokens is null"]),
+    (
+        "overlong_fits",
+        ["reward.overlong_tokens=100000"],
+        ["reward.overlong_tokens=100000 is more than rollout.max_response_tokens"],
+    ),
     (
         "samples_fit_a_microbatch",
         ["engine.tokens_per_microbatch_per_rank=256"],

@@ -11,6 +11,7 @@ from quintet.errors import UserError
 from quintet.models.family import trained_shape
 from quintet.models.shape import ModelShape
 from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in this order)
+    algorithm,
     batches,
     data,
     engine,

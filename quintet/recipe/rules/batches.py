@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quintet.recipe.capacity import overflow
+from quintet.recipe.derived import optimizers
 from quintet.recipe.rules.facts import Facts, Problem, rule
-from quintet.recipe.schema import Recipe
+from quintet.recipe.schema import Optimizer
 
 
 @rule
@@ -33,25 +34,25 @@ def samples_fit_a_microbatch(facts: Facts) -> Iterator[Problem]:
 
 @rule
 def groups_have_a_contrast(facts: Facts) -> Iterator[Problem]:
-    """GRPO compares the samples of one prompt, so there are at least two and they differ."""
-    rollout = facts.recipe.rollout
-    if facts.command != "train" or facts.recipe.algorithm.name != "grpo":
+    """GRPO and DAPO compare the samples of one prompt, so there are at least two and they differ."""
+    rollout, name = facts.recipe.rollout, facts.recipe.algorithm.name
+    if facts.command != "train" or name == "ppo":
         return
     if rollout.samples_per_prompt < 2:
         yield Problem(
             ("rollout.samples_per_prompt",),
-            "rollout.samples_per_prompt=1: grpo compares the samples of one prompt and needs at least 2",
+            f"rollout.samples_per_prompt=1: {name} compares the samples of one prompt and needs at least 2",
         )
     if rollout.temperature == 0:
         yield Problem(
             ("rollout.temperature",),
-            "rollout.temperature=0: greedy samples of one prompt are all the same, so grpo learns nothing; use 1.0",
+            f"rollout.temperature=0: greedy samples of one prompt are all the same, so {name} learns nothing; use 1.0",
         )
     for key, leaves_one in {"top_k": rollout.top_k == 1, "min_p": rollout.min_p == 1}.items():
         if leaves_one:
             yield Problem(
                 (f"rollout.{key}",),
-                f"rollout.{key}=1 leaves the likeliest token alone, so samples of one prompt are all the same, and grpo learns "
+                f"rollout.{key}=1 leaves the likeliest token alone, so samples of one prompt are all the same, and {name} learns "
                 f"nothing; use {'more' if key == 'top_k' else 'less'}, or remove it",
             )
 
@@ -110,13 +111,18 @@ def kl_is_weighted(facts: Facts) -> Iterator[Problem]:
 def schedules_are_whole(facts: Facts) -> Iterator[Problem]:
     """A schedule has the keys it reads and no others, and its parts fit in the run."""
     recipe = facts.recipe
-    yield from _schedule(recipe, "optimizer", recipe.train.steps * recipe.train.mini_batches_per_step)
-    if recipe.sft is not None:
-        yield from _schedule(recipe, "sft.optimizer", recipe.sft.steps)
+    steps, minis = recipe.train.steps, recipe.train.mini_batches_per_step
+    alone = recipe.critic.warmup_steps if recipe.algorithm.name == "ppo" else 0
+    taken = {"optimizer": max(steps - alone, 0) * minis, "critic.optimizer": steps * minis}
+    for section, optimizer in optimizers(recipe).items():
+        if section == "sft.optimizer":
+            assert recipe.sft is not None
+            yield from _schedule(optimizer, section, recipe.sft.steps)
+        else:
+            yield from _schedule(optimizer, section, taken[section])
 
 
-def _schedule(recipe: Recipe, section: str, steps: int) -> Iterator[Problem]:
-    optimizer = recipe.optimizer if section == "optimizer" else recipe.sft.optimizer  # type: ignore[union-attr]
+def _schedule(optimizer: Optimizer, section: str, steps: int) -> Iterator[Problem]:
     decay = f"{section}.decay_steps"
     if optimizer.schedule == "constant":
         for name, given in (("decay_steps", optimizer.decay_steps), ("min_lr_ratio", optimizer.min_lr_ratio)):

@@ -1,0 +1,129 @@
+"""Rules of algorithms and roles: no key is set that the algorithm does not read, and every role has a layout that fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from quintet.recipe.derived import data_parallel
+from quintet.recipe.roles import layout_of, roles_of
+from quintet.recipe.rules.batches import samples_fit_a_microbatch as _FITS
+from quintet.recipe.rules.facts import RULES, Facts, Problem, rule
+from quintet.recipe.schema import Critic, Recipe, Reference, Section
+
+_LAYOUT = re.compile(r"(?<![.\w])layout\.")
+
+_OF_ALGORITHM = {
+    "ppo": ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.kl_in"),
+    "dapo": ("algorithm.max_refills",),
+}
+_NOT_OF_PPO = ("algorithm.normalize_by_std",)
+
+
+@rule
+def algorithm_reads_its_keys(facts: Facts) -> Iterator[Problem]:
+    """A key that another algorithm reads is an error."""
+    recipe, name = facts.recipe, facts.recipe.algorithm.name
+    for other, keys in _OF_ALGORITHM.items():
+        if other != name:
+            for key in filter(lambda key: _differs(recipe, key), keys):
+                yield Problem(
+                    (key, "algorithm.name"),
+                    f"{key} is read by algorithm.name={other}, and it is {name}; remove it, or use {other}",
+                )
+    if name == "ppo":
+        for key in filter(lambda key: _differs(recipe, key), _NOT_OF_PPO):
+            yield Problem(
+                (key, "algorithm.name"),
+                f"{key} is of groups, which algorithm.name=ppo does not compare; remove it",
+            )
+    for section in ("critic",) if name != "ppo" else ():
+        if getattr(recipe, section) != type(getattr(recipe, section))():
+            yield Problem(
+                (section, "algorithm.name"),
+                f"algorithm.name={name} has no critic: the section critic is read by ppo; remove it, or use ppo",
+            )
+    if recipe.reference.layout is not None and recipe.algorithm.kl_coef == 0:
+        yield Problem(
+            ("reference.layout", "algorithm.kl_coef"),
+            "reference.layout is not read while algorithm.kl_coef=0, which has no reference policy; remove it, or set "
+            "algorithm.kl_coef",
+        )
+
+
+def _differs(recipe: Recipe, key: str) -> bool:
+    """Whether a key is not at its default, which may be written out, as the resolved recipe does."""
+    section: Section = recipe
+    *path, name = key.split(".")
+    for part in path:
+        section = getattr(section, part)
+    return bool(getattr(section, name) != type(section).model_fields[name].default)
+
+
+@rule
+def roles_layouts_are_layouts(facts: Facts) -> Iterator[Problem]:
+    """A role's own layout is held to every rule of layout.*, and adapters' reference policy is the policy's own model."""
+    recipe = facts.recipe
+    for role in roles_of(recipe) if facts.command == "train" else ():
+        layout, key = layout_of(recipe, role), f"{role}.layout"
+        if layout is recipe.layout:
+            continue
+        if role == "reference" and recipe.lora is not None:
+            yield Problem(
+                (key, "lora"),
+                "reference.layout does not go with lora: the reference policy is the policy's own model without its adapters; "
+                "remove reference.layout",
+            )
+        own = recipe.model_copy(update={"layout": layout, "reference": Reference(), "critic": Critic()})
+        # As if it were all there is: what the rollout needs of a layout is not asked of this one.
+        alone = Facts(own, "sft", facts.shape)
+        for one in RULES:
+            if one.__module__.rpartition(".")[2] not in ("layout", "experts") and one is not _FITS:
+                continue
+            for problem in one(alone):
+                if any(name.startswith("layout.") for name in problem.keys):
+                    keys = tuple(
+                        f"{role}.{name}" if name.startswith("layout.") else name for name in problem.keys
+                    )
+                    yield Problem(keys, _LAYOUT.sub(f"{key}.", problem.message))
+        dp = data_parallel(own)
+        samples = recipe.train.prompts_per_step * recipe.rollout.samples_per_prompt
+        mini = samples // recipe.train.mini_batches_per_step
+        if mini < dp:
+            yield Problem(
+                (key, "train.prompts_per_step"),
+                f"a mini-batch of {mini} samples is smaller than the {dp} data-parallel ranks of {key}; raise "
+                "train.prompts_per_step",
+            )
+
+
+@rule
+def critic_warms_up_within_the_run(facts: Facts) -> Iterator[Problem]:
+    """The policy learns at some point."""
+    recipe = facts.recipe
+    if (
+        facts.command == "train"
+        and recipe.algorithm.name == "ppo"
+        and recipe.critic.warmup_steps >= recipe.train.steps
+    ):
+        yield Problem(
+            ("critic.warmup_steps", "train.steps"),
+            f"critic.warmup_steps={recipe.critic.warmup_steps} leaves the policy no step of train.steps={recipe.train.steps}",
+        )
+
+
+@rule
+def overlong_fits(facts: Facts) -> Iterator[Problem]:
+    """What is taken off long responses lies within what a response may have."""
+    reward, longest = facts.recipe.reward, facts.recipe.rollout.max_response_tokens
+    if reward.overlong_tokens is None:
+        if _differs(facts.recipe, "reward.overlong_penalty"):
+            yield Problem(
+                ("reward.overlong_penalty", "reward.overlong_tokens"),
+                "reward.overlong_penalty is not read while reward.overlong_tokens is null; set both or neither",
+            )
+    elif reward.overlong_tokens > longest:
+        yield Problem(
+            ("reward.overlong_tokens", "rollout.max_response_tokens"),
+            f"reward.overlong_tokens={reward.overlong_tokens} is more than rollout.max_response_tokens={longest}; use fewer",
+        )

@@ -1,0 +1,122 @@
+"""Roles on the same ranks, each in its own layout: what the critic of one layout says is what that of another says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quintet.cluster.cluster import Cluster
+from quintet.controller.controller import Controller
+from quintet.errors import WorkerFailure
+from quintet.models import trained_shape
+from quintet.recipe import schema
+from quintet.rewards.load import RewardResult
+from quintet.rollout import Sampling
+from quintet.train.algorithms import algorithm_of
+from quintet.train.steps import Step
+from tests.controller.test_cells import model_dir, prompt  # noqa: F401  (a fixture)
+
+
+def recipe_of(path: Path, critic: dict[str, Any] | None, **engine: float) -> schema.Recipe:
+    return schema.Recipe(
+        cluster=schema.Cluster(ranks=2, device="cpu"),
+        model=schema.Model(path=path),
+        rollout=schema.Rollout(layout=schema.RolloutLayout(tp=1), samples_per_prompt=2),
+        algorithm=schema.Algorithm(name="ppo", kl_coef=0.05, kl_in="reward", kl_estimator="k1"),
+        critic=schema.Critic(layout=None if critic is None else schema.Layout(**critic)),
+        engine=schema.Engine(tokens_per_microbatch_per_rank=32, distributed_optimizer=False, **engine),
+        optimizer=schema.Optimizer(lr=1e-2, eps=1e-4),
+        train=schema.Train(mini_batches_per_step=2, prompts_per_step=6, steps=3),
+    )
+
+
+def two_steps(cluster: Cluster, recipe: schema.Recipe) -> tuple[list[float], Controller]:
+    """Losses, gradient norms and explained variance of both roles over two steps on the same samples."""
+    assert recipe.model.path is not None
+    controller = Controller(cluster, recipe, recipe.model.path, trained_shape(recipe.model.path))
+    algorithm, told = algorithm_of(recipe, controller.roles), []
+    for one in algorithm.trained:
+        controller.start_optimizer(one.optimizer, 10, one.role.name)
+    for number in (1, 2):
+        with controller.generating():
+            sampling = Sampling(max_response_tokens=6)
+            samples = controller.generate([prompt(n, []) for n in range(6)], sampling, 2, "seed")
+        samples.rewards = [RewardResult(float(n % 5), {}) for n in range(12)]
+        batch = controller.scatter(samples)
+        assert batch.versions == [number - 1] * 12
+        for score in algorithm.scores:
+            batch = batch | score(batch)
+        batch = batch | algorithm.advantages(batch)
+        step = Step(number)
+        for mini in batch.minibatches:
+            for role, objective in algorithm.updates(number):
+                step.add(role.name, role.forward_backward(mini, objective), role.optimizer_step())
+        controller.policy.publish()
+        for role in ("policy", "critic"):
+            update = step.updates[role]
+            told += [update.loss, update.grad_norm]
+        told.append(step.updates["critic"].tally.means()["returns"])
+    return told, controller
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("critic", [{"tp": 2}, {"cp": 2}, {"pp": 2}], ids=["tp2", "cp2", "pp2"])
+def test_a_critic_of_another_layout(
+    ray_cluster: Cluster,
+    model_dir: Path,  # noqa: F811
+    critic: dict[str, int],
+) -> None:
+    expected, same = two_steps(ray_cluster, recipe_of(model_dir, None))
+    same.workers.close()
+    found, controller = two_steps(ray_cluster, recipe_of(model_dir, critic, offload_optimizer=1.0))
+    with controller.workers:
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_two_batches_and_mistakes_with_them(ray_cluster: Cluster, model_dir: Path) -> None:  # noqa: F811
+    recipe = recipe_of(model_dir, None)
+    controller = Controller(ray_cluster, recipe, model_dir, trained_shape(model_dir))
+    with controller.workers:
+        algorithm, policy = algorithm_of(recipe, controller.roles), controller.policy
+        for one in algorithm.trained:
+            controller.start_optimizer(one.optimizer, 10, one.role.name)
+        batches = []
+        with controller.generating():
+            for n in range(2):
+                asked = [prompt(n * 2, []), prompt(n * 2 + 1, [])]
+                samples = controller.generate(asked, Sampling(max_response_tokens=6), 2, "seed")
+                samples.rewards = [RewardResult(float(n + k), {}) for k in range(4)]
+                batches.append(samples)
+        # Both alive at once, the first scored after the second was sent.
+        first, second = (controller.scatter(samples) for samples in batches)
+        first = first | policy.forward(first, "old_logprobs")
+        with pytest.raises(ValueError, match="no old_logprobs on the ranks of policy"):
+            controller.replayed(second)
+        told = controller.replayed(first)
+        assert {n: one.ids for n, one in told.items()} == {
+            n: made.kept.ids for n, made in enumerate(batches[0].generated) if made.kept and n in told
+        }
+        with pytest.raises(ValueError, match="has no old_values"):
+            algorithm.advantages(first)
+        with pytest.raises(ValueError, match="not of"):
+            second | policy.forward(first, "old_logprobs")
+
+        for score in algorithm.scores:
+            first = first | score(first)
+        first = first | algorithm.advantages(first)
+        objective = dict((role.name, one) for role, one in algorithm.updates(1))["policy"]
+        policy.forward_backward(first.minibatches[0], objective)
+        with pytest.raises(WorkerFailure, match="policy: forward_backward before optimizer_step"):
+            policy.forward_backward(first.minibatches[1], objective)
+
+
+def test_a_step_needs_gradients(ray_cluster: Cluster, model_dir: Path) -> None:  # noqa: F811
+    recipe = recipe_of(model_dir, None)
+    controller = Controller(ray_cluster, recipe, model_dir, trained_shape(model_dir))
+    with (
+        controller.workers,
+        pytest.raises(WorkerFailure, match="critic: optimizer_step without forward_backward"),
+    ):
+        controller.roles["critic"].optimizer_step()
