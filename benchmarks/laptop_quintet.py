@@ -7,11 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.laptop_cases import SAMPLES_PER_PROMPT, Case
 from benchmarks.records import ROOT, versions
-from quintet.algorithms.advantages import grpo_advantages
+from quintet.algorithms.advantages import Advantages
 from quintet.cluster.cluster import Cluster
 from quintet.controller.controller import Controller
 from quintet.controller.objective import policy_objective
@@ -44,10 +42,12 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
     per_step = len(texts) // len(lengths)
     reward = load_reward(f"{ROOT / 'benchmarks' / 'laptop_cases.py'}:reward")
     sampling = Sampling(max_response_tokens=case.longest, ignore_end=True)
-    objective = policy_objective(settings.algorithm, settings.agreement)
+    objective = policy_objective(settings.algorithm, settings.mismatch)
+    advantages = Advantages("group", {"normalize_by_std": True})
     steps: list[tuple[float, float, float]] = []
     with Cluster(settings.cluster) as cluster:
         controller = Controller(cluster, settings, model, read_shape(model))
+        policy = controller.policy
         for step, wanted in enumerate(lengths):
             chosen = prompts[step * per_step : (step + 1) * per_step]
             by_prompt = [
@@ -59,10 +59,13 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
                     chosen, sampling, SAMPLES_PER_PROMPT, f"bench/{step}", by_prompt
                 )
             generated = time.perf_counter()
-            rewards = torch.tensor(controller.reward(samples, reward))
-            controller.scatter(samples, grpo_advantages(rewards, torch.tensor(samples.groups)))
-            controller.update(objective)
-            controller.mark_weights_updated()
+            controller.reward(samples, reward)
+            batch = controller.scatter(samples)
+            batch = batch | policy.advantages(batch, advantages)
+            for mini in batch.minibatches:
+                policy.forward_backward(mini, objective)
+                policy.optimizer_step()
+            policy.publish()
             ended = time.perf_counter()
             if [g.response_tokens for g in samples.generated] != wanted:
                 raise AssertionError("the responses do not have the lengths of the work")

@@ -14,7 +14,7 @@ import torch
 from quintet.controller.messages import ReplayTokens, Trained
 from quintet.controller.replay import pack, read, replay_file, replay_of
 from quintet.controller.sample_store import SampleStore, trained_samples
-from quintet.controller.samples import Samples
+from quintet.controller.samples import Kept, Samples
 from quintet.data.batch import make_batch
 from quintet.diagnose.mismatch import recorded_gaps
 from quintet.errors import UserError
@@ -33,9 +33,9 @@ def samples(routes: bool) -> Samples:
         [Sample([8], [-0.5], [-0.25], [-0.125], "stop", "é", chosen)],
         [Sample([9, 4], [-1.5, -1], [-1.25, -2], [0.0, 0.0], "length", "b", chosen)] * 2,
     ]
-    told = [one for row in keeper.put(requests, answered) for one in row]
+    told = [one for row in keeper.put("call", requests, answered) for one in row]
     prompts: list[Any] = [SimpleNamespace(text="p", answer=""), SimpleNamespace(text="q", answer="")]
-    return Samples(prompts, [0, 1, 1], told, [(0, 0), (0, 1), (0, 2)], [])
+    return Samples(prompts, [0, 1, 1], told, [Kept(0, "call", n) for n in range(3)], [])
 
 
 @pytest.mark.filterwarnings("error")

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from quintet.algorithms.aggregation import Tally
 from quintet.algorithms.kl import mismatch
-from quintet.controller.controller import StepResult
-from quintet.controller.messages import SampleInfo
+from quintet.controller.messages import MiniBatchTold, OptimizerTold, SampleInfo
 from quintet.controller.progress_bar import watched
 from quintet.controller.samples import Samples
 from quintet.observe.progress import Progress
 from quintet.rewards.load import RewardResult
 from quintet.train.step_metrics import record
+from quintet.train.steps import Step
 
 
 @pytest.fixture
@@ -53,7 +53,9 @@ def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
             reward=SimpleNamespace(function="math"),
         ),
     )
-    record(session, 1, samples, StepResult(0.25, tally, 1.5, 1e-3))  # type: ignore[arg-type]
+    step = Step(1, samples)
+    step.add("policy", [MiniBatchTold(0.2, tally), MiniBatchTold(0.05, Tally())], OptimizerTold(1.5, 1e-3))
+    record(session, step)  # type: ignore[arg-type]
     wanted = {
         "loss": 0.25,
         "lr": 1e-3,
