@@ -15,9 +15,6 @@ _IS = r"(?:\s+(?i:is|equals|would be|will be|must be)\b|\*{0,2}\s*[:=])"
 # Every alternative begins with one literal character: the search then skips plain text several times faster.
 _MARK = re.compile(rf"####|\\boxed\b|\\fboxed\b|answer{_IS}|Answer{_IS}|ANSWER{_IS}")
 _SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)|;\s")
-_SECOND_THOUGHT = re.compile(
-    r"\b(?:wait|actually|correction|mistake|sorry|oops|no,|not right|wrong|incorrect|instead)", re.IGNORECASE
-)
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = re.compile(
@@ -42,8 +39,7 @@ class FinalAnswer(NamedTuple):
 def final_answer(response: str) -> FinalAnswer | None:
     """What a response gives as its final answer.
 
-    The last "#### …", "\\boxed{…}" or "the answer is …" counts, and nothing before it. "The answer is 18. Wait, no,
-    it is 17" takes back what it said. Without any mark it is the last line.
+    The last "#### …", "\\boxed{…}" or "the answer is …" counts, and nothing before it. Without any mark it is the last line.
 
     Returns:
         None where there is none: an empty response, a mark with nothing behind it, a brace that never closes.
@@ -107,11 +103,7 @@ def _said(rest: str) -> FinalAnswer | None:
     """The answer in what follows "the answer is"; None if nothing that looks like one does."""
     start = rest.lstrip(" \t\r\n:=*")
     end = _SENTENCE_END.search(start)
-    sentence, later = (start[: end.start()], start[end.end() :]) if end else (start, "")
-    thoughts = list(_SECOND_THOUGHT.finditer(later))
-    if thoughts and re.search(r"\d", later[thoughts[-1].end() :]):
-        return _end(later[thoughts[-1].end() :])
-    sentence = sentence.strip()
+    sentence = (start[: end.start()] if end else start).strip()
     if re.search(r"[\d$\\]|^\W*[A-J]\W*$", sentence):
         return FinalAnswer(sentence, "said")
     return _end(rest) if re.search(r"\d", rest) else None

@@ -74,7 +74,6 @@ def forms(gold: str) -> list[str]:
         f"{dollars}",
         f"She has 4 and 5, so she makes {commas} dollars every day.",
         f"She makes {dollars} in all.\nHope this helps!",
-        f"The answer is 99999. Wait, no, that is wrong: it is {plain}.",
         f"\\boxed{{99999}} was too much.\n\\boxed{{{plain}}}",
         f"#### 99999\n#### {plain}",
     ] + (
@@ -140,7 +139,6 @@ def test_all_gold_responses_as_they_stand() -> None:
         ("It is 18.\nThe answer is seventeen.", "18"),
         ("It is 18.\n#### seventeen", "18"),
         ("#### 17 18", "18"),
-        ("The answer is 18. Wait, actually it is 17.", "18"),
         ("180", "18"),
         ("118", "18"),
         ("1.8", "18"),
@@ -176,6 +174,11 @@ def test_wrong(response: str, gold: str) -> None:
         ("The answer is $-5$.", "-5"),
         ("1.8e1", "18"),
         ("The answer is 18 instead of 17.", "18"),
+        (
+            "The answer is 18. Wait, actually it is 17.",
+            "18",
+        ),  # words are not weighed: a mark says what counts
+        ("The answer is 17. Wait, the answer is 18.", "18"),
         ("1 + 1 = 2\nThe answer is 18!", "18"),
     ],
 )
