@@ -21,6 +21,7 @@ Ranks = Annotated[int, Field(gt=0, le=1 << 20)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Timeout = Annotated[float, Field(gt=0, le=10**7)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Pattern = Annotated[str, Field(max_length=200)]
 """Of names of weights."""
@@ -68,7 +69,7 @@ class Cluster(Section):
     ranks_per_node: Ranks | None = None
     """Ranks on one node; null packs them on as few nodes as hold them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    collective_timeout_s: Annotated[float, Field(gt=0, le=10**7)] = 600.0
+    collective_timeout_s: Timeout = 600.0
     """A collective that waits longer ends the run with the stacks of all ranks."""
 
 
@@ -306,6 +307,13 @@ class Reward(Section):
     """The last tokens before rollout.max_response_tokens in which a response loses reward, ever more up to overlong_penalty (DAPO's
     soft overlong punishment); null takes nothing off."""
     overlong_penalty: PositiveFloat = 1.0
+    timeout_s: Timeout = 60.0
+    """Longest that one sample may take to be scored; then its process is replaced, and reward.on_error decides."""
+    step_timeout_s: Timeout = 600.0
+    """Longest that a step waits for its rewards when all its responses are there; reward.on_error decides about those missing."""
+    on_error: Literal["stop", "zero"] = "stop"
+    """When a sample cannot be scored (the function raises, returns no finite number, takes too long, or its process dies): stop
+    ends the run with the sample, zero counts it as 0 (metric reward/failed)."""
 
 
 class Algorithm(Section):

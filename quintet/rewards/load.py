@@ -31,6 +31,8 @@ class RewardResult:
     """What else the function returned, by name, such as `well_formed`."""
     timed_out: bool = False
     """Whether the reward is 0 because scoring took too long."""
+    failure: str | None = None
+    """Why the reward is 0 though the function gave none."""
     penalty: float = 0.0
     """What a long response loses of it (`reward.overlong_tokens`)."""
 
@@ -38,6 +40,10 @@ class RewardResult:
     def worth(self) -> float:
         """What is learnt from: the reward less the penalty."""
         return self.reward - self.penalty
+
+
+class RewardFailure(UserError):
+    """A function gave no reward for a sample: it raised, or returned no finite number."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +57,15 @@ class RewardFunction:
         """Score one sample.
 
         Raises:
-            UserError: the function raised, or returned no finite number.
+            RewardFailure: the function raised, or returned no finite number.
+            UserError: the function cannot score at all, such as for want of a package.
         """
         try:
             value = self.function(prompt, response, answer)
         except UserError:
             raise
-        except Exception as error:
-            raise UserError(
+        except (Exception, SystemExit) as error:  # a script's function may call sys.exit
+            raise RewardFailure(
                 f"reward {self.spec} raised {type(error).__name__}: {error}{_sample(prompt, response, answer)}\n"
                 + traceback.format_exc()
             ) from error
@@ -67,7 +74,7 @@ class RewardFunction:
             value = {"reward": value}
         if "reward" not in value:
             got = ", ".join(map(repr, value)) or "nothing"
-            raise UserError(
+            raise RewardFailure(
                 f'reward {self.spec} returned a dict without "reward", with {got}; expected {_EXPECTED}'
                 + _sample(prompt, response, answer)
             )
@@ -84,7 +91,7 @@ class RewardFunction:
                 number = float(value)
         if not math.isfinite(number):
             what = f"{value!r:.80}" if name == "reward" else f"{value!r:.80} as {name!r}"
-            raise UserError(
+            raise RewardFailure(
                 f"reward {self.spec} returned {what}; expected {_EXPECTED}{_sample(prompt, response, answer)}"
             )
         return number

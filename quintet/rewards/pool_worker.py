@@ -1,0 +1,81 @@
+"""The process behind `pool`: scores samples, a line of JSON each. Run as a script with the numbers of the pipe it reads, of the
+pipe it writes, and of its parent process.
+
+What a reward prints goes to the log that the pool has made of its output; answers have a pipe of their own. Imports no more than a
+reward needs: neither torch nor the recipe's schema.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+STACKS = signal.SIGUSR1
+"""Has a process write its stacks to its log."""
+_PR_SET_PDEATHSIG = 1
+_MOST_CHARACTERS = 20_000
+
+
+def main() -> None:
+    """Load the reward, say so, and score until the input ends."""
+    reading, writing, parent = map(int, sys.argv[1:])
+    del sys.argv[1:]
+    _end_with(parent)
+    for pipe in (reading, writing):
+        os.set_inheritable(pipe, False)  # what a reward starts has nothing to say here
+    faulthandler.register(STACKS, all_threads=True)
+    with os.fdopen(reading, "rb") as asked, os.fdopen(writing, "wb") as answered:
+        head = json.loads(asked.readline())
+        sys.path[:] = head["path"]
+        from quintet.errors import UserError
+        from quintet.rewards.load import RewardFailure, load_reward
+
+        def tell(**said: Any) -> None:
+            if os.getpid() != me:  # a child that the reward forked and let return
+                os._exit(0)
+            answered.write(json.dumps(said, allow_nan=False).encode() + b"\n")
+            answered.flush()
+
+        me = os.getpid()
+        try:
+            reward = load_reward(head["function"])
+        except UserError as error:
+            tell(stop=_words(error))
+            return
+        tell()
+        for line in asked:
+            try:
+                result = reward(*json.loads(line))
+            except RewardFailure as failure:
+                text = _words(failure)
+                print(text, file=sys.stderr, flush=True)
+                tell(failure=text)
+            except UserError as error:  # such as a package that is missing: no sample's fault
+                tell(stop=_words(error))
+            else:
+                metrics = {_words(name): value for name, value in result.metrics.items()}
+                tell(reward=result.reward, metrics=metrics, timed_out=result.timed_out)
+
+
+def _words(said: object) -> str:
+    """Text for people: of bounded length, and without the halves of surrogate pairs that JSON would not take."""
+    return str(said)[:_MOST_CHARACTERS].encode(errors="backslashreplace").decode()
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process with the one that started it, whatever it is busy with; elsewhere than on Linux it ends
+    when its input does."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
