@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quintet.data.tokenizer import load_tokenizer
 from quintet.models import read_shape
 from quintet.recipe import schema
 from quintet.rewards.load import load_reward
+from quintet.rewards.pool import RewardPool
 from quintet.rollout import Sampling
 
 
@@ -45,8 +47,10 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
     objective = policy_objective(settings.algorithm, settings.mismatch)
     advantages = Advantages("group", {"normalize_by_std": True})
     steps: list[tuple[float, float, float]] = []
-    with Cluster(settings.cluster) as cluster:
-        controller = Controller(cluster, settings, model, read_shape(model))
+    with ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(settings.cluster))
+        pool = stack.enter_context(RewardPool(reward, settings.reward, cluster.log_dir))
+        controller = Controller(cluster, settings, model, read_shape(model), rewards=pool)
         policy = controller.policy
         for step, wanted in enumerate(lengths):
             chosen = prompts[step * per_step : (step + 1) * per_step]
@@ -59,7 +63,7 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
                     chosen, sampling, SAMPLES_PER_PROMPT, f"bench/{step}", by_prompt
                 )
             generated = time.perf_counter()
-            controller.reward(samples, reward)
+            controller.reward(samples)
             batch = controller.scatter(samples)
             batch = batch | policy.advantages(batch, advantages)
             for mini in batch.minibatches:

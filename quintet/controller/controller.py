@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from quintet.cluster.dispatch import all_to_all, megatron_compute, rank_zero
+from quintet.cluster.dispatch import megatron_compute, rank_zero
 from quintet.cluster.group import WorkerGroup
 from quintet.controller.batch_ref import BatchRef, Lease, Placement
 from quintet.controller.colocation import DeviceHandover
@@ -36,7 +36,7 @@ from quintet.packing import split_evenly
 from quintet.recipe import schema
 from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rollout import own_processes
-from quintet.rewards.load import RewardFunction
+from quintet.rewards.pool import RewardPool, Unscored
 from quintet.rollout import Request, Sampling
 
 
@@ -52,9 +52,10 @@ class Controller:
         progress: Progress | None = None,
         command: str = "train",
         phase: Phase = lambda name: nullcontext(),
+        rewards: RewardPool | None = None,
     ) -> None:
         check_room(cluster, recipe, command)
-        self.recipe, self._progress = recipe, progress
+        self.recipe, self._progress, self._rewards = recipe, progress, rewards
         self.ranks = recipe.cluster.ranks
         self.workers = WorkerGroup(
             cluster,
@@ -158,19 +159,16 @@ class Controller:
                     kept += 1
         return samples
 
-    def reward(self, samples: Samples, function: RewardFunction) -> list[float]:
-        """Score all samples, spread over the ranks; kept in `samples.rewards`."""
-        prompts = [samples.prompts[g] for g in samples.groups]
-        texts = [[p.text for p in prompts], [g.text for g in samples.generated], [p.answer for p in prompts]]
-        parts = split_evenly(len(prompts), self.ranks)
-        scored = self.workers.call(
-            "reward",
-            [function] * self.ranks,
-            *([[column[i] for i in part] for part in parts] for column in texts),
-            dispatch=all_to_all,
-            phase="reward",
-        )
-        samples.rewards = [result for part in scored for result in part]
+    def reward(self, samples: Samples) -> list[float]:
+        """Score all samples, in processes of their own; kept in `samples.rewards`."""
+        assert self._rewards is not None, "this command scores nothing"
+        made = zip(samples.groups, samples.generated, strict=True)
+        groups = []
+        for group, members in itertools.groupby(made, key=lambda one: one[0]):
+            p = samples.prompts[group]
+            texts = [Unscored(p.text, info.text, p.answer, p.source) for _, info in members]
+            groups.append(self._rewards.submit(texts))
+        samples.rewards = self._rewards.results(groups)
         return [result.reward for result in samples.rewards]
 
     # training

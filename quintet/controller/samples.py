@@ -78,12 +78,21 @@ class Samples:
     def timed_out(self, reward: str) -> str | None:
         """Say how many responses `reward`, the function of that name, could not score in time, and which is the first."""
         late = [i for i, scored in enumerate(self.rewards) if scored.timed_out]
-        if not late:
+        return self._named(late, reward, "took too long to score and got 0") if late else None
+
+    def failed(self, reward: str) -> str | None:
+        """The same of those that it could not score at all, and why it could not score the first."""
+        lost = [i for i, scored in enumerate(self.rewards) if scored.failure is not None]
+        if not lost:
             return None
-        prompt, response = self.prompts[self.groups[late[0]]], self.generated[late[0]].text
+        why = (self.rewards[lost[0]].failure or "").partition("\n")[0]
+        return f"{self._named(lost, reward, 'could not be scored and got 0')}: {why}"
+
+    def _named(self, which: list[int], reward: str, what: str) -> str:
+        prompt, response = self.prompts[self.groups[which[0]]], self.generated[which[0]].text
         return (
-            f"reward {reward}: {len(late)} of {len(self.rewards)} responses took too long to score and got 0; the first is "
-            f"sample {late[0]}, {response[-80:]!r}, to {prompt.source}"
+            f"reward {reward}: {len(which)} of {len(self.rewards)} responses {what}; the first is "
+            f"sample {which[0]}, {response[-80:]!r}, to {prompt.source}"
         )
 
     def shown(self, count: int) -> list[dict[str, Any]]:

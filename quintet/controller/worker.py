@@ -43,7 +43,6 @@ from quintet.packing import Cell, rank_cells
 from quintet.recipe import schema
 from quintet.recipe.rollout import adapters_scaled, adapters_separate, own_processes
 from quintet.recipe.user_family import use_family
-from quintet.rewards.load import RewardFunction, RewardResult, score
 from quintet.rollout import Part, Request, Sampling
 from quintet.runs.checkpoints import adapter_directory
 from quintet.sync.fp8_proof import quantized_fingerprints
@@ -109,12 +108,6 @@ class PolicyWorker(Worker):
         if not self.rollout.mesh.owns_output:
             return None
         return self.samples.put(call, requests, answered)
-
-    def reward(
-        self, function: RewardFunction, prompts: list[str], responses: list[str], answers: list[str]
-    ) -> list[RewardResult]:
-        """Score samples; any rank can."""
-        return score(function, prompts, responses, answers)
 
     def slice_samples(self, chosen: list[list[KeptPlace]]) -> tuple[Any, ...]:
         """Cut what this rank keeps: see `SampleStore.slice_for`."""

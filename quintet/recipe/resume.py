@@ -40,6 +40,9 @@ MAY_CHANGE = (
     "rollout.sequences_per_rank",
     "rollout.vllm",
     "rollout.sglang",
+    "reward.timeout_s",
+    "reward.step_timeout_s",
+    "reward.on_error",  # what failed before may be why the run goes on
     "mismatch",
     "optimizer.cpu_fraction",
     "sft.optimizer.cpu_fraction",

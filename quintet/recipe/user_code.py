@@ -64,7 +64,7 @@ def _load_file(key: str, path: Path) -> ModuleType:
 
 @functools.cache
 def _execute(path: Path, changed_ns: int) -> ModuleType:
-    """Once a process: a reward travels to the ranks at every step, and what its file sets up must last."""
+    """Once a process: what the file sets up must last."""
     # Of its own for each file, though two may be called the same, and the same in all processes.
     name = f"quintet_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)

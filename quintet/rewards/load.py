@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,20 +116,6 @@ def load_reward(spec: str) -> RewardFunction:
         return RewardFunction(spec, BUILT_IN[spec])
     function, spec = load_named("reward.function", spec, "function", callable)
     return RewardFunction(spec, function)
-
-
-def score(
-    reward: RewardFunction, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]
-) -> list[RewardResult]:
-    """Score samples one by one, in order.
-
-    Args:
-        prompts, responses, answers: one text a sample each.
-
-    Raises:
-        UserError: as `RewardFunction` does.
-    """
-    return [reward(*sample) for sample in zip(prompts, responses, answers, strict=True)]
 
 
 def _sample(prompt: str, response: str, answer: str) -> str:

@@ -19,8 +19,8 @@ def evaluate(s: Session, step: int) -> dict[str, float]:
             greedy = s.controller.generate(
                 prompts, s.sampling(greedy=True), 1, seed, title="evaluation, greedy"
             )
-        s.controller.reward(sampled, s.inputs.reward)
-        s.controller.reward(greedy, s.inputs.reward)
+        s.controller.reward(sampled)
+        s.controller.reward(greedy)
     metrics = {
         "accuracy": sampled.mean(),
         "greedy": greedy.mean(),
@@ -30,8 +30,9 @@ def evaluate(s: Session, step: int) -> dict[str, float]:
     if any("well_formed" in r.metrics for r in sampled.rewards):
         metrics["well_formed"] = sampled.mean("well_formed")
     for part in (sampled, greedy):
-        if (late := part.timed_out(s.recipe.reward.function)) is not None:
-            s.observer.note(f"evaluation after step {step}: {late}")
+        for say in (part.timed_out, part.failed):
+            if (zeros := say(s.recipe.reward.function)) is not None:
+                s.observer.note(f"evaluation after step {step}: {zeros}")
     s.observer.evaluation(step, metrics | s.controller.memory())
     return metrics
 

@@ -289,12 +289,20 @@ def _ranks(
 ) -> Iterator[Controller]:
     from quintet.cluster.cluster import Cluster
     from quintet.controller.controller import Controller
+    from quintet.rewards.pool import RewardPool
 
     cluster = Cluster(recipe.cluster, log_dir=observer.directory.path / "logs", say=observer.note)
     with ExitStack() as stack:
         with observer.phase("start"), observer.progress.task(f"starting {recipe.cluster.ranks} ranks"):
             stack.enter_context(cluster)
+            rewards = None
+            if inputs.reward is not None:
+                rewards = stack.enter_context(RewardPool(inputs.reward, recipe.reward, cluster.log_dir))
             shown, phase = observer.progress, observer.phase
-            controller = Controller(cluster, recipe, inputs.model_dir, inputs.shape, shown, command, phase)
+            controller = Controller(
+                cluster, recipe, inputs.model_dir, inputs.shape, shown, command, phase, rewards
+            )
+        if rewards is not None:
+            rewards.start()  # it loads the reward while the first responses are generated
         observer.note(controller.describe())
         yield controller

@@ -39,13 +39,12 @@ class Source:
         """The same for this many prompts more."""
         s, step = self._s, self._step
         assert step is not None
-        assert s.inputs.reward is not None
         seed = f"{s.recipe.run.seed}/train/{step.number}" + (f"/{self._taken}" if self._taken else "")
         self._taken += 1
         chosen = self.stream.take(prompts)
         samples = s.controller.generate(chosen, s.sampling(), s.recipe.rollout.samples_per_prompt, seed)
         with s.observer.phase("reward"):
-            s.controller.reward(samples, s.inputs.reward)
+            s.controller.reward(samples)
             self._shape(samples)
         return samples
 

@@ -25,6 +25,7 @@ def record(s: Session, step: Step) -> None:
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "reward/timed_out": sum(r.timed_out for r in samples.rewards),
+        "reward/failed": sum(r.failure is not None for r in samples.rewards),
         "response_tokens/mean": statistics.fmean(responses),
         "response_tokens/max": max(responses),
         **(_policy(step.updates["policy"]) if "policy" in step.updates else {}),
@@ -38,8 +39,9 @@ def record(s: Session, step: Step) -> None:
         **s.controller.handover.metrics,
         **s.controller.memory(),
     }
-    if (late := samples.timed_out(s.recipe.reward.function)) is not None:
-        s.observer.note(f"step {step.number}: {late}")
+    for say in (samples.timed_out, samples.failed):
+        if (zeros := say(s.recipe.reward.function)) is not None:
+            s.observer.note(f"step {step.number}: {zeros}")
     s.observer.step(step.number, metrics, total=s.recipe.train.steps)
     replayed = step.updates["policy"].replayed if "policy" in step.updates else {}
     if replayed:

@@ -267,6 +267,37 @@ def test_a_malformed_prompt_file_is_named_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_reward_that_fails_ends_the_run_with_the_sample_or_counts_as_0(
+    ray_cluster, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os\ndef reward(prompt, response, answer):\n    print('at', prompt)\n"
+        "    if os.path.exists(mark): os._exit(9)\n"
+        "    open(mark, 'w').close()\n    raise ValueError(f'no reward for {response}')\n"
+        f"mark = {str(tmp_path / 'mark')!r}\n"
+    )
+    recipe = ["train", "recipes/laptop_demo.yaml", *TINY, "cluster.ranks=1", "train.steps=1"]
+    recipe += ["train.eval_prompts=0", f"reward.function={file}:reward"]
+    assert main([*recipe, f"run.dir={tmp_path / 'stop'}"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(
+        r"error: sample \d+, '.*', to addition train problem \d+: reward \S+mine\.py:reward ", said
+    )
+    (tmp_path / "mark").unlink(missing_ok=True)
+
+    assert main([*recipe, "reward.on_error=zero", f"run.dir={tmp_path / 'zero'}"]) == 0
+    said = "".join(capsys.readouterr())
+    (directory,) = (tmp_path / "zero").iterdir()
+    (line,) = [line for line in metrics(directory, "rl") if "loss" in line]
+    assert line["reward/failed"] == len(read_jsonl(directory / "samples.jsonl"))
+    assert line["reward/mean"] == line["reward/std"] == line["reward/timed_out"] == 0
+    of = int(line["reward/failed"])
+    assert f"step 1: reward {file}:reward: {of} of {of} responses could not be scored and got 0" in said
+    assert "at " in "".join(log.read_text() for log in (directory / "logs").glob("reward-*.log"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_adapters_learn_and_stand_for_themselves(ray_cluster, tmp_path, monkeypatch):

@@ -216,6 +216,11 @@ BROKEN = [
         ["data.task=jsonl reads none"],
     ),
     ("system_prompt_needs_chat", ["data.chat=false", "data.system_prompt=Hi"], ["needs data.chat=true"]),
+    (
+        "reward_has_its_time",
+        ["reward.timeout_s=900"],
+        ["reward.timeout_s=900 is never reached", "reward.step_timeout_s=600"],
+    ),
     ("reward_is_there", ["reward.function=mth"], ["reward.function=mth: expected math"]),
     ("reward_is_there", ["reward.function=my/reward.py:score"], ["there is no file my/reward.py"]),
     ("run_name_is_a_name", ["run.name=a/b"], ["run.name='a/b'"]),

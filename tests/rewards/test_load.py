@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quintet.errors import UserError
-from quintet.rewards.load import BUILT_IN, load_reward, score
+from quintet.rewards.load import BUILT_IN, load_reward
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_reward" / "reward.py"
 
@@ -20,10 +20,10 @@ def reward_file(path: Path, body: str, name: str = "mine.py") -> str:
 
 def test_built_in() -> None:
     assert set(BUILT_IN) == {"math", "gsm8k", "exact_match", "length", "addition", "countdown"}
-    results = score(load_reward("addition"), ["1+1="] * 3, ["2", "3", "x"], ["2"] * 3)
+    results = [load_reward("addition")("1+1=", response, "2") for response in ("2", "3", "x")]
     assert [r.reward for r in results] == [1, 0, 0]
     assert [r.metrics for r in results] == [{"well_formed": 1}, {"well_formed": 1}, {"well_formed": 0}]
-    assert score(load_reward("gsm8k"), ["q"], ["#### 5"], ["5"])[0].reward == 1
+    assert load_reward("gsm8k")("q", "#### 5", "5").reward == 1
 
 
 def test_example() -> None:
@@ -99,7 +99,7 @@ def test_bad_file(tmp_path: Path, body: str, message: str) -> None:
 def test_bad_return(tmp_path: Path, returned: str, message: str) -> None:
     reward = load_reward(reward_file(tmp_path, f"def reward(p, r, a):\n    return {returned}"))
     with pytest.raises(UserError, match=message) as caught:
-        score(reward, ["my prompt"], ["my response"], ["my answer"])
+        reward("my prompt", "my response", "my answer")
     for part in ("mine.py:reward", "my prompt", "my response", "my answer"):
         assert part in str(caught.value)
 

@@ -63,6 +63,7 @@ def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
         "tokens_trained": 8,
         "reward/mean": 0.5,
         "reward/timed_out": 0,
+        "reward/failed": 0,
         "well_formed": 1.0,
     }
     wanted |= {"reward/loss": 99.0, "reward/tokens": 99.0, "memory/device_gib": 30.0}
@@ -79,6 +80,18 @@ def test_what_could_not_be_scored_in_time_is_counted_and_named(samples: Samples)
     said = samples.timed_out("math")
     assert said == (
         "reward math: 1 of 2 responses took too long to score and got 0; the first is sample 1, '3', to prompts.jsonl:17"
+    )
+
+
+def test_what_could_not_be_scored_at_all_is_counted_and_named(samples: Samples) -> None:
+    assert samples.failed("mine.py:reward") is None
+    samples.prompts[0] = SimpleNamespace(source="prompts.jsonl:17")  # type: ignore[call-overload]
+    samples.rewards[0] = RewardResult(
+        0.0, {}, failure="reward mine.py:reward raised ValueError: no\n  prompt: …"
+    )
+    assert samples.failed("mine.py:reward") == (
+        "reward mine.py:reward: 1 of 2 responses could not be scored and got 0; the first is sample 0, '2', to "
+        "prompts.jsonl:17: reward mine.py:reward raised ValueError: no"
     )
 
 

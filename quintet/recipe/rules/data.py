@@ -83,6 +83,18 @@ def system_prompt_needs_chat(facts: Facts) -> Iterator[Problem]:
 
 
 @rule
+def reward_has_its_time(facts: Facts) -> Iterator[Problem]:
+    """One sample's time to be scored is within that of a step."""
+    reward = facts.recipe.reward
+    if reward.timeout_s > reward.step_timeout_s:
+        yield Problem(
+            ("reward.timeout_s", "reward.step_timeout_s"),
+            f"reward.timeout_s={reward.timeout_s:g} is never reached: a step's rewards have "
+            f"reward.step_timeout_s={reward.step_timeout_s:g}; lower the first or raise the second",
+        )
+
+
+@rule
 def reward_is_there(facts: Facts) -> Iterator[Problem]:
     """A reward is built in, or a user's own function named with its module or file."""
     function = facts.recipe.reward.function
