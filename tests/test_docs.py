@@ -53,6 +53,7 @@ def test_every_recipe_loads(recipe, tmp_path):
         "docs/checkpoints.md",
         "docs/mismatch.md",
         "docs/convert.md",
+        "docs/rewards.md",
         "docs/rollout.md",
         "docs/benchmarks.md",
     ],
