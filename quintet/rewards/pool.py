@@ -37,8 +37,8 @@ _CHUNK_S = 0.02
 _MOST_PER_CHUNK = 64
 _LOOK_EVERY_S = 0.5
 """A process is looked at as often: a child that it forked may hold its pipes open when it is gone."""
-_STACKS_S = 0.2
-"""A process may take so long to write its stacks before it is killed."""
+_STACKS_S, _STACKS_STEP_S = 2.0, 0.1
+"""A process may take so long to begin writing its stacks before it is killed, and is looked at as often."""
 
 
 @dataclass(frozen=True)
@@ -390,9 +390,15 @@ class _Process:
 
     def tell_stacks(self) -> None:
         """Have it write its stacks to its log, if it still can."""
-        if self._process is not None:
+        if self._process is None:
+            return
+        with contextlib.suppress(OSError):  # someone took the log away
+            before, deadline = self.log.stat().st_size, time.monotonic() + _STACKS_S
             self._process.send_signal(STACKS)
-            time.sleep(_STACKS_S)
+            began = False
+            while not began and time.monotonic() < deadline and self._process.poll() is None:
+                began = self.log.stat().st_size > before
+                time.sleep(_STACKS_STEP_S)  # and once more for the rest
 
     def kill(self) -> None:
         """End it, with all it has started. Wait for `forget` before its number is used again."""
