@@ -22,7 +22,7 @@ from quintet.recipe.rollout import layout_of_copy
 from quintet.recipe.user_family import use_family
 from quintet.rollout import Part, Request, Sampling, Wanted, WeightSource
 from quintet.rollout.make import make_rollout
-from quintet.sync.witness import Digest, Statement, Witness
+from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
 
 
 class RolloutWorker(Worker):
@@ -33,7 +33,7 @@ class RolloutWorker(Worker):
         self.recipe, self.model_dir = recipe, model_dir
         self.samples = SampleStore(recipe.mismatch.replay_samples_per_step)
         self._progress = Progress()
-        self._witness = Witness()
+        self._indexer = RankIndexer()
 
     def setup(self) -> None:
         """Make the rollout; of a native one, join the process group of its ranks first."""
@@ -94,14 +94,14 @@ class RolloutWorker(Worker):
         """Take new weights."""
         self.rollout.update_weights(source)
 
-    def digest(self) -> Digest:
+    def fingerprints(self) -> RankFingerprints:
         """Of the live weights, and of what cannot be read back: see `Rollout.fingerprints`."""
         prints, unreadable = self.rollout.fingerprints()
-        return self._witness.digest(prints, unreadable=unreadable)
+        return self._indexer.tell(prints, unreadable=unreadable)
 
-    def statement(self, known: list[bytes]) -> Statement:
-        """What it stands for: see `Witness.statement`."""
-        return self._witness.statement(known)
+    def shard_index(self) -> ShardIndex:
+        """What the last fingerprints are of."""
+        return self._indexer.index
 
     def sleep(self, level: int) -> None:
         """Give memory up."""

@@ -16,7 +16,7 @@ from quintet.controller.weight_check import Proof
 from quintet.recipe import schema
 from quintet.recipe.rollout import shares_weights
 from quintet.rollout import Part, Request, Sampling
-from quintet.sync.witness import Digest, Statement
+from quintet.sync.rank_fingerprints import RankFingerprints, ShardIndex
 
 
 class Rollouts(Sleepers, Protocol):
@@ -153,17 +153,14 @@ class InProcessRolloutGroup:
 
     # the copies, as the proof asks for them: see `quintet.controller.weight_check.Copies`
 
-    def digests(self, beside: PendingCall) -> dict[str, list[Digest]]:
-        told, _ = results([self._workers.submit("rollout_digest", phase="sync"), beside])
+    def fingerprints(self, beside: PendingCall) -> dict[str, list[RankFingerprints]]:
+        told, _ = results([self._workers.submit("rollout_fingerprints", phase="sync"), beside])
         return {name: [told[rank] for rank in ranks] for name, ranks in self._copies().items()}
 
-    def statements(
-        self, wanted: Mapping[str, list[int]], known: list[bytes], beside: PendingCall | None
-    ) -> dict[str, list[Statement]]:
+    def shard_indexes(self, wanted: Mapping[str, list[int]]) -> dict[str, list[ShardIndex]]:
         copies = self._copies()
         ranks = [copies[name][at] for name, places in wanted.items() for at in places]
-        asked = self._workers.submit("rollout_statement", known, dispatch=some(ranks), phase="sync")
-        told = iter(results([asked] if beside is None else [asked, beside])[0])
+        told = iter(self._workers.call("rollout_shard_index", dispatch=some(ranks), phase="sync"))
         return {name: [next(told) for _ in places] for name, places in wanted.items()}
 
     def _copies(self) -> dict[str, list[int]]:

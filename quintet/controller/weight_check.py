@@ -1,40 +1,37 @@
 """The proof of a sync, from the controller: what rollouts hold is what the trainer's ranks handed out.
 
-Fingerprints of both sides are compared before anything is generated: every rank tells a digest of its own, and one rank of those
-that tell the same is asked what it stands for, unless that is known (`quintet.sync.evidence`). What a back end cannot read back is
-proved by log-probs of fixed tokens, once it can compute. Master weights that changed while nothing that is handed out did raise an
-alarm.
+Fingerprints of both sides are compared before anything is generated: every rank tells a vector of them, and one rank of those that
+hold the same parts is asked once which these are (`quintet.sync.rank_fingerprints`). What a back end cannot read back is proved by
+log-probs of fixed tokens, once it can compute. Master weights that changed while nothing that is handed out did raise an alarm.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from quintet.cluster.calls import PendingCall
 from quintet.cluster.dispatch import rank_zero, some
 from quintet.cluster.group import WorkerGroup
+from quintet.errors import SyncMismatch
 from quintet.models import ModelShape
 from quintet.recipe import schema
-from quintet.sync.evidence import Evidence
 from quintet.sync.logprob_probe import Movement, check, default_tolerance, sequences
-from quintet.sync.proof import Told, exported_weights_unchanged, mismatch
-from quintet.sync.witness import Digest, Statement
+from quintet.sync.proof import Comparison, Exported, exported_weights_unchanged, mismatch
+from quintet.sync.rank_fingerprints import RankFingerprints, ShardIndex
 
 
 class Copies(Protocol):
     """Copies of the weights that rollouts hold, by name; one of a rollout that dies meanwhile is left out. beside: what the
     trainer's ranks do at the same time, waited for too."""
 
-    def digests(self, beside: PendingCall) -> dict[str, list[Digest]]:
+    def fingerprints(self, beside: PendingCall) -> dict[str, list[RankFingerprints]]:
         """Of each copy, by its ranks."""
         ...
 
-    def statements(
-        self, wanted: Mapping[str, list[int]], known: list[bytes], beside: PendingCall | None
-    ) -> dict[str, list[Statement]]:
-        """What the last digests of some ranks stand for, by copy. known: as in `Witness.statement`."""
+    def shard_indexes(self, wanted: Mapping[str, list[int]]) -> dict[str, list[ShardIndex]]:
+        """What the last fingerprints of some ranks are of, by copy."""
         ...
 
 
@@ -46,10 +43,11 @@ class Proof:
     ) -> None:
         self._policy, self._recipe, self._shape, self._say = policy, recipe, shape, say
         self._masters: list[int | None] | None = None
-        self._told: Told | None = None
+        self._before: Exported | None = None
         self._due = False  # whether masters are to be looked at: once for each change, however often weights are brought
         self._alone: dict[str, float] = {}
-        self._evidence = Evidence()
+        self._indexes: dict[bytes, ShardIndex] = {}
+        self._comparisons: dict[tuple[tuple[bytes, ...], tuple[bytes, ...]], Comparison] = {}
         self._unreadable = False
         self._expected: list[list[float]] = []
         self._movement = Movement()
@@ -75,47 +73,67 @@ class Proof:
         if not self.asked:
             return {}
         began = time.perf_counter()
-        telling = self._policy.submit("digest", phase="sync")
-        told = copies.digests(telling)
-        exported: list[Digest] = telling.result()
-        self._evidence.begin([*exported, *(one for ranks in told.values() for one in ranks)])
-        told = self._hear(exported, told, copies)
-        for name, ranks in told.items():
-            found = self._evidence.differences(exported, ranks)
-            if found:
-                raise mismatch(found, name)
-        self._unreadable = any(self._evidence.unreadable(ranks) for ranks in told.values())
+        telling = self._policy.submit("fingerprints", phase="sync")
+        told = copies.fingerprints(telling)
+        exported: list[RankFingerprints] = telling.result()
+        told = self._learn_indexes(exported, told, copies)
+        self._compare(exported, told)
+        self._unreadable = any(
+            self._indexes[one.index].unreadable for ranks in told.values() for one in ranks
+        )
         self._begin_probe()
         alone = self._look_at_masters(exported)
         return {**alone, "sync/proof_seconds": time.perf_counter() - began}
 
-    def _hear(
-        self, exported: Sequence[Digest], told: dict[str, list[Digest]], copies: Copies
-    ) -> dict[str, list[Digest]]:
-        """Have told what unknown digests stand for, each by the first rank that has it; the copies that did not die of it."""
-        while lacking := self._evidence.lacking(exported, told.values()):
-            mine = _pick(exported, lacking)
-            theirs = {name: found for name, ranks in told.items() if (found := _pick(ranks, lacking))}
-            known = self._evidence.known
-            beside = None
-            if mine:
-                ranks = some(list(mine.values()))
-                beside = self._policy.submit("statement", known, dispatch=ranks, phase="sync")
-            wanted = {name: list(found.values()) for name, found in theirs.items()}
-            heard = copies.statements(wanted, known, beside)
-            if beside is not None:
-                self._evidence.take(dict(zip(mine, beside.result(), strict=True)))
-            for name, statements in heard.items():
-                self._evidence.take(dict(zip(theirs[name], statements, strict=True)))
+    def _learn_indexes(
+        self, exported: Sequence[RankFingerprints], told: dict[str, list[RankFingerprints]], copies: Copies
+    ) -> dict[str, list[RankFingerprints]]:
+        """Have told what unknown indexes are, each by the first rank that has it; the copies that did not die of it. Indexes of
+        earlier syncs are forgotten."""
+        present = {one.index for ranks in (exported, *told.values()) for one in ranks}
+        self._indexes = {digest: one for digest, one in self._indexes.items() if digest in present}
+        if mine := _first_ranks(exported, present - self._indexes.keys()):
+            ranks = list(mine.values())
+            self._add(mine, self._policy.call("shard_index", dispatch=some(ranks), phase="sync"))
+        while unknown := {one.index for ranks in told.values() for one in ranks} - self._indexes.keys():
+            theirs = {name: found for name, ranks in told.items() if (found := _first_ranks(ranks, unknown))}
+            heard = copies.shard_indexes({name: list(found.values()) for name, found in theirs.items()})
+            for name, indexes in heard.items():
+                self._add(theirs[name], indexes)
             told = {name: ranks for name, ranks in told.items() if name in heard or name not in theirs}
         return told
 
-    def _look_at_masters(self, exported: Sequence[Digest]) -> dict[str, float]:
+    def _add(self, wanted: Iterable[bytes], told: Sequence[ShardIndex]) -> None:
+        for digest, index in zip(wanted, told, strict=True):
+            if index.digest != digest:
+                raise SyncMismatch("a rank holds other parts of the weights than it told fingerprints of")
+            self._indexes[digest] = index
+
+    def _compare(
+        self, exported: Sequence[RankFingerprints], told: Mapping[str, Sequence[RankFingerprints]]
+    ) -> None:
+        """Raises SyncMismatch for the first copy that differs; those that tell the same are looked at once."""
+        last, self._comparisons = self._comparisons, {}
+        proved: list[Sequence[RankFingerprints]] = []
+        for name, ranks in told.items():
+            if ranks in proved:
+                continue
+            ours, theirs = tuple(one.index for one in exported), tuple(one.index for one in ranks)
+            comparison = self._comparisons.get((ours, theirs)) or last.get((ours, theirs))
+            if comparison is None:
+                held = ([self._indexes[digest] for digest in side] for side in (ours, theirs))
+                comparison = Comparison(*held)
+            self._comparisons[ours, theirs] = comparison
+            if found := comparison.differences(exported, ranks):
+                raise mismatch(found, name)
+            proved.append(ranks)
+
+    def _look_at_masters(self, exported: Sequence[RankFingerprints]) -> dict[str, float]:
         """Whether their last change reached nothing that is handed out; {} where there is no earlier sync to compare with."""
         if self._masters is not None and self._due:
             self._due = False
-            before, self._told = self._told, Told(exported, self._masters)
-            alarm = None if before is None else exported_weights_unchanged(before, self._told)
+            before, self._before = self._before, (exported, self._masters)
+            alarm = None if before is None else exported_weights_unchanged(before, self._before)
             if alarm is not None:
                 self._say(f"warning: {alarm}")
             self._alone = {} if before is None else {"sync/masters_alone": float(alarm is not None)}
@@ -148,11 +166,11 @@ class Proof:
         return {"sync/probe_gap": max(gaps, default=0.0)}
 
 
-def _pick(ranks: Sequence[Digest], wanted: set[Digest]) -> dict[Digest, int]:
-    """The first rank with each of the wanted digests, which are wanted no more."""
+def _first_ranks(ranks: Sequence[RankFingerprints], wanted: set[bytes]) -> dict[bytes, int]:
+    """The first rank with each of the wanted indexes, which are wanted no more."""
     found = {}
-    for rank, digest in enumerate(ranks):
-        if digest in wanted:
-            wanted.remove(digest)
-            found[digest] = rank
+    for rank, one in enumerate(ranks):
+        if one.index in wanted:
+            wanted.remove(one.index)
+            found[one.index] = rank
     return found

@@ -21,10 +21,10 @@ from quintet.observe.memory import GIB
 from quintet.recipe import schema
 from quintet.recipe.rollout import devices_of_copy
 from quintet.rollout import Wanted
+from quintet.sync.rank_fingerprints import RankFingerprints, ShardIndex
 from quintet.sync.server import ReceiverSpec, Served
 from quintet.sync.source import ChannelSource
 from quintet.sync.wire import Ticket, notify_absent
-from quintet.sync.witness import Digest, Statement
 
 Wants = dict[int, list[list[list[Wanted] | None]]]
 """What each receiver wants, by rollout, rank and device: see `Rollout.receivers`."""
@@ -113,29 +113,23 @@ class WeightSync:
 
     # the copies, as the proof asks for them: see `quintet.controller.weight_check.Copies`
 
-    def digests(self, beside: PendingCall) -> dict[str, list[Digest]]:
+    def fingerprints(self, beside: PendingCall) -> dict[str, list[RankFingerprints]]:
         calls = {
-            number: group.submit("digest", phase="sync")
+            number: group.submit("fingerprints", phase="sync")
             for number, group in enumerate(self._rollouts.groups)
             if group is not None
         }
-        return {
-            _name(number): told
-            for number, told in self._rollouts.collect_survivors(calls, beside=beside).items()
-        }
+        told = self._rollouts.collect_survivors(calls, beside=beside)
+        return {_name(number): ranks for number, ranks in told.items()}
 
-    def statements(
-        self, wanted: Mapping[str, list[int]], known: list[bytes], beside: PendingCall | None
-    ) -> dict[str, list[Statement]]:
+    def shard_indexes(self, wanted: Mapping[str, list[int]]) -> dict[str, list[ShardIndex]]:
         calls = {
-            number: group.submit("statement", known, dispatch=some(wanted[_name(number)]), phase="sync")
+            number: group.submit("shard_index", dispatch=some(wanted[_name(number)]), phase="sync")
             for number, group in enumerate(self._rollouts.groups)
             if group is not None and _name(number) in wanted
         }
-        return {
-            _name(number): told
-            for number, told in self._rollouts.collect_survivors(calls, beside=beside).items()
-        }
+        told = self._rollouts.collect_survivors(calls)
+        return {_name(number): ranks for number, ranks in told.items()}
 
     def _follow(self) -> None:
         """Plan anew when receivers have come or gone; and once more when they have taken weights for the first time, if that

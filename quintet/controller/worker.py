@@ -47,9 +47,9 @@ from quintet.rollout import Part, Request, Sampling
 from quintet.runs.checkpoints import adapter_directory
 from quintet.sync.fp8_proof import quantized_fingerprints
 from quintet.sync.logprob_probe import Scores, engine_scores
+from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.wire import Ticket
-from quintet.sync.witness import Digest, Statement, Witness
 
 SYNC_TIMEOUT_S = 60.0
 """How long a rollout may take to come for weights, or to take a bucket."""
@@ -65,7 +65,7 @@ class PolicyWorker(Worker):
         self._progress = Progress()
         self.samples = SampleStore(recipe.mismatch.replay_samples_per_step)
         self._server: WeightServer | None = None
-        self._witness, self._rollout_witness = Witness(), Witness()
+        self._indexer, self._rollout_indexer = RankIndexer(), RankIndexer()
         self.batches = HeldBatches()
 
     def setup(self) -> None:
@@ -265,20 +265,19 @@ class PolicyWorker(Worker):
         assert self._server is not None, "plan_sync comes first"
         return self._server.serve()
 
-    def digest(self) -> Digest:
+    def fingerprints(self) -> RankFingerprints:
         """Of what this rank hands out, to be compared with what rollouts hold; beside adapters that travel alone, also of the
         frozen weights, which the rollout has from elsewhere."""
         shards = self._exported()
         if adapters_separate(self.recipe):
             shards = [*split_adapters(self.engine.shard_map())[0], *shards]
         if self.recipe.rollout.quantization == "fp8":
-            return self._witness.digest(*quantized_fingerprints(shards, self.shape, build.device()))
-        shapes = {one.name: one.shape for one in shards}
-        return self._witness.digest(shard_fingerprints(shards), shapes)
+            return self._indexer.tell(*quantized_fingerprints(shards, self.shape, build.device()))
+        return self._indexer.tell(shard_fingerprints(shards), {one.name: one.shape for one in shards})
 
-    def statement(self, known: list[bytes]) -> Statement:
-        """What it stands for: see `Witness.statement`."""
-        return self._witness.statement(known)
+    def shard_index(self) -> ShardIndex:
+        """What the last fingerprints are of."""
+        return self._indexer.index
 
     def score(self, sequences: list[list[int]]) -> Scores | None:
         """Log-probs of fixed tokens, for rollouts whose weights cannot be read back."""
@@ -298,14 +297,14 @@ class PolicyWorker(Worker):
         """Give it memory again."""
         self.rollout.wake(part)
 
-    def rollout_digest(self) -> Digest:
+    def rollout_fingerprints(self) -> RankFingerprints:
         """Of its live weights."""
         prints, unreadable = self.rollout.fingerprints()
-        return self._rollout_witness.digest(prints, unreadable=unreadable)
+        return self._rollout_indexer.tell(prints, unreadable=unreadable)
 
-    def rollout_statement(self, known: list[bytes]) -> Statement:
-        """What it stands for: see `Witness.statement`."""
-        return self._rollout_witness.statement(known)
+    def rollout_shard_index(self) -> ShardIndex:
+        """What the last fingerprints of the rollout are of."""
+        return self._rollout_indexer.index
 
     def save(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory, and its adapters as one of peft's beside it."""

@@ -20,7 +20,7 @@ from quintet.engine.weights.fingerprint import Fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.lora import is_adapter
 from quintet.models.mcore import Box, meet, volume, whole_box
-from quintet.sync.witness import Digest, Inventory, Part, inventory_of
+from quintet.sync.rank_fingerprints import Part, RankFingerprints, RankIndexer, ShardIndex
 
 NAMED = 10
 """Most tensors that a message names."""
@@ -48,17 +48,18 @@ def compare(
     engine, rollout: of each rank. shapes: of every tensor that the engine sends. unreadable: tensors that the rollout
     cannot read back: nothing can be told of them here but whether they arrived right, where it has fingerprints of that.
     """
-    held, values = [], []
-    for side in (engine, rollout):
-        found = [inventory_of(one, {}, ()) for one in side]
-        held.append([inventory for inventory, _ in found])
-        values.append(
+    sides: list[list[ShardIndex]] = []
+    told: list[list[RankFingerprints]] = []
+    for side, whole, names in ((engine, shapes, ()), (rollout, {}, unreadable)):
+        ranks = [RankIndexer() for _ in side]
+        told.append(
             [
-                np.fromiter(one.values(), np.int64, len(one))[order]
-                for one, (_, order) in zip(side, found, strict=True)
+                one.tell(prints, {} if at else whole, names)
+                for at, (one, prints) in enumerate(zip(ranks, side, strict=True))
             ]
         )
-    return Comparison(held[0], held[1], shapes, unreadable).differences(*(Heard(side) for side in values))
+        sides.append([one.index for one in ranks])
+    return Comparison(*sides).differences(*told)
 
 
 def mismatch(differences: Sequence[Difference], rollout: str) -> SyncMismatch:
@@ -74,162 +75,133 @@ def mismatch(differences: Sequence[Difference], rollout: str) -> SyncMismatch:
     )
 
 
-@dataclass(frozen=True)
-class Told:
-    """What the trainer's ranks tell of a sync: digests of what is exported, and fingerprints of the fp32 masters."""
-
-    exported: Sequence[Digest]
-    masters: Sequence[int | None]
+Exported = tuple[Sequence[RankFingerprints], Sequence[int | None]]
+"""What the trainer's ranks tell of a sync: of what is exported, and fingerprints of the fp32 masters."""
 
 
-def exported_weights_unchanged(before: Told, now: Told) -> str | None:
+def exported_weights_unchanged(before: Exported, now: Exported) -> str | None:
     """What to say when masters have changed since the last sync and no exported tensor has; None otherwise."""
-    changed = [i for i, (a, b) in enumerate(zip(before.masters, now.masters, strict=True)) if a != b]
-    if not changed or any(a != b for a, b in zip(before.exported, now.exported, strict=True)):
+    changed = sum(a != b for a, b in zip(before[1], now[1], strict=True))
+    if not changed or list(before[0]) != list(now[0]):
         return None
     return (
-        f"the master weights of {len(changed)} of {len(now.masters)} ranks have changed since the last sync, and none of "
+        f"the master weights of {changed} of {len(now[1])} ranks have changed since the last sync, and none of "
         "the tensors that the rollout gets has: it goes on with the old policy. Either steps are too small for the "
         "parameters' type (raise optimizer.lr, or use model.dtype=fp32), or updated masters do not reach the parameters"
     )
 
 
-@dataclass(frozen=True)
-class Heard:
-    """Values from one side. values: of each inventory that the comparison was made for, int64 in its order. ranks: who tells each
-    of them, by number; None where each has one rank."""
-
-    values: Sequence[np.ndarray]
-    ranks: Sequence[Sequence[int]] | None = None
-
-
 class Comparison:
-    """Of what ranks of the trainer hold with what those of a rollout hold, by their inventories: made once, it tells of any
-    values in a few steps over arrays which tensors differ. shapes, unreadable: as in `compare`.
-    """
+    """Of what ranks of the trainer hold with what those of a rollout hold: made once of their indexes, it tells of any values in a
+    few steps over arrays which tensors differ."""
 
-    def __init__(
-        self,
-        engine: Sequence[Inventory],
-        rollout: Sequence[Inventory],
-        shapes: Mapping[str, tuple[int, ...]],
-        unreadable: Collection[str] = (),
-    ) -> None:
-        self._sides = _Side(engine), _Side(rollout)
-        self._shapes = shapes
+    def __init__(self, engine: Sequence[ShardIndex], rollout: Sequence[ShardIndex]) -> None:
+        self._sides = _Side("trainer", engine), _Side("rollout", rollout)
+        self._shapes = {name: shape for one in engine for name, shape in one.shapes.items()}
         there = self._sides[1].boxes
-        self._names = [*shapes, *(name for name in there if name not in shapes)]
+        unreadable = {name for one in rollout for name in one.unreadable}
+        self._names = [*self._shapes, *(name for name in there if name not in self._shapes)]
         looked_at = [name for name in self._names if name not in unreadable or name in there]
-        self._unsound = {name for name in looked_at if self._fault(name)}
-        self._sound = [name for name in looked_at if name not in self._unsound]
-        self._at = [side.numbers(self._sound) for side in self._sides]
+        self._faults = {name: fault for name in looked_at if (fault := self._fault(name))}
+        self._sound = [name for name in looked_at if name not in self._faults]
+        self._at = [np.array([side.numbers[name] for name in self._sound], np.int64) for side in self._sides]
 
-    def _fault(self, name: str) -> bool:
-        """Whether a tensor differs whatever the values are."""
+    def _fault(self, name: str) -> str:
+        """How a tensor differs whatever the values are; nothing when it does not."""
         shape = self._shapes.get(name)
         if shape is None:
-            return True
-        found = [side.boxes.get(name) for side in self._sides]
-        return any(boxes is None or _cover(tuple(boxes), shape) for boxes in found)
+            return "the trainer has no such tensor"
+        for side in self._sides:
+            if name not in side.boxes:
+                return f"missing on the {side.name}"
+            if fault := _cover(tuple(side.boxes[name]), shape):
+                return f"the {side.name}'s parts {fault}"
+        return ""
 
-    def differences(self, engine: Heard, rollout: Heard) -> list[Difference]:
-        """The tensors that differ, in order: see `compare`."""
-        flat = [np.concatenate([*one.values, np.zeros(0, np.int64)]) for one in (engine, rollout)]
-        odd = np.zeros(len(self._sound), bool)
-        totals = []
-        for side, values, at in zip(self._sides, flat, self._at, strict=True):
-            sums, apart = side.look(values)
-            odd |= apart[at]
-            totals.append(sums[at])
-        odd |= totals[0] != totals[1]
-        suspects = self._unsound | {self._sound[i] for i in np.flatnonzero(odd)}
-        if not suspects:
+    def differences(
+        self, engine: Sequence[RankFingerprints], rollout: Sequence[RankFingerprints]
+    ) -> list[Difference]:
+        """The tensors that differ, in order: see `compare`. engine, rollout: of the ranks that this was made of.
+
+        Raises SyncMismatch where a rank tells of other parts than those of its index.
+        """
+        heard = [side.heard(told) for side, told in zip(self._sides, (engine, rollout), strict=True)]
+        ours, theirs = (
+            side.look(values, at) for side, values, at in zip(self._sides, heard, self._at, strict=True)
+        )
+        odd = ours[1] | theirs[1] | (ours[0] != theirs[0])
+        names = {self._sound[i] for i in np.flatnonzero(odd)}
+        if not names and not self._faults:
             return []
         kinds = tensor_classes(self._names)
-        found = []
-        for name in self._names:
-            if name in suspects:
-                ours, theirs = (
-                    side.told(name, values, heard.ranks)
-                    for side, values, heard in zip(self._sides, flat, (engine, rollout), strict=True)
-                )
-                found.append(Difference(name, kinds[name], _difference(ours, theirs, self._shapes.get(name))))
-        return found
-
-
-class _Side:
-    """Which parts of tensors ranks hold. Their values come one rank after another, as one array: an entry is one of these."""
-
-    def __init__(self, ranks: Sequence[Inventory]) -> None:
-        parts: dict[Part, int] = {}
-        entries = (parts.setdefault(part, len(parts)) for one in ranks for part in one.parts)
-        self._part = np.fromiter(entries, np.int64, sum(len(one.parts) for one in ranks))  # of each entry
-        self._rank = np.repeat(np.arange(len(ranks)), [len(one.parts) for one in ranks])
-        self._by_part = np.argsort(self._part, kind="stable")  # entries
-        self._begin = np.searchsorted(self._part[self._by_part], np.arange(len(parts) + 1))
-        self.boxes: dict[str, dict[Box, int]] = {}
-        """The parts of each tensor, with their numbers."""
-        for (name, box), number in parts.items():
-            self.boxes.setdefault(name, {})[box] = number
-        self._number = {name: number for number, name in enumerate(self.boxes)}
-        self._tensor = self.numbers(name for name, _ in parts)  # of each part
-
-    def numbers(self, names: Iterable[str]) -> np.ndarray:
-        """Of these tensors, int64."""
-        return np.array([self._number[name] for name in names], np.int64)
-
-    def look(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each tensor the sum over its parts (uint64), and whether ranks differ in one of them."""
-        values = values.view(np.uint64)
-        once = values[self._by_part[self._begin[:-1]]]
-        totals = np.zeros(len(self.boxes), np.uint64)
-        np.add.at(totals, self._tensor, once)
-        apart = np.zeros(len(self.boxes), bool)
-        apart[self._tensor[self._part[values != once[self._part]]]] = True
-        return totals, apart
-
-    def told(self, name: str, values: np.ndarray, ranks: Sequence[Sequence[int]] | None) -> _Parts | None:
-        """The values of each part of a tensor, each with the ranks that tell it."""
-        if name not in self.boxes:
-            return None
-        found: _Parts = {}
-        for box, number in self.boxes[name].items():
-            held = found[box] = {}
-            for entry in self._by_part[self._begin[number] : self._begin[number + 1]]:
-                rank = int(self._rank[entry])
-                held.setdefault(int(values[entry]), []).extend([rank] if ranks is None else ranks[rank])
-        return found
+        held = [side.held(names, values) for side, values in zip(self._sides, heard, strict=True)]
+        return [
+            Difference(name, kinds[name], self._faults.get(name) or _difference(held[0][name], held[1][name]))
+            for name in self._names
+            if name in names or name in self._faults
+        ]
 
 
 _Parts = dict[Box, dict[int, list[int]]]
 """Of each part of one tensor the values that ranks tell, each with these ranks."""
 
 
-def _difference(engine: _Parts | None, rollout: _Parts | None, shape: tuple[int, ...] | None) -> str:
-    """How a tensor differs that does."""
-    if shape is None:
-        return "the trainer has no such tensor"
-    for side, parts in (("trainer", engine), ("rollout", rollout)):
-        if parts is None:
-            return f"missing on the {side}"
-        apart = [box for box, values in parts.items() if len(values) > 1]
-        if apart:
-            who = sorted(parts[apart[0]].values(), key=len)
-            return (
-                f"the {side}'s ranks hold different copies of {_place(apart[0])}: "
-                f"{' other than '.join(map(_ranks, who))}"
-            )
-        fault = _cover(tuple(parts), shape)
-        if fault:
-            return f"the {side}'s parts {fault}"
-    assert engine is not None
-    assert rollout is not None
+class _Side:
+    """Which parts of tensors the ranks of the trainer, or of a rollout, hold. Values come one rank after another, as one array."""
+
+    def __init__(self, name: str, ranks: Sequence[ShardIndex]) -> None:
+        self.name, self._ranks = name, ranks
+        parts: dict[Part, int] = {}
+        each = [parts.setdefault(part, len(parts)) for one in ranks for part in one.parts]
+        self._part = np.array(each, np.int64)  # of each value
+        self._first = np.unique(self._part, return_index=True)[1]  # of each part, the value told first
+        self.boxes: dict[str, list[Box]] = {}
+        for tensor, box in parts:
+            self.boxes.setdefault(tensor, []).append(box)
+        self.numbers = {tensor: number for number, tensor in enumerate(self.boxes)}
+        self._tensor = np.array([self.numbers[tensor] for tensor, _ in parts], np.int64)  # of each part
+
+    def heard(self, told: Sequence[RankFingerprints]) -> np.ndarray:
+        """The ranks' values, uint64. Raises SyncMismatch where they are not of the parts that their ranks have told."""
+        for rank, (index, one) in enumerate(zip(self._ranks, told, strict=True)):
+            if one.index != index.digest or len(one.values) != 8 * len(index.parts):
+                raise SyncMismatch(
+                    f"rank {rank} of the {self.name} told {len(one.values) // 8} fingerprints of other parts than the "
+                    f"{len(index.parts)} it holds"
+                )
+        return np.frombuffer(b"".join(one.values for one in told), np.uint64)
+
+    def look(self, values: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of the tensors of these numbers the sum over its parts, and whether ranks differ in one of them."""
+        once = values[self._first]
+        totals, apart = np.zeros(len(self.boxes), np.uint64), np.zeros(len(self.boxes), bool)
+        np.add.at(totals, self._tensor, once)
+        apart[self._tensor[self._part[values != once[self._part]]]] = True
+        return totals[at], apart[at]
+
+    def held(self, names: Collection[str], values: np.ndarray) -> dict[str, _Parts]:
+        """What ranks tell of these tensors."""
+        found: dict[str, _Parts] = {name: {} for name in names}
+        parts = ((rank, part) for rank, one in enumerate(self._ranks) for part in one.parts)
+        for (rank, (name, box)), value in zip(parts, values.tolist(), strict=True):
+            if name in names:
+                found[name].setdefault(box, {}).setdefault(value, []).append(rank)
+        return found
+
+
+def _difference(ours: _Parts, theirs: _Parts) -> str:
+    """How a tensor's values differ that do."""
+    for side, parts in (("trainer", ours), ("rollout", theirs)):
+        for box, values in parts.items():
+            if len(values) > 1:
+                who = " other than ".join(map(_ranks, sorted(values.values(), key=len)))
+                return f"the {side}'s ranks hold different copies of {_place(box)}: {who}"
     # Where both sides are cut alike, the part can be told, and who holds it.
-    wrong = [box for box in engine if box in rollout and engine[box].keys() != rollout[box].keys()]
-    if not wrong or len(engine) == 1:
+    wrong = [box for box in ours if box in theirs and ours[box].keys() != theirs[box].keys()]
+    if not wrong or len(ours) == 1:
         return "other values"
-    (held,) = rollout[wrong[0]].values()
-    holders = {rank for values in rollout.values() for ranks in values.values() for rank in ranks}
+    (held,) = theirs[wrong[0]].values()
+    holders = {rank for values in theirs.values() for ranks in values.values() for rank in ranks}
     by = f", held by {_ranks(held)}" if len(holders) > 1 else ""
     return f"other values at {_place(wrong[0])}{by}"
 
@@ -251,25 +223,23 @@ def _cover(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> str:
     outside = [box for box in boxes if len(box) != len(full) or meet(box, full) != box]
     if outside:
         return f"{_place(outside[0])} is not within its shape {list(shape)}"
-    if not _disjoint(list(boxes)):
-        return "overlap"
     held, wanted = sum(map(volume, boxes)), math.prod(shape)
-    return "" if held == wanted else f"are {held} of its {wanted} elements"
+    if held < wanted:
+        return f"are {held} of its {wanted} elements"
+    return "" if _corners(boxes) == _corners([full]) else "overlap"
 
 
-def _disjoint(boxes: list[Box]) -> bool:
-    """Whether no two share an element. Boxes that are cut dim by dim are compared dim by dim, others in pairs."""
-    if len(boxes) < 2:
-        return True
-    if not boxes[0]:
-        return False
-    by_first: dict[tuple[int, int], list[Box]] = {}
+def _corners(boxes: Iterable[Box]) -> dict[tuple[int, ...], int]:
+    """The corners of boxes, each with the sum of its signs, where that is not 0: it tells how often each element is in a box.
+
+    Along each dim a box begins with +1 and ends with -1, and a corner's sign is the product of its dims'. From their sums the counts
+    follow by adding up along each dim, so boxes with the corners of the whole cover it exactly once.
+    """
+    found = Counter[tuple[int, ...]]()
     for box in boxes:
-        by_first.setdefault(box[0], []).append(box[1:])
-    spans = sorted(by_first)
-    if any(one[1] > other[0] for one, other in itertools.pairwise(spans)):
-        return all(meet(a, b) is None for a, b in itertools.combinations(boxes, 2))
-    return all(_disjoint(inner) for inner in by_first.values())
+        for ends in itertools.product((0, 1), repeat=len(box)):
+            found[tuple(side[end] for side, end in zip(box, ends, strict=True))] += (-1) ** sum(ends)
+    return {corner: sign for corner, sign in found.items() if sign}
 
 
 def tensor_classes(names: Iterable[str]) -> dict[str, str]:

@@ -12,9 +12,9 @@ from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.models.mcore import whole_box
 from quintet.rollout import Wanted, WeightSource
 from quintet.rollout.vllm.weights import check, combine
+from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.wire import Ticket
-from quintet.sync.witness import Digest, Statement, Witness
 from tests.patience import BUSY
 from tests.rollout.vllm.test_weights import make, weights_of
 
@@ -26,7 +26,7 @@ class Serving(Worker):
         super().setup()
         self.plans = 0
         self._seed = 0
-        self._witness = Witness()
+        self._indexer = RankIndexer()
         shape, device = MODELS["tiny"].shape, torch.device("cpu")
         self._server = WeightServer(self._shards, shape, torch.float32, device, 0.25, timeout_s=20.0 * BUSY)
 
@@ -41,12 +41,12 @@ class Serving(Worker):
     def serve(self) -> Served:
         return self._server.serve()
 
-    def digest(self) -> Digest:
+    def fingerprints(self) -> RankFingerprints:
         shards = self._shards()
-        return self._witness.digest(shard_fingerprints(shards), {one.name: one.shape for one in shards})
+        return self._indexer.tell(shard_fingerprints(shards), {one.name: one.shape for one in shards})
 
-    def statement(self, known: list[bytes]) -> Statement:
-        return self._witness.statement(known)
+    def shard_index(self) -> ShardIndex:
+        return self._indexer.index
 
     def planned(self) -> int:
         return self.plans
@@ -59,7 +59,7 @@ class Taking(Worker):
         super().__init__(place)
         self.held = [make(rank, tp)[1] for rank in range(tp)]
         self.asked, self.bytes = 0, [0] * tp
-        self._witness = Witness()
+        self._indexer = RankIndexer()
 
     def setup(self) -> None:
         import torch._dynamo  # noqa: F401  (as in vLLM's processes: seconds, which the first weights would wait for)
@@ -74,12 +74,12 @@ class Taking(Worker):
         check(taken)
         self.bytes = [one.bytes for one in taken]
 
-    def digest(self) -> Digest:
+    def fingerprints(self) -> RankFingerprints:
         prints, unreadable = combine([one.read() for one in self.held])
-        return self._witness.digest(prints, unreadable=unreadable)
+        return self._indexer.tell(prints, unreadable=unreadable)
 
-    def statement(self, known: list[bytes]) -> Statement:
-        return self._witness.statement(known)
+    def shard_index(self) -> ShardIndex:
+        return self._indexer.index
 
     def told(self) -> tuple[int, list[int]]:
         """How often it was asked what it needs, and the bytes that each device got last."""

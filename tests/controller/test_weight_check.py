@@ -13,7 +13,7 @@ from quintet.models.mcore import whole_box
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Rollout
 from quintet.rollout import Fingerprints
-from quintet.sync.witness import Digest, Statement, Witness
+from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
 
 SHAPES = {"model.norm.weight": (4,), "model.layers.0.mlp.experts.1.up_proj.weight": (4, 2)}
 NORM, EXPERT = SHAPES
@@ -21,20 +21,20 @@ BOXES = {name: whole_box(shape) for name, shape in SHAPES.items()}
 
 
 class Ranks:
-    """Ranks that hold these fingerprints. They note what they are asked for."""
+    """Ranks that hold these fingerprints. They note who is asked for its index."""
 
     def __init__(self, held: list[tuple[Fingerprints, list[str]]], shapes: Any = None) -> None:
         self.held, self.shapes = held, shapes
-        self.witnesses = [Witness() for _ in held]
+        self.indexers = [RankIndexer() for _ in held]
         self.asked: list[int] = []
 
-    def digests(self) -> list[Digest]:
-        each = zip(self.witnesses, self.held, strict=True)
-        return [witness.digest(prints, self.shapes, names) for witness, (prints, names) in each]
+    def fingerprints(self) -> list[RankFingerprints]:
+        each = zip(self.indexers, self.held, strict=True)
+        return [one.tell(prints, self.shapes, names) for one, (prints, names) in each]
 
-    def statements(self, ranks: list[int], known: list[bytes]) -> list[Statement]:
+    def shard_indexes(self, ranks: list[int]) -> list[ShardIndex]:
         self.asked += ranks
-        return [self.witnesses[rank].statement(known) for rank in ranks]
+        return [self.indexers[rank].index for rank in ranks]
 
 
 class Policy:
@@ -46,17 +46,17 @@ class Policy:
         self.called: list[str] = []
         self.ranks = Ranks([(self.prints, [])] * 2, SHAPES)
 
-    def submit(self, method: str, *args: Any, dispatch: Any = None, phase: str) -> Any:
+    def submit(self, method: str, *, phase: str) -> Any:
         self.called.append(method)
-        if method == "digest":
-            told: Any = self.ranks.digests()
-        else:
-            ranks = [n for n, call in enumerate(dispatch.split([{}] * 2, args, {})) if call is not None]
-            told = self.ranks.statements(ranks, *args)
+        assert method == "fingerprints"
+        told = self.ranks.fingerprints()
         return SimpleNamespace(result=lambda: told)
 
-    def call(self, method: str, *args: Any, **options: Any) -> Any:
+    def call(self, method: str, **options: Any) -> Any:
         self.called.append(method)
+        if method == "shard_index":
+            calls = options["dispatch"].split([{}] * 2, (), {})
+            return self.ranks.shard_indexes([n for n, call in enumerate(calls) if call is not None])
         if method == "masters":
             return [self.master] * 2
         if method == "parameter_type":
@@ -65,18 +65,18 @@ class Policy:
 
 
 class Held:
-    """Copies of a rollout. dies: one that does while it is asked what its digests stand for."""
+    """Copies of a rollout. dies: one that does while it is asked what its fingerprints are of."""
 
     def __init__(self, copies: dict[str, list[tuple[Fingerprints, list[str]]]], dies: str = "") -> None:
         self.copies = {name: Ranks(held) for name, held in copies.items()}
         self.dies = dies
 
-    def digests(self, beside: Any) -> dict[str, list[Digest]]:
-        return {name: ranks.digests() for name, ranks in self.copies.items()}
+    def fingerprints(self, beside: Any) -> dict[str, list[RankFingerprints]]:
+        return {name: ranks.fingerprints() for name, ranks in self.copies.items()}
 
-    def statements(self, wanted: Any, known: list[bytes], beside: Any) -> dict[str, list[Statement]]:
+    def shard_indexes(self, wanted: Any) -> dict[str, list[ShardIndex]]:
         return {
-            name: self.copies[name].statements(ranks, known)
+            name: self.copies[name].shard_indexes(ranks)
             for name, ranks in wanted.items()
             if name != self.dies
         }
@@ -169,7 +169,7 @@ def test_without_proofs_nothing_is_asked_for() -> None:
     assert policy.called == []
 
 
-def test_what_digests_stand_for_is_told_once_and_only_where_it_is_not_known() -> None:
+def test_parts_are_told_once_and_anew_only_where_they_have_changed() -> None:
     policy = Policy()
     one = proof(policy, [])
 
@@ -180,16 +180,35 @@ def test_what_digests_stand_for_is_told_once_and_only_where_it_is_not_known() ->
         return policy.ranks.asked, held.asked()
 
     same = policy.prints
-    for _ in range(2):
-        assert proved(same, same, same) == ([0], {"rollout-0": [0], "rollout-1": [], "rollout-2": []})
-        assert proved(same, same) == ([], {"rollout-0": [], "rollout-1": []})  # nothing has changed
-        same[NORM, BOXES[NORM]] += 1
     assert proved(same, same, dies="rollout-0") == ([0], {"rollout-0": [], "rollout-1": [0]})
-    # A copy cut elsewhere: the trainer's values are known, and the others' that were compared with them.
+    for _ in range(2):
+        assert proved(same, same) == ([], {"rollout-0": [], "rollout-1": []})
+        same[NORM, BOXES[NORM]] += 1
+    # A copy that was made anew is cut elsewhere.
     halves = {(NORM, ((0, 2),)): 3, (NORM, ((2, 4),)): same[NORM, BOXES[NORM]] - 3} | {
         key: value for key, value in same.items() if key[0] != NORM
     }
     assert proved(same, halves) == ([], {"rollout-0": [], "rollout-1": [0]})
+    assert proved(same, same) == ([], {"rollout-0": [], "rollout-1": []})
+    assert proved(same, halves) == ([], {"rollout-0": [], "rollout-1": [0]})  # it was forgotten meanwhile
+    halves[NORM, ((2, 4),)] += 1
+    with pytest.raises(SyncMismatch, match=rf"rollout-1 does not hold .* {NORM} \(norm\): other values"):
+        proved(same, halves)
+    del policy.prints[NORM, BOXES[NORM]]
+    policy.ranks.shapes = {EXPERT: SHAPES[EXPERT]}
+    assert proved(same, same) == ([0], {"rollout-0": [0], "rollout-1": []})
+    policy.ranks.held[1] = {**same, (EXPERT, BOXES[EXPERT]): 9}, []
+    with pytest.raises(SyncMismatch, match="the trainer's ranks hold different copies of"):
+        proved(same)
+
+
+def test_a_rank_whose_parts_change_while_it_is_asked_ends_the_run() -> None:
+    policy = Policy()
+    one = proof(policy, [])
+    held = Held({"rollout-0": [(dict(policy.prints), [])]})
+    held.copies["rollout-0"].shard_indexes = lambda ranks: [policy.ranks.indexers[0].index]  # type: ignore[method-assign]
+    with pytest.raises(SyncMismatch, match="holds other parts of the weights than it told fingerprints of"):
+        one.of(held)
 
 
 def test_the_rank_that_parted_from_those_that_tell_the_same_is_named() -> None:

@@ -16,7 +16,8 @@ from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, whole_box
 from quintet.models.shape import ModelShape, MoeShape
 from quintet.models.table import Names, decoder_weights
-from quintet.sync.proof import Told, compare, exported_weights_unchanged, mismatch, tensor_classes
+from quintet.sync.proof import compare, exported_weights_unchanged, mismatch, tensor_classes
+from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 
 SHAPES = {"model.embed_tokens.weight": (12, 8), "model.norm.weight": (8,), "a.experts.up": (3, 4, 6)}
 
@@ -133,6 +134,7 @@ FAULTS = {
     "are 64 of its 96 elements": [((0, 8), (0, 8))],
     "are 48 of its 96 elements": [((0, 12), (0, 2)), ((0, 6), (2, 6))],
     "overlap": [((0, 8), (0, 8)), ((4, 8), (0, 8))],
+    "parts overlap": [((0, 12), (0, 8)), ((4, 8), (0, 8))],
     "is not within its shape": [((0, 13), (0, 8))],
 }
 
@@ -158,7 +160,7 @@ def test_parts_on_no_grid_cover_too():
 def test_the_message_names_ten_tensors_and_counts_the_classes():
     names = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(12)]
     shapes = {**dict.fromkeys(names, (2, 2)), "model.norm.weight": (8,)}
-    found = compare([], [], shapes)
+    found = compare([{}], [{}], shapes)
     error = mismatch(found, "rollout-0")
     assert isinstance(error, SyncMismatch)
     said = str(error)
@@ -197,11 +199,15 @@ def test_classes_of_a_familys_tensors():
 
 
 def test_masters_that_change_alone_raise_an_alarm():
-    one, other = held(WHOLE), held(WHOLE, 1, tensors(1))
-    before = Told([*one, *one], [5, 7])
-    assert exported_weights_unchanged(before, Told([*one, *one], [5, 7])) is None
-    assert exported_weights_unchanged(before, Told([*one, *other], [5, 8])) is None
-    assert exported_weights_unchanged(Told(one, [None]), Told(one, [None])) is None
-    said = exported_weights_unchanged(before, Told([*one, *one], [5, 8]))
+    def told(values: dict[str, torch.Tensor]) -> RankFingerprints:
+        (prints,) = held(WHOLE, 1, values)
+        return RankIndexer().tell(prints, SHAPES)
+
+    one, other = told(tensors()), told(tensors(1))
+    before = [one, one], [5, 7]
+    assert exported_weights_unchanged(before, ([one, one], [5, 7])) is None
+    assert exported_weights_unchanged(before, ([one, other], [5, 8])) is None
+    assert exported_weights_unchanged(([one], [None]), ([one], [None])) is None
+    said = exported_weights_unchanged(before, ([one, one], [5, 8]))
     assert said is not None
     assert "1 of 2 ranks" in said

@@ -1,4 +1,4 @@
-"""Digests, with what they stand for asked of few ranks, prove what comparing everything would: no more and no less."""
+"""Vectors of fingerprints, told of parts that are told once, prove what comparing every element would: no more and no less."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintet.engine.weights.fingerprint import Fingerprints, fingerprint
+from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, box_sizes, slices, whole_box
-from quintet.sync.evidence import Evidence
-from quintet.sync.proof import compare
-from quintet.sync.witness import Digest, Witness
+from quintet.sync.proof import Comparison
+from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
 
 SHAPES = {"model.norm.weight": (4,), "model.embed_tokens.weight": (6, 4), "a.experts.1.up": (2, 2, 4)}
 CUTS = ((0, 1), (0, 2), (-1, 2), (0, 2), (-1, 4))
@@ -105,39 +105,31 @@ def differing(engine: list[Rank], copy: list[Rank], unreadable: Iterable[str]) -
 
 
 class Ranks:
-    """Witnesses of some ranks, which go on from sync to sync."""
+    """Some ranks, which go on from sync to sync; and what the controller has been told of their parts."""
 
     def __init__(self, count: int) -> None:
-        self.witnesses = [Witness() for _ in range(count)]
+        self.indexers = [RankIndexer() for _ in range(count)]
 
-    def digests(self, ranks: list[Rank], shapes: bool, unreadable: list[str]) -> list[Digest]:
+    def tell(self, ranks: list[Rank], shapes: bool, unreadable: list[str]) -> list[RankFingerprints]:
         return [
-            witness.digest(prints(rank), SHAPES if shapes else None, unreadable)
-            for witness, rank in zip(self.witnesses, ranks, strict=True)
+            indexer.tell(prints(rank), SHAPES if shapes else None, unreadable)
+            for indexer, rank in zip(self.indexers, ranks, strict=True)
         ]
 
-
-def told(evidence: Evidence, sides: list[tuple[Ranks, list[Digest]]]) -> None:
-    """Have exactly what is lacking told, by the last rank that can."""
-    (_, engine), *copies = sides
-    lacking = evidence.lacking(engine, [digests for _, digests in copies])
-    holders = {
-        digest: witness
-        for ranks, all_ in sides
-        for digest, witness in zip(all_, ranks.witnesses, strict=True)
-    }
-    for digest in lacking:
-        evidence.take({digest: holders[digest].statement(evidence.known)})
+    @property
+    def indexes(self) -> list[ShardIndex]:
+        return [one.index for one in self.indexers]
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_digests_name_what_comparing_everything_names(draw: random.Random) -> None:
-    """Over several syncs, with weights that change or stay, ranks that copy one another, and one fault or another."""
-    evidence = Evidence()
+def test_vectors_name_what_comparing_every_element_names(draw: random.Random) -> None:
+    """Over several syncs, with weights that change or stay, ranks that copy one another, and one fault or another. A comparison is
+    made anew exactly where some rank's parts have changed, as the controller makes it."""
     weights = {name: torch.randint(1 << 30, shape, dtype=torch.int32) for name, shape in SHAPES.items()}
     layouts = [dealt(weights, draw) for _ in range(3)]
     voices = [Ranks(len(ranks)) for ranks in layouts]
+    made: dict[tuple[bytes, ...], Comparison] = {}
     for _ in range(4):
         if draw.random() < 0.5:
             weights = {name: tensor + 1 for name, tensor in weights.items()}
@@ -155,83 +147,76 @@ def test_digests_name_what_comparing_everything_names(draw: random.Random) -> No
             harm(draw.choice(sides), draw)
         unreadable = draw.sample(list(SHAPES), draw.choice([0, 0, 1]))
         engine, *copies = (
-            voice.digests(ranks, not at, unreadable if at else [])
+            voice.tell(ranks, not at, unreadable if at else [])
             for at, (voice, ranks) in enumerate(zip(voices, sides, strict=True))
         )
-        evidence.begin([*engine, *(one for copy in copies for one in copy)])
-        told(evidence, list(zip(voices, [engine, *copies], strict=True)))
-        for digests, ranks in zip(copies, sides[1:], strict=True):
-            found = evidence.differences(engine, digests)
-            assert found == compare(
-                [prints(one) for one in sides[0]], [prints(one) for one in ranks], SHAPES, unreadable
-            )
+        for voice, told, ranks in zip(voices[1:], copies, sides[1:], strict=True):
+            key = (*(one.index for one in engine), b"", *(one.index for one in told))
+            comparison = made.setdefault(key, Comparison(voices[0].indexes, voice.indexes))
+            found = comparison.differences(engine, told)
             assert [one.name for one in found] == differing(sides[0], ranks, unreadable)
-            assert evidence.unreadable(digests) == set(unreadable)
 
 
-def test_what_was_proved_equal_needs_nothing_and_one_flip_does() -> None:
-    rank: Rank = {
-        (name, whole_box(shape)): torch.ones(shape, dtype=torch.int32) for name, shape in SHAPES.items()
-    }
-    evidence, (trainer, rollout) = Evidence(), (Ranks(8), Ranks(4))
-    sides = [
-        (trainer, trainer.digests([rank] * 8, True, [])),
-        (rollout, rollout.digests([rank] * 4, False, [])),
+WHOLE: Rank = {
+    (name, whole_box(shape)): torch.ones(shape, dtype=torch.int32) for name, shape in SHAPES.items()
+}
+
+
+def test_an_index_is_the_same_until_parts_or_names_change() -> None:
+    rank, one = prints(WHOLE), RankIndexer()
+    first = one.tell(rank, SHAPES)
+    index = one.index
+    assert one.tell(prints(WHOLE), SHAPES) == first
+    assert one.index is index
+    backwards = dict(reversed(rank.items()))
+    nothing = {**rank, ("b.bias", ((3, 3),)): 0}  # an empty part
+    for same in (backwards, nothing):
+        assert RankIndexer().tell(same, SHAPES) == one.tell(same, SHAPES) == first
+        assert one.index == index
+    moved = {(name, ((1, 5), *box[1:]) if name == "model.norm.weight" else box): 1 for name, box in rank}
+    others = [
+        one.tell({**rank, ("b.bias", ((0, 3),)): 5}, SHAPES),
+        one.tell(dict(list(rank.items())[1:]), SHAPES),
+        one.tell(moved, SHAPES),
+        one.tell(rank, {**SHAPES, "model.norm.weight": (3,)}),
+        one.tell(rank, SHAPES, ["b.bias"]),
     ]
-    engine, copy = (digests for _, digests in sides)
-    assert len({*engine}) == len({*copy}) == 1
-    assert evidence.lacking(engine, [copy]) == {engine[0], copy[0]}
-    told(evidence, sides)
-    assert evidence.differences(engine, copy) == []
-    evidence.begin([*engine, *copy])
-    assert evidence.lacking(engine, [copy, copy[:1]]) == set()
-    wrong = dict(rank)
-    harmed = wrong["model.norm.weight", ((0, 4),)] = torch.ones(4, dtype=torch.int32)
-    harmed[3] = 0
-    copy = rollout.digests([rank, rank, wrong, rank], False, [])
-    evidence.begin([*engine, *copy])
-    assert evidence.lacking(engine, [copy]) == {copy[2]}
-    told(evidence, [sides[0], (rollout, copy)])
-    assert [one.name for one in evidence.differences(engine, copy)] == ["model.norm.weight"]
-    evidence.begin([*engine, *copy])
-    assert evidence.differences(engine, copy) != []  # what differed once is not taken for proved
+    assert len({index.digest, *(told.index for told in others)}) == 6
+    values = torch.frombuffer(bytearray(first.values), dtype=torch.int64).tolist()
+    assert values == [value for _, value in sorted(rank.items())]
 
 
-def test_an_inventory_is_told_once() -> None:
-    rank: Rank = {
-        (name, whole_box(shape)): torch.ones(shape, dtype=torch.int32) for name, shape in SHAPES.items()
-    }
-    witness = Witness()
-    first = witness.digest(prints(rank), SHAPES)
-    assert witness.statement([]).inventory is not None
-    assert witness.statement([first.inventory]).inventory is None
-    more = {**prints(rank), ("b.bias", ((0, 3),)): 5}
-    assert witness.digest(more, SHAPES).inventory != first.inventory
-    nothing = {**prints(rank), ("b.bias", ((3, 3),)): 0}  # an empty part
-    assert witness.digest(nothing, SHAPES) == first
-    assert witness.digest(prints(rank), SHAPES, ["b.bias"]).inventory != first.inventory
-    assert witness.digest(dict(reversed(prints(rank).items())), SHAPES) == first
-    assert list(witness.statement([]).values) == [value for _, value in sorted(prints(rank).items())]
+@pytest.mark.parametrize("side", ["trainer", "rollout"])
+@pytest.mark.parametrize("what", ["shorter", "longer", "of another index"])
+def test_values_are_never_taken_for_those_of_other_parts(side: str, what: str) -> None:
+    one = RankIndexer()
+    right, index = one.tell(prints(WHOLE), SHAPES), one.index
+    wrong = {
+        "shorter": RankFingerprints(index.digest, right.values[:-8]),
+        "longer": RankFingerprints(index.digest, right.values + right.values[:8]),
+        "of another index": one.tell(prints(WHOLE), SHAPES, ["b.bias"]),
+    }[what]
+    comparison, both = Comparison([index] * 2, [index] * 2), [right, right]
+    assert comparison.differences(both, both) == []
+    told = ([right, wrong], both) if side == "trainer" else (both, [right, wrong])
+    with pytest.raises(
+        SyncMismatch, match=rf"rank 1 of the {side} told \d fingerprints of other parts than the 3"
+    ):
+        comparison.differences(*told)
 
 
 @pytest.mark.parametrize("side", ["trainer", "rollout"])
 def test_equal_ranks_do_not_hide_one_that_is_not(side: str) -> None:
     """Neither where most agree with the other side, nor where those that agree are few."""
-    rank: Rank = {
-        (name, whole_box(shape)): torch.ones(shape, dtype=torch.int32) for name, shape in SHAPES.items()
-    }
     key = ("a.experts.1.up", whole_box(SHAPES["a.experts.1.up"]))
-    wrong = {**rank, key: rank[key].clone()}
+    wrong = {**WHOLE, key: WHOLE[key].clone()}
     wrong[key].view(-1)[5] = 3
-    for ranks in ([rank] * 30 + [wrong], [rank] + [wrong] * 30):
-        evidence, both = Evidence(), (Ranks(31), Ranks(31))
-        held = [ranks, [rank] * 31] if side == "trainer" else [[rank] * 31, ranks]
-        sides = [
-            (one, one.digests(h, not at, [])) for at, (one, h) in enumerate(zip(both, held, strict=True))
-        ]
-        told(evidence, sides)
-        (found,) = evidence.differences(*(digests for _, digests in sides))
-        few = 30 if ranks[1] is rank else 0
+    for ranks in ([WHOLE] * 30 + [wrong], [WHOLE] + [wrong] * 30):
+        both = (Ranks(31), Ranks(31))
+        held = [ranks, [WHOLE] * 31] if side == "trainer" else [[WHOLE] * 31, ranks]
+        told = [one.tell(h, not at, []) for at, (one, h) in enumerate(zip(both, held, strict=True))]
+        (found,) = Comparison(both[0].indexes, both[1].indexes).differences(*told)
+        few = 30 if ranks[1] is WHOLE else 0
         others = (
             "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 22 more" if few else "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 22 more"
         )
