@@ -5,11 +5,11 @@ vLLM makes of its parameters once they are loaded differs by layer, device and k
 can be read, or none:
 
 - plain: it is as it was loaded, or has its last two dims exchanged. It can be written in place as well;
-- packed, on the CPU: `packed` reads it exactly;
-- anything else, such as matrices shuffled for a kernel, cannot be read.
+- anything else, such as matrices shuffled for a kernel or packed for one on the CPU, cannot be read.
 
-Linear layers, embeddings, norms and routers are known to be plain or packed. Experts and quantised layers may be anything,
-so they have a form only if what arrived is read back with it after the first load.
+Linear layers, embeddings, norms and routers are known to be plain on GPUs, and those whose kernels have their own copies on the CPU
+are known. Experts and quantised layers may be anything, so they have a form only if what arrived is read back with it after the
+first load. The proof of what has none are log-probs (`quintet.sync.logprob_probe`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from quintet.engine.weights.fingerprint import fingerprint, fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, meet, slices, volume, whole_box
 from quintet.rollout.base import Fingerprints, Piece
-from quintet.rollout.vllm import cpu_layouts as packed
 from quintet.rollout.vllm.load_trace import Record, Region
 
 Models = Sequence[tuple[str, torch.nn.Module]]
@@ -39,11 +38,10 @@ TRIED = 4
 @dataclass(frozen=True)
 class Form:
     """How a parameter is kept. read: its content, in the shape it was loaded in. plain: whether that is the parameter itself, so
-    that writing to it changes the model. signed: whether the sign of a zero is read."""
+    that writing to it changes the model."""
 
     read: Callable[[], Tensor]
-    plain: bool = True
-    signed: bool = True
+    plain: bool
 
 
 class Live:
@@ -79,15 +77,14 @@ class Live:
             found[name] = [whole_box(shapes[name])] if whole else parts
         return found
 
-    def read(self, negative_zeros: dict[str, Tensor]) -> tuple[Fingerprints, set[str]]:
+    def read(self) -> tuple[Fingerprints, set[str]]:
         """Fingerprints of all that can be read; and the names of tensors that cannot, or not in every copy that is used.
 
-        negative_zeros: where tensors have them (mask of the whole tensor), for forms that cannot tell. Raises SyncMismatch where
-        two copies of a part differ.
+        Raises SyncMismatch where two copies of a part differ.
         """
         unreadable = set(self.unreadable)
         for _, model in self._models:
-            for layer, copies in packed.absorbed(model):
+            for layer, copies in _absorbed(model):
                 names = self._names_in(layer)
                 if copies is None:
                     unreadable |= names
@@ -95,22 +92,17 @@ class Live:
                     raise SyncMismatch(
                         f"{', '.join(sorted(names))}: the copy that attention works with differs"
                     )
-        return fingerprints(self._parts(negative_zeros)), unreadable
+        return fingerprints(self._parts()), unreadable
 
-    def _parts(self, negative_zeros: dict[str, Tensor]) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
+    def _parts(self) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
         for parameter, regions in self._of.items():
             form = self._forms[parameter]
             if form is None:
                 continue
             tensor = form.read()
             for region in regions:
-                if region.name in self.unreadable:
-                    continue
-                part = self._as_it_came(region, tensor)
-                if not form.signed and region.name in negative_zeros:
-                    negative = negative_zeros[region.name][tuple(slice(*side) for side in region.box)]
-                    part = torch.where(negative & (part == 0), -0.0, part)
-                yield region.name, region.shape, region.box, part
+                if region.name not in self.unreadable:
+                    yield region.name, region.shape, region.box, self._as_it_came(region, tensor)
 
     def _as_it_came(self, region: Region, parameter: Tensor) -> Tensor:
         """A part in the type it arrived in. Raises SyncMismatch where it is nothing that arrived in that."""
@@ -148,7 +140,7 @@ class Live:
     def end(self) -> None:
         """After new weights were written in place: what layers derive from theirs follows, also in place."""
         for _, model in self._models:
-            for _, copies in packed.absorbed(model):
+            for _, copies in _absorbed(model):
                 for copy, source in copies or ():
                     if copy.data_ptr() != source.data_ptr():
                         copy.copy_(source)
@@ -199,20 +191,16 @@ def _form(
 ) -> Form | None:
     """The form of a parameter that was loaded with this shape and type; None where it cannot be read."""
     holders = [m for _, model in models for m in model.modules() if _holds(m, attribute, layer)]
-    kernel = packed.linear(holders, shape) if attribute == "weight" else None
-    if kernel is not None:
-        return Form(kernel, plain=False, signed=False)
+    if attribute == "weight" and any(map(_packs, holders)):
+        return None  # what computes is the kernel's copy, also where the parameter is there as well (of embeddings)
     held = getattr(layer, attribute)
     # What quantised layers derive from their parameters is not known here.
-    writable = held.dtype == dtype and (packed.quantisation(layer) or "Unquantized").startswith("Unquantized")
+    writable = held.dtype == dtype and (_quantisation(layer) or "Unquantized").startswith("Unquantized")
     forms = []
     if tuple(held.shape) == shape:
         forms.append(Form(lambda: getattr(layer, attribute).data.to(dtype), writable))
     if held.dim() >= 2 and tuple(held.mT.shape) == shape:
         forms.append(Form(lambda: getattr(layer, attribute).data.mT.to(dtype), writable))
-    reordered = packed.experts(layer, attribute, shape)
-    if reordered is not None:
-        forms.append(Form(reordered, plain=False))
     tried = [r for r in regions if r.exact][:: max(1, len(regions) // TRIED)]
     for form in forms:
         tensor = form.read()
@@ -221,4 +209,42 @@ def _form(
         ):
             return form
     # What is known to be plain and does not read back is wrong, and is to be found so.
-    return forms[0] if forms and packed.sure(layer) and tuple(held.shape) == shape else None
+    return forms[0] if forms and _sure(layer) and tuple(held.shape) == shape else None
+
+
+def _sure(layer: Any) -> bool:
+    """Whether a layer is known to keep its parameters as they were loaded, on GPUs."""
+    return _quantisation(layer) in (None, "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+def _quantisation(layer: Any) -> str | None:
+    """What vLLM calls the way in which a layer keeps its weights."""
+    method = getattr(layer, "quant_method", None)
+    return None if method is None else type(method).__name__
+
+
+def _packs(layer: Any) -> bool:
+    """Whether a layer's kernel on the CPU has its own copy of the weight, in a form of oneDNN's."""
+    linear = torch.nn.functional.linear
+    # Its own: what wraps a layer shows the layer's.
+    return vars(layer).get("cpu_linear", linear) is not linear
+
+
+def _absorbed(model: torch.nn.Module) -> Iterator[tuple[Any, list[tuple[Tensor, Tensor]] | None]]:
+    """Layers of latent attention that work with their own copies of kv_b_proj: that layer, and the copies, each with what it
+    is to be: None where that takes arithmetic (quantised weights)."""
+    module: Any
+    for module in model.modules():
+        up = getattr(module, "W_UV", None)
+        if up is None or getattr(module, "W_UK_T", None) is None:
+            continue
+        weight = module.kv_b_proj.weight
+        if not _sure(module.kv_b_proj) or weight.dtype != up.dtype:
+            yield module.kv_b_proj, None
+            continue
+        by_head = weight.detach().T.unflatten(1, (module.num_heads, -1))
+        keys, values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)
+        yield (
+            module.kv_b_proj,
+            [(module.W_UV.detach(), values.transpose(0, 1)), (module.W_UK_T.detach(), keys.permute(1, 2, 0))],
+        )

@@ -65,7 +65,6 @@ class Weights:
         self._untaken = set[str]()
         self._boxes: dict[str, list[Box]] = {}
         self._arrived: dict[tuple[str, Box], Tensor] = {}
-        self._negative_zeros: dict[str, Tensor] = {}
 
     def wanted(self) -> list[Wanted] | None:
         """The parts of tensors that this worker reads, known after a first `take`; None for whole tensors, also where it reads
@@ -90,7 +89,7 @@ class Weights:
         """Fingerprints of the live weights. Raises SyncMismatch before any were taken, and where two copies differ."""
         if self._live is None:
             raise SyncMismatch("this vLLM worker has not taken any weights yet: there is nothing to compare")
-        live, unreadable = self._live.read(self._negative_zeros)
+        live, unreadable = self._live.read()
         arrived: Fingerprints = {}
         if self._arrived:
             values = torch.stack([*self._arrived.values()]).tolist()
@@ -118,7 +117,7 @@ class Weights:
         taken, known = LoadReport(), dict(self._shapes)
         trace = None if self._live else Trace(lambda: named_tensors(self._models))
         came: dict[str, tuple[int, ...]] = {}
-        self._arrived, self._negative_zeros = {}, {}
+        self._arrived = {}
         kept = None if self._live is None else self._live.unreadable | self._untaken
         ended = False
 
@@ -165,10 +164,6 @@ class Weights:
             for box in self._boxes.get(name, [whole_box(shape)]):
                 part = tensor[tuple(slice(*side) for side in box)]
                 self._arrived[name, box] = fingerprint(part, shape, box)
-        if tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
-            negative = (tensor == 0) & torch.signbit(tensor)
-            if negative.any():
-                self._negative_zeros[name] = negative
 
 
 def check(answers: Sequence[LoadReport]) -> None:

@@ -69,8 +69,9 @@ def differing(rollout: Any, named: dict[str, Tensor]) -> list[str]:
     named = named_weights(model("qwen3")) | named
     engine = fingerprints((n, tuple(t.shape), whole(t), t) for n, t in named.items())
     found, unreadable = rollout.fingerprints()
-    assert unreadable == []
-    return [d.name for d in compare([engine], [found], {n: tuple(t.shape) for n, t in named.items()})]
+    assert not {one for one in unreadable if DEVICE != "cpu" or one.startswith(PEFT_PREFIX)}
+    shapes = {n: tuple(t.shape) for n, t in named.items()}
+    return [d.name for d in compare([engine], [found], shapes, unreadable)]
 
 
 CASES = [("offline", 1), ("server", 2)]

@@ -15,6 +15,7 @@ from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, volume, whole_box
 from quintet.rollout import Piece, Wanted
+from quintet.sync.logprob_probe import check, default_tolerance, sequences
 from quintet.sync.proof import compare
 from tests.oracle.models import hub_names
 from tests.rollout.vllm.conftest import DEVICE
@@ -76,11 +77,12 @@ def named_weights(one: Any) -> dict[str, Tensor]:
 
 
 def differing(rollout: Any, named: dict[str, Tensor]) -> list[str]:
-    """The tensors that the proof names, where everything can be read back."""
+    """The tensors that the proof names by fingerprints: on CPU, of what kernels pack, those of what arrived."""
     engine = fingerprints((n, tuple(t.shape), whole(t), t) for n, t in named.items())
     found, unreadable = rollout.fingerprints()
-    assert unreadable == []
-    return [d.name for d in compare([engine], [found], {n: tuple(t.shape) for n, t in named.items()})]
+    assert DEVICE == "cpu" or unreadable == []
+    shapes = {n: tuple(t.shape) for n, t in named.items()}
+    return [d.name for d in compare([engine], [found], shapes, unreadable)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -166,12 +168,11 @@ def swap_experts(worker: Any) -> None:
 
 
 def change_a_kernel(worker: Any) -> None:
-    """The linear layer's kernel has one element of its matrix changed."""
+    """The linear layer's kernel has the rows of its matrix exchanged."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     layer = worker.model_runner.get_model().model.layers[1].self_attn.qkv_proj
-    matrix = layer.cpu_linear(torch.eye(layer.input_size), layer.weight, None).T.contiguous()
-    matrix[1, 2] += 1e-3
+    matrix = layer.cpu_linear(torch.eye(layer.input_size), layer.weight, None).T.flip(0).contiguous()
     layer.weight = torch.nn.Parameter(matrix, requires_grad=False)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
 
@@ -191,21 +192,43 @@ def test_what_changes_after_loading_is_named(case: tuple[str, Any]) -> None:
     name, rollout = case
     named = named_weights(made(name, 5))
     update(rollout, Source(named))
-    changes = {
-        flip_norm: ["model.norm.weight"],
-    }
-    if DEVICE == "cpu":
-        changes |= {
-            change_a_kernel: ["model.layers.1.self_attn.q_proj.weight"],
-            forget_the_head: ["model.embed_tokens.weight" if "tied" in name else "lm_head.weight"],
-        }
-    if "moe" in name:
+    changes = {flip_norm: ["model.norm.weight"]}
+    if "moe" in name and DEVICE != "cpu":
         changes[swap_experts] = [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in (4, 6)]
     for change, names in changes.items():
         rollout._engine._engine.collective_rpc(change)
         assert differing(rollout, named) == names
         update(rollout, Source(named))
         assert differing(rollout, named) == []
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs these weights are read back")
+def test_what_changes_in_kernels_on_the_cpu_is_found_by_log_probs(case: tuple[str, Any]) -> None:
+    """What they pack is told to be unreadable, all of it and no more: then a sync is proved by the probe as well."""
+    name, rollout = case
+    named = named_weights(made(name, 5))
+    update(rollout, Source(named))
+    _, unreadable = rollout.fingerprints()
+    matrices = {n for n, t in named.items() if t.dim() > 1}
+    unpacked = {n for n in matrices if n.endswith(("embed_tokens.weight", "mlp.gate.weight"))}
+    assert matrices - unpacked <= set(unreadable) <= matrices
+    asked = sequences(made(name).config.vocab_size, 32)
+    right = rollout.score(asked)
+    allowed = default_tolerance("fp32", experts="moe" in name, quantized=False)
+    check(right, rollout.score(asked), asked, allowed, "rollout-0")
+    changes = {
+        change_a_kernel: "model.layers.1.self_attn.q_proj.weight",
+        forget_the_head: "model.embed_tokens.weight" if "tied" in name else "lm_head.weight",
+    }
+    if "moe" in name:
+        changes[swap_experts] = "model.layers.1.mlp.experts.4.down_proj.weight"
+    for change, tensor in changes.items():
+        assert tensor in unreadable
+        rollout._engine._engine.collective_rpc(change)
+        with pytest.raises(SyncMismatch, match="does not compute what the trainer computes"):
+            check(right, rollout.score(asked), asked, allowed, "rollout-0")
+        update(rollout, Source(named))
+        check(right, rollout.score(asked), asked, allowed, "rollout-0")
 
 
 def test_a_kv_head_that_two_workers_hold(start: Any, tmp_path: Path) -> None:
