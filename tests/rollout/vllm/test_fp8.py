@@ -92,7 +92,8 @@ def test_a_rollout_in_eight_bits(start: Any, tmp_path: Path) -> None:
         sent = in_eight_bits(one, quantized_names(read_shape(tmp_path)))
         update(rollout, Source(sent))
         found, unreadable = rollout.fingerprints()
-        assert set(unreadable) <= ({"lm_head.weight"} if DEVICE == "cpu" else set())
+        packed = {"lm_head.weight", "model.embed_tokens.weight"} if DEVICE == "cpu" else set()
+        assert set(unreadable) == packed
         assert found == fingerprints((n, tuple(t.shape), whole_box(t.shape), t) for n, t in sent.items())
         ids = [5, 9, 2, 40, 41, 7, 8, 1]
         with torch.no_grad():
