@@ -85,7 +85,16 @@ def test_groups_without_signal_are_replaced() -> None:
     assert source.asked == [2, 1]
     assert [p.text for p in chosen.prompts] == ["a1", "a3", "b1", "c0"]
     assert chosen.groups == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [one.call + str(one.at) for one in chosen.place] == ["a2", "a3", "a6", "a7", "b2", "b3", "c0", "c1"]
+    assert [one.call + str(one.at) for one in chosen.place] == [
+        "a2",
+        "a3",
+        "a6",
+        "a7",
+        "b2",
+        "b3",
+        "c0",
+        "c1",
+    ]
     assert chosen.versions == [7] * 8
     assert source.told == {"dapo/generated_groups": 7, "dapo/groups_with_signal": 4}
     assert chosen.groups_with_signal() == [0, 1, 2, 3]

@@ -106,7 +106,7 @@ def test_two_batches_and_mistakes_with_them(ray_cluster: Cluster, model_dir: Pat
         for score in algorithm.scores:
             first = first | score(first)
         first = first | algorithm.advantages(first)
-        objective = dict((role.name, one) for role, one in algorithm.updates(1))["policy"]
+        objective = {role.name: one for role, one in algorithm.updates(1)}["policy"]
         policy.forward_backward(first.minibatches[0], objective)
         with pytest.raises(WorkerFailure, match="policy: forward_backward before optimizer_step"):
             policy.forward_backward(first.minibatches[1], objective)
