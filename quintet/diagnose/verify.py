@@ -20,7 +20,7 @@ from unittest import mock
 
 from quintet.errors import QuintetError, Stopped, UserError
 from quintet.recipe.schema import Recipe
-from quintet.runs.checkpoints import POLICY, REFERENCE, Checkpoint, Checkpoints
+from quintet.runs.checkpoints import CRITIC, POLICY, REFERENCE, Checkpoint, Checkpoints
 from quintet.runs.ledger import read_jsonl, read_metrics
 from quintet.runs.stop import Terminated, interruptible
 
@@ -288,10 +288,13 @@ def _steps(run: Path) -> list[Step]:
 
 
 def _compare_states(saved: Checkpoint, again: Path) -> list[str]:
-    """What a run held after loading that was not as it was saved: of the policy, and of the reference policy if it is stored."""
+    """What a run held after loading that was not as it was saved: of every role that learns, and of the reference policy if it is
+    stored."""
     from quintet.engine.checkpoint.compare import differences
 
     found = differences(saved.policy, again / POLICY)
+    if (saved.path / CRITIC).is_dir():
+        found += [f"critic: {one}" for one in differences(saved.path / CRITIC, again / CRITIC)]
     if saved.reference is not None:
         found += [f"reference policy: {one}" for one in differences(saved.reference, again / REFERENCE)]
     return found

@@ -10,6 +10,7 @@ from quintet.models.lora import adapter_parameters
 from quintet.recipe import schema
 from quintet.recipe.derived import optimizers
 from quintet.recipe.lora import lora_shape
+from quintet.recipe.roles import roles_of
 
 Type = Literal["fp32", "bf16"]
 
@@ -28,8 +29,12 @@ def checkpoint_bytes(recipe: schema.Recipe, shape: ModelShape, dtype: Type) -> i
     """Of a checkpoint in any layout: the weights that are trained, of each an fp32 master (in bf16) and the optimizer's fp32
     moments, of the stage with the most."""
     master = 4 if dtype == "bf16" else 0
-    state = master + max(_moments(one) for one in optimizers(recipe).values())
-    return weights_bytes(recipe, shape, dtype) + _trained(recipe, shape) * state
+    found = optimizers(recipe)
+    of_critic = found.pop("critic.optimizer", recipe.optimizer)
+    each = [max(_moments(one) for one in found.values())]
+    if "critic" in roles_of(recipe):  # its trunk is taken to be as large as the policy's
+        each.append(_moments(of_critic))
+    return sum(weights_bytes(recipe, shape, dtype) + _trained(recipe, shape) * (master + one) for one in each)
 
 
 def _trained(recipe: schema.Recipe, shape: ModelShape) -> int:

@@ -26,6 +26,8 @@ from quintet.runs.fsync import sync
 MANIFEST = "manifest.json"
 POLICY = "policy"
 """Below a checkpoint: what `Engine.save` wrote."""
+CRITIC = "critic"
+"""Beside it: what learns with the policy."""
 REFERENCE = "reference"
 """Beside the checkpoints: the reference policy, where it is not the model that the recipe names."""
 

@@ -20,6 +20,7 @@ from quintet.observe.memory import GIB
 from quintet.plan import checkpoint_bytes, export_bytes, weights_bytes
 from quintet.recipe.schema import Recipe
 from quintet.runs.checkpoints import (
+    CRITIC,
     MANIFEST,
     POLICY,
     REFERENCE,
@@ -196,7 +197,7 @@ class Saver:
 
     def _trained(self, stage: Stage) -> tuple[str, ...]:
         """Roles that learn in a stage, and that its checkpoints hold."""
-        return POLICY, *(("critic",) if stage == "rl" and "critic" in self.controller.roles else ())
+        return POLICY, *((CRITIC,) if stage == "rl" and CRITIC in self.controller.roles else ())
 
     def _save_again(self, found: Checkpoint, directory: Path) -> None:
         directory.mkdir(parents=True)

@@ -56,3 +56,12 @@ def test_the_demo_learns(tmp_path, seed):
     assert summary["eval_after"] - summary["eval_before"] >= 0.25
     assert summary["greedy_after"] >= summary["greedy_before"]
     assert summary["well_formed_before"] >= 0.95
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("algorithm", ["ppo", "dapo"])
+def test_other_algorithms_learn(tmp_path, algorithm, seed):
+    """Held-out accuracy rises by 15 points on the demo's task."""
+    summary = train(tmp_path / "runs", f"recipes/laptop_{algorithm}.yaml", f"run.seed={seed}")
+    assert summary["eval_after"] - summary["eval_before"] >= 0.15

@@ -296,3 +296,22 @@ def test_verify_resume_in_another_layout(tmp_path):
         "the same up to rounding: what was loaded is what was saved, bit for bit; in the other layout"
         in output
     )
+
+
+OF_PPO = [
+    *("algorithm.name=ppo", "algorithm.kl_coef=0.01", "algorithm.kl_in=reward", "critic.warmup_steps=1"),
+    *("train.mini_batches_per_step=2", "engine.offload_optimizer=1", "cluster.ranks=1"),
+]
+
+
+@pytest.mark.slow
+def test_a_critic_is_resumed_too(tmp_path):
+    output = run("verify-resume", *SMALL[:-1], f"run.dir={tmp_path}", *OF_PPO, "--steps", "2")
+    assert "identical: every step and every weight, bit for bit" in output
+
+
+@pytest.mark.nightly
+def test_refills_are_resumed_too(tmp_path):
+    recipe = [*SMALL[:-1], f"run.dir={tmp_path}", "algorithm.name=dapo", "cluster.ranks=1"]
+    output = run("verify-resume", *recipe, "reward.overlong_tokens=2", "--steps", "2")
+    assert "identical: every step and every weight, bit for bit" in output
