@@ -4,7 +4,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-vllm test-nightly lint bench-laptop lock lock-trl clean
+.PHONY: help setup demo quick test test-slow test-vllm test-nightly lint bench-laptop lock lock-trl clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +24,11 @@ $(STAMP): constraints.txt pyproject.toml tools/bootstrap.py
 
 demo: $(STAMP)  ## a small model learns arithmetic by reinforcement (about 6 minutes on two cores)
 	@$(BIN)/quintet train recipes/laptop_demo.yaml $(ARGS)
+
+# Rooms whose tests start neither ranks nor Ray; of the plan's, one holds its formula against the engine.
+QUICK := algorithms cli data diagnose models observe packing plan recipe rewards runs train
+quick: $(STAMP)  ## the tests of the rooms without engine (under a minute on two cores); ARGS as for test
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(addprefix tests/,$(QUICK)) tests/test_[eist]*.py --ignore tests/plan/test_memory.py $(ARGS)
 
 # Two test processes: many tests wait more than they compute. ARGS="-n 0" runs them in one.
 test: $(STAMP)  ## the tests (under 10 minutes on two cores); ARGS="-k name" is handed to pytest
