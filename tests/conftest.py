@@ -14,6 +14,7 @@ from tests.oracle.pool import Pool
 
 # An example's time is the machine's as much as the code's: a busy one must not fail a property.
 hypothesis.settings.register_profile("quintet", deadline=None)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
 hypothesis.settings.load_profile("quintet")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import threading
@@ -28,30 +27,31 @@ def memory_peaks() -> dict[str, float | None]:
     """Peaks so far: `host_gib` (resident, of this process and those below it that are there now), `device_gib` (allocated by
     torch in this process; None without CUDA); and what is resident now, RESTING."""
     tree = Tree()
-    return {
-        "host_gib": _host_peak() + tree.below(_peak_of),
-        "device_gib": device_peak(),
-        RESTING: tree.resident(),
-    }
+    return {"host_gib": tree.sum_of(_peak_of), "device_gib": device_peak(), RESTING: tree.resident()}
 
 
 class Tree:
     """This process and all below it: what vLLM has started counts. Pages that several of them map count for each."""
 
     def __init__(self, every_s: float = WALK_S) -> None:
+        self.peak_gib = 0.0
+        """The most that `resident` has seen."""
         self._every_s, self._walked = every_s, float("-inf")
-        self._below: list[psutil.Process] = []
+        self._processes: list[psutil.Process] = []
 
     def resident(self) -> float:
         """What they hold in memory now, GiB."""
-        return _resident_of(psutil.Process()) + self.below(_resident_of)
+        now = self.sum_of(_resident_of)
+        self.peak_gib = max(now, self.peak_gib)
+        return now
 
-    def below(self, measure: Callable[[psutil.Process], float]) -> float:
-        """The sum of a measure of the processes below this one."""
+    def sum_of(self, measure: Callable[[psutil.Process], float]) -> float:
+        """The sum of a measure of each process."""
         if time.monotonic() - self._walked >= self._every_s:
-            self._below, self._walked = psutil.Process().children(recursive=True), time.monotonic()
+            this = psutil.Process()
+            self._processes, self._walked = [this, *this.children(recursive=True)], time.monotonic()
         total = 0.0
-        for process in self._below:
+        for process in self._processes:
             with suppress(psutil.Error, OSError):  # it ended while we looked
                 total += measure(process)
         return total
@@ -155,43 +155,16 @@ def device_in_use(device: str) -> float | None:
     return float((total - free) / GIB)
 
 
-class HostMemory:
-    """Peak of the resident memory of this process and all below it, looked at from time to time."""
-
-    def __init__(self, every_s: float = WALK_S) -> None:
-        self._tree = Tree(every_s)
-        self.peak_gib = 0.0
-
-    def look(self) -> float:
-        """The peak so far, in GiB."""
-        self.peak_gib = max(self.peak_gib, self._tree.resident())
-        return self.peak_gib
-
-
 def _resident_of(process: psutil.Process) -> float:
     return float(process.memory_info().rss / GIB)
 
 
 def _peak_of(process: psutil.Process) -> float:
-    """What it held at most, where the kernel tells, or holds now."""
-    return _high_water(process.pid) or _resident_of(process)
-
-
-def _high_water(pid: int) -> float | None:
-    """VmHWM of a process, GiB; None where the kernel does not tell, or it has ended."""
+    """What it held at most (VmHWM: getrusage's peak starts from the parent's size after a fork), or holds now where the kernel
+    does not tell or it has ended."""
     try:
-        found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        text = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return None
-    return int(found[1]) * 1024 / GIB if found else None
-
-
-def _host_peak() -> float:
-    """VmHWM where there is one: getrusage's peak starts from the parent's size after a fork."""
-    told = _high_water(os.getpid())
-    if told is not None:
-        return told
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+        return _resident_of(process)
+    found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 / GIB if found else _resident_of(process)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from quintet.errors import Stopped
 from quintet.observe.losses import Losses
-from quintet.observe.memory import HostMemory, device_peak
+from quintet.observe.memory import Tree, device_peak
 from quintet.observe.phases import PhaseTimer
 from quintet.observe.progress import Progress
 from quintet.observe.report import write_report
@@ -64,7 +64,7 @@ class Observer:
         self.extra: dict[str, Any] = {}
         self._ledger = Ledger(self.directory.metrics)
         self._printer = StepPrinter(self.console)
-        self._host = HostMemory()
+        self._processes = Tree()
         self._untouched = resume is not None
         self._trackers = make_trackers(recipe, self.directory.path) if keep else []
         if keep:
@@ -129,7 +129,8 @@ class Observer:
         if line.get("tokens") is not None:
             line.setdefault("tokens_per_s", line["tokens"] / seconds if seconds > 0 else None)
         if "memory/host_gib" not in line:
-            line |= {"memory/host_gib": self._host.look(), "memory/device_gib": device_peak()}
+            self._processes.resident()
+            line |= {"memory/host_gib": self._processes.peak_gib, "memory/device_gib": device_peak()}
         self._record(stage, step, line)
         if show:
             self._printer.step(stage, step, total, line)

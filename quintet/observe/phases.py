@@ -24,11 +24,6 @@ class PhaseTimer:
         self.failed_in: str | None = None
         """The innermost phase that an exception left."""
 
-    @property
-    def current(self) -> str | None:
-        """The innermost open phase."""
-        return self._open[-1] if self._open else None
-
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         self._settle()

@@ -14,7 +14,6 @@ from rich.progress import (
     MofNCompleteColumn,
     SpinnerColumn,
     TaskID,
-    TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
@@ -87,7 +86,9 @@ class Progress:
 
         `quiet` leaves no line behind, for phases that come back every step.
         """
-        self._enter()
+        self._open += 1
+        if self.bars is None and self.console.is_terminal:
+            self._start()
         task = Task(self, name, total, unit)
         ended = False
         try:
@@ -95,7 +96,9 @@ class Progress:
             ended = True
         finally:
             task.finish(failed=quiet or not ended)
-            self._leave()
+            self._open = max(0, self._open - 1)
+            if self._open == 0:
+                self.close()
 
     def close(self) -> None:
         """Take all bars away."""
@@ -112,25 +115,17 @@ class Progress:
     ) -> None:
         self.close()
 
-    def _enter(self) -> None:
-        self._open += 1
-        if self.bars is None and self.console.is_terminal:
-            self.bars = Bars(
-                SpinnerColumn(),
-                TextColumn("[bold]{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[unit]}"),
-                TimeElapsedColumn(),
-                TextColumn("[dim]left"),
-                TimeRemainingColumn(),
-                TextColumn("[dim]{task.fields[note]}"),
-                console=self.console,
-                transient=True,
-            )
-            self.bars.start()
-
-    def _leave(self) -> None:
-        self._open = max(0, self._open - 1)
-        if self._open == 0:
-            self.close()
+    def _start(self) -> None:
+        columns = (
+            SpinnerColumn(),
+            "[bold]{task.description}",
+            BarColumn(),
+            MofNCompleteColumn(),
+            "{task.fields[unit]}",
+            TimeElapsedColumn(),
+            "[dim]left",
+            TimeRemainingColumn(),
+            "[dim]{task.fields[note]}",
+        )
+        self.bars = Bars(*columns, console=self.console, transient=True)
+        self.bars.start()

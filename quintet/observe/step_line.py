@@ -44,7 +44,6 @@ _RIGHT = [
     Column("host GiB", "memory/host_gib", 8, short, 4),
     Column("dev GiB", "memory/device_gib", 7, short, 4),
 ]
-_NOT_PHASES = {"seconds/step"}
 
 
 class StepPrinter:
@@ -76,10 +75,11 @@ class StepPrinter:
         self._last_reward = metrics.get("reward/mean", self._last_reward)
 
     def _choose(self, metrics: Mapping[str, Any], label: int) -> list[Column]:
-        phases = [key for key in metrics if key.startswith("seconds/") and key not in _NOT_PHASES]
+        phases = [key.removeprefix("seconds/") for key in metrics if key.startswith("seconds/")]
         timing = [
-            Column(name, key, max(len(name), 5), _fixed(2), 1)
-            for key, name in ((key, key.removeprefix("seconds/")) for key in phases)
+            Column(name, f"seconds/{name}", max(len(name), 5), _fixed(2), 1)
+            for name in phases
+            if name != "step"
         ]
         columns = [one for one in [*_LEFT, *timing, *_RIGHT] if metrics.get(one.key) is not None]
         # A file or a pipe has no width; a terminal shows what fits, because a wrapped table is no table.

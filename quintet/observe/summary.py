@@ -100,7 +100,12 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         (f"  {phase}", duration(seconds))
         for phase, seconds in (summary.get("seconds_by_phase") or {}).items()
     ]
-    for key, label in (("host_gib_peak", "host memory peak"), ("device_gib_peak", "device memory peak")):
-        if summary.get(key) is not None:
-            facts.append((label, f"{summary[key]:.1f} GiB"))
-    return facts
+    return facts + peaks(summary)
+
+
+def peaks(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The memory peaks there are, each with its label."""
+    labels = {"host_gib_peak": "host memory peak", "device_gib_peak": "device memory peak"}
+    return [
+        (label, f"{summary[key]:.1f} GiB") for key, label in labels.items() if summary.get(key) is not None
+    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quintet.observe import write_report
@@ -131,6 +131,7 @@ values = st.none() | st.floats() | st.integers(-(10**6), 10**6)
 
 
 @given(st.lists(values, min_size=1, max_size=60), st.booleans(), st.booleans(), st.booleans())
+@example([1.0, 5e-324], True, False, False)  # less than the smallest power of ten there is
 def test_any_numbers_can_be_drawn(y: list, log: bool, from_zero: bool, smooth: bool) -> None:
     series = [Series("a", list(range(len(y))), y, smooth=smooth)]
     figure = render(Plot("t", series, log=log, from_zero=from_zero))

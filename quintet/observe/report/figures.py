@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from quintet.observe.memory import PHASES
 from quintet.observe.report.svg import Plot, Series
@@ -13,86 +13,29 @@ Lines = Sequence[Mapping[str, Any]]
 
 def main_plots(lines: Lines) -> list[Plot]:
     """Plots of the main stage: what was learned first, then how soundly, then how fast."""
+    accuracy = {"sampled": "eval/accuracy", "greedy": "eval/greedy", "well-formed": "eval/well_formed"}
+    gap = {"mean": "mismatch/logprob_gap_mean", "largest": "mismatch/logprob_gap_max"}
+    kl = {"rollout ↔ trainer": "mismatch/kl_k3", "to the reference": "kl/reference"}
+    clipped = {"below": "clip/low_fraction", "above": "clip/high_fraction"}
+    length = {"mean": "response_tokens/mean", "longest": "response_tokens/max"}
+    memory = {"host": "memory/host_gib", "device": "memory/device_gib"}
     return [
-        Plot("Reward", [_series(lines, "mean", "reward/mean", smooth=True)], note="mean of a step's samples"),
-        Plot(
-            "Held-out accuracy",
-            [
-                _series(lines, "sampled", "eval/accuracy", style="dots"),
-                _series(lines, "greedy", "eval/greedy", style="dots"),
-                _series(lines, "well-formed", "eval/well_formed", style="dots"),
-            ],
-            as_percent=True,
-        ),
-        Plot(
-            "Response length",
-            [
-                _series(lines, "mean", "response_tokens/mean"),
-                _series(lines, "longest", "response_tokens/max"),
-            ],
-            note="tokens",
-            from_zero=True,
-        ),
-        Plot(
-            "KL",
-            [
-                _series(lines, "rollout ↔ trainer", "mismatch/kl_k3"),
-                _series(lines, "to the reference", "kl/reference"),
-            ],
-            note="nats a token",
-            log=True,
-        ),
-        Plot(
-            "|Δ log-prob|, rollout ↔ trainer",
-            [
-                _series(lines, "mean", "mismatch/logprob_gap_mean"),
-                _series(lines, "largest", "mismatch/logprob_gap_max"),
-            ],
-            note="nats",
-            log=True,
-        ),
-        Plot("Gradient norm", [_series(lines, "before clipping", "grad_norm")], from_zero=True),
-        Plot("Learning rate", [_series(lines, "lr", "lr")], from_zero=True),
-        Plot("Loss", [_series(lines, "loss", "loss", smooth=True)]),
-        Plot(
-            "Entropy", [_series(lines, "mean", "entropy", smooth=True)], note="nats a token", from_zero=True
-        ),
-        Plot(
-            "Clipped tokens",
-            [
-                _series(lines, "below", "clip/low_fraction"),
-                _series(lines, "above", "clip/high_fraction"),
-            ],
-            as_percent=True,
-            from_zero=True,
-        ),
-        *_speed_plots(lines),
-    ]
-
-
-def warm_up_plots(lines: Lines) -> list[Plot]:
-    """Plots of the supervised warm-up."""
-    return [
-        Plot("Loss", [_series(lines, "loss", "loss", smooth=True)]),
-        Plot("Learning rate", [_series(lines, "lr", "lr")], from_zero=True),
-        Plot("Gradient norm", [_series(lines, "before clipping", "grad_norm")], from_zero=True),
-    ]
-
-
-def _speed_plots(lines: Lines) -> list[Plot]:
-    return [
-        Plot("Throughput", [_series(lines, "tokens/s", "tokens_per_s", smooth=True)], from_zero=True),
+        _plot(lines, "Reward", {"mean": "reward/mean"}, note="mean of a step's samples", smooth=True),
+        _plot(lines, "Held-out accuracy", accuracy, style="dots", as_percent=True),
+        _plot(lines, "Response length", length, note="tokens", from_zero=True),
+        _plot(lines, "KL", kl, note="nats a token", log=True),
+        _plot(lines, "|Δ log-prob|, rollout ↔ trainer", gap, note="nats", log=True),
+        *_of_updates(lines),
+        _plot(lines, "Entropy", {"mean": "entropy"}, note="nats a token", smooth=True, from_zero=True),
+        _plot(lines, "Clipped tokens", clipped, as_percent=True, from_zero=True),
+        _plot(lines, "Throughput", {"tokens/s": "tokens_per_s"}, smooth=True, from_zero=True),
         Plot("Seconds by phase", _phases(lines), note="a step", stacked=True),
-        Plot(
-            "Memory peak",
-            [_series(lines, "host", "memory/host_gib"), _series(lines, "device", "memory/device_gib")],
-            note="GiB",
-            from_zero=True,
-        ),
+        _plot(lines, "Memory peak", memory, note="GiB", from_zero=True),
         *(
-            Plot(
+            _plot(
+                lines,
                 f"Memory peak by phase, {where}",
-                [_series(lines, phase, f"memory/{phase}_{where}_gib") for phase in PHASES],
+                {phase: f"memory/{phase}_{where}_gib" for phase in PHASES},
                 note="GiB",
                 from_zero=True,
             )
@@ -101,9 +44,36 @@ def _speed_plots(lines: Lines) -> list[Plot]:
     ]
 
 
-def _series(lines: Lines, name: str, key: str, **options: Any) -> Series:
+def warm_up_plots(lines: Lines) -> list[Plot]:
+    """Plots of the supervised warm-up."""
+    return _of_updates(lines)
+
+
+def _of_updates(lines: Lines) -> list[Plot]:
+    return [
+        _plot(lines, "Loss", {"loss": "loss"}, smooth=True),
+        _plot(lines, "Learning rate", {"lr": "lr"}, from_zero=True),
+        _plot(lines, "Gradient norm", {"before clipping": "grad_norm"}, from_zero=True),
+    ]
+
+
+def _plot(
+    lines: Lines,
+    title: str,
+    metrics: Mapping[str, str],
+    *,
+    smooth: bool = False,
+    style: Literal["line", "dots"] = "line",
+    **options: Any,
+) -> Plot:
+    """metrics: of each line its name and the metric that it shows."""
+    series = [_series(lines, name, key, style, smooth) for name, key in metrics.items()]
+    return Plot(title, series, **options)
+
+
+def _series(lines: Lines, name: str, key: str, style: Literal["line", "dots"], smooth: bool) -> Series:
     chosen = [line for line in lines if key in line]
-    return Series(name, [line["step"] for line in chosen], [line[key] for line in chosen], **options)
+    return Series(name, [line["step"] for line in chosen], [line[key] for line in chosen], style, smooth)
 
 
 REST = "everything else"

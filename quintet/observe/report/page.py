@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from quintet.observe.numbers import duration, percent, points, short
 from quintet.observe.report.figures import REST, main_plots, phase_colors, warm_up_plots
-from quintet.observe.report.style import CSS, SCRIPT
 from quintet.observe.report.svg import Plot, render
-from quintet.observe.summary import ROWS, main_stage
+from quintet.observe.summary import ROWS, main_stage, peaks, summarize
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,14 @@ def page(run: Run) -> str:
     stage = main_stage(list(run.lines))
     main = [line for line in run.lines if line.get("stage") == stage]
     warm_up = [line for line in run.lines if line.get("stage") == "sft" and stage != "sft"]
+    # A run that was cut off has none: what its ledger tells of it, but for the clock.
+    summary = run.summary or (summarize(list(run.lines), 0.0, {}) if run.lines else {})
     sections = [
         _head(run),
-        _tiles(run.summary, main),
+        _tiles(summary, main),
         _figures("Training", main_plots(main)),
         _figures("Supervised warm-up", warm_up_plots(warm_up)),
-        _result(run.summary, phase_colors([*main, *warm_up])),
+        _result(summary, phase_colors([*main, *warm_up])),
         _samples(run.samples),
         _recipe(run.recipe),
         _environment(run.environment),
@@ -45,8 +47,8 @@ def page(run: Run) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(run.name)}: quintet report</title><style>{CSS}</style></head>\n"
-        f'<body><main>{"".join(sections)}</main><div id="hover"></div><script>{SCRIPT}</script></body></html>\n'
+        f"<title>{_text(run.name)}: quintet report</title><style>{_beside('style.css')}</style></head>\n"
+        f'<body><main>{"".join(sections)}</main><div id="hover"></div><script>{_beside("hover.js")}</script></body></html>\n'
     )
 
 
@@ -67,7 +69,7 @@ def _head(run: Run) -> str:
 def _tiles(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
     tiles = []
     for name, title in (("eval", "Accuracy, sampled"), ("greedy", "Accuracy, greedy")):
-        before, after = _evaluated(summary, lines, name)
+        before, after = summary.get(f"{name}_before"), summary.get(f"{name}_after")
         if after is not None:
             more = f"from {percent(before)} {_gain(before, after)}"
             tiles.append(_tile(title, percent(after), more))
@@ -90,17 +92,6 @@ def _tiles(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> st
     if summary.get("seconds_total"):
         tiles.append(_tile("Wall time", duration(summary["seconds_total"]), "with start-up and evaluations"))
     return f'<section class="tiles">{"".join(tiles)}</section>'
-
-
-def _evaluated(
-    summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], name: str
-) -> tuple[float | None, float | None]:
-    """Before and after, from the ledger where a run ended without a summary."""
-    if f"{name}_before" in summary:
-        return summary[f"{name}_before"], summary[f"{name}_after"]
-    key = "eval/accuracy" if name == "eval" else f"eval/{name}"
-    values = [line[key] for line in lines if line.get(key) is not None]
-    return (values[0] if values else None), (values[-1] if len(values) > 1 else None)
 
 
 def _tile(name: str, value: str, more: str = "") -> str:
@@ -151,13 +142,8 @@ def _time(summary: Mapping[str, Any], colors: Mapping[str, int]) -> str:
         f"<td>{percent(seconds / total) if total else ''}</td></tr>"
         for phase, seconds in phases.items()
     )
-    facts = [("wall time", duration(total), "")]
-    for key, label in (("host_gib_peak", "host memory peak"), ("device_gib_peak", "device memory peak")):
-        if summary.get(key) is not None:
-            facts.append((label, f"{summary[key]:.2f} GiB", ""))
-    rows += "".join(
-        f"<tr><th>{label}</th><td>{value}</td><td>{more}</td></tr>" for label, value, more in facts
-    )
+    facts = [("wall time", duration(total))] * bool(total) + peaks(summary)
+    rows += "".join(f"<tr><th>{label}</th><td>{value}</td><td></td></tr>" for label, value in facts)
     return f'<div class="card"><div class="bar">{bar}</div><table>{rows}</table></div>'
 
 
@@ -207,6 +193,10 @@ def _environment(environment: Mapping[str, Any]) -> str:
     ]
     cards = "".join(f'<div class="card"><table>{table}</table></div>' for table in tables)
     return f'<h2>Versions and machine</h2><section class="pair">{cards}</section>'
+
+
+def _beside(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _text(value: object) -> str:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from quintet.observe.numbers import percent, scientific, short
 
@@ -51,7 +51,7 @@ class Plot:
 
 def render(plot: Plot) -> str:
     """A <figure> with title, latest values as legend, and the SVG; "" when there is nothing to draw."""
-    drawn = [one for one in plot.series if any(_finite(value) for value in one.y)]
+    drawn = [one for one in plot.series if _finite_of(one.y)]
     series = [
         replace(one, color=index if one.color is None else one.color) for index, one in enumerate(drawn)
     ]
@@ -100,17 +100,14 @@ def _x_scale(series: Sequence[Series], margin: float = 0.0) -> _Scale:
 
 
 def _y_scale(plot: Plot, series: Sequence[Series]) -> _Scale:
-    values = [float(value) for one in series for value in one.y if value is not None and _finite(value)]
+    values = [value for one in series for value in _finite_of(one.y)]
     low, high = min(values), max(values)
-    positive = [value for value in values if value > 0]
+    positive = [value for value in values if value > 1e-200]
     if plot.log and positive and min(positive) * 30 < high:
-        return _Scale(
-            10 ** math.floor(math.log10(min(positive))),
-            10 ** math.ceil(math.log10(high)),
-            HEIGHT - BOTTOM,
-            TOP,
-            log=True,
+        low, high = (
+            10.0 ** way(math.log10(end)) for way, end in ((math.floor, min(positive)), (math.ceil, high))
         )
+        return _Scale(low, high, HEIGHT - BOTTOM, TOP, log=True)
     if plot.from_zero:
         low = min(low, 0.0)
     size = max(abs(low), abs(high))
@@ -184,7 +181,7 @@ def _lines(plot: Plot, series: Sequence[Series], show: Callable[[float | None], 
             parts += [
                 f'<circle class="dot c{one.color}" cx="{x(at):.1f}" cy="{y(float(value)):.1f}" r="3.5"/>'
                 for at, value in points
-                if value is not None and _finite(value)
+                if _finite(value)
             ]
     return "".join(parts)
 
@@ -193,7 +190,7 @@ def _path(points: Iterable[tuple[float, Value]], x: _Scale, y: _Scale) -> str:
     """Move to the start of each unbroken piece, then lines."""
     commands, pen_down = [], False
     for at, value in points:
-        if value is None or not _finite(value):
+        if not _finite(value):
             pen_down = False
             continue
         commands.append(f"{'L' if pen_down else 'M'}{x(at):.1f} {y(float(value)):.1f}")
@@ -208,11 +205,7 @@ def running_mean(values: Sequence[Value], width: int) -> list[Value]:
     """
     half, result = width // 2, []
     for index in range(len(values)):
-        near = [
-            value
-            for value in values[max(0, index - half) : index + half + 1]
-            if value is not None and _finite(value)
-        ]
+        near = _finite_of(values[max(0, index - half) : index + half + 1])
         result.append(sum(near) / len(near) if near else None)
     return result
 
@@ -225,7 +218,7 @@ def _thin(points: list[tuple[float, Value]]) -> list[tuple[float, Value]]:
     kept: list[tuple[float, Value]] = []
     for start in range(0, len(points), size):
         group = points[start : start + size]
-        finite = [(value, at) for at, value in group if value is not None and _finite(value)]
+        finite = [(value, at) for at, value in group if _finite(value)]
         if not finite:
             kept.append(group[0])
             continue
@@ -264,7 +257,7 @@ def _stacked(series: Sequence[Series]) -> str:
 
 
 def _mean(values: Sequence[Value]) -> float:
-    finite = [float(value) for value in values if value is not None and _finite(value)]
+    finite = _finite_of(values)
     return sum(finite) / len(finite) if finite else 0.0
 
 
@@ -286,9 +279,13 @@ def _hover(series: Sequence[Series], show: Callable[[float | None], str]) -> lis
     ]
 
 
-def _finite(value: Value) -> bool:
+def _finite(value: Value) -> TypeGuard[float]:
     """Whether a value can be drawn; beyond 1e300 the arithmetic of an axis would overflow."""
     return value is not None and abs(value) < 1e300
+
+
+def _finite_of(values: Iterable[Value]) -> list[float]:
+    return [float(value) for value in values if _finite(value)]
 
 
 def _last(values: Sequence[Value]) -> float | None:
