@@ -25,11 +25,11 @@ $(STAMP): constraints.txt pyproject.toml tools/bootstrap.py
 demo: $(STAMP)  ## a small model learns arithmetic by reinforcement (about 6 minutes on two cores)
 	@$(BIN)/quintet train recipes/laptop_demo.yaml $(ARGS)
 
-# Rooms whose tests start neither ranks nor Ray; one of the plan's holds it against the engine.
+# Rooms whose tests start neither ranks nor Ray, but for two files.
 QUICK := algorithms cli data diagnose models observe packing plan recipe rewards runs train
 quick: $(STAMP)  ## the tests of the rooms without engine (under a minute on two cores); ARGS as for test
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile quick $(addprefix tests/,$(QUICK)) tests/test_[eist]*.py \
-	  --ignore tests/plan/test_memory.py $(ARGS)
+	  --ignore tests/plan/test_memory.py --ignore tests/diagnose/test_diagnosis.py $(ARGS)
 
 # Two test processes: many tests wait more than they compute. ARGS="-n 0" runs them in one.
 test: $(STAMP)  ## the tests (under 10 minutes on two cores); ARGS="-k name" is handed to pytest

@@ -172,7 +172,7 @@ def interrupted(described, tmp_path, monkeypatch):
     from quintet.recipe import load_recipe
 
     monkeypatch.setattr("quintet.recipe.rules.model.check_weights", lambda path, shape: None)
-    monkeypatch.setattr("quintet.cli.saves._free", lambda path: 1 << 40)
+    monkeypatch.setattr("quintet.plan.describe._free", lambda path: 1 << 40)
     (recipe,) = re.findall(r"```yaml\n(.*?)```", CHECKPOINTS, re.DOTALL)
     for file in ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "Qwen3-8B"):
         (tmp_path / file).symlink_to(described / file)

@@ -226,7 +226,7 @@ def test_check_tells_of_layers_for_multi_token_prediction(
 def test_check_tells_the_memory_of_the_most_demanding_optimizer(
     recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quintet.cli.check._GIB", 1024)
+    monkeypatch.setattr("quintet.plan.describe._GIB", 1024)
     model = ["model.build=null", model, "cluster.device=cpu", "engine.distributed_optimizer=false"]
     trained = 4 * 212096 / 1024  # fp32
     for optimizers, command, state in (
@@ -244,7 +244,7 @@ def test_check_tells_the_memory_of_the_most_demanding_optimizer(
 def test_check_counts_the_reference_policy(
     recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quintet.cli.check._GIB", 1024)
+    monkeypatch.setattr("quintet.plan.describe._GIB", 1024)
     asked = ["check", recipe, "model.build=null", model, "cluster.device=cpu", "sft={}"]
     totals = []
     for more in ([], ["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "--command", "sft"]):
@@ -260,8 +260,8 @@ def test_check_counts_the_reference_policy(
 def test_check_tells_where_checkpoints_go_and_how_large_one_is(
     recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quintet.cli.saves._GIB", 1024)
-    monkeypatch.setattr("quintet.cli.saves._free", lambda path: 16 << 20)
+    monkeypatch.setattr("quintet.plan.describe._GIB", 1024)
+    monkeypatch.setattr("quintet.plan.describe._free", lambda path: 16 << 20)
     asked = ["check", recipe, "model.build=null", model, "run.dir=out"]
     assert main(asked) == 0
     assert "Checkpoints: none to resume from (checkpoint.every_steps=0)" in capsys.readouterr().err

@@ -1,0 +1,233 @@
+"""What follows from a recipe and is not written in it, in sentences: its model, layouts, memory, checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from quintet.models import ModelShape, held_shape
+from quintet.models.family import table_of
+from quintet.models.lora import adapted, adapter_parameters, linears
+from quintet.packing import alignment_of
+from quintet.plan.memory import rank_memory
+from quintet.plan.saves import checkpoint_bytes
+from quintet.plan.setup import Place, Setup
+from quintet.recipe.derived import data_parallel, expert_tp, optimizers
+from quintet.recipe.lora import lora_shape
+from quintet.recipe.recompute import recompute_modules
+from quintet.recipe.rollout import copies, layout_of_copy, own_processes, shares_weights
+from quintet.recipe.rules import shape_of
+from quintet.recipe.schema import Recipe
+
+Look = Callable[[], str | None]
+"""Says what there is to say, if anything; may take a while with a large model."""
+
+_GIB = 1 << 30
+
+
+def looks(recipe: Recipe, command: str) -> dict[str, Look]:
+    """Return what each look at a sound recipe is at, and the look; command: that which it is for."""
+    shape = shape_of(recipe)
+    assert shape is not None  # a sound recipe names a model
+    found: dict[str, Look] = {
+        "the model": lambda: _model(recipe, shape),
+        "the adapters": lambda: _lora(recipe, shape),
+        "the layout": lambda: _layout(recipe),
+        "the experts": lambda: _experts(recipe, shape),
+    }
+    if command != "sft":
+        found["the rollout"] = lambda: _rollout(recipe)
+        found["what generates"] = lambda: _installed(recipe, command)
+    found["the engine"] = lambda: _engine(recipe, shape)
+    if command in ("train", "sft"):
+        found["micro-batches"] = lambda: _rows(recipe)
+        if recipe.model.path is not None:
+            found["memory"] = lambda: _memory(recipe, shape, command)
+    return found
+
+
+def _model(recipe: Recipe, shape: ModelShape) -> str:
+    if recipe.model.path is None:  # 1 stands for the vocabulary in the shape of a built model
+        return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters and the embeddings, built from nothing."
+    active = f", {_count(shape.active_parameter_count)} of them for each token" if shape.moe else ""
+    return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters{active}.{_ahead(recipe.model.path)}"
+
+
+def _ahead(path: Path) -> str:
+    """What becomes of layers for multi-token prediction."""
+    layers = held_shape(path).mtp_layers
+    if not layers:
+        return ""
+    what = "Its layer" if layers == 1 else f"Its {layers} layers"
+    return f" {what} for multi-token prediction: not trained, saved as found."
+
+
+def _lora(recipe: Recipe, shape: ModelShape) -> str | None:
+    lora = lora_shape(recipe, shape)
+    if lora is None:
+        return None
+    weights = table_of(shape)
+    number, layers = adapter_parameters(weights, lora), list(linears(weights))
+    beside = sum(len(adapted(one, lora)) for one in layers)
+    rslora = " (rslora)" if lora.rslora else ""
+    return (
+        f"LoRA: rank {lora.rank}, scale {lora.scale:g}{rslora}, beside {beside} of {sum(len(one.parts) for one in layers)} "
+        f"linear layers: {number:,} parameters are trained, {100 * number / shape.parameter_count:.2g}% of the model's."
+    )
+
+
+def _count(parameters: int) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if parameters >= unit:
+            return f"{parameters / unit:.1f}{name}"
+    return str(parameters)
+
+
+def _layout(recipe: Recipe) -> str:
+    ranks, layout = recipe.cluster.ranks, recipe.layout
+    sp, vpp = " with sp" if layout.sp else "", f" with vpp {layout.vpp}" if layout.vpp > 1 else ""
+    cp = f" × cp {layout.cp}" if layout.cp > 1 else ""
+    return (
+        f"Layout: {ranks} ranks = dp {data_parallel(recipe)}{cp} × tp {layout.tp}{sp} × pp {layout.pp}{vpp}."
+    )
+
+
+def _experts(recipe: Recipe, shape: ModelShape) -> str | None:
+    if shape.moe is None:
+        return None
+    experts = shape.moe.experts
+    layout, etp = recipe.layout, expert_tp(recipe)
+    edp = recipe.cluster.ranks // (layout.pp * layout.ep * etp)
+    held = experts // layout.ep
+    return f"Experts: dp {edp} × ep {layout.ep} × etp {etp}, {held} of {experts} on a rank."
+
+
+def _rollout(recipe: Recipe) -> str:
+    layout = recipe.rollout.layout
+    if own_processes(recipe):
+        rollout, of_copy, count = recipe.rollout, layout_of_copy(recipe), copies(recipe)
+        separate = rollout.placement == "separate"
+        devices = "device of its own" if rollout.ranks == 1 else "devices of their own"
+        where = f"on {rollout.ranks} {devices}" if separate else "on the devices that train"
+        return (
+            f"Rollout: {rollout.backend}, {count} {'copy' if count == 1 else 'copies'} of tp {of_copy.tp} × pp {of_copy.pp} in "
+            f"processes of their own, {where}."
+        )
+    if layout is None or shares_weights(recipe):
+        return "Rollout: shares the layout and the weights."
+    count = recipe.cluster.ranks // (layout.tp * layout.pp)
+    what = "resharded" if recipe.lora is None else "adapters resharded"
+    return f"Rollout: dp {count} × tp {layout.tp} × pp {layout.pp}, {what} each step."
+
+
+def _installed(recipe: Recipe, command: str) -> str | None:
+    backend, here = recipe.rollout.backend, recipe.cluster.address is None
+    if not here or backend == "native" or importlib.util.find_spec(backend) is not None:
+        return None
+    return f"Rollout: {backend} is not installed here, which quintet {command} needs (docs/rollout.md)."
+
+
+def _engine(recipe: Recipe, shape: ModelShape) -> str:
+    modules = recompute_modules(recipe.engine, shape)
+    recompute = recipe.engine.recompute + (f" ({', '.join(modules)})" if modules else "")
+    return f"Engine: {_layers(recipe)}, recompute {recompute}."
+
+
+def _layers(recipe: Recipe) -> str:
+    """The back end of layers, as far as it can be told without torch."""
+    backend, device = recipe.engine.backend, recipe.cluster.device
+    if backend != "auto":
+        return f"{backend} layers"
+    if device == "cpu":
+        return "portable layers"
+    if recipe.cluster.address is None:
+        if importlib.util.find_spec("transformer_engine") is None:
+            return "portable layers (TransformerEngine is not installed here)"
+        if device == "cuda":
+            return "transformer_engine layers"
+    return "transformer_engine layers (portable on ranks without it or without a GPU)"
+
+
+def _rows(recipe: Recipe) -> str:
+    layout, budget = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
+    aligned = alignment_of(layout, layout.cp)
+    text = f"Micro-batches: up to {aligned.room(budget * layout.cp)} tokens"
+    if layout.cp > 1:
+        text += f" on {layout.cp} ranks"
+    padded = []
+    if aligned.sequence > 1:
+        padded.append(f"each sample padded to a multiple of {aligned.sequence}")
+    if aligned.total > aligned.sequence:
+        padded.append(f"the row to a multiple of {aligned.total}")
+    return f"{text}{', ' if padded else ''}{' and '.join(padded)}."
+
+
+def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:
+    """By the formula of `quintet.plan`, of the fullest rank and the most demanding optimizer that the command starts."""
+    on_cpu = recipe.cluster.device == "cpu"
+    setup = Setup(
+        shape,
+        recipe.layout,
+        recipe.cluster.ranks,
+        engine=recipe.engine,
+        dtype=recipe.model.dtype or ("fp32" if on_cpu else "bf16"),
+        device="cpu" if on_cpu else "cuda",
+        backend="transformer_engine" if _layers(recipe).startswith("transformer_engine") else "portable",
+        lora=lora_shape(recipe, shape),
+    )
+    asked = [
+        one for section, one in optimizers(recipe).items() if command == "train" or section != "optimizer"
+    ]
+    # With LoRA the reference policy is the model under its adapters.
+    has_reference = command == "train" and recipe.algorithm.kl_coef > 0 and recipe.lora is None
+
+    def of_reference(place: Place) -> int:
+        return rank_memory(replace(setup, optimizer=None), place).parameters if has_reference else 0
+
+    most, beside = max(
+        (
+            (rank_memory(replace(setup, optimizer=one), place), of_reference(place))
+            for one in asked
+            for place in (Place(pp=stage) for stage in range(recipe.layout.pp))
+        ),
+        key=lambda found: found[0].peak + found[1],
+    )
+    parts = {name: getattr(most, name) for name in ("parameters", "gradients", "optimizer", "activations")}
+    parts["other"] = most.peak - sum(parts.values())
+    if has_reference:
+        parts["reference policy"] = beside
+    said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
+    besides = "" if command == "sft" else ", the rollout"
+    return (
+        f"Memory: about {(most.peak + beside) / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
+        f"needs{besides} and fragmentation come on top."
+    )
+
+
+def checkpoints(recipe: Recipe) -> str:
+    """Where checkpoints go, how large one will be, and whether there is room."""
+    settings = recipe.checkpoint
+    if not settings.every_steps:
+        return "Checkpoints: none to resume from (checkpoint.every_steps=0); the trained model is saved at the end."
+    where = f"{recipe.run.dir}/{recipe.run.name}-<time>/checkpoints"
+    text = f"Checkpoints: every {settings.every_steps} steps to {where}, the newest {settings.keep_last} kept"
+    shape = shape_of(recipe)
+    if shape is None or recipe.model.path is None:  # the vocabulary of a built model is not known yet
+        return f"{text}."
+    dtype = recipe.model.dtype or ("fp32" if recipe.cluster.device == "cpu" else "bf16")
+    size = checkpoint_bytes(recipe, shape, dtype)
+    # One more is written before the oldest goes.
+    most, free = size * (settings.keep_last + 1), _free(recipe.run.dir)
+    text += f"; one takes about {size / _GIB:.1f} GiB, all up to {most / _GIB:.1f} GiB"
+    if free < most:
+        return f"{text}: warning, {free / _GIB:.1f} GiB are free there."
+    return f"{text} of the {free / _GIB:.0f} GiB that are free there."
+
+
+def _free(path: Path) -> int:
+    """Of the file system that `path` is, or will be, on."""
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    return shutil.disk_usage(there).free
