@@ -32,20 +32,30 @@ quick: $(STAMP)  ## the tests of the rooms without engine (under a minute on two
 	  --ignore tests/plan/test_memory.py --ignore tests/diagnose/test_diagnosis.py $(ARGS)
 
 # Two test processes: many tests wait more than they compute. ARGS="-n 0" runs them in one.
-test: $(STAMP)  ## the tests (under 10 minutes on two cores); ARGS="-k name" is handed to pytest
+test: $(STAMP)  ## the tests (about 6 minutes on two cores); ARGS="-k name" is handed to pytest
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 # 5 is pytest's exit code for "nothing selected", which is no failure here.
-test-slow: $(STAMP)  ## the tests that take minutes each
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
+test-slow: $(STAMP)  ## the tests that take minutes each and guard most (about 15 minutes on two cores)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not nightly" -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
 
 # Its versions of torch and transformers are those that vLLM for CPU was built for, so it has an environment of its own.
 test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 11 minutes on two cores)
 	@export QUINTET_TORCH=cpu; $(BOOTSTRAP) --venv .venv-vllm --constraints tests/vllm-constraints.txt -- --no-deps -r tests/vllm-constraints.txt -e .
 	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 -m vllm -o timeout=600 $(ARGS)
 
-test-nightly: $(STAMP)  ## many minutes: all pairs of most families on eight ranks, ten kills in a save, ...
-	@$(BIN)/python -m pytest -m nightly -o timeout=7200 $(ARGS) || [ $$? -eq 5 ]
+# What each part of the nightly tests runs; "rest" is all that no other part does.
+PARTS := oracle demo saves kills rest
+OF_oracle := tests/oracle
+OF_demo := tests/end_to_end/test_recipes.py
+OF_saves := tests/end_to_end/test_resume.py tests/end_to_end/test_damaged_checkpoint.py
+OF_kills := tests/security/test_kills.py
+OF_rest := tests $(foreach part,oracle demo saves kills,$(addprefix --ignore ,$(OF_$(part))))
+PART := $(PARTS)
+test-nightly: $(STAMP)  ## at most 25 minutes a part, on two cores: PART=oracle, demo, saves, kills or rest (all unless named)
+	@failed=; $(foreach part,$(PART),echo "=== nightly: $(part)"; \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(OF_$(part)) -m nightly -o timeout=7200 $(ARGS) || [ $$? -eq 5 ] || failed="$$failed $(part)";) \
+	  [ -z "$$failed" ] || { echo "=== failed:$$failed"; exit 1; }
 
 lint: $(STAMP)  ## ruff, ruff format, mypy, import rules
 	@$(BIN)/ruff check .

@@ -158,7 +158,7 @@ def test_engine_and_raw_loop_train_the_same_on_a_cpu() -> None:
     assert "written to" not in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_checkpoints_are_measured_on_a_cpu(tmp_path) -> None:
     """A dry run: every number comes out, and nothing is left on the disk."""
     done = subprocess.run(
@@ -247,7 +247,7 @@ def generates(*options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_native_generation_is_measured_on_a_cpu() -> None:
     assert re.search(
         r"tiny/1gpu/long-tail/native: [\d,]+ tokens/s \(\d+ response tokens", generates("--only", "native")
@@ -260,7 +260,7 @@ def test_vllm_generation_is_measured_beside_it() -> None:
     assert all(re.search(rf"tiny/1gpu/{side}: [\d,]+ tokens/s", told) for side in ("native", "vllm"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weight_sync_is_measured_on_a_cpu() -> None:
     """A dry run: the weights that arrive are compared, and every number comes out."""
     command = [sys.executable, "-m", "benchmarks.sync", "--device", "cpu", "--tiny", "--gpus", "2"]

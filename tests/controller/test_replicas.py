@@ -32,7 +32,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 @pytest.mark.parametrize(
-    "placement", [[*OWN, "rollout.layout.tp=1"], SEPARATE], ids=["colocated", "separate"]
+    "placement",
+    [pytest.param([*OWN, "rollout.layout.tp=1"], marks=pytest.mark.nightly), SEPARATE],
+    ids=["colocated", "separate"],
 )
 def test_what_a_killed_rollout_owed_is_generated_again(tmp_path: Path, placement: list[str]) -> None:
     with run(tmp_path, "rollout.restart=true", "layout.tp=2", *placement) as s:
@@ -60,7 +62,14 @@ def test_what_a_killed_rollout_owed_is_generated_again(tmp_path: Path, placement
         assert train(s, again) == came_to
 
 
-@pytest.mark.parametrize(("when", "ranks"), [("generate", 1), ("sync", 2), ("sleep", 1)])
+@pytest.mark.parametrize(
+    ("when", "ranks"),
+    [
+        ("generate", 1),
+        pytest.param("sync", 2, marks=pytest.mark.nightly),
+        pytest.param("sleep", 1, marks=pytest.mark.nightly),
+    ],
+)
 def test_without_restart_the_run_ends_and_names_the_process(tmp_path: Path, when: str, ranks: int) -> None:
     said = {
         "generate": "rollout-0 rank 0 died in generate: (killed|ended)",

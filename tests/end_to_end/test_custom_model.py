@@ -106,7 +106,7 @@ def run(*arguments: str, where: Path, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_commands_of_its_readme_train_it(tmp_path):
     """From another working directory: every rank finds the file."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")

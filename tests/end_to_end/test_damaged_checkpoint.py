@@ -64,7 +64,7 @@ def test_a_checkpoint_that_was_named_is_not_passed_over(copies: Callable[[], Pat
     assert not (directory / "set_aside").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_all_are_damaged_each_is_named(copies: Callable[[], Path]) -> None:
     directory = copies()
     flip(directory / "checkpoints" / NEWEST / "policy" / "__0_0.distcp")
@@ -79,7 +79,7 @@ def test_where_all_are_damaged_each_is_named(copies: Callable[[], Path]) -> None
     assert not (directory / "set_aside").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_damaged_reference_policy_costs_no_checkpoint(copies: Callable[[], Path]) -> None:
     directory = copies()
     file = directory / "checkpoints" / "reference" / "policy" / "__0_0.distcp"

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("begun", "how", "code", "sentence"),
     [
-        pytest.param("ray::IDLE", signal.SIGINT, 130, "interrupted", id="ctrl-c-in-ray"),
+        pytest.param(
+            "ray::IDLE", signal.SIGINT, 130, "interrupted", id="ctrl-c-in-ray", marks=pytest.mark.nightly
+        ),
         pytest.param("ray::RankActor", signal.SIGTERM, 143, "ended by SIGTERM", id="sigterm-in-setup"),
     ],
 )

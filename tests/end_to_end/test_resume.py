@@ -131,7 +131,7 @@ def commands_of_the_guide() -> list[list[str]]:
     return [one.split() for one in re.findall(r"^\$ quintet (train .*)$", page, re.MULTILINE)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_commands_of_the_guide(straight_of):
     """Each `quintet train` of docs/checkpoints.md, in order, made short; the second finds nothing left to do."""
     directory, output = straight_of(STEPS)
@@ -174,7 +174,7 @@ def test_kill_9_during_a_save_at_random_moments(straight_of, tmp_path, saves, st
     same_end(straight_of(steps)[0], max(tmp_path.iterdir()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_worker_is_killed_during_a_save_and_what_goes_on_is_stopped_by_sigterm(straight, tmp_path):
     """The stopped run saves, though the recipe asks for no save then, and goes on to the same end."""
     recipe = ["train", *SMALL, f"train.steps={STEPS}", f"run.dir={tmp_path}"]

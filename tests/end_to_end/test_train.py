@@ -213,7 +213,7 @@ def test_the_same_seed_gives_the_same_losses_resumed_and_with_rollouts_of_their_
     assert events == start + shown * 5  # evaluation, two steps, evaluation, samples for replay
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_leaves_nothing_behind_but_a_readable_run(tmp_path):
     recipe = [DEMO[0], *TINY, "train.prompts_per_step=4", "train.steps=10000", f"run.dir={tmp_path}"]
     process = command("train", *recipe, start_new_session=True)
@@ -343,7 +343,7 @@ def test_adapters_learn_and_stand_for_themselves(ray_cluster, tmp_path, monkeypa
     assert beside != evaluated(f"model.path={base}/checkpoint")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_agrees_and_one_that_does_not_are_diagnosed(resharded, ray_cluster, tmp_path, capsys):
     """The trainer on tp 2, the rollout on dp 2; then with the rollout's log-probs one token late."""
     run_of = tmp_path / "run"

@@ -13,7 +13,7 @@ from tests.train.runs import TINY
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+@pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.nightly)])
 def test_a_process_of_rays_own_is_named_with_its_log(name: str, tmp_path: Path) -> None:
     recipe = [
         "recipes/laptop_demo.yaml",

@@ -117,7 +117,7 @@ def test_a_stranger_on_the_machine_runs_nothing_in_a_run(run: subprocess.Popen[s
     assert run.returncode == 0 or "was not written by that rank" in text, text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_that_ranks_open_is_on_another_address(run: subprocess.Popen[str], tmp_path: Path) -> None:
     """Of a run with rollouts in processes of their own: its store, gloo, the weights' sender and the store of that. What Ray
     opens in the same processes is not looked at here."""

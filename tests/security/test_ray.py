@@ -70,7 +70,7 @@ def test_nothing_answers_from_another_network_namespace(run: list[psutil.Process
     out_of_reach(run)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_of_a_training_answers_from_another_network_namespace(tmp_path: Path) -> None:
     """With rollouts in processes of their own, which get their weights over sockets."""
     recipe = [

@@ -76,7 +76,7 @@ def test_no_process_of_a_run_imports_anything_from_there(hostile: Path, quintet:
     assert "Run finished after 1 steps" in run(hostile, *quintet, "train", RECIPE, *TINY)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nor_do_those_of_verify_resume(hostile: Path) -> None:
     said = run(hostile, *MODULE, "verify-resume", RECIPE, *TINY, "--steps", "1")
     assert "identical: every step and every weight" in said
