@@ -1,0 +1,1 @@
+"""The sections of a recipe, by theme; `quintet.recipe.schema` has them all."""

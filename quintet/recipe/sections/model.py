@@ -1,0 +1,86 @@
+"""The model, how it lies on ranks, and adapters beside it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from quintet.models.shape import MOST_LAYERS
+from quintet.recipe.sections.fields import (
+    Pattern,
+    PositiveFloat,
+    PositiveInt,
+    Ranks,
+    Section,
+    UserCode,
+    UserPath,
+)
+
+
+class BuildModel(Section):
+    """A model made from nothing, for laptops and speed tests: a Qwen3-shaped decoder with random weights."""
+
+    layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 4
+    hidden_size: Annotated[int, Field(gt=0, le=1 << 18)] = 128
+    ffn_hidden_size: Annotated[int, Field(gt=0, le=1 << 20)] = 384
+    heads: Annotated[int, Field(gt=0, le=1 << 12)] = 4
+    kv_heads: Annotated[int, Field(gt=0, le=1 << 12)] = 2
+    head_dim: Annotated[int, Field(gt=0, le=1 << 12)] = 32
+    tied_embeddings: bool = True
+    max_position_embeddings: PositiveInt = 4096
+
+
+class Model(Section):
+    path: UserPath | None = None
+    """Hugging Face directory: config.json, *.safetensors, tokenizer files."""
+    family: UserCode | None = None
+    """A model family of your own, module:Class or file.py:Class, that config.json's architecture names (docs/models.md)."""
+    build: BuildModel | None = None
+    """Make a model and a character tokenizer from nothing instead of reading `path`."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Compute and parameter type; null is bf16 on GPU (fp32 master weights) and fp32 on CPU."""
+    chat_template: str | None = None
+    """Jinja text or a file; null takes the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Run code that `path` brings along (auto_map in its JSON files), in every process of the run. Read it first."""
+
+
+class Layout(Section):
+    """Sizes of the mesh axes. dp is what is left: ranks / (tp * pp * cp). Experts have axes of their own over the
+    same ranks of a stage: etp, ep, and expert dp, which is what is left: ranks / (etp * ep * pp)."""
+
+    tp: Ranks = 1
+    """Tensor parallel: every matrix is cut, between heads and across the MLP. Divides heads, KV heads and MLP width."""
+    sp: bool = False
+    """Sequence parallel: activations between the matrices are cut over the tp ranks. Needs tp > 1; experts need it then."""
+    pp: Ranks = 1
+    """Pipeline parallel: stages of equally many layers."""
+    vpp: Ranks = 1
+    """Virtual pipeline stages (model chunks) a rank: the interleaved schedule. Needs pp > 1; pp * vpp divides the layers."""
+    cp: Ranks = 1
+    """Context parallel: each sample's tokens are spread over cp ranks, which share a micro-batch of cp times the budget."""
+    ep: Ranks = 1
+    """Expert parallel: the experts of a layer are spread over ep of the stage's ranks. Divides the experts."""
+    etp: Ranks | None = None
+    """Expert tensor parallel: each expert is cut over etp ranks; null is tp. 1 keeps experts whole; needs ep > 1 to differ
+    from tp."""
+
+
+class Lora(Section):
+    """Low-rank adapters: the model is frozen, and what is trained is a pair of small matrices beside each chosen linear
+    layer (https://arxiv.org/abs/2106.09685)."""
+
+    rank: Annotated[int, Field(gt=0, le=1 << 16)] | None = None
+    """Of A and B; null is that of lora.path, otherwise 16."""
+    alpha: PositiveFloat | None = None
+    """Adapters are scaled by alpha / rank; null is that of lora.path, otherwise twice the rank."""
+    targets: Literal["all-linear"] | Annotated[list[Pattern], Field(min_length=1, max_length=100)] | None = (
+        None
+    )
+    """Linear layers with adapters: ends of Hugging Face module names such as q_proj, "*" being any text. all-linear is every one
+    but embedding, router and head; null is those of lora.path, otherwise all-linear."""
+    rslora: bool | None = None
+    """Scale by alpha / √rank instead (https://arxiv.org/abs/2312.03732); null is as in lora.path, otherwise false."""
+    path: UserPath | None = None
+    """Adapters to start from: a directory that peft, or a run's adapter/, wrote for this model. null draws fresh ones."""

@@ -1,0 +1,148 @@
+"""How weights are trained: optimizer, engine, the objective, steps of RL and of SFT."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from quintet.recipe.sections.fields import (
+    Beta,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Pattern,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    UserPath,
+)
+from quintet.recipe.sections.model import Layout
+
+
+class Optimizer(Section):
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """adamw decouples weight decay from the gradient, adam adds it to the gradient (L2)."""
+    lr: PositiveFloat = 1e-6
+    lr_multipliers: Annotated[dict[Pattern, PositiveFloat], Field(max_length=100)] = {}
+    """Factor on lr by parameter: a pattern of Hugging Face names such as "*.gate.weight" → factor; the first match counts."""
+    beta1: Beta = 0.9
+    beta2: Beta = 0.98
+    eps: PositiveFloat = 1e-8
+    momentum: Beta = 0.9
+    """Of sgd."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Of matrices; norms and biases have none."""
+    cpu_fraction: Fraction = 0.0
+    """Share of the optimizer's state that lives on the CPU and is updated there (adamw in bf16, on GPUs)."""
+    clip_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this global norm; null leaves them."""
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = None
+    """cosine: steps from the end of warmup to the minimum (null: to the end of the run). wsd: length of the final decay."""
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end of the decay, as a share of lr."""
+
+
+class Engine(Section):
+    tokens_per_microbatch_per_rank: PositiveInt = 8192
+    """Hard token budget of a packed micro-batch on one rank, padding included. The longest sample fits into cp times it."""
+    distributed_optimizer: bool = True
+    """Shard the optimizer state over dp and cp."""
+    backend: Literal["auto", "portable", "transformer_engine"] = "auto"
+    """Layers: portable needs torch and megatron-core alone; auto takes TransformerEngine on GPUs where it is installed."""
+    cp_comm: Literal["all_gather", "all_to_all"] = "all_gather"
+    """How context-parallel ranks share attention: keys and values gathered, or heads exchanged (cp * tp then divides the
+    KV heads, with latent attention the heads)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: of no, of some (`recompute_modules`), or of every layer."""
+    recompute_modules: (
+        list[Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]]
+        | None
+    ) = None
+    """What recompute=selective computes again, in megatron-core's names; null takes what the model has of mlp, moe_act,
+    shared_experts and mla_up_proj."""
+    offload_params: Fraction = 0.0
+    """Share of the parameters on the CPU while generating; needs a rollout.layout, whose weights are its own."""
+    offload_grads: Fraction = 0.0
+    """Share of the gradient buffers given back while generating."""
+    offload_optimizer: Fraction = 0.0
+    """Share of the optimizer's state on the CPU while generating."""
+    megatron: dict[str, Any] = {}
+    """Further TransformerConfig fields of megatron-core, as they are named there: those that no other key decides and that
+    quintet's layers read (docs/layouts.md lists them)."""
+
+
+class Algorithm(Section):
+    name: Literal["grpo", "dapo", "ppo"] = "grpo"
+    """grpo compares the samples of a group; dapo does so with groups that carry a signal alone, and generates more in place of the
+    others (dynamic sampling); ppo compares each token with what a critic expected. See docs/algorithms.md."""
+    clip_low: Fraction = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """Clip-higher (DAPO): the ratio stays within [1 - clip_low, 1 + clip_high]."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """How per-token losses become one number: over all tokens of the mini-batch, or within each sample first."""
+    normalize_by_std: bool = True
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL to the reference policy (the weights RL starts from); 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL counts: as a term of the policy's loss, or (ppo) taken off each token's reward."""
+    max_refills: PositiveInt = 3
+    """Of dapo: how often a step generates as many prompts again as it lacks groups with a signal, at most."""
+    gamma: Fraction = 1.0
+    """Of ppo: discount of a token's reward, per token after it."""
+    gae_lambda: Fraction = 0.95
+    """Of ppo: discount of longer estimates of an advantage (generalized advantage estimation)."""
+
+
+class Reference(Section):
+    """The reference policy: the weights RL starts from."""
+
+    layout: Layout | None = None
+    """null is the policy's. Over the same ranks."""
+
+
+class Critic(Section):
+    """The value model of ppo."""
+
+    path: UserPath | None = None
+    """Hugging Face directory to start from; null starts from the policy as RL begins. A head that it lacks starts at zero."""
+    layout: Layout | None = None
+    """null is the policy's. Over the same ranks."""
+    optimizer: Optimizer | None = None
+    """null is the policy's."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps at the beginning in which the critic learns alone."""
+    value_clip: PositiveFloat | None = 0.2
+    """Farthest that a value may move from what it was before the step and still be followed; null clips nothing."""
+
+
+class Train(Section):
+    steps: PositiveInt = 100
+    prompts_per_step: PositiveInt = 64
+    mini_batches_per_step: PositiveInt = 1
+    """Optimizer steps on the samples of one step."""
+    eval_every_steps: NonNegativeInt = 0
+    """0 evaluates before the first and after the last step only."""
+    eval_prompts: NonNegativeInt = 256
+    """Held-out prompts of one evaluation; 0 evaluates none."""
+    eval_samples_per_prompt: PositiveInt = 8
+
+
+class SftOptimizer(Optimizer):
+    """The optimizer of SFT: a class of its own, so that naming one key leaves the default of `lr` alone."""
+
+    lr: PositiveFloat = 1e-5
+
+
+class Sft(Section):
+    """Supervised fine-tuning: the whole of `quintet sft`, or the warm-up before `quintet train`."""
+
+    steps: PositiveInt = 100
+    samples_per_step: PositiveInt = 64
+    stop_at_loss: PositiveFloat | None = None
+    """End early once the loss, averaged over about ten steps, is below this; null takes all steps."""
+    optimizer: SftOptimizer = SftOptimizer()
