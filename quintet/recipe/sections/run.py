@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quintet.recipe.sections.fields import NonNegativeInt, PositiveInt, Ranks, Section, UserPath
+from quintet.recipe.sections.fields import NonNegativeInt, PositiveInt, Ranks, Section, Timeout, UserPath
 
 
 class Run(Section):
@@ -34,7 +34,7 @@ class Cluster(Section):
     ranks_per_node: Ranks | None = None
     """Ranks on one node; null packs them on as few nodes as hold them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    collective_timeout_s: Annotated[float, Field(gt=0, le=10**7)] = 600.0
+    collective_timeout_s: Timeout = 600.0
     """A collective that waits longer ends the run with the stacks of all ranks."""
 
 
