@@ -99,6 +99,7 @@ def test_nothing_runs_and_nobody_is_asked(model: Path, command: str, terminal: b
     assert not (model.parent / "runs").exists()
 
 
+@pytest.mark.slow
 def test_who_trusts_it_is_warned_and_served(model: Path) -> None:
     trusted = "model.trust_remote_code=true"
     code, said = quintet("check", model, trusted)

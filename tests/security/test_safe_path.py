@@ -71,7 +71,9 @@ def test_check_imports_nothing_from_there(hostile: Path, quintet: list[str]) -> 
     assert "is a sound recipe" in run(hostile, *quintet, "check", RECIPE, *TINY)
 
 
-@pytest.mark.parametrize("quintet", [MODULE, SCRIPT], ids=["python -m", "script"])
+@pytest.mark.parametrize(
+    "quintet", [MODULE, pytest.param(SCRIPT, marks=pytest.mark.nightly)], ids=["python -m", "script"]
+)
 def test_no_process_of_a_run_imports_anything_from_there(hostile: Path, quintet: list[str]) -> None:
     assert "Run finished after 1 steps" in run(hostile, *quintet, "train", RECIPE, *TINY)
 
@@ -82,6 +84,7 @@ def test_nor_do_those_of_verify_resume(hostile: Path) -> None:
     assert "identical: every step and every weight" in said
 
 
+@pytest.mark.slow
 def test_a_reward_there_is_named_as_a_file_or_put_on_the_path(hostile: Path) -> None:
     (hostile / "my_reward.py").write_text("def score(prompt, response, answer):\n    return 1.0\n")
     recipe = [*MODULE, "train", RECIPE, *TINY]
