@@ -18,6 +18,7 @@ from quintet.plan.setup import Place, Setup
 from quintet.recipe.derived import data_parallel, expert_tp, optimizers
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.recompute import recompute_modules
+from quintet.recipe.roles import layout_of, optimizer_of, roles_of
 from quintet.recipe.rollout import copies, layout_of_copy, own_processes, shares_weights
 from quintet.recipe.rules import shape_of
 from quintet.recipe.schema import Recipe
@@ -178,33 +179,46 @@ def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:
         backend="transformer_engine" if _layers(recipe).startswith("transformer_engine") else "portable",
         lora=lora_shape(recipe, shape),
     )
-    asked = [
-        one for section, one in optimizers(recipe).items() if command == "train" or section != "optimizer"
-    ]
-    # With LoRA the reference policy is the model under its adapters.
-    has_reference = command == "train" and recipe.algorithm.kl_coef > 0 and recipe.lora is None
-
-    def of_reference(place: Place) -> int:
-        return rank_memory(replace(setup, optimizer=None), place).parameters if has_reference else 0
-
-    most, beside = max(
+    sections = optimizers(recipe)
+    sections.pop("critic.optimizer", None)
+    asked = [one for section, one in sections.items() if command == "train" or section != "optimizer"]
+    beside = _beside(setup, recipe) if command == "train" else {}
+    most = max(
         (
-            (rank_memory(replace(setup, optimizer=one), place), of_reference(place))
+            rank_memory(replace(setup, optimizer=one), Place(pp=stage))
             for one in asked
-            for place in (Place(pp=stage) for stage in range(recipe.layout.pp))
+            for stage in range(recipe.layout.pp)
         ),
-        key=lambda found: found[0].peak + found[1],
+        key=lambda found: found.peak,
     )
     parts = {name: getattr(most, name) for name in ("parameters", "gradients", "optimizer", "activations")}
     parts["other"] = most.peak - sum(parts.values())
-    if has_reference:
-        parts["reference policy"] = beside
+    parts |= beside
     said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
     besides = "" if command == "sft" else ", the rollout"
     return (
-        f"Memory: about {(most.peak + beside) / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
+        f"Memory: about {(most.peak + sum(beside.values())) / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
         f"needs{besides} and fragmentation come on top."
     )
+
+
+def _beside(setup: Setup, recipe: Recipe) -> dict[str, int]:
+    """What other roles keep on the fullest rank while the policy trains. With LoRA the reference policy is the model under its
+    adapters; a critic's trunk is taken to be as large as the policy's."""
+    engine, found = recipe.engine, {}
+    for role in roles_of(recipe):
+        if role == "reference" and recipe.lora is not None:
+            continue
+        own = replace(setup, layout=layout_of(recipe, role), optimizer=None)
+        if role == "critic":
+            own = replace(own, shape=setup.shape.as_value_model(), optimizer=optimizer_of(recipe, role))
+        resting = []
+        for stage in range(own.layout.pp):
+            one = rank_memory(own, Place(pp=stage))
+            kept = one.parameters * (1 - engine.offload_params) + one.gradients * (1 - engine.offload_grads)
+            resting.append(int(kept + one.optimizer * (1 - engine.offload_optimizer)))
+        found["reference policy" if role == "reference" else role] = max(resting)
+    return found
 
 
 def checkpoints(recipe: Recipe) -> str:

@@ -22,7 +22,7 @@ def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
     replicas: Any = object.__new__(RolloutReplicas)
     first, second = Group("first"), Group("second")
     replicas.groups = [first, second]
-    replicas._spares, replicas._restarts, replicas._keepers = [None, None], [0, 0], [None, None]
+    replicas._spares, replicas._restarts, replicas._keepers = {}, [0, 0], {}
     told = {
         "generate": lambda who: [([["made"]], f"spare of {who}")],
         "slice_samples": lambda who: [(None, who)],
@@ -32,11 +32,14 @@ def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
         return {number: told[call.split()[1]](call.split()[0]) for number, call in calls.items()}
 
     replicas.collect_survivors = collect_survivors
-    replicas._policy = SimpleNamespace(call=lambda method, samples, *_, **__: (None, samples[0]))
-    replicas.generate({0: [], 1: []}, None, lambda: None)
-    assert replicas.slice_samples([[[]], [[]]], [[[]], [[]]]) == [["first"], ["second"]]
+    replicas._policy = SimpleNamespace(call=lambda method, samples, *_, **__: (None, samples["b"][0]))
+    replicas.generate({0: [], 1: []}, None, "a", [], lambda: None)
+    replicas.generate({0: [], 1: []}, None, "b", ["a"], lambda: None)
+    assert replicas._spares.keys() == {"b"}
+    wanted = [[[("b", 0)]], [[("b", 1)]]]
+    assert replicas.slice_samples(wanted) == [["first"], ["second"]]
 
     replicas.groups[0] = Group("first-again")
-    assert replicas.slice_samples([[[]], [[]]], [[[]], [[]]]) == [["spare of first"], ["second"]]
+    assert replicas.slice_samples(wanted) == [["spare of first"], ["second"]]
     replicas.groups[1] = None
-    assert replicas.slice_samples([[[]], [[]]], [[[]], [[]]]) == [["spare of first"], ["spare of second"]]
+    assert replicas.slice_samples(wanted) == [["spare of first"], ["spare of second"]]

@@ -10,6 +10,7 @@ import pytest
 
 from quintet.errors import RolloutMismatch, SyncMismatch, WorkerFailure
 from quintet.train import final_replay
+from quintet.train.steps import Step, Update
 
 
 def told_when(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
@@ -47,8 +48,10 @@ def test_weights_of_a_run_that_parted_are_written_whatever_becomes_of_its_sample
         observer=SimpleNamespace(directory=SimpleNamespace(path=tmp_path, hf=tmp_path / "hf")),
         controller=SimpleNamespace(save=lambda path: done.append(path.name)),
     )
+    final_replay.stop_on_mismatch(s, Step(2))  # the critic alone has learnt
+    assert done == []
     with pytest.raises(RolloutMismatch, match="step 3"):
-        final_replay.stop_on_mismatch(s, 3, SimpleNamespace(tally=None))  # type: ignore[arg-type]
+        final_replay.stop_on_mismatch(s, Step(3, updates={"policy": Update()}))
     assert done == ["step-000003", "samples"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,16 +31,20 @@ class Ranks:
         self.error: str | None = None
         self.exports: list[str] = []
         self.whole: list[Path] = []
+        self.roles = {
+            "policy": SimpleNamespace(save=self.begin, load=self.load),
+            "reference": SimpleNamespace(save=self.begin, load=self.load_reference),
+        }
 
     def dtype(self) -> str:
         return "fp32"
 
-    def save_checkpoint(self, path: Path, *, reference: bool = False) -> list[str]:
+    def begin(self, path: Path) -> list[str]:
         assert self.pending is None, "the last save was not waited for"
         self.pending = path
         return []
 
-    def checkpoint_finished(self, *, wait: bool) -> tuple[bool, list[str]]:
+    def checkpoint_finished(self, roles: Sequence[str], *, wait: bool) -> tuple[bool, list[str]]:
         assert self.pending is not None
         if self.slow and not wait:
             self.slow -= 1
@@ -52,7 +56,7 @@ class Ranks:
         (path / "0.distcp").write_bytes(b"x" * 100)
         return True, []
 
-    def load_checkpoint(self, path: Path) -> None:
+    def load(self, path: Path) -> None:
         if path.parent not in self.whole:
             raise UserError(f"{path / '0.distcp'}: decoder.weight is damaged")
 
