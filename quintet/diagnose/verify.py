@@ -14,8 +14,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
 from quintet.errors import QuintetError, Stopped, UserError
@@ -23,6 +24,9 @@ from quintet.recipe.schema import Recipe
 from quintet.runs.checkpoints import CRITIC, POLICY, REFERENCE, Checkpoint, Checkpoints
 from quintet.runs.ledger import read_jsonl, read_metrics
 from quintet.runs.stop import Terminated, interruptible
+
+if TYPE_CHECKING:
+    from quintet.train.saver import Saver
 
 Command = Literal["train", "sft"]
 COMPARED = ("loss", "reward/mean", "grad_norm")
@@ -246,12 +250,15 @@ def _in_process(
     with log.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    from quintet.train.ppo import train
-    from quintet.train.sft import sft
+    from quintet.train.ppo import run_training
+    from quintet.train.session import session
+    from quintet.train.sft import run_tuning
 
     try:
-        with interruptible():
-            (train if command == "train" else sft)(recipe, stop_after, again)
+        with interruptible(), session(recipe, command, stop_after) as s:
+            if again is not None:
+                s.saver.on_loaded = partial(_save_once_more, s.saver, again)
+            (run_training if command == "train" else run_tuning)(s)
     except Stopped as stopped:
         print(stopped)
     except QuintetError as error:
@@ -260,6 +267,17 @@ def _in_process(
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _save_once_more(saver: Saver, directory: Path, found: Checkpoint) -> None:
+    """Write down what a run holds right after loading, to be compared with what was saved."""
+    directory.mkdir(parents=True)
+    stored = (REFERENCE,) if found.reference is not None else ()
+    for role in (*saver.trained_roles(found.manifest.stage), *stored):
+        errors = saver.controller.roles[role].save(directory / role)
+        errors = errors or saver.controller.checkpoint_finished([role], wait=True)[1]
+        if errors:
+            raise UserError(errors[0])
 
 
 def _only(directory: Path) -> Path:

@@ -19,22 +19,27 @@ from quintet.train.stages import rl_steps
 from quintet.train.steps import Step
 
 
-def train(recipe: Recipe, stop_after: int | None = None, again: Path | None = None) -> Path:
+def train(recipe: Recipe, stop_after: int | None = None) -> Path:
     """Train by reinforcement learning, after a warm-up by SFT if the recipe has one; returns the run directory.
 
-    stop_after: save after this step and raise Stopped, as SIGTERM would have it. again: save what is loaded once more, to there.
+    stop_after: save after this step and raise Stopped, as SIGTERM would have it.
     """
 
     def run(damaged: dict[Path, str]) -> Path:
-        with session(recipe, "train", stop_after, again, damaged=damaged) as s:
-            if recipe.sft is not None and not s.saver.skips("sft"):
-                run_sft(s, recipe.sft, recipe.sft.optimizer)
-            reinforce(s)
-            directory = s.finish()
-            keep_final_replay(s, recipe.train.steps)  # only now: the model is written
-            return directory
+        with session(recipe, "train", stop_after, damaged=damaged) as s:
+            return run_training(s)
 
     return past_damage(run)
+
+
+def run_training(s: Session) -> Path:
+    """Both stages, the trained model, and samples of it; returns the run directory."""
+    if s.recipe.sft is not None and not s.saver.skips("sft"):
+        run_sft(s, s.recipe.sft, s.recipe.sft.optimizer)
+    reinforce(s)
+    directory = s.finish()
+    keep_final_replay(s, s.recipe.train.steps)  # only now: the model is written
+    return directory
 
 
 def reinforce(s: Session) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -52,7 +53,7 @@ class _Running:
 class Saver:
     """Checkpoints and exports of one run. resumed: the checkpoint that the run goes on from.
 
-    weights: the manifest's. again: where to save once more what was loaded, right after loading, for who wants to compare.
+    weights: the manifest's.
     """
 
     def __init__(
@@ -65,12 +66,13 @@ class Saver:
         resumed: Checkpoint | None,
         stop: StopRequest,
         weights: str | None = None,
-        again: Path | None = None,
     ) -> None:
         self.recipe, self.command, self.observer, self.controller = recipe, command, observer, controller
         self.settings, self.stop = recipe.checkpoint, stop
         self.checkpoints = Checkpoints(observer.directory.checkpoints)
-        self._resumed, self._weights, self._again = resumed, weights, again
+        self._resumed, self._weights = resumed, weights
+        self.on_loaded: Callable[[Checkpoint], None] = lambda found: None
+        """Told of a checkpoint right after the run has taken up what is in it."""
         self._running: _Running | None = None
         self._reference = resumed.manifest.reference if resumed is not None else None
         self._stage: Stage = "sft"
@@ -158,8 +160,7 @@ class Saver:
             )
         with observer.phase("checkpoint"), observer.progress.task(f"loading {found.path.name}"):
             self._load(found)
-            if self._again is not None:
-                self._save_again(found, self._again)
+            self.on_loaded(found)
             self.controller.mark_weights_updated()
         stream.load_state_dict(manifest.data)
         newer = self.checkpoints.newer_than(found)
@@ -186,7 +187,7 @@ class Saver:
 
     def _parts(self, found: Checkpoint) -> dict[str, Path]:
         """Directories of a checkpoint, by trained role. Raises UserError where one is not in it."""
-        parts = {role: found.path / role for role in self._trained(found.manifest.stage)}
+        parts = {role: found.path / role for role in self.trained_roles(found.manifest.stage)}
         for role, path in parts.items():
             if not path.is_dir():
                 raise UserError(
@@ -195,18 +196,9 @@ class Saver:
                 )
         return parts
 
-    def _trained(self, stage: Stage) -> tuple[str, ...]:
+    def trained_roles(self, stage: Stage) -> tuple[str, ...]:
         """Roles that learn in a stage, and that its checkpoints hold."""
         return POLICY, *((CRITIC,) if stage == "rl" and CRITIC in self.controller.roles else ())
-
-    def _save_again(self, found: Checkpoint, directory: Path) -> None:
-        directory.mkdir(parents=True)
-        stored = (REFERENCE,) if found.reference is not None else ()
-        for role in (*self._trained(found.manifest.stage), *stored):
-            errors = self.controller.roles[role].save(directory / role)
-            errors = errors or self.controller.checkpoint_finished([role], wait=True)[1]
-            if errors:
-                raise UserError(errors[0])
 
     def _instead_of(self, found: Checkpoint) -> str:
         """What to do when a checkpoint cannot be loaded."""
@@ -255,7 +247,7 @@ class Saver:
             self.checkpoints.discard(path)
             self._fail(path, f"cannot make it: {error.strerror}", needed)
             return
-        roles = (REFERENCE,) if reference else self._trained(manifest.stage)
+        roles = (REFERENCE,) if reference else self.trained_roles(manifest.stage)
         self._running = _Running(path, manifest, roles)
         for at, role in enumerate(roles):
             errors = self.controller.roles[role].save(path / (POLICY if reference else role))

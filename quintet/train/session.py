@@ -212,13 +212,12 @@ def session(
     recipe: schema.Recipe,
     command: Command,
     stop_after: int | None = None,
-    again: Path | None = None,
     texts: Sequence[str] = (),
     damaged: Mapping[Path, str] | None = None,
 ) -> Iterator[Session]:
     """Prepare, make or reopen the run directory, start the ranks; and end all of it well, however the body ends.
 
-    `generate` and `eval` leave no run directory behind and write progress to standard error. stop_after, again: see `train`;
+    `generate` and `eval` leave no run directory behind and write progress to standard error. stop_after: see `train`;
     texts: see `prepare`; damaged: see `find_resume`.
     """
     trains = command in ("train", "sft")
@@ -251,7 +250,6 @@ def session(
                         resume.checkpoint,
                         stop,
                         inputs.weights,
-                        again,
                     )
                     try:
                         yield Session(recipe, inputs, observer, controller, saver)

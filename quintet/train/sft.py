@@ -16,20 +16,24 @@ MEMORY_EVERY_STEPS = 10
 """Peaks grow slowly and steps are short: the ranks are asked this often, and lines between repeat the answer."""
 
 
-def sft(recipe: Recipe, stop_after: int | None = None, again: Path | None = None) -> Path:
+def sft(recipe: Recipe, stop_after: int | None = None) -> Path:
     """Fine-tune on responses, save the model, return the run directory.
 
-    stop_after: save after this step and raise Stopped, as SIGTERM would have it. again: save what is loaded once more, to there.
+    stop_after: save after this step and raise Stopped, as SIGTERM would have it.
     """
-    settings = recipe.sft
-    assert settings is not None
 
     def run(damaged: dict[Path, str]) -> Path:
-        with session(recipe, "sft", stop_after, again, damaged=damaged) as s:
-            run_sft(s, settings, settings.optimizer)
-            return s.finish()
+        with session(recipe, "sft", stop_after, damaged=damaged) as s:
+            return run_tuning(s)
 
     return past_damage(run)
+
+
+def run_tuning(s: Session) -> Path:
+    """SFT alone, and the trained model; returns the run directory."""
+    assert s.recipe.sft is not None
+    run_sft(s, s.recipe.sft, s.recipe.sft.optimizer)
+    return s.finish()
 
 
 def run_sft(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
