@@ -21,6 +21,8 @@ MAY_CHANGE = (
     "run.samples_logged_per_step",
     "cluster",
     "layout",
+    "reference.layout",
+    "critic.layout",
     "engine",
     "rollout.backend",
     "rollout.mode",
@@ -46,6 +48,7 @@ MAY_CHANGE = (
     "mismatch",
     "optimizer.cpu_fraction",
     "sft.optimizer.cpu_fraction",
+    "critic.optimizer.cpu_fraction",
     "model.dtype",  # null comes to another type on another device: what it came to is compared instead
     "train.steps",
     "train.eval_every_steps",

@@ -51,7 +51,7 @@ def test_a_copy_is_made_anew_so_often_in_a_row(monkeypatch: pytest.MonkeyPatch) 
 
     def generate() -> Any:
         one.groups = [Group(), Group()]
-        return one.generate({0: [], 1: []}, None, lambda: None)
+        return one.generate({0: [], 1: []}, None, "call", [], lambda: None)
 
     answers += [lost] * RESTARTS_IN_A_ROW
     for number in range(1, RESTARTS_IN_A_ROW + 1):

@@ -246,7 +246,7 @@ def test_a_log_with_nothing_in_it_is_not_left(make: Make, tmp_path: Path) -> Non
 def test_what_writes_into_the_pipe_of_the_answers_has_failed(make: Make) -> None:
     pool = make(
         "import os\ndef reward(p, r, a):\n"
-        "    for pipe in range(3, 20):\n"
+        "    for pipe in range(3, 1024):\n"
         "        try: os.write(pipe, b'rubbish\\n')\n"
         "        except OSError: pass\n"
         "    return 1"
