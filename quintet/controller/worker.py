@@ -239,6 +239,7 @@ class PolicyWorker(Worker):
 
     def masters(self) -> int | None:
         """A fingerprint of the fp32 master weights: see `Engine.master_fingerprint`."""
+        self.roles.use("policy")
         return self.engine.master_fingerprint()
 
     def plan_sync(self, assignments: list[list[ReceiverSpec]]) -> list[Ticket]:

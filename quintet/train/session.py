@@ -24,6 +24,7 @@ from quintet.recipe import schema
 from quintet.recipe.capacity import overflow
 from quintet.recipe.features import FEATURES
 from quintet.recipe.refused import NEEDS_GPU
+from quintet.recipe.roles import roles_of
 from quintet.recipe.rollout import own_processes
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, load_reward
@@ -101,6 +102,8 @@ def prepare(
     tokenizer = load_tokenizer(model_dir, recipe.model)
     shape = trained_shape(model_dir)
     check_weights(model_dir, shape)
+    if command == "train" and "critic" in roles_of(recipe) and recipe.critic.path is not None:
+        _check_critic(recipe.critic.path, shape)
     if command != "sft":
         check_stops(recipe.rollout.stop, tokenizer)
     end_ids = sorted({tokenizer.eos_token_id, *read_end_ids(model_dir)})
@@ -123,6 +126,17 @@ def prepare(
         stream = PromptStream(inputs.train, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
         stream.load_state_dict(resume.checkpoint.manifest.data)  # it checks that the data are the same
     return inputs
+
+
+def _check_critic(path: Path, policy: ModelShape) -> None:
+    """A critic from a directory of its own reads the policy's tokens."""
+    shape = trained_shape(path)
+    check_weights(path, shape)
+    if shape.vocab_size < policy.vocab_size:
+        raise UserError(
+            f"critic.path: the model in {path} has {shape.vocab_size} tokens and the policy {policy.vocab_size}: it cannot read "
+            "all of what the policy says; name one with the policy's tokenizer"
+        )
 
 
 def _check_reference(inputs: Inputs, resume: Resume | None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from quintet.errors import UserError
+from quintet.models.family import trained_shape
 from quintet.recipe.derived import data_parallel
 from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rules.batches import samples_fit_a_microbatch as _FITS
@@ -65,8 +67,14 @@ def roles_layouts_are_layouts(facts: Facts) -> Iterator[Problem]:
     """A role's own layout is held to every rule of layout.*, and adapters' reference policy is the policy's own model."""
     recipe = facts.recipe
     for role in roles_of(recipe) if facts.command == "train" else ():
-        layout, key = layout_of(recipe, role), f"{role}.layout"
-        if layout is recipe.layout:
+        layout, key, shape = layout_of(recipe, role), f"{role}.layout", facts.shape
+        if role == "critic" and recipe.critic.path is not None:
+            try:
+                shape = trained_shape(recipe.critic.path)
+            except UserError as error:
+                yield Problem(("critic.path",), f"critic.path: {error}")
+                continue
+        elif layout is recipe.layout:
             continue
         if role == "reference" and recipe.lora is not None:
             yield Problem(
@@ -76,7 +84,7 @@ def roles_layouts_are_layouts(facts: Facts) -> Iterator[Problem]:
             )
         own = recipe.model_copy(update={"layout": layout, "reference": Reference(), "critic": Critic()})
         # As if it were all there is: what the rollout needs of a layout is not asked of this one.
-        alone = Facts(own, "sft", facts.shape)
+        alone = Facts(own, "sft", shape)
         for one in RULES:
             if one.__module__.rpartition(".")[2] not in ("layout", "experts") and one is not _FITS:
                 continue
