@@ -45,6 +45,18 @@ def test_weights_that_do_not_fit_are_found(model: Path, tmp_path: Path) -> None:
         prepare(recipe(model), "generate", tmp_path)
 
 
+def test_a_critic_reads_what_the_policy_says(model: Path, tmp_path: Path) -> None:
+    asked = {"algorithm": {"name": "ppo"}, "critic": {"path": model}}
+    prepare(recipe(model, **asked), "train", tmp_path)
+    fewer = write_model(tmp_path / "fewer", QWEN3 | {"vocab_size": QWEN3["vocab_size"] // 2})
+    asked["critic"]["path"] = fewer
+    with pytest.raises(UserError, match=r"critic\.path: the model in .*fewer has \d+ tokens and the policy"):
+        prepare(recipe(model, **asked), "train", tmp_path)
+    (fewer / "config.json").write_text(json.dumps(QWEN3 | {"intermediate_size": 80}))
+    with pytest.raises(UserError, match="implies"):
+        prepare(recipe(model, **asked), "train", tmp_path)
+
+
 def test_a_sample_fits_with_the_padding_of_sequence_parallelism(model: Path, tmp_path: Path) -> None:
     inputs = prepare(recipe(model), "train", tmp_path)
     assert inputs.train is not None
