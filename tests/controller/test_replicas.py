@@ -17,7 +17,7 @@ from quintet.rollout import Piece
 from quintet.sync.source import ChannelSource
 from quintet.train.session import Session
 from tests.patience import BUSY
-from tests.train.runs import ROOT, TINY, generate, kill_soon, process_of, run, train, when_it_syncs
+from tests.train.runs import ROOT, TINY, generate, kill_soon, process_of, run, train, when_it_syncs, where
 
 OWN = [
     "rollout.own_processes=true",
@@ -44,7 +44,7 @@ def test_what_a_killed_rollout_owed_is_generated_again(tmp_path: Path, placement
 
         kill_soon(process_of(s, "rollout-1"))
         again = generate(s)
-        assert (again.generated, again.place) == (samples.generated, samples.place)
+        assert (again.generated, where(again)) == (samples.generated, where(samples))
         assert train(s, again) == came_to
 
         os.kill(process_of(s, "rollout-0"), signal.SIGKILL)

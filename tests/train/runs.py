@@ -40,6 +40,11 @@ def generate(s: Session) -> Samples:
         return s.controller.generate(prompts, s.sampling(), 2, "seed")
 
 
+def where(samples: Samples) -> list[tuple[int, int]]:
+    """Which rollout keeps each sample, and where among those of its call."""
+    return [(kept.rollout, kept.at) for kept in samples.place]
+
+
 def train(s: Session, samples: Samples) -> tuple[float, float]:
     """Loss and gradient norm of a step on all samples, with advantages of their own."""
     samples.rewards = [RewardResult(float(n), {}) for n in range(len(samples.generated))]
