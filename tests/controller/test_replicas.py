@@ -51,12 +51,13 @@ def test_what_a_killed_rollout_owed_is_generated_again(tmp_path: Path, placement
         assert train(s, again) == came_to  # from the copy that it left
         assert generate(s).generated == samples.generated
 
-        s.controller.handover._due = True
-        other = process_of(s, "rollout-0")
+        s.controller.handover._weights_stale = True
+        other, killed = process_of(s, "rollout-0"), process_of(s, "rollout-1")
         when_it_syncs(s, lambda: kill_soon(process_of(s, "rollout-1")))
         before = syncing(s)
         again = generate(s)
         assert syncing(s) - before < 5 * BUSY  # the trainer would wait for a minute, were it not told
+        assert process_of(s, "rollout-1") != killed
         assert process_of(s, "rollout-0") == other  # though separate ones share a channel, which broke
         assert again.generated == samples.generated
         assert train(s, again) == came_to

@@ -55,7 +55,7 @@ def lost(s: Session, whose: Callable[[Session], int], when: str) -> Iterator[Non
     if when == "sleep":
         os.kill(whose(s), signal.SIGKILL)
     elif when == "sync":
-        s.controller.handover._due = True
+        s.controller.handover._weights_stale = True
         when_it_syncs(s, lambda: kill_soon(whose(s)))
     else:
         ready = s.controller.handover.ready
