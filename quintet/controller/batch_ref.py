@@ -46,6 +46,15 @@ class MiniBatch:
     number: int
     total: int
     rounds: Mapping[str, int]
+    fields: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """As its batch has them."""
+
+    def need(self, names: Iterable[str], placement: str) -> None:
+        """Raise a ValueError for a field that ranks of this placement do not hold."""
+        for name in names:
+            if placement not in self.fields.get(name, frozenset()):
+                held = ", ".join(sorted(self.fields)) or "no scores"
+                raise ValueError(f"batch {self.batch} has no {name} on the ranks of {placement}, only {held}")
 
 
 @dataclass(frozen=True)
@@ -92,14 +101,12 @@ class BatchRef:
             name: self.fields.get(name, frozenset()) | made.held.get(name, frozenset())
             for name in self.fields.keys() | made.held.keys()
         }
-        return replace(self, fields=both)
+        parts = tuple(replace(one, fields=both) for one in self.minibatches)
+        return replace(self, fields=both, minibatches=parts)
 
     def need(self, names: Iterable[str], placement: str) -> None:
         """Raise a ValueError for a field that ranks of this placement do not hold."""
-        for name in names:
-            if placement not in self.fields.get(name, frozenset()):
-                held = ", ".join(sorted(self.fields)) or "no scores"
-                raise ValueError(f"batch {self.name} has no {name} on the ranks of {placement}, only {held}")
+        self.minibatches[0].need(names, placement)
 
 
 _numbers = itertools.count(1)

@@ -120,6 +120,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
         self._due.discard(role)
         if role == "critic" and self._recipe.critic.path is None:
             _copy(self.policy, engine)
+            self.use(role)
         engine.start_optimizer(optimizer, total_steps)
         if role == "policy" and "reference" in self._roles:
             reference = self._roles["reference"]
@@ -127,6 +128,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
                 reference.copy_weights_from(engine)
             else:
                 _copy(engine, reference)
+                self.use(role)
 
     def forward_backward(
         self, role: str, mini: HeldMiniBatch, loss: Loss, temperature: float

@@ -29,6 +29,8 @@ class Objective:
     loss: BoundLoss
     over_threshold: float = 0.5
     temperature: float = 1.0
+    reads: tuple[str, ...] = ()
+    """Fields that ranks make of a batch, and that the loss needs."""
 
     def __call__(self, outputs: Outputs, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Share of the mini-batch's loss, and per-token quantities."""
@@ -50,6 +52,7 @@ class ValueObjective:
 
     loss: BoundLoss
     temperature: float = 1.0
+    reads: tuple[str, ...] = ("old_values", "returns")
 
     def __call__(self, outputs: ValueOutputs, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Share of the mini-batch's loss, and per-token quantities."""
@@ -71,6 +74,7 @@ def policy_objective(
         ),
         mismatch.token_threshold,
         temperature,
+        ("advantages", *(("ref_logprobs",) if recipe.kl_coef > 0 else ())),
     )
 
 

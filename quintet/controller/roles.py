@@ -100,10 +100,11 @@ class Role:
 
     def forward_backward(self, mini: MiniBatch, objective: Objective | ValueObjective) -> list[MiniBatchTold]:
         """Compute the gradients of a mini-batch: what each rank tells of it. They are those of `optimizer_step`; a second
-        mini-batch before it is an error."""
+        mini-batch before it is an error. Raises ValueError for a field that the objective reads and these ranks do not hold."""
         of = f", mini-batch {mini.number + 1} of {mini.total}" if mini.total > 1 else ""
         who = "training" if self.name == "policy" else f"training the {self.name}"
         total = mini.rounds[self.placement.name]
+        mini.need(objective.reads, self.placement.name)
         with (
             self._phase("train"),
             watched(self._progress, f"{who}{of}", total, "micro-batches", self._trained) as watch,

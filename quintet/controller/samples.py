@@ -41,10 +41,11 @@ class Samples:
         return sum(values) / max(len(values), 1)
 
     def groups_with_signal(self) -> list[int]:
-        """Groups whose samples did not all get the same reward: the others teach nothing."""
+        """Groups whose samples did not all get the same reward: the others teach nothing. What could not be scored says nothing."""
         seen: dict[int, set[float]] = {}
         for group, scored in zip(self.groups, self.rewards, strict=True):
-            seen.setdefault(group, set()).add(scored.reward)
+            if scored.failure is None:
+                seen.setdefault(group, set()).add(scored.reward)
         return [group for group, rewards in seen.items() if len(rewards) > 1]
 
     def select(self, groups: Sequence[int]) -> Samples:

@@ -330,13 +330,13 @@ class PolicyWorker(Worker):
 
     def checkpoint_finished(self, wait: bool, roles: Sequence[str]) -> tuple[bool, str | None]:
         """Whether this rank has written its parts of these roles, and what went wrong."""
-        done = True
-        for role in roles:
+        done, wrong = True, None
+        for role in roles:  # all of them, also when one failed: what was begun is collected
             try:
                 done = self.roles[role].save_finished(wait) and done
             except UserError as error:
-                return True, str(error)
-        return done, None
+                wrong = wrong or str(error)
+        return done, wrong
 
     def load_checkpoint(self, path: Path, role: str) -> None:
         """Take up a role's saved state, if the role is there: what begins as the policy stays what `start_optimizer` made it."""

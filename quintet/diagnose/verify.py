@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quintet.train.saver import Saver
 
 Command = Literal["train", "sft"]
-COMPARED = ("loss", "reward/mean", "grad_norm")
+COMPARED = ("loss", "reward/mean", "grad_norm", "critic/loss", "critic/grad_norm")
 FIRST_LOSS, LATER_LOSS = 1e-6, 1e-4
 """Most that losses in fp32 may part in another layout, of 1 or of the loss if that is more: at first, and after."""
 BF16_LOSS = 2e-2
@@ -129,14 +129,14 @@ def judge(outcome: Outcome, *, same_layout: bool, gpu: bool, bf16: bool) -> tupl
     norms = BF16_NORM if bf16 else NORM
     compared, worst = 0, 0.0
     for number, (a, b) in enumerate(outcome.resumed_pairs()):
-        gap = _gap(a.values["loss"], b.values["loss"])
+        gap = _gap_of(a, b, "loss")
         if a.samples != b.samples:
             # Rounding tipped a draw: from here on the runs learn from different samples.
             break
         compared, worst = compared + 1, max(worst, gap)
         if not gap <= (first if number == 0 else later):  # nor is a NaN
             return False, f"differs: at {a.stage} step {a.step} the losses part by {gap:.1e}"
-        gap = _gap(a.values["grad_norm"], b.values["grad_norm"], LEAST_NORM)
+        gap = _gap_of(a, b, "grad_norm", LEAST_NORM)
         if not gap <= norms:
             return (
                 False,
@@ -153,7 +153,7 @@ def judge(outcome: Outcome, *, same_layout: bool, gpu: bool, bf16: bool) -> tupl
 
 def _judge_gpu(outcome: Outcome) -> tuple[bool, str]:
     def spread(pairs: list[tuple[Step, Step]]) -> float:
-        gaps = [_gap(a.values[k], b.values[k]) for a, b in pairs for k in ("loss", "grad_norm")]
+        gaps = [_gap_of(a, b, k) for a, b in pairs for k in ("loss", "grad_norm")]
         return math.inf if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
 
     before, after = spread(outcome.first_half()), spread(outcome.resumed_pairs()[:1])
@@ -174,9 +174,9 @@ def first_difference(outcome: Outcome) -> str:
         where = f"{a.stage} step {a.step}"
         if (a.stage, a.step) != (b.stage, b.step):
             return f"after {where} of one run comes {b.stage} step {b.step} of the other"
-        for key in a.values:
-            if a.values[key] != b.values[key]:
-                return f"{key} of {where} is {a.values[key]!r} straight through and {b.values[key]!r} resumed"
+        for key in {**a.values, **b.values}:
+            if a.values.get(key) != b.values.get(key):
+                return f"{key} of {where} is {a.values.get(key)!r} straight through and {b.values.get(key)!r} resumed"
         if a.samples != b.samples:
             return f"the samples of {where}"
     if len(outcome.straight) != len(outcome.resumed):
@@ -191,6 +191,17 @@ def _gap(a: float, b: float, least: float = 1.0) -> float:
     return abs(a - b) / max(least, abs(a), abs(b)) if a != b else 0.0
 
 
+def _gap_of(a: Step, b: Step, what: str, least: float = 1.0) -> float:
+    """The larger of policy's and critic's; 0 where neither run has it, no number where one has."""
+    worst = 0.0
+    for key in (what, f"critic/{what}"):
+        here, there = a.values.get(key), b.values.get(key)
+        if here is not None or there is not None:
+            gap = math.nan if here is None or there is None else _gap(here, there, least)
+            worst = gap if math.isnan(gap) else max(worst, gap)
+    return worst
+
+
 # the runs
 
 
@@ -203,6 +214,7 @@ def _shortened(recipe: Recipe, command: Command, steps: int) -> Recipe:
     made.checkpoint.hf_every_steps = 0
     if command == "train":
         made.train.steps = steps
+        made.critic.warmup_steps = min(made.critic.warmup_steps, steps // 4)
         if made.sft is not None:
             made.sft.steps = min(made.sft.steps, steps)
     elif made.sft is not None:

@@ -301,8 +301,8 @@ class RewardPool:
         return len(jobs)
 
     def _note(self, job: _Job, result: RewardResult) -> None:
-        if job.scoring.cancelled:
-            return
+        if job.scoring.cancelled or job.scoring.results[job.number] is not None:
+            return  # it comes just when the step has given up waiting for it
         job.scoring.put(job.number, result)
         if job.scoring.done or (result.failure is not None and self._settings.on_error == "stop"):
             self._news.notify_all()

@@ -51,7 +51,8 @@ def reinforce(s: Session) -> None:
         steps = max(one.steps, 0) * s.recipe.train.mini_batches_per_step
         s.controller.start_optimizer(one.optimizer, steps, one.role.name)
     done, _ = s.saver.begin("rl", source.stream)
-    s.controller.version = done
+    first = next(one.first_step for one in algorithm.trained if one.role is s.controller.policy)
+    s.controller.version = max(done - first + 1, 0)
     for step in rl_steps(s, done):
         take_step(s, algorithm, source, step)
 

@@ -74,4 +74,4 @@ def run_sft(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
             task.note(f"loss {smooth:.3f}")
             last = step == recipe.steps or smooth < (recipe.stop_at_loss or 0.0)
             s.saver.after_step(step, last=last, smooth=smooth)
-    s.controller.mark_weights_updated()
+    policy.publish()

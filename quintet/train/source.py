@@ -46,6 +46,10 @@ class Source:
         with s.observer.phase("reward"):
             s.controller.reward(samples)
             self._shape(samples)
+        step.rewards += samples.rewards
+        for say in (samples.timed_out, samples.failed):
+            if (zeros := say(s.recipe.reward.function)) is not None:
+                s.observer.note(f"step {step.number}: {zeros}")
         return samples
 
     def tell(self, metric: str, value: float) -> None:

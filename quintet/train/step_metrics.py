@@ -15,20 +15,22 @@ def record(s: Session, step: Step) -> None:
     """Tell the observer what a step came to."""
     samples = step.samples
     assert samples is not None, "the step was not taken to its end"
-    rewards = [r.reward for r in samples.rewards]
+    scored = step.rewards
+    rewards = [one.reward for one in scored]
     responses = [g.response_tokens for g in samples.generated]
     # First what the reward function told beside the reward: no name of its own can replace one of ours.
     metrics: dict[str, float | None] = {
-        _metric(name): samples.mean(name) for name in sorted({n for r in samples.rewards for n in r.metrics})
+        _metric(name): statistics.fmean(one.metrics.get(name, 0.0) for one in scored)
+        for name in sorted({n for one in scored for n in one.metrics})
     }
     metrics |= {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
-        "reward/timed_out": sum(r.timed_out for r in samples.rewards),
-        "reward/failed": sum(r.failure is not None for r in samples.rewards),
+        "reward/timed_out": sum(one.timed_out for one in scored),
+        "reward/failed": sum(one.failure is not None for one in scored),
         "response_tokens/mean": statistics.fmean(responses),
         "response_tokens/max": max(responses),
-        **(_policy(step.updates["policy"]) if "policy" in step.updates else {}),
+        **_policy(step.updates.get("policy")),
         **(_critic(step.updates["critic"]) if "critic" in step.updates else {}),
         "frac_groups_zero_std": 1 - len(samples.groups_with_signal()) / len(samples.prompts),
         "truncated": statistics.fmean(g.finish == "length" for g in samples.generated),
@@ -39,9 +41,6 @@ def record(s: Session, step: Step) -> None:
         **s.controller.handover.metrics,
         **s.controller.memory(),
     }
-    for say in (samples.timed_out, samples.failed):
-        if (zeros := say(s.recipe.reward.function)) is not None:
-            s.observer.note(f"step {step.number}: {zeros}")
     s.observer.step(step.number, metrics, total=s.recipe.train.steps)
     replayed = step.updates["policy"].replayed if "policy" in step.updates else {}
     if replayed:
@@ -49,7 +48,10 @@ def record(s: Session, step: Step) -> None:
     s.observer.samples(step.number, samples.shown(s.recipe.run.samples_logged_per_step))
 
 
-def _policy(update: Update) -> dict[str, float | None]:
+def _policy(update: Update | None) -> dict[str, float | None]:
+    """None where only the critic has learnt."""
+    if update is None:
+        return dict.fromkeys(("loss", "mismatch/kl_k3", "grad_norm", "lr"))
     means = update.tally.means()
     return {
         "loss": update.loss,

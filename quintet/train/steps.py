@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from quintet.algorithms.aggregation import Tally
 from quintet.controller.messages import MiniBatchTold, OptimizerTold, Trained
 from quintet.controller.samples import Samples
+from quintet.rewards.load import RewardResult
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Step:
 
     number: int
     samples: Samples | None = None
+    rewards: list[RewardResult] = field(default_factory=list)
+    """Of all that was generated, also of groups that were not selected."""
     updates: dict[str, Update] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 

@@ -120,3 +120,16 @@ def test_a_penalty_is_no_signal() -> None:
     first.rewards[1] = RewardResult(1.0, {}, penalty=0.5)
     assert first.groups_with_signal() == []
     assert first.rewards[1].worth == 0.5
+
+
+def test_what_could_not_be_scored_is_no_signal() -> None:
+    first = samples([[1, 0], [1, 0]], "a", [])
+    first.rewards[1] = RewardResult(0.0, {}, failure="it raised")
+    assert first.groups_with_signal() == [1]
+
+
+def test_a_mini_batch_knows_what_its_batch_holds() -> None:
+    one = batch("one", []) | Fields("one", {"advantages": frozenset({"policy"})})
+    one.minibatches[0].need(["advantages"], "policy")
+    with pytest.raises(ValueError, match="batch one has no returns on the ranks of policy, only advantages"):
+        one.minibatches[0].need(["advantages", "returns"], "policy")

@@ -301,6 +301,7 @@ def test_verify_resume_in_another_layout(tmp_path):
 OF_PPO = [
     *("algorithm.name=ppo", "algorithm.kl_coef=0.01", "algorithm.kl_in=reward", "critic.warmup_steps=1"),
     *("train.mini_batches_per_step=2", "engine.offload_optimizer=1", "cluster.ranks=1"),
+    "rollout.own_processes=true",  # so that weights travel, and their masters are looked at right after loading
 ]
 
 

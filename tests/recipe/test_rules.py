@@ -97,6 +97,21 @@ BROKEN = [
         ["algorithm.name=ppo", "critic.warmup_steps=100", "train.steps=100"],
         ["leaves the policy no step of train.steps=100"],
     ),
+    (
+        "groups_have_a_contrast",
+        ["algorithm.name=ppo", "rollout.temperature=0"],
+        ["greedy samples are not drawn from the policy that ppo trains"],
+    ),
+    (
+        "kl_is_weighted",
+        ["algorithm.name=ppo", "algorithm.kl_in=reward"],
+        ["algorithm.kl_in=reward is not read while algorithm.kl_coef=0"],
+    ),
+    (
+        "lr_multipliers_match",
+        ["algorithm.name=ppo", "optimizer.lr_multipliers={lm_head.weight: 2}"],
+        ["critic.optimizer.lr_multipliers", "null takes those of optimizer"],
+    ),
     ("overlong_fits", ["reward.overlong_penalty=2"], ["not read while reward.overlong_tokens is null"]),
     (
         "overlong_fits",
@@ -440,3 +455,15 @@ def test_a_stop_text_is_not_empty(refuse, override: str) -> None:
 
 def test_stop_token_ids_are_not_negative(refuse) -> None:
     assert "each item a whole number at least 0" in refuse("rollout.stop_token_ids=[-1]")
+
+
+def test_a_critics_layout_counts_where_it_is_read(load) -> None:
+    load("algorithm.name=ppo", "cluster.ranks=2", "critic.layout={cp: 2}", "engine.cp_comm=all_to_all")
+    load("algorithm.name=ppo", "critic.optimizer.lr_multipliers={score.weight: 2}")
+
+
+def test_a_critic_has_positions_for_the_longest_sample(refuse, tmp_path: Path) -> None:
+    critic = write_model(tmp_path / "critic", QWEN3 | {"max_position_embeddings": 8})
+    said = refuse("algorithm.name=ppo", f"critic.path={critic}")
+    assert "of critic.path: data.max_prompt_tokens + rollout.max_response_tokens" in said
+    assert "more than the 8 positions" in said

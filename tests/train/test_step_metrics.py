@@ -53,7 +53,7 @@ def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
             reward=SimpleNamespace(function="math"),
         ),
     )
-    step = Step(1, samples)
+    step = Step(1, samples, samples.rewards)
     step.add("policy", [MiniBatchTold(0.2, tally), MiniBatchTold(0.05, Tally())], OptimizerTold(1.5, 1e-3))
     record(session, step)  # type: ignore[arg-type]
     wanted = {

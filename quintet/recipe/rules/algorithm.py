@@ -89,7 +89,9 @@ def roles_layouts_are_layouts(facts: Facts) -> Iterator[Problem]:
             if one.__module__.rpartition(".")[2] not in ("layout", "experts") and one is not _FITS:
                 continue
             for problem in one(alone):
-                if any(name.startswith("layout.") for name in problem.keys):
+                if one is _FITS and shape is not facts.shape:
+                    yield Problem(("critic.path", *problem.keys), f"of critic.path: {problem.message}")
+                elif any(name.startswith("layout.") for name in problem.keys):
                     keys = tuple(
                         f"{role}.{name}" if name.startswith("layout.") else name for name in problem.keys
                     )

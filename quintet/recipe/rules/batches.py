@@ -34,9 +34,16 @@ def samples_fit_a_microbatch(facts: Facts) -> Iterator[Problem]:
 
 @rule
 def groups_have_a_contrast(facts: Facts) -> Iterator[Problem]:
-    """GRPO and DAPO compare the samples of one prompt, so there are at least two and they differ."""
+    """GRPO and DAPO compare the samples of one prompt, so there are at least two and they differ; PPO's are not greedy."""
     rollout, name = facts.recipe.rollout, facts.recipe.algorithm.name
-    if facts.command != "train" or name == "ppo":
+    if facts.command != "train":
+        return
+    if name == "ppo":
+        if rollout.temperature == 0:
+            yield Problem(
+                ("rollout.temperature",),
+                "rollout.temperature=0: greedy samples are not drawn from the policy that ppo trains; use 1.0",
+            )
         return
     if rollout.samples_per_prompt < 2:
         yield Problem(
@@ -95,16 +102,14 @@ def _multiples(count: int, of: int) -> str:
 def kl_is_weighted(facts: Facts) -> Iterator[Problem]:
     """An estimator of the KL is chosen only where the KL has a weight."""
     algorithm = facts.recipe.algorithm
-    # The default may be written out, as the resolved recipe does.
-    if (
-        algorithm.kl_coef == 0
-        and algorithm.kl_estimator != type(algorithm).model_fields["kl_estimator"].default
-    ):
-        yield Problem(
-            ("algorithm.kl_estimator", "algorithm.kl_coef"),
-            f"algorithm.kl_estimator={algorithm.kl_estimator} is not read while algorithm.kl_coef=0; remove it, or "
-            "set algorithm.kl_coef",
-        )
+    for name in ("kl_estimator", "kl_in"):
+        value = getattr(algorithm, name)
+        # The default may be written out, as the resolved recipe does.
+        if algorithm.kl_coef == 0 and value != type(algorithm).model_fields[name].default:
+            yield Problem(
+                (f"algorithm.{name}", "algorithm.kl_coef"),
+                f"algorithm.{name}={value} is not read while algorithm.kl_coef=0; remove it, or set algorithm.kl_coef",
+            )
 
 
 @rule

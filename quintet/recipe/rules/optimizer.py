@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 from quintet.errors import UserError
 from quintet.models.family import table_of
 from quintet.models.lora import adapter_weights
+from quintet.models.shape import ModelShape
 from quintet.models.weight import Weight
 from quintet.recipe.derived import optimizers
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.lr_multipliers import check_lr_multipliers
+from quintet.recipe.roles import optimizer_of
 from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.schema import Optimizer
 
 _READ_BY = {
     "beta1": ("adamw", "adam"),
@@ -41,14 +44,34 @@ def optimizer_keys_are_read(facts: Facts) -> Iterator[Problem]:
 @rule
 def lr_multipliers_match(facts: Facts) -> Iterator[Problem]:
     """Each pattern of optimizer.lr_multipliers decides the learning rate of some weight, and of whole parameters."""
-    sections = {name: one for name, one in optimizers(facts.recipe).items() if one.lr_multipliers}
-    if facts.shape is None or not sections:
+    recipe = facts.recipe
+    sections = {name: one for name, one in optimizers(recipe).items() if one.lr_multipliers}
+    if facts.shape is None:
+        return
+    sections.pop("critic.optimizer", None)
+    yield from _unmatched(facts, facts.shape, sections)
+    if facts.command == "train" and recipe.algorithm.name == "ppo":
+        of_critic = optimizer_of(recipe, "critic")
+        if of_critic.lr_multipliers and recipe.critic.path is None:  # of another directory the engine says it
+            for keys, said in _unmatched(
+                facts, facts.shape.as_value_model(), {"critic.optimizer": of_critic}
+            ):
+                why = (
+                    ""
+                    if recipe.critic.optimizer
+                    else " (null takes those of optimizer; give the critic its own)"
+                )
+                yield Problem(keys, f"{said}{why}")
+
+
+def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) -> Iterator[Problem]:
+    if not sections:
         return
     tensors: defaultdict[str, list[str]] = defaultdict(list)
-    weights: Sequence[Weight] = table_of(facts.shape)
+    weights: Sequence[Weight] = table_of(shape)
     if facts.recipe.lora is not None:
         try:
-            lora = lora_shape(facts.recipe, facts.shape)
+            lora = lora_shape(facts.recipe, shape)
         except UserError:  # said by another rule
             return
         assert lora is not None
