@@ -33,6 +33,9 @@ def main() -> None:
         sys.path[:] = head["path"]
         from quintet.errors import UserError
         from quintet.rewards.load import RewardFailure, load_reward
+        from quintet.runs.fsync import lossy
+
+        sys.stdout, sys.stderr = lossy(1), lossy(2)  # a full disk costs what a reward prints, and no sample
 
         def tell(**said: Any) -> None:
             if os.getpid() != me:  # a child that the reward forked and let return
