@@ -75,9 +75,8 @@ class DeviceHandover:
         self._policy, self._rollouts, self._phase, self._log = policy, rollouts, phase, log
         self._level = sleep_level(recipe)
         self._shares = {kind: getattr(recipe.engine, f"offload_{kind}") for kind in TRAINING}
-        self._several = bool(
-            roles_of(recipe)
-        )  # then another one than the policy may be there, and the policy not
+        # With several roles another one than the policy may be on the devices, and the policy not.
+        self._several = bool(roles_of(recipe))
         self._weights_stale = True
         self._awake = not rollouts.colocated
         self._began = time.monotonic()
@@ -178,9 +177,8 @@ class DeviceHandover:
         if not self._rollouts.colocated:
             return
         kinds = tuple(kind for kind in kinds if self._shares[kind])
-        if (
-            kinds or self._several or self._rollouts.apart
-        ):  # other processes get what torch holds without need
+        # Rollouts in other processes get what torch holds without need, in any case.
+        if kinds or self._several or self._rollouts.apart:
             self._policy.call("offload", kinds, phase="offload")
         if kinds:
             self._log_event(f"training state left: {', '.join(kinds)}")

@@ -56,11 +56,10 @@ class Controller:
     ) -> None:
         check_room(cluster, recipe, command)
         self.recipe, self._progress, self._rewards = recipe, progress, rewards
-        self.ranks = recipe.cluster.ranks
         self.workers = WorkerGroup(
             cluster,
             "quintet.controller.worker:PolicyWorker",  # by name: the controller needs no megatron
-            self.ranks,
+            recipe.cluster.ranks,
             layout=recipe.layout,
             name="policy",
             recipe=recipe,
@@ -68,7 +67,7 @@ class Controller:
             command=command,
         )
         self.version = 0
-        """Of the policy: how often new weights were published. A run that goes on sets it to its step."""
+        """Of the policy: how often new weights were published. A run that goes on counts those before."""
         self._dropped: list[str] = []
         self._calls = itertools.count()
         placements = [Placement("policy", recipe.layout, self.workers.coords())]
@@ -159,7 +158,7 @@ class Controller:
                     kept += 1
         return samples
 
-    def reward(self, samples: Samples) -> list[float]:
+    def reward(self, samples: Samples) -> None:
         """Score all samples, in processes of their own; kept in `samples.rewards`."""
         assert self._rewards is not None, "this command scores nothing"
         made = zip(samples.groups, samples.generated, strict=True)
@@ -169,7 +168,6 @@ class Controller:
             texts = [Unscored(p.text, info.text, p.answer, p.source) for _, info in members]
             groups.append(self._rewards.submit(texts))
         samples.rewards = self._rewards.results(groups)
-        return [result.reward for result in samples.rewards]
 
     # training
 

@@ -48,7 +48,7 @@ def reinforce(s: Session) -> None:
     algorithm = algorithm_of(s.recipe, s.controller.roles)
     source = Source(s, PromptStream(s.inputs.train, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle))
     for one in algorithm.trained:
-        steps = max(one.steps, 0) * s.recipe.train.mini_batches_per_step
+        steps = one.steps * s.recipe.train.mini_batches_per_step
         s.controller.start_optimizer(one.optimizer, steps, one.role.name)
     done, _ = s.saver.begin("rl", source.stream)
     first = next(one.first_step for one in algorithm.trained if one.role is s.controller.policy)
