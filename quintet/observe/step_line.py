@@ -36,6 +36,7 @@ _LEFT = [
     Column("length", "response_tokens/mean", 7, _fixed(1), 8),
     Column("KL r↔t", "mismatch/kl_k3", 8, scientific, 7),
     Column("grad", "grad_norm", 7, short, 6),
+    Column("values expl.", "critic/explained_variance", 12, _fixed(3), 6),
     Column("lr", "lr", 8, scientific, 3),
     Column("tok/s", "tokens_per_s", 7, short, 5),
     Column("s/step", "seconds/step", 7, _fixed(2), 9),

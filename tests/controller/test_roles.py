@@ -19,13 +19,16 @@ from quintet.train.steps import Step
 from tests.controller.test_cells import model_dir, prompt  # noqa: F401  (a fixture)
 
 
-def recipe_of(path: Path, critic: dict[str, Any] | None, **engine: float) -> schema.Recipe:
+def recipe_of(
+    path: Path, critic: dict[str, Any] | None, lora: schema.Lora | None = None, **engine: float
+) -> schema.Recipe:
     return schema.Recipe(
         cluster=schema.Cluster(ranks=2, device="cpu"),
         model=schema.Model(path=path),
         rollout=schema.Rollout(layout=schema.RolloutLayout(tp=1), samples_per_prompt=2),
         algorithm=schema.Algorithm(name="ppo", kl_coef=0.05, kl_in="reward", kl_estimator="k1"),
         critic=schema.Critic(layout=None if critic is None else schema.Layout(**critic)),
+        lora=lora,
         engine=schema.Engine(tokens_per_microbatch_per_rank=32, distributed_optimizer=False, **engine),
         optimizer=schema.Optimizer(lr=1e-2, eps=1e-4),
         train=schema.Train(mini_batches_per_step=2, prompts_per_step=6, steps=3),
@@ -73,6 +76,18 @@ def test_a_critic_of_another_layout(
     found, controller = two_steps(ray_cluster, recipe_of(model_dir, critic, offload_optimizer=1.0))
     with controller.workers:
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_critic_of_another_layout_with_adapters(ray_cluster: Cluster, model_dir: Path) -> None:  # noqa: F811
+    """Both roles train adapters, the critic its value head too; the reference is the policy without them."""
+    lora = schema.Lora(rank=4, alpha=8.0)
+    expected, same = two_steps(ray_cluster, recipe_of(model_dir, None, lora))
+    same.workers.close()
+    found, controller = two_steps(ray_cluster, recipe_of(model_dir, {"tp": 2}, lora, offload_optimizer=1.0))
+    with controller.workers:
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert expected != two_steps(ray_cluster, recipe_of(model_dir, None))[0]
 
 
 def test_two_batches_and_mistakes_with_them(ray_cluster: Cluster, model_dir: Path) -> None:  # noqa: F811
