@@ -28,7 +28,7 @@ from quintet.cluster.group import WorkerGroup
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
 from quintet.recipe.roles import roles_of
-from quintet.recipe.rollout import sleep_level
+from quintet.recipe.rollout import placement_of
 from quintet.rollout import Part
 
 TRAINING = ("grads", "optimizer", "params")
@@ -73,7 +73,7 @@ class DeviceHandover:
         log: Path,
     ) -> None:
         self._policy, self._rollouts, self._phase, self._log = policy, rollouts, phase, log
-        self._level = sleep_level(recipe)
+        self._level = placement_of(recipe).sleep_level
         self._shares = {kind: getattr(recipe.engine, f"offload_{kind}") for kind in TRAINING}
         # With several roles another one than the policy may be on the devices, and the policy not.
         self._several = bool(roles_of(recipe))

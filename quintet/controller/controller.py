@@ -35,7 +35,7 @@ from quintet.observe.progress import Progress
 from quintet.packing import split_evenly
 from quintet.recipe import schema
 from quintet.recipe.roles import layout_of, roles_of
-from quintet.recipe.rollout import own_processes
+from quintet.recipe.rollout import placement_of
 from quintet.rewards.pool import RewardPool, Unscored
 from quintet.rollout import Request, Sampling
 
@@ -87,7 +87,7 @@ class Controller:
             proof = Proof(self.workers, recipe, shape, cluster.say)
             self.rollouts: Rollouts = (
                 RolloutReplicas(cluster, recipe, model_dir.absolute(), self.workers, proof)
-                if own_processes(recipe)
+                if placement_of(recipe).own_processes
                 else InProcessRolloutGroup(self.workers, recipe, proof)
             )
             log = cluster.log_dir / "hybrid.log"

@@ -15,7 +15,7 @@ from quintet.engine.offload import Offloader
 from quintet.engine.weights.reshard import Resharder
 from quintet.engine.weights.shards import shard_map
 from quintet.recipe import schema
-from quintet.recipe.rollout import shares_weights
+from quintet.recipe.rollout import placement_of
 from quintet.rollout import Fingerprints, Part, Request, Sample, Sampling
 from quintet.rollout.native import NativeRollout
 
@@ -33,9 +33,9 @@ class InProcessRollout:
         self._engine, self._recipe = engine, recipe
         self._copy: Offloader | None = None
         model, self.mesh, update = engine.model, engine.mesh, lambda: None
-        wanted = recipe.rollout.layout
-        if wanted is not None and not shares_weights(recipe):
-            layout = schema.Layout(tp=wanted.tp, pp=wanted.pp)
+        placement = placement_of(recipe)
+        if not placement.shares_weights:
+            layout = schema.Layout(tp=placement.layout.tp, pp=placement.layout.pp)
             self.mesh = build.mesh_of(layout, dist.get_world_size())
             (model,) = build.build_chunks(
                 engine.shape, layout, self.mesh, engine.dtype, recipe.engine, engine.lora

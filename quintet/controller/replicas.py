@@ -23,7 +23,7 @@ from quintet.controller.weight_check import Proof
 from quintet.controller.weight_sync import WeightSync
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
-from quintet.recipe.rollout import copies, devices_of_copy, processes_of_copy
+from quintet.recipe.rollout import placement_of
 from quintet.rollout import Part, Request, Sampling
 
 RESTARTS_IN_A_ROW = 3
@@ -49,8 +49,9 @@ class RolloutReplicas:
         self, cluster: Cluster, recipe: schema.Recipe, model_dir: Path, policy: WorkerGroup, proof: Proof
     ) -> None:
         self._cluster, self._recipe, self._model_dir, self._policy = cluster, recipe, model_dir, policy
-        self.colocated = recipe.rollout.placement == "colocated"
-        self.groups: list[WorkerGroup | None] = [None] * copies(recipe)
+        self._placement = placement_of(recipe)
+        self.colocated = not self._placement.separate
+        self.groups: list[WorkerGroup | None] = [None] * self._placement.copies
         self._spares: dict[str, dict[int, Any]] = {}
         """Copies of samples in the object store, by call and rollout."""
         self._keepers: dict[str, dict[int, WorkerGroup]] = {}
@@ -92,7 +93,7 @@ class RolloutReplicas:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _start_one(self, number: int, given_up: threading.Event) -> WorkerGroup | QuintetError:
-        ranks, size = processes_of_copy(self._recipe), devices_of_copy(self._recipe)
+        ranks, size = self._placement.ranks_per_copy, self._placement.devices_per_copy
         beside = None
         try:
             if self.colocated:

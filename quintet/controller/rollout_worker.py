@@ -18,7 +18,7 @@ from quintet.data.batch import Batch
 from quintet.data.tokenizer import load_tokenizer
 from quintet.observe.memory import memory_peaks
 from quintet.recipe import schema
-from quintet.recipe.rollout import layout_of_copy
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.user_family import use_family
 from quintet.rollout import Part, Request, Sampling, Wanted, WeightSource
 from quintet.rollout.make import make_rollout
@@ -53,8 +53,8 @@ class RolloutWorker(Worker):
         """Place in the rollout's layout: tp fastest, as everywhere. Its ranks share all requests, so dp is 1."""
         if self.world_size == 1:
             return {"tp": 0, "pp": 0, "cp": 0, "dp": 0}
-        tp = layout_of_copy(self.recipe).tp
-        return {"tp": self.rank % tp, "pp": self.rank // tp, "cp": 0, "dp": 0}
+        pp, tp = divmod(self.rank, placement_of(self.recipe).layout.tp)
+        return {"tp": tp, "pp": pp, "cp": 0, "dp": 0}
 
     # generation
 
@@ -78,7 +78,9 @@ class RolloutWorker(Worker):
     @property
     def _owns_output(self) -> bool:
         coords = self.coords()
-        return coords["tp"] == 0 and coords["pp"] == (self.world_size - 1) // layout_of_copy(self.recipe).tp
+        return (
+            coords["tp"] == 0 and coords["pp"] == (self.world_size - 1) // placement_of(self.recipe).layout.tp
+        )
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of every token but the first of each sequence."""

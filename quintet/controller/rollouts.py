@@ -14,7 +14,7 @@ from quintet.controller.messages import SampleInfo
 from quintet.controller.sample_store import Place
 from quintet.controller.weight_check import Proof
 from quintet.recipe import schema
-from quintet.recipe.rollout import shares_weights
+from quintet.recipe.rollout import placement_of
 from quintet.rollout import Part, Request, Sampling
 from quintet.sync.rank_fingerprints import RankFingerprints, ShardIndex
 
@@ -68,7 +68,7 @@ class InProcessRolloutGroup:
 
     def __init__(self, workers: WorkerGroup, recipe: schema.Recipe, proof: Proof) -> None:
         self._workers, self._proof = workers, proof
-        self._travel = not shares_weights(recipe)
+        self._travel = not placement_of(recipe).shares_weights
         self._coords: list[dict[str, int]] = workers.call("rollout_coords")
         last = max(c["pp"] for c in self._coords)
         owners = [r for r, c in enumerate(self._coords) if (c["tp"], c["cp"], c["pp"]) == (0, 0, last)]

@@ -19,7 +19,7 @@ from quintet.controller.weight_check import Proof
 from quintet.errors import SyncFailure
 from quintet.observe.memory import GIB
 from quintet.recipe import schema
-from quintet.recipe.rollout import devices_of_copy
+from quintet.recipe.rollout import placement_of
 from quintet.rollout import Wanted
 from quintet.sync.rank_fingerprints import RankFingerprints, ShardIndex
 from quintet.sync.server import ReceiverSpec, Served
@@ -145,15 +145,15 @@ class WeightSync:
 
     def _plan(self, wanted: Wants) -> None:
         """Say who serves whom."""
-        groups = list(self._rollouts.groups)
+        groups, placement = list(self._rollouts.groups), placement_of(self._recipe)
         assignments: list[list[ReceiverSpec]] = [[] for _ in range(self._policy.n_ranks)]
         alike: dict[Any, int] = {}
         for number, ranks in wanted.items():
-            first = number * devices_of_copy(self._recipe)
+            first = number * placement.devices_per_copy
             for rank, of_rank in enumerate(ranks):
                 for device, boxes in enumerate(of_rank):
                     here = first + (rank if len(ranks) > 1 else device)
-                    if self._recipe.rollout.placement == "separate":
+                    if placement.separate:
                         # Those that want the same are served by one rank, which sends it once.
                         here = alike.setdefault(None if boxes is None else tuple(boxes), len(alike))
                     spec = self._spec(number, rank, device, boxes)
@@ -170,8 +170,7 @@ class WeightSync:
         self._planned = groups
 
     def _spec(self, number: int, rank: int, device: int, boxes: list[Wanted] | None) -> ReceiverSpec:
-        colocated = self._recipe.rollout.placement == "colocated"
-        return ReceiverSpec(_id(number, rank, device), boxes, colocated)
+        return ReceiverSpec(_id(number, rank, device), boxes, not placement_of(self._recipe).separate)
 
 
 def _tell(tickets: Sequence[Ticket]) -> None:

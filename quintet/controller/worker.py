@@ -41,7 +41,7 @@ from quintet.models import trained_shape
 from quintet.observe.memory import memory_peaks
 from quintet.packing import Cell, rank_cells
 from quintet.recipe import schema
-from quintet.recipe.rollout import adapters_scaled, adapters_separate, own_processes
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.user_family import use_family
 from quintet.rollout import Part, Request, Sampling
 from quintet.runs.checkpoints import adapter_directory
@@ -67,6 +67,7 @@ class PolicyWorker(Worker):
         self._server: WeightServer | None = None
         self._indexer, self._rollout_indexer = RankIndexer(), RankIndexer()
         self.batches = HeldBatches()
+        self.placement = placement_of(recipe)
 
     def setup(self) -> None:
         """Join the process group, read the weights, make the rollout."""
@@ -77,7 +78,7 @@ class PolicyWorker(Worker):
         self.shape = trained_shape(self.model_dir)
         self.roles = Engines(recipe, self.shape, self.model_dir, self.command, self.dtype)
         self.engine = self.roles.policy
-        if self.command != "sft" and not own_processes(recipe):
+        if self.command != "sft" and not self.placement.own_processes:
             self.rollout = InProcessRollout(self.engine, recipe, self._text, self._progress)
 
     def _text(self, ids: list[int]) -> str:
@@ -258,8 +259,9 @@ class PolicyWorker(Worker):
         return self._server.plan(assignments)
 
     def _exported(self) -> list[Shard]:
-        recipe = self.recipe
-        return self.engine.exported(adapters=adapters_separate(recipe), scaled=adapters_scaled(recipe))
+        return self.engine.exported(
+            adapters=self.placement.adapters_separate, scaled=self.placement.adapters_scaled
+        )
 
     def serve(self) -> Served:
         """Hand the present weights to the receivers planned for."""
@@ -270,7 +272,7 @@ class PolicyWorker(Worker):
         """Of what this rank hands out, to be compared with what rollouts hold; beside adapters that travel alone, also of the
         frozen weights, which the rollout has from elsewhere."""
         shards = self._exported()
-        if adapters_separate(self.recipe):
+        if self.placement.adapters_separate:
             shards = [*split_adapters(self.engine.shard_map())[0], *shards]
         if self.recipe.rollout.quantization == "fp8":
             return self._indexer.tell(*quantized_fingerprints(shards, self.shape, build.device()))

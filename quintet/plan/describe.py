@@ -19,7 +19,7 @@ from quintet.recipe.derived import data_parallel, expert_tp, optimizers
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.recompute import recompute_modules
 from quintet.recipe.roles import layout_of, optimizer_of, roles_of
-from quintet.recipe.rollout import copies, layout_of_copy, own_processes, shares_weights
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import shape_of
 from quintet.recipe.schema import Recipe
 
@@ -107,19 +107,17 @@ def _experts(recipe: Recipe, shape: ModelShape) -> str | None:
 
 
 def _rollout(recipe: Recipe) -> str:
-    layout = recipe.rollout.layout
-    if own_processes(recipe):
-        rollout, of_copy, count = recipe.rollout, layout_of_copy(recipe), copies(recipe)
-        separate = rollout.placement == "separate"
+    rollout, placement = recipe.rollout, placement_of(recipe)
+    layout, count = placement.layout, placement.copies
+    if placement.own_processes:
         devices = "device of its own" if rollout.ranks == 1 else "devices of their own"
-        where = f"on {rollout.ranks} {devices}" if separate else "on the devices that train"
+        where = f"on {rollout.ranks} {devices}" if placement.separate else "on the devices that train"
         return (
-            f"Rollout: {rollout.backend}, {count} {'copy' if count == 1 else 'copies'} of tp {of_copy.tp} × pp {of_copy.pp} in "
+            f"Rollout: {rollout.backend}, {count} {'copy' if count == 1 else 'copies'} of tp {layout.tp} × pp {layout.pp} in "
             f"processes of their own, {where}."
         )
-    if layout is None or shares_weights(recipe):
+    if placement.shares_weights:
         return "Rollout: shares the layout and the weights."
-    count = recipe.cluster.ranks // (layout.tp * layout.pp)
     what = "resharded" if recipe.lora is None else "adapters resharded"
     return f"Rollout: dp {count} × tp {layout.tp} × pp {layout.pp}, {what} each step."
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from quintet.models.shape import ModelShape
 from quintet.recipe.derived import data_parallel, expert_tp, optimizers
-from quintet.recipe.rollout import own_processes, shares_weights
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.schema import Optimizer, Recipe
 
 IsOn = Callable[[Recipe, ModelShape | None], bool]
@@ -193,7 +193,7 @@ _LOOP = [
         "shared_rollout",
         "a rollout on the engine's weights",
         ("rollout.layout",),
-        lambda r, s: r.rollout.backend == "native" and shares_weights(r),
+        lambda r, s: placement_of(r).shares_weights,
         choice="rollout.layout",
         engine=False,
     ),
@@ -201,7 +201,7 @@ _LOOP = [
         "own_rollout",
         "a rollout with a layout of its own",
         ("rollout.layout",),
-        lambda r, s: not shares_weights(r),
+        lambda r, s: not placement_of(r).shares_weights,
         choice="rollout.layout",
         engine=False,
     ),
@@ -209,7 +209,7 @@ _LOOP = [
         "own_process_rollout",
         "rollouts in processes of their own",
         ("rollout.own_processes", "rollout.backend", "rollout.placement"),
-        lambda r, s: own_processes(r),
+        lambda r, s: placement_of(r).own_processes,
         needs=("own_rollout",),
         engine=False,
     ),
@@ -217,7 +217,7 @@ _LOOP = [
         "separate_rollout",
         "rollouts on devices of their own",
         ("rollout.placement",),
-        lambda r, s: r.rollout.placement == "separate",
+        lambda r, s: placement_of(r).separate,
         needs=("own_process_rollout",),
         engine=False,
     ),

@@ -1,59 +1,56 @@
-"""Where a recipe's rollouts run: in the trainer's processes or in their own, how many copies, of which size."""
+"""Where a recipe's rollouts run, resolved once: in the trainer's processes or in their own, how many copies, of which size, and what
+travels to them."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from quintet.recipe.schema import Recipe, RolloutLayout
 
 
-def own_processes(recipe: Recipe) -> bool:
-    """Whether rollouts have processes of their own; otherwise the trainer's ranks generate."""
-    rollout = recipe.rollout
-    return rollout.backend != "native" or rollout.placement == "separate" or rollout.own_processes
+@dataclass(frozen=True)
+class RolloutPlacement:
+    """Where rollouts run. `copies` is meaningful once `devices_per_copy` divides the devices."""
+
+    own_processes: bool
+    """Whether they have processes of their own; otherwise the trainer's ranks generate."""
+    separate: bool
+    """Whether they have devices of their own; otherwise those that train change hands."""
+    shares_weights: bool
+    """Whether they read the engine's own parameters: their layout is the training layout."""
+    layout: RolloutLayout
+    """Of one copy."""
+    copies: int
+    devices_per_copy: int
+    ranks_per_copy: int
+    """Native has one a device; the others' engines make their own workers."""
+    sleep_level: int
+    """What colocated ones do with their weights while training: frozen ones, which do not come again, are kept."""
+    adapters_separate: bool
+    """Whether adapters alone travel, to a rollout that has the frozen weights already; others get them merged."""
+    adapters_scaled: bool
+    """Whether they travel with their scale multiplied into B: vLLM would multiply it in itself, and B could not be compared."""
 
 
-def shares_weights(recipe: Recipe) -> bool:
-    """Whether the rollout reads the engine's own parameters: its layout is the training layout."""
-    layout, rollout = recipe.layout, recipe.rollout.layout
-    if own_processes(recipe):
-        return False
-    return rollout is None or type(layout)(tp=rollout.tp, pp=rollout.pp).model_dump() == layout.model_dump()
-
-
-def layout_of_copy(recipe: Recipe) -> RolloutLayout:
-    """The layout of one copy in processes of its own: rollout.layout, or one device."""
-    return recipe.rollout.layout or RolloutLayout()
-
-
-def devices_of_copy(recipe: Recipe) -> int:
-    """Devices of one copy in processes of its own."""
-    layout = layout_of_copy(recipe)
-    return layout.tp * layout.pp
-
-
-def processes_of_copy(recipe: Recipe) -> int:
-    """Ranks of one copy: native has one a device, the others' engines make their own workers."""
-    return devices_of_copy(recipe) if recipe.rollout.backend == "native" else 1
-
-
-def copies(recipe: Recipe) -> int:
-    """Copies in processes of their own; meaningful once their size divides the devices."""
-    rollout = recipe.rollout
-    devices = rollout.ranks if rollout.placement == "separate" else recipe.cluster.ranks
-    return (devices or 0) // devices_of_copy(recipe)
-
-
-def adapters_separate(recipe: Recipe) -> bool:
-    """Whether adapters alone travel to the rollout, which has the frozen weights already; others get them merged."""
-    rollout = recipe.rollout
-    return recipe.lora is not None and (rollout.backend == "native" or rollout.adapter_sync == "separate")
-
-
-def adapters_scaled(recipe: Recipe) -> bool:
-    """Whether adapters travel with their scale multiplied into B: to vLLM, which would multiply it in itself, so that B could not
-    be compared with what was sent."""
-    return adapters_separate(recipe) and recipe.rollout.backend == "vllm"
-
-
-def sleep_level(recipe: Recipe) -> int:
-    """What a colocated rollout does with its weights while training: frozen ones, which do not come again, are kept."""
-    return 1 if adapters_separate(recipe) else recipe.rollout.sleep_level
+def placement_of(recipe: Recipe) -> RolloutPlacement:
+    """Resolve where a recipe's rollouts run."""
+    rollout, training = recipe.rollout, recipe.layout
+    native, separate = rollout.backend == "native", rollout.placement == "separate"
+    own_processes = not native or separate or rollout.own_processes
+    of_trainer = RolloutLayout(tp=training.tp, pp=training.pp)
+    layout = rollout.layout or (RolloutLayout() if own_processes else of_trainer)
+    plain = type(training)(tp=layout.tp, pp=layout.pp).model_dump() == training.model_dump()
+    size = layout.tp * layout.pp
+    adapters = recipe.lora is not None and (native or rollout.adapter_sync == "separate")
+    return RolloutPlacement(
+        own_processes=own_processes,
+        separate=separate,
+        shares_weights=not own_processes and (rollout.layout is None or plain),
+        layout=layout,
+        copies=((rollout.ranks if separate else recipe.cluster.ranks) or 0) // size,
+        devices_per_copy=size,
+        ranks_per_copy=size if native else 1,
+        sleep_level=1 if adapters else rollout.sleep_level,
+        adapters_separate=adapters,
+        adapters_scaled=adapters and rollout.backend == "vllm",
+    )

@@ -25,7 +25,7 @@ from quintet.recipe.capacity import overflow
 from quintet.recipe.features import FEATURES
 from quintet.recipe.refused import NEEDS_GPU
 from quintet.recipe.roles import roles_of
-from quintet.recipe.rollout import own_processes
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.user_family import use_family
 from quintet.rewards.load import RewardFunction, load_reward
 from quintet.rollout import Sampling
@@ -287,7 +287,7 @@ def _what_then(recipe: schema.Recipe, failure: QuintetError) -> str:
     if isinstance(failure, SyncFailure):
         hints.append("What it did meanwhile is in logs/ of the run directory.")
     if recipe.checkpoint.every_steps:
-        shares = isinstance(failure, WorkerFailure) and not own_processes(recipe)
+        shares = isinstance(failure, WorkerFailure) and not placement_of(recipe).own_processes
         dies = "The rollout shares the trainer's processes. " if shares else ""
         hints.append(f"{dies}resume=auto goes on from the last checkpoint.")
     elif isinstance(failure, SyncMismatch):

@@ -7,7 +7,7 @@ from typing import Any
 
 from quintet.errors import UserError
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.rollout import adapters_separate, devices_of_copy, own_processes, shares_weights
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules.facts import Facts, Problem, rule
 from quintet.recipe.schema import Rollout
 from quintet.recipe.vllm import ADAPTED, RANKS
@@ -41,7 +41,7 @@ def separate_rollouts_have_devices(facts: Facts) -> Iterator[Problem]:
             keys,
             "rollout.placement=separate needs rollout.ranks: how many devices generate, beside the cluster.ranks that train",
         )
-    elif rollout.ranks % (size := devices_of_copy(facts.recipe)):
+    elif rollout.ranks % (size := placement_of(facts.recipe).devices_per_copy):
         yield Problem(
             ("rollout.ranks", "rollout.layout.tp", "rollout.layout.pp"),
             f"rollout.ranks={rollout.ranks} is not divisible by rollout.layout.tp × pp = {size}; every copy has as many devices",
@@ -69,7 +69,7 @@ def own_processes_are_chosen_once(facts: Facts) -> Iterator[Problem]:
 @rule
 def restart_needs_own_processes(facts: Facts) -> Iterator[Problem]:
     """What shares the trainer's process dies with it."""
-    if facts.recipe.rollout.restart and not own_processes(facts.recipe):
+    if facts.recipe.rollout.restart and not placement_of(facts.recipe).own_processes:
         yield Problem(
             ("rollout.restart", "rollout.own_processes"),
             "rollout.restart=true needs a rollout in processes of its own: one in the trainer's dies with it, and "
@@ -87,12 +87,12 @@ def sleep_level_is_read(facts: Facts) -> Iterator[Problem]:
     keys = ("rollout.sleep_level", "rollout.placement", "rollout.layout")
     if recipe.rollout.placement == "separate":
         yield Problem(keys, f"{said} is not read by a separate rollout, which keeps its weights; remove it")
-    elif shares_weights(recipe):
+    elif placement_of(recipe).shares_weights:
         yield Problem(
             keys,
             f"{said} is not read by a rollout on the engine's own parameters, which it could not keep or forget; remove it",
         )
-    elif adapters_separate(recipe):
+    elif placement_of(recipe).adapters_separate:
         yield Problem(
             ("rollout.sleep_level", "lora"),
             f"{said} is what a rollout does that gets adapters alone in any case: the frozen weights come once; remove it",
@@ -162,7 +162,7 @@ def _what_vllm_cannot_adapt(facts: Facts) -> Iterator[tuple[tuple[str, ...], str
 def sync_keys_are_read(facts: Facts) -> Iterator[Problem]:
     """How weights travel is said only where they do; the probe, where weights may be unreadable and are proved."""
     recipe, rollout = facts.recipe, facts.recipe.rollout
-    if shares_weights(recipe):
+    if placement_of(recipe).shares_weights:
         for name in ("bucket_mib", "sync_proof"):
             if said := _said(rollout, name):
                 yield Problem(

@@ -15,7 +15,7 @@ from quintet.engine.weights.shards import shard_map
 from quintet.models import trained_shape
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.rollout import layout_of_copy
+from quintet.recipe.rollout import placement_of
 from quintet.rollout.native.rollout import NativeRollout
 
 
@@ -32,7 +32,7 @@ def native_rollout(
     Its weights come with the first sync. With adapters the frozen rest is read from `model_dir`, and adapters alone come.
     """
     shape = trained_shape(model_dir)
-    lora, wanted = lora_shape(recipe, shape), layout_of_copy(recipe)
+    lora, wanted = lora_shape(recipe, shape), placement_of(recipe).layout
     layout = schema.Layout(tp=wanted.tp, pp=wanted.pp)
     mesh = build.mesh_of(layout, dist.get_world_size())
     dtype = DTYPES[recipe.model.dtype or ("fp32" if device == "cpu" else "bf16")]

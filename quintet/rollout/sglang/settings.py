@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.recipe import schema
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.sglang import DECIDED, deterministic
 from quintet.rollout.external_engine import longest
 from quintet.rollout.options import passed_through
@@ -19,7 +20,7 @@ _KEPT_BACK = 8
 def engine_arguments(recipe: schema.Recipe, model_dir: Path) -> dict[str, Any]:
     """Arguments of SGLang's ServerArgs. Raises UserError for an option in rollout.sglang that SGLang does not know."""
     rollout = recipe.rollout
-    layout = rollout.layout or schema.RolloutLayout()
+    layout = placement_of(recipe).layout
     arguments: dict[str, Any] = {
         "model_path": str(model_dir),
         "trust_remote_code": recipe.model.trust_remote_code,

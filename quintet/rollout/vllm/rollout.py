@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quintet.recipe import schema
-from quintet.recipe.rollout import adapters_separate
+from quintet.recipe.rollout import placement_of
 from quintet.rollout.base import (
     Fingerprints,
     Part,
@@ -67,7 +67,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         self._hears = recipe.rollout.return_routes and device == "cpu"
         if self._hears:
             self._engine.rpc("listen_for_routes")
-        self._alone = adapters_separate(recipe)
+        self._alone = placement_of(recipe).adapters_separate
         # The directory holds other weights, or no adapters.
         self._forgot = recipe.rollout.quantization is not None or self._alone
         if self._alone:

@@ -12,7 +12,7 @@ from quintet.models import read_shape
 from quintet.models.shape import ModelShape
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.rollout import adapters_separate, layout_of_copy
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.vllm import CPU_EXPERTS, DECIDED
 from quintet.rollout.external_engine import longest
 from quintet.rollout.options import passed_through
@@ -30,7 +30,7 @@ _BATCHED_TOKENS = 2048  # of a step on CPU, if that is enough for the longest se
 def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dict[str, Any]:
     """Arguments of vLLM's EngineArgs. Raises UserError for an option in rollout.vllm that vLLM does not know."""
     rollout = recipe.rollout
-    layout = layout_of_copy(recipe)
+    layout = placement_of(recipe).layout
     if device == "cpu" and layout.ep > 1:
         raise UserError(f"rollout.layout.ep={layout.ep}: {CPU_EXPERTS}")
     dtype = recipe.model.dtype or ("fp32" if device == "cpu" else "bf16")
@@ -69,7 +69,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
     arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
-    if adapters_separate(recipe):
+    if placement_of(recipe).adapters_separate:
         shape = read_shape(model_dir)
         lora = lora_shape(recipe, shape)
         assert lora is not None
@@ -89,21 +89,21 @@ def second_runner_lacks(recipe: schema.Recipe) -> str | None:
     """Return what of a recipe vLLM's second model runner cannot do (0.20.2), None where it can do all."""
     if recipe.rollout.return_routes:
         return "rollout.return_routes"
-    if adapters_separate(recipe):
+    if placement_of(recipe).adapters_separate:
         return "rollout.adapter_sync=separate"
     if "speculative_config" in recipe.rollout.vllm:
         return "rollout.vllm.speculative_config"
     other = sorted(recipe.rollout.vllm.keys() - _TRIED_WITH_SECOND)
     if other:
         return f"rollout.vllm.{other[0]} (not tried)"
-    if layout_of_copy(recipe).pp > 1:
+    if placement_of(recipe).layout.pp > 1:
         return "rollout.layout.pp > 1 (not tried)"
     return None
 
 
 def _kv_bytes(recipe: schema.Recipe, model_dir: Path, dtype: str) -> int:
     """KV cache on CPU, a rank: every slot's longest sequence, within its share of the machine's memory."""
-    layout = layout_of_copy(recipe)
+    layout = placement_of(recipe).layout
     shape = read_shape(model_dir)
     blocks = recipe.rollout.sequences_per_rank * -(-longest(recipe) // _BLOCK) + 1
     values = blocks * _BLOCK * _kv_values(shape, layout.tp) * -(-shape.layers // layout.pp)
