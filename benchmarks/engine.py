@@ -17,93 +17,19 @@ import argparse
 import json
 import math
 import os
-import select
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.engine_work import MODELS, Setup, parse_layout, peak_flops, setup_of
-from benchmarks.records import RESULTS, ROOT, merged, record, write_records
+from benchmarks.records import RESULTS, merged, record, write_records
+from benchmarks.sides import Side, answer_stream
 
 SIDES = ("raw", "quintet")
 BACKENDS = {"te": "transformer_engine", "portable": "portable"}
 UNITS = {"mfu": "fraction", "tokens_per_s_per_gpu": "tokens/s", "peak_gib": "GiB"}
-
-
-class Side:
-    """The ranks of one side, as processes that wait for commands."""
-
-    def __init__(self, name: str, setup: Setup, timeout_s: float) -> None:
-        self.name, self.setup, self.timeout_s = name, setup, timeout_s
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the processes)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._ranks = [self._start(rank, port) for rank in range(setup.gpus)]
-
-    def _start(self, rank: int, port: int) -> subprocess.Popen[str]:
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.setup.gpus),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        if self.setup.size("tp") > 1:
-            # Lets the communication of tp overlap with matrix products on GPUs before Blackwell.
-            environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        worker = ["--worker", self.name, "--setup", json.dumps(self.setup.asdict())]
-        return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.engine", *worker],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-
-    def answer(self) -> list[dict[str, Any]]:
-        """One answer a rank. SystemExit with the end of the log when a rank ends or is silent for `timeout_s`."""
-        answers = []
-        for rank in self._ranks:
-            ready, _, _ = select.select([rank.stdout], [], [], self.timeout_s)
-            line = rank.stdout.readline() if ready else ""  # type: ignore[union-attr]
-            if not line:
-                self._fail("ended" if ready else f"was silent for {self.timeout_s:.0f} s")
-            answers.append(json.loads(line))
-        return answers
-
-    def ask(self, **command: Any) -> list[dict[str, Any]]:
-        self._tell(command)
-        return self.answer()
-
-    def stop(self) -> None:
-        self._tell({"do": "quit"})
-        for rank in self._ranks:
-            rank.wait(60)
-
-    def kill(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-            rank.wait()
-
-    def _tell(self, command: dict[str, Any]) -> None:
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps(command) + "\n")
-            rank.stdin.flush()
-
-    def _fail(self, how: str) -> None:
-        self.kill()
-        self._log.seek(0)
-        raise SystemExit(f"{self.name} ({self.setup.case()}) {how}:\n{self._log.read()[-6000:]}")
 
 
 class Measured:
@@ -169,8 +95,8 @@ class Turns:
                 self._ready(name)
             warmup = self.setup.steps + 1 if fresh else 1
             side = self._sides[name]
-            answers = side.ask(do="burst", warmup=warmup, steps=self.args.steps_per_turn)
-            self.measured[name].add(answers, self.setup)
+            told = side.ask(do="burst", warmup=warmup, steps=self.args.steps_per_turn)
+            self.measured[name].add(told, self.setup)
             if self.args.sequential:
                 self._sides.pop(name).stop()
             seconds = self.measured[name].seconds[-self.args.steps_per_turn :]
@@ -194,7 +120,16 @@ class Turns:
             how(side)
 
     def _side(self, name: str) -> Side:
-        return Side(name, self.setup, self.args.timeout_s)
+        worker = ["benchmarks.engine", "--worker", name, "--setup", json.dumps(self.setup.asdict())]
+        # Lets the communication of tp overlap with matrix products on GPUs before Blackwell.
+        one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
+        return Side(
+            f"{name} ({self.setup.case()})",
+            worker,
+            ranks=self.setup.gpus,
+            timeout_s=self.args.timeout_s,
+            environment=one_queue if self.setup.size("tp") > 1 else {},
+        )
 
     def _ready(self, name: str) -> None:
         self.measured[name].versions = self._sides[name].answer()[0]["versions"]
@@ -302,14 +237,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def work(side: str, setup: Setup) -> None:
     """Be one rank of a side."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print goes to the log
+    stream = answer_stream()
     if setup.backend == "portable":
         # Portable means that TransformerEngine is not there: megatron-core uses parts of it wherever it finds it.
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     from benchmarks.engine_worker import serve
 
-    serve(side, setup, answers)
+    serve(side, setup, stream)
 
 
 def main() -> None:

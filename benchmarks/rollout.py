@@ -25,11 +25,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
+from benchmarks.sides import Side, answer_stream
 
 SIDES = ("native", "vllm", "bare", "bare-first")
 """quintet's back ends, and vLLM alone: at its best, and with its first model runner."""
@@ -46,35 +48,41 @@ def say(text: str) -> None:
 
 
 def measure(rollout: Any, case: Case, vocab_size: int, rounds: int) -> list[tuple[float, float]]:
-    """Seconds, and seconds of this process on its CPUs, of each round's call of `generate`, after one that is not counted.
-    SystemExit for a response of another length than was asked."""
+    """What `one_round` tells of each round, after one that is not counted."""
+    seconds = []
+    for turn in range(rounds + 1):
+        seconds.append(one_round(rollout, case, vocab_size, turn))
+        counted = f"round {turn} of {rounds}" if turn else "not counted"
+        say(f"  {case.name or 'one length'}: {seconds[-1][0]:.2f} s ({counted})")
+    return seconds[1:]
+
+
+def one_round(rollout: Any, case: Case, vocab_size: int, turn: int) -> tuple[float, float]:
+    """Seconds, and seconds of this process on its CPUs, of a call of `generate`. SystemExit for a response of another length
+    than was asked. turn: draws other prompts and seeds."""
     from quintet.rollout import Request, Sampling
 
     sampling = Sampling(max_response_tokens=case.longest, ignore_end=True)
     asked = case.response_tokens()
-    seconds = []
-    for turn in range(rounds + 1):
-        requests = [
-            # Another seed each time; other tokens too, so that no prompt is found in a cache.
-            Request(
-                [(i + turn) % vocab_size for i in ids],
-                len(lengths),
-                seed=turn * 1000 + at,
-                max_response_tokens=lengths,
-            )
-            for at, (ids, lengths) in enumerate(zip(case.prompt_ids(vocab_size), asked, strict=True))
-        ]
-        start, busy = time.perf_counter(), time.process_time()
-        samples = rollout.generate(requests, sampling)
-        seconds.append((time.perf_counter() - start, time.process_time() - busy))
-        counted = f"round {turn} of {rounds}" if turn else "not counted"
-        say(f"  {case.name or 'one length'}: {seconds[-1][0]:.2f} s ({counted})")
-        made = [tuple(len(s.response_ids) for s in row) for row in samples]
-        if made != asked:
-            raise SystemExit("a response has another length than was asked")
-        if any(len(s.policy_logprobs) != len(s.response_ids) for row in samples for s in row):
-            raise SystemExit("a response came without a log-prob for each token")
-    return seconds[1:]
+    requests = [
+        # Another seed each time; other tokens too, so that no prompt is found in a cache.
+        Request(
+            [(i + turn) % vocab_size for i in ids],
+            len(lengths),
+            seed=turn * 1000 + at,
+            max_response_tokens=lengths,
+        )
+        for at, (ids, lengths) in enumerate(zip(case.prompt_ids(vocab_size), asked, strict=True))
+    ]
+    start, busy = time.perf_counter(), time.process_time()
+    samples = rollout.generate(requests, sampling)
+    seconds = time.perf_counter() - start, time.process_time() - busy
+    made = [tuple(len(s.response_ids) for s in row) for row in samples]
+    if made != asked:
+        raise SystemExit("a response has another length than was asked")
+    if any(len(s.policy_logprobs) != len(s.response_ids) for row in samples for s in row):
+        raise SystemExit("a response came without a log-prob for each token")
+    return seconds
 
 
 def native(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tuple[Any, Callable[[], None]]:
@@ -117,6 +125,7 @@ def vllm(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
             "rollout": {
                 "backend": "vllm",
                 "max_response_tokens": max(case.longest for case in cases),
+                "memory_fraction": args.memory_fraction,
                 "sequences_per_rank": max(case.prompts * case.samples_per_prompt for case in cases),
                 "layout": {"tp": args.gpus},
             },
@@ -138,6 +147,7 @@ def bare(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
         sequences=max(case.prompts * case.samples_per_prompt for case in cases),
         gpus=args.gpus,
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
+        memory_fraction=args.memory_fraction,
         second_runner=args.worker == "bare",
     )
     return rollout, rollout.close
@@ -165,14 +175,55 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
 
         write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
         return
+    stream = answer_stream() if args.in_turns else None
     rollout, end = {"native": native, "vllm": vllm}.get(args.worker, bare)(args, model, cases)
+    if stream is not None:
+        print(json.dumps({"ready": True}), file=stream)
+        for line in sys.stdin:
+            command = json.loads(line)
+            if command["do"] == "quit":
+                break
+            told = one_round(rollout, cases[command["case"]], config["vocab_size"], command["turn"])
+            print(json.dumps({"seconds": told[0]}), file=stream)
+        end()
+        return
     found = [measure(rollout, case, config["vocab_size"], args.rounds) for case in cases]
     if os.environ.get("RANK", "0") == "0":
         answer.write_text(json.dumps(found))
     end()
 
 
-def run_side(name: str, ranks: int, model: Path, args: argparse.Namespace) -> list[list[tuple[float, float]]]:
+def in_turns(
+    args: argparse.Namespace, sides: tuple[str, str], repeats: int
+) -> list[list[tuple[float, float]]]:
+    """Seconds of both sides by case and repeat: they live at the same time, one rank each, and take turns call by call, after a
+    call of each that is not counted. `args.memory_fraction` must leave room for both."""
+    cases = cases_of(args.shape)
+    found: list[list[tuple[float, float]]] = [[] for _ in cases]
+    with tempfile.TemporaryDirectory(prefix="quintet-rollout-") as directory, ExitStack() as stack:
+        model = Path(directory) / "model"
+        options = ["--gpus", "1", *(["--tiny"] if args.shape == "tiny" else ["--shape", args.shape])]
+        options += ["--memory-fraction", str(args.memory_fraction), "--model", str(model)]
+        run_side("write", 1, model, args, options)
+        live = []
+        for name in sides:
+            worker = ["benchmarks.rollout", *options, "--in-turns", "--worker", name]
+            side = Side(name, worker, ranks=1, timeout_s=args.timeout_s, ranked=name == "native")
+            stack.callback(side.kill)
+            side.answer()  # before the next one starts: vLLM looks at how much memory is free
+            say(f"  {name} is ready")
+            live.append(side)
+        for at, case in enumerate(cases):
+            for turn in range(repeats + 1):
+                both = [side.ask(do="round", case=at, turn=turn)[0]["seconds"] for side in live]
+                say(f"  {case.name or 'one length'}: {both[0]:.2f} s beside {both[1]:.2f} s")
+                found[at] += [(both[0], both[1])] if turn else []
+    return found
+
+
+def run_side(
+    name: str, ranks: int, model: Path, args: argparse.Namespace, options: list[str] | None = None
+) -> list[list[tuple[float, float]]]:
     """What `measure` told of each case. SystemExit with the end of its log when a process fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -189,7 +240,7 @@ def run_side(name: str, ranks: int, model: Path, args: argparse.Namespace) -> li
                     sys.executable,
                     "-m",
                     "benchmarks.rollout",
-                    *sys.argv[1:],
+                    *(sys.argv[1:] if options is None else options),
                     "--worker",
                     name,
                     "--model",
@@ -257,6 +308,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--timeout-s", type=float, default=900.0, help="longest that a side may take (default 900)")
     add("--out", type=Path, default=RESULTS / "rollout.json", help="records are merged into this file")
+    add("--memory-fraction", type=float, default=0.5, help="of the GPU, for vLLM (default 0.5)")
+    add("--in-turns", action="store_true", help=argparse.SUPPRESS)
     add("--worker", choices=("write", *SIDES), help=argparse.SUPPRESS)
     add("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -25,7 +25,15 @@ class BareVllm:
     """
 
     def __init__(
-        self, model: Path, *, longest: int, sequences: int, gpus: int, dtype: str, second_runner: bool
+        self,
+        model: Path,
+        *,
+        longest: int,
+        sequences: int,
+        gpus: int,
+        dtype: str,
+        memory_fraction: float,
+        second_runner: bool,
     ) -> None:
         os.environ |= {
             "VLLM_USE_V2_MODEL_RUNNER": "1" if second_runner else "0",
@@ -43,7 +51,7 @@ class BareVllm:
             tensor_parallel_size=gpus,
             max_model_len=longest,
             max_num_seqs=sequences,
-            gpu_memory_utilization=0.5,
+            gpu_memory_utilization=memory_fraction,
             **on_gpu,
         )
 

@@ -102,6 +102,18 @@ class Processes:
                     sys.exit(f"a {kind} ended: its error is above")
         return [found[one] for one in pipes]
 
+    def start(self) -> tuple[dict[str, tuple[int, ...]], list[ChannelSource], float]:
+        """Build both sides and plan: full shapes, what each receiver takes from, and the slowest rank's seconds of planning."""
+        began = time.perf_counter()
+        self.tell("trainer", "build")
+        self.tell("receiver", "build")
+        shapes = {name: full for rank in self.answers("trainer") for name, full in rank.items()}
+        wanted = self.answers("receiver")
+        print(f"  built in {time.perf_counter() - began:.1f} s", flush=True)
+        planned = self.ask("trainer", "plan", wanted)
+        sources = [ChannelSource([ticket]) for _, ticket in planned]
+        return shapes, sources, max(took.ended - took.began for took, _ in planned)
+
     def both(self, method: str, sources: Sequence[ChannelSource] | None = None) -> tuple[float, list[Took]]:
         """Seconds from the first that begins to the last that ends, and what each trainer's rank handed out."""
         self.tell("trainer", method)
@@ -163,14 +175,7 @@ def measure(setup: Setup, rounds: int, serial_rounds: int) -> list[dict[str, Any
 
     print(f"{case}: trains in {setup.train or 'dp'}, generates in {setup.rollout or 'dp'}", flush=True)
     with Processes(setup) as processes:
-        began = time.perf_counter()
-        processes.tell("trainer", "build")
-        processes.tell("receiver", "build")
-        shapes = {name: full for rank in processes.answers("trainer") for name, full in rank.items()}
-        wanted = processes.answers("receiver")
-        print(f"  built in {time.perf_counter() - began:.1f} s", flush=True)
-        planned = processes.ask("trainer", "plan", wanted)
-        sources = [ChannelSource([ticket]) for _, ticket in planned]
+        shapes, sources, planning = processes.start()
         first, handed = processes.both("sync", sources)
         timed = [processes.both("sync", sources)[0] for _ in range(rounds)]
         seconds = statistics.median(timed)
@@ -193,8 +198,23 @@ def measure(setup: Setup, rounds: int, serial_rounds: int) -> list[dict[str, Any
         tell("copy_rate", rate / GB, "GB/s")
         tell("peak_extra_gib", extra / GIB, "GiB")
         tell("first_seconds", first, "s")
-        tell("plan_seconds", max(took.ended - took.began for took, _ in planned), "s")
+        tell("plan_seconds", planning, "s")
     return records
+
+
+def in_turns(setup: Setup, repeats: int, rounds: int) -> list[tuple[float, float]]:
+    """GB/s of syncs and of the serial way by repeat: the median of `rounds` syncs, then once serially; after one of each that is
+    not counted."""
+    found = []
+    with Processes(setup) as processes:
+        _, sources, _ = processes.start()
+        for repeat in range(repeats + 1):
+            timed = [processes.both("sync", sources) for _ in range(rounds)]
+            seconds, moved = statistics.median(s for s, _ in timed), sum(one.bytes for one in timed[0][1])
+            serial = processes.both("serial")[0]
+            print(f"  {seconds:.4f} s beside {serial:.4f} s serially", flush=True)
+            found += [(moved / GB / seconds, moved / GB / serial)] if repeat else []
+    return found
 
 
 def _free_port() -> int:

@@ -1,0 +1,96 @@
+"""The sides of a benchmark as processes that live through it and take turns: a line of JSON in, a line out."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from benchmarks.records import ROOT
+
+
+class Side:
+    """The ranks of one side, as processes that wait for commands.
+
+    command: module and arguments of each rank. environment: what `torchrun` would set is added, if `ranked`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        ranks: int,
+        timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+        ranked: bool = True,
+    ) -> None:
+        self.name, self.timeout_s = name, timeout_s
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the processes)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._ranks = []
+        for rank in range(ranks):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+            numbers = {key: str(number) for key, number in place.items()} if ranked else {}
+            self._ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", *command],
+                    cwd=ROOT,
+                    env={**os.environ, "MASTER_ADDR": "127.0.0.1", **(environment or {}), **numbers},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._log,
+                    text=True,
+                )
+            )
+
+    def answer(self) -> list[dict[str, Any]]:
+        """One answer a rank. SystemExit with the end of the log when a rank ends or is silent for `timeout_s`."""
+        answers = []
+        for rank in self._ranks:
+            ready, _, _ = select.select([rank.stdout], [], [], self.timeout_s)
+            line = rank.stdout.readline() if ready else ""  # type: ignore[union-attr]
+            if not line:
+                self._fail("ended" if ready else f"was silent for {self.timeout_s:.0f} s")
+            answers.append(json.loads(line))
+        return answers
+
+    def ask(self, **command: Any) -> list[dict[str, Any]]:
+        self._tell(command)
+        return self.answer()
+
+    def stop(self) -> None:
+        self._tell({"do": "quit"})
+        for rank in self._ranks:
+            rank.wait(60)
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+
+    def _tell(self, command: dict[str, Any]) -> None:
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(json.dumps(command) + "\n")
+            rank.stdin.flush()
+
+    def _fail(self, how: str) -> None:
+        self.kill()
+        self._log.seek(0)
+        raise SystemExit(f"{self.name} {how}:\n{self._log.read()[-6000:]}")
+
+
+def answer_stream() -> TextIO:
+    """Where a rank writes its answers; what libraries print goes to the log from here on."""
+    stream = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return stream
