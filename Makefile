@@ -1,10 +1,10 @@
 # Every target does its own set-up: a virtual environment in .venv with the pinned packages (constraints.txt).
-# Needs git, make, Python >= 3.11 and a package index. PYTHON=/path/to/python picks an interpreter;
+# Needs git, make, Python >= 3.11 and a package index. PYTHON=/path/to/python picks an interpreter (test-gpu runs in it as it is);
 # QUINTET_TORCH=cpu|cuda overrides the choice of torch (tools/bootstrap.py says how it is made).
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quick test test-slow test-vllm test-nightly lint bench-laptop lock lock-trl clean
+.PHONY: help setup demo quick test test-slow test-vllm test-nightly test-gpu lint bench-laptop lock lock-trl clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -56,6 +56,11 @@ test-nightly: $(STAMP)  ## at most 25 minutes a part, on two cores: PART=oracle,
 	@failed=; $(foreach part,$(PART),echo "=== nightly: $(part)"; \
 	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(OF_$(part)) -m nightly -o timeout=7200 $(ARGS) || [ $$? -eq 5 ] || failed="$$failed $(part)";) \
 	  [ -z "$$failed" ] || { echo "=== failed:$$failed"; exit 1; }
+
+# PYTHON, where named, runs it as it is, with the packages that it has: a GPU machine may reach no package index.
+test-gpu: PART := oracle-te oracle-portable engine rollout sync
+test-gpu: $(if $(PYTHON),,$(STAMP))  ## on 1 to 4 GPUs, under 9 minutes a part: PART=oracle-te, oracle-portable, engine, rollout or sync (all unless named)
+	@$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu_check --part $(PART) $(ARGS)
 
 lint: $(STAMP)  ## ruff, ruff format, mypy, import rules
 	@$(BIN)/ruff check .

@@ -1,0 +1,124 @@
+"""`make test-gpu`: which benchmarks run on how many GPUs, and that a slower one fails against its record."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import CHECKS, FILES, Check, chosen, judged, middle, recorded, status_of
+from benchmarks.records import RESULTS, ROOT, read_records, record, write_records
+
+CARD = "1 x NVIDIA H200"
+ENGINE = CHECKS[0]
+ROLLOUT = next(one for one in CHECKS if one.beside)
+
+
+def kept(check: Check, value: float, baseline: float | None, **changes: Any) -> dict[str, Any]:
+    of_check = record(check.part, check.case, check.metric, value, check.unit, baseline=baseline)
+    return of_check | {"hardware": CARD, "commit": "abc1234"} | changes
+
+
+def at(*ratios: float) -> list[tuple[float, float]]:
+    """Repeats of these ratios; the machine's own speed differs between them, which must not matter."""
+    return [(1000.0 * n * ratio, 1000.0 * n) for n, ratio in enumerate(ratios, start=1)]
+
+
+@pytest.mark.parametrize(("loss", "passes"), [(0.09, False), (0.07, True), (-0.5, True)])
+def test_more_than_8_percent_below_the_record_fails(loss: float, passes: bool) -> None:
+    ours = 1.04 * (1 - loss)
+    passed, line = judged(ENGINE, at(ours, ours, ours), CARD, kept(ENGINE, 52.0, 50.0))
+    assert passed is passes
+    assert f"engine qwen2.5-1.5b/te: {2000 * ours:,.4g} tokens/s, {ours:.3f} of the baseline" in line
+    assert f"{-loss:+.1%} against the record's 1.040" in line
+    assert ("commit abc1234" in line and "make test-gpu PART=engine ARGS=--record" in line) is not passes
+
+
+def test_the_median_of_the_repeats_counts() -> None:
+    assert judged(ENGINE, at(0.5, 1.0, 1.01), CARD, kept(ENGINE, 1.0, 1.0))[0]
+    assert not judged(ENGINE, at(0.5, 0.9, 1.01), CARD, kept(ENGINE, 1.0, 1.0))[0]
+    value, baseline = middle(at(0.5, 0.9, 1.01))
+    assert value / baseline == pytest.approx(0.9)
+
+
+def test_without_a_record_a_check_fails_and_says_how_to_make_one() -> None:
+    passed, line = judged(ENGINE, at(1.0, 1.0, 1.0), "1 x NVIDIA B200", None)
+    assert not passed
+    assert "no record of 1 x NVIDIA B200" in line
+    assert line.endswith("make test-gpu PART=engine ARGS=--record writes it")
+
+
+def test_a_record_is_of_the_same_card_and_of_the_same_comparison() -> None:
+    ours = kept(ROLLOUT, 9.0, 10.0)
+    alone = kept(ROLLOUT, 10.0, None, case=ROLLOUT.beside)
+    assert recorded(ROLLOUT, CARD, [ours, alone]) == ours
+    assert recorded(ROLLOUT, "1 x NVIDIA B200", [ours, alone]) is None
+    assert recorded(ROLLOUT, CARD, [ours]) is None
+    assert recorded(ROLLOUT, CARD, [ours | {"baseline": 5.0}, alone]) is None
+    assert recorded(ROLLOUT, CARD, [ours | {"baseline": None}, alone]) is None
+
+
+def test_gpus_decide_which_cases_run() -> None:
+    one, told = chosen(CHECKS, gpu_check.PARTS, 1)
+    assert len(one) == 5
+    assert told == ["sync qwen3-30b-a3b/2gpu: not run, it needs 2 GPUs and 1 were found"]
+    assert chosen(CHECKS, gpu_check.PARTS, 2) == (list(CHECKS), [])
+    assert {check.part for check in chosen(CHECKS, ["sync"], 4)[0]} == {"sync"}
+
+
+def test_cases_are_those_of_the_committed_records() -> None:
+    for check in CHECKS:
+        cases = {(r["case"], r["metric"], r["hardware"]) for r in read_records(RESULTS / FILES[check.part])}
+        assert (check.case, check.metric, f"{check.gpus} x NVIDIA H200") in cases
+
+
+def test_what_is_slower_fails_until_it_is_recorded(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(gpu_check, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    both = CHECKS[:2]
+    write_records(tmp_path / FILES["engine"], [kept(check, 100.0, 100.0) for check in both])
+
+    def planted(checks: list[Check], *_: object) -> list[dict[str, Any]]:
+        return [
+            {"repeats": at(*[ratio] * 3), "records": [kept(check, ratio, 1.0)]}
+            for check, ratio in zip(checks, (0.91, 0.93), strict=True)
+        ]
+
+    monkeypatch.setattr(gpu_check, "measured", planted)
+    assert gpu_check.main(["--part", "engine", "--out", str(tmp_path / "out.json")]) == 1
+    (wrong,) = re.findall("FAILED (.*)", capsys.readouterr().out)
+    assert wrong.startswith("engine qwen2.5-1.5b/te: ")
+    assert [one["value"] for one in read_records(tmp_path / "out.json")] == [0.91, 0.93]
+    assert gpu_check.main(["--part", "engine", "--record"]) == 0
+    assert gpu_check.main(["--part", "engine"]) == 0
+    monkeypatch.setattr(gpu_check, "measured", lambda *_: "exit status 1, the error is above")
+    assert gpu_check.main(["--part", "engine"]) == 1
+    assert "FAILED engine qwen2.5-1.5b/portable: not measured: exit status 1" in capsys.readouterr().out
+
+
+def test_a_part_ends_at_its_time_limit() -> None:
+    assert status_of(["this"], 60) == ""
+    assert status_of(["benchmarks.no_such"], 60) == "exit status 1, the error is above"
+    assert status_of(["timeit", "-n1", "-r1", "import time; time.sleep(60)"], 0.5) == "the part took too long"
+
+
+@pytest.mark.nightly
+def test_all_benchmarks_take_turns_on_a_cpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check", "--tiny"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for check in gpu_check.TINY:
+        (repeats,) = re.findall(rf"{check.name}: .*\(repeats: ([^)]*)\)", done.stdout)
+        assert len(repeats.split(", ")) == gpu_check.REPEATS
