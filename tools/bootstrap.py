@@ -266,7 +266,7 @@ def run_pip(pip: list[str], command: list[str]) -> str:
 def write_lock(python: Path, constraints: Path) -> None:
     """Write what is installed as pins: without torch, so that one lock serves its CPU and CUDA builds."""
     frozen = run_pip(module_pip(python), ["freeze", "--all", "--exclude-editable"]).splitlines()
-    skip = re.compile(r"(torch|triton|pip|quintet|(nvidia|cuda)-[\w-]+)(==| @)", re.IGNORECASE)
+    skip = re.compile(r"(torch|triton|pip|quintet-rl|(nvidia|cuda)-[\w-]+)(==| @)", re.IGNORECASE)
     pins = [line for line in frozen if "==" in line and not skip.match(line)]
     header = "# Written by `make lock`; do not edit. torch is pinned in tools/bootstrap.py, for CPU and CUDA alike.\n"
     constraints.write_text(header + "\n".join(sorted(pins, key=str.lower)) + "\n")

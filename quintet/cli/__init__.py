@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from quintet import install
 from quintet.cli import check, convert, diagnose, eval, generate, sft, train, verify_resume
 from quintet.cli.command import Command
 from quintet.errors import QuintetError
@@ -60,12 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            print(f"quintet {version('quintet')}")
-        except PackageNotFoundError:
-            print("quintet (from a source tree, not installed)")
+        print(f"quintet {install.version() or '(from a source tree, not installed)'}")
         return 0
     if arguments[0] not in COMMANDS:
         return _complain(f"there is no command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}", 2)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from quintet.errors import UserError
 from quintet.recipe import Recipe
 from quintet.runs.ledger import append, open_to_append
 
@@ -41,17 +40,7 @@ def make_trackers(recipe: Recipe, directory: Path) -> list[Tracker]:
         "tensorboard": TensorBoard,
         "wandb": WeightsAndBiases,
     }
-    trackers: list[Tracker] = []
-    for name in recipe.run.trackers:
-        try:
-            trackers.append(kinds[name](recipe, directory))
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != name:
-                raise
-            raise UserError(
-                f"run.trackers: {name} is not installed; pip install 'quintet[{name}]', or remove it from run.trackers"
-            ) from None
-    return trackers
+    return [kinds[name](recipe, directory) for name in recipe.run.trackers]
 
 
 class TensorBoard:

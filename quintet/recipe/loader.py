@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from quintet.errors import UserError
+from quintet.install import shipped_recipe
 from quintet.recipe.keys import RENAMED, all_keys, expected, nearest_key, section_type
 from quintet.recipe.rules import Command, Problem, broken_rules
 from quintet.recipe.schema import Recipe
@@ -57,7 +58,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, command: Com
     Raises:
         UserError: lists every problem found, each with its file and line or its override.
     """
-    source = _read(Path(path))
+    source = _read(_found(Path(path)))
     for override in overrides:
         _apply(source, override)
     _fill_empty_sections(source.data)
@@ -79,6 +80,11 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, command: Com
 def dump_resolved(recipe: Recipe) -> str:
     """The recipe as YAML with every key written out; `load_recipe` reads it back to an equal recipe."""
     return write_yaml(recipe.model_dump(mode="json"))
+
+
+def _found(path: Path) -> Path:
+    """The file, or outside of the checkout the one of that name that came with quintet."""
+    return path if path.exists() else shipped_recipe(path) or path
 
 
 def _read(path: Path) -> _Source:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from quintet.errors import UserError
+from quintet.install import DISTRIBUTION
 from quintet.recipe import Recipe, dump_resolved
 from quintet.runs.fsync import write_whole
 from quintet.runs.ledger import append, open_to_append
 from quintet.runs.lock import LOCK, RunLock
 
 PACKAGES = (
-    "quintet",
+    DISTRIBUTION,
     "torch",
     "megatron-core",
     "transformers",

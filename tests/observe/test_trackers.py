@@ -1,11 +1,9 @@
 """Trackers: real event files, and a clear word when a package is missing."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from quintet.errors import UserError
 from quintet.observe.trackers import make_trackers
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Run
@@ -39,23 +37,3 @@ def test_wandb_runs_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.Mo
     tracker.log("rl", 1, {"reward/mean": 0.5, "kl/reference": None})
     tracker.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-
-
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
-def test_a_missing_package_names_the_extra(
-    tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [one for one in sys.modules if one.partition(".")[0] == tracker]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("sys.meta_path", [_Missing(tracker), *sys.meta_path])
-    with pytest.raises(UserError, match=rf"pip install 'quintet\[{tracker}\]'"):
-        make_trackers(recipe(tracker), tmp_path)
-
-
-class _Missing:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name.partition(".")[0] == self.name:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)

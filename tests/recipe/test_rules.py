@@ -411,7 +411,7 @@ def test_a_value_model_is_no_policy(refuse, tmp_path: Path, command: str) -> Non
 
 def test_a_missing_tracker_names_the_extra(refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'quintet[wandb]'" in refuse("run.trackers=[wandb]")
+    assert "pip install -e '.[wandb]' in quintet's checkout" in refuse("run.trackers=[wandb]")
 
 
 def test_a_missing_transformer_engine_is_told(load, refuse, monkeypatch: pytest.MonkeyPatch) -> None:

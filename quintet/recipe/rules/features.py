@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 from collections.abc import Iterator
 
+from quintet.install import with_extra
 from quintet.recipe.features import FEATURES
 from quintet.recipe.megatron import FREE, REFUSED, transformer_config_fields
 from quintet.recipe.refused import NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS
@@ -91,5 +92,5 @@ def trackers_are_installed(facts: Facts) -> Iterator[Problem]:
         if importlib.util.find_spec(tracker) is None:
             yield Problem(
                 ("run.trackers",),
-                f"run.trackers: {tracker} is not installed; pip install 'quintet[{tracker}]', or remove it from run.trackers",
+                f"run.trackers: {tracker} is not installed; {with_extra(tracker)}, or remove it from run.trackers",
             )

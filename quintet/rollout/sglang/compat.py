@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quintet.errors import UserError
+from quintet.install import with_extra
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +47,8 @@ def require() -> str:
     supported, found = ", ".join(SUPPORTED), installed()
     if found is None:
         raise UserError(
-            f"rollout.backend=sglang: SGLang is not installed; supported is sglang {supported}: pip install 'quintet[sglang]' on "
-            "a machine with NVIDIA GPUs. Or use rollout.backend=native"
+            f"rollout.backend=sglang: SGLang is not installed; supported is sglang {supported}: "
+            f"{with_extra('sglang')}, on a machine with NVIDIA GPUs. Or use rollout.backend=native"
         )
     # A local part names a build, not a version.
     if found.split("+")[0] not in SUPPORTED:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from quintet.errors import UserError, WorkerFailure
+from quintet.install import with_extra
 from quintet.rollout.vllm.runners import complete_runner, other_runner
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def require() -> str:
     found = installed()
     if found is None:
         raise UserError(
-            f"rollout.backend=vllm: vLLM is not installed; supported is {tested}: pip install 'quintet[vllm]' on a machine "
+            f"rollout.backend=vllm: vLLM is not installed; supported is {tested}: {with_extra('vllm')}, on a machine "
             "with NVIDIA GPUs, make test-vllm shows how on CPU. Or use rollout.backend=native"
         )
     name, version = found

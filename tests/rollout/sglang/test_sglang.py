@@ -115,7 +115,7 @@ def test_a_recipe_becomes_its_arguments(monkeypatch, tmp_path):
 def test_without_sglang_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(compat, "installed", lambda: None)
     with pytest.raises(
-        UserError, match=r"not installed; supported is sglang 0\.5\.17: pip install 'quintet\[sglang\]'"
+        UserError, match=r"not installed; supported is sglang 0\.5\.17: pip install -e '\.\[sglang\]'"
     ):
         compat.prepare("cuda")
 

