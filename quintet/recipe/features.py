@@ -5,8 +5,10 @@ Which of them cannot be combined is told in `quintet.recipe.refused`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from quintet.models.shape import ModelShape
 from quintet.recipe.derived import data_parallel, expert_tp, optimizers
@@ -49,6 +51,23 @@ def any_optimizer(is_on: Callable[[Optimizer], bool]) -> IsOn:
 def of_optimizers(name: str) -> tuple[str, ...]:
     """The keys of this name in all optimizer sections."""
     return f"optimizer.{name}", f"sft.optimizer.{name}", f"critic.optimizer.{name}"
+
+
+def _set_to(value: Any, id: str, name: str, key: str, choice: str = "") -> Feature:
+    """On where the recipe's key has this value."""
+    value_of = operator.attrgetter(key)
+    return Feature(id, name, (key,), lambda recipe, shape: value_of(recipe) == value, choice)
+
+
+def _above_zero(id: str, name: str, key: str) -> Feature:
+    """On where the recipe's key is."""
+    value_of = operator.attrgetter(key)
+    return Feature(id, name, (key,), lambda recipe, shape: value_of(recipe) > 0)
+
+
+def _one_of(key: str, **features: tuple[str, Any]) -> list[Feature]:
+    """The values of one key, each by its id: its name, and the value."""
+    return [_set_to(value, id, name, key, choice=key) for id, (name, value) in features.items()]
 
 
 _ENGINE = [
@@ -106,42 +125,18 @@ _ENGINE = [
         ("model.path", "model.build.tied_embeddings"),
         lambda r, s: s is not None and s.tied_embeddings,
     ),
-    Feature(
-        "recompute_selective",
-        "selective recompute",
-        ("engine.recompute",),
-        lambda r, s: r.engine.recompute == "selective",
-        choice="engine.recompute",
+    *_one_of(
+        "engine.recompute",
+        recompute_selective=("selective recompute", "selective"),
+        recompute_full=("full recompute", "full"),
     ),
-    Feature(
-        "recompute_full",
-        "full recompute",
-        ("engine.recompute",),
-        lambda r, s: r.engine.recompute == "full",
-        choice="engine.recompute",
+    *_one_of(
+        "engine.distributed_optimizer",
+        distributed_optimizer=("the distributed optimizer", True),
+        whole_optimizer=("optimizer state whole on each data-parallel rank", False),
     ),
-    Feature(
-        "distributed_optimizer",
-        "the distributed optimizer",
-        ("engine.distributed_optimizer",),
-        lambda r, s: r.engine.distributed_optimizer,
-        choice="engine.distributed_optimizer",
-    ),
-    Feature(
-        "whole_optimizer",
-        "optimizer state whole on each data-parallel rank",
-        ("engine.distributed_optimizer",),
-        lambda r, s: not r.engine.distributed_optimizer,
-        choice="engine.distributed_optimizer",
-    ),
-    Feature(
-        "transformer_engine",
-        "TransformerEngine's layers",
-        ("engine.backend",),
-        lambda r, s: r.engine.backend == "transformer_engine",
-    ),
-    Feature("bf16", "bf16", ("model.dtype",), lambda r, s: r.model.dtype == "bf16", choice="model.dtype"),
-    Feature("fp32", "fp32", ("model.dtype",), lambda r, s: r.model.dtype == "fp32", choice="model.dtype"),
+    _set_to("transformer_engine", "transformer_engine", "TransformerEngine's layers", "engine.backend"),
+    *_one_of("model.dtype", bf16=("bf16", "bf16"), fp32=("fp32", "fp32")),
     Feature(
         "adam",
         "Adam with L2 weight decay",
@@ -169,24 +164,9 @@ _ENGINE = [
         of_optimizers("cpu_fraction"),
         any_optimizer(lambda o: o.cpu_fraction > 0),
     ),
-    Feature(
-        "offload_params",
-        "offload of parameters",
-        ("engine.offload_params",),
-        lambda r, s: r.engine.offload_params > 0,
-    ),
-    Feature(
-        "offload_grads",
-        "offload of gradients",
-        ("engine.offload_grads",),
-        lambda r, s: r.engine.offload_grads > 0,
-    ),
-    Feature(
-        "offload_optimizer",
-        "offload of optimizer state",
-        ("engine.offload_optimizer",),
-        lambda r, s: r.engine.offload_optimizer > 0,
-    ),
+    _above_zero("offload_params", "offload of parameters", "engine.offload_params"),
+    _above_zero("offload_grads", "offload of gradients", "engine.offload_grads"),
+    _above_zero("offload_optimizer", "offload of optimizer state", "engine.offload_optimizer"),
 ]
 _LOOP = [
     Feature(
@@ -195,7 +175,6 @@ _LOOP = [
         ("rollout.layout",),
         lambda r, s: placement_of(r).shares_weights,
         choice="rollout.layout",
-        engine=False,
     ),
     Feature(
         "own_rollout",
@@ -203,7 +182,6 @@ _LOOP = [
         ("rollout.layout",),
         lambda r, s: not placement_of(r).shares_weights,
         choice="rollout.layout",
-        engine=False,
     ),
     Feature(
         "own_process_rollout",
@@ -211,7 +189,6 @@ _LOOP = [
         ("rollout.own_processes", "rollout.backend", "rollout.placement"),
         lambda r, s: placement_of(r).own_processes,
         needs=("own_rollout",),
-        engine=False,
     ),
     Feature(
         "separate_rollout",
@@ -219,31 +196,14 @@ _LOOP = [
         ("rollout.placement",),
         lambda r, s: placement_of(r).separate,
         needs=("own_process_rollout",),
-        engine=False,
     ),
-    Feature(
-        "fp8_rollout",
-        "an 8-bit rollout",
-        ("rollout.quantization",),
-        lambda r, s: r.rollout.quantization == "fp8",
-        engine=False,
-    ),
-    Feature(
-        "reference",
-        "a reference policy",
-        ("algorithm.kl_coef",),
-        lambda r, s: r.algorithm.kl_coef > 0,
-        engine=False,
-    ),
-    Feature(
-        "critic",
-        "a critic",
-        ("algorithm.name",),
-        lambda r, s: r.algorithm.name == "ppo",
-        engine=False,
-    ),
+    _set_to("fp8", "fp8_rollout", "an 8-bit rollout", "rollout.quantization"),
+    _above_zero("reference", "a reference policy", "algorithm.kl_coef"),
+    _set_to("ppo", "critic", "a critic", "algorithm.name"),
 ]
-FEATURES: dict[str, Feature] = {one.id: one for one in (*_ENGINE, *_LOOP)}
+FEATURES: dict[str, Feature] = {
+    one.id: one for one in (*_ENGINE, *(replace(one, engine=False) for one in _LOOP))
+}
 """Every feature, by id. Those with `engine` are what the training engine can be asked for."""
 
 

@@ -18,7 +18,8 @@ from pydantic_core import ErrorDetails
 from quintet.errors import UserError
 from quintet.install import shipped_recipe
 from quintet.recipe.keys import RENAMED, all_keys, expected, nearest_key, section_type
-from quintet.recipe.rules import Command, Problem, broken_rules
+from quintet.recipe.problem import Problem
+from quintet.recipe.rules import Command, broken_rules
 from quintet.recipe.schema import Recipe
 from quintet.recipe.yaml_text import MOST_CHARACTERS, read_yaml, write_yaml
 from quintet.recipe.yaml_text import Path as KeyPath

@@ -8,24 +8,23 @@ import importlib.util
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from quintet.recipe.problem import Problem
 from quintet.recipe.schema import Recipe
 
 
-def decided_options(
-    key: str, options: Iterable[str], decided: Mapping[str, str]
-) -> Iterator[tuple[tuple[str, ...], str]]:
+def decided_options(key: str, options: Iterable[str], decided: Mapping[str, str]) -> Iterator[Problem]:
     """Those of the options under `key` that quintet decides: the recipe key, and the sentence that refuses it.
 
     decided: which they are, and what decides each.
     """
     for name in options:
         if name in decided:
-            yield (f"{key}.{name}",), f"{key}.{name}: {decided[name]}; remove it"
+            yield Problem(f"{key}.{name}: {decided[name]}; remove it")
 
 
 def unknown_options(
     key: str, options: Iterable[str], decided: Collection[str], known: Collection[str], fields: str
-) -> Iterator[tuple[tuple[str, ...], str]]:
+) -> Iterator[Problem]:
     """Those that the back end does not know, with the nearest that it does: the recipe key, and a sentence.
 
     known: the names that it knows; `fields` says whose they are. What quintet decides is refused for that.
@@ -34,12 +33,12 @@ def unknown_options(
         if name not in known and name not in decided:
             near = difflib.get_close_matches(name, set(known) - set(decided), 1)
             told = f"did you mean {near[0]}?" if near else "remove it"
-            yield (f"{key}.{name}",), f"{key}.{name}: {fields} have no such field; {told}"
+            yield Problem(f"{key}.{name}: {fields} have no such field; {told}")
 
 
 def unknown_here(
     recipe: Recipe, backend: str, title: str, file: str, cls: str, decided: Collection[str]
-) -> Iterator[tuple[tuple[str, ...], str]]:
+) -> Iterator[Problem]:
     """`unknown_options` of a recipe that generates with `backend`, by what is installed here, where ranks run here.
 
     title: what messages call it; file, cls: where in its package its options are declared.

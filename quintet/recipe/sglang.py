@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quintet.recipe.problem import Problem
 from quintet.recipe.reserved_options import decided_options
 from quintet.recipe.schema import Rollout
 
@@ -49,65 +50,46 @@ def deterministic(rollout: Rollout) -> bool:
     return bool(rollout.sglang.get("enable_deterministic_inference", True))
 
 
-def refusals(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What SGLang cannot do of a recipe's rollout: the keys that ask for it, and a sentence."""
+def refusals(rollout: Rollout) -> Iterator[Problem]:
+    """What SGLang cannot do of a recipe's rollout: a sentence each."""
     if rollout.mode == "server":
-        yield (
-            ("rollout.mode", "rollout.backend"),
-            "rollout.mode=server is of vllm: SGLang's engine takes a step's requests together; use rollout.mode=offline",
+        yield Problem(
+            "rollout.mode=server is of vllm: SGLang's engine takes a step's requests together; use rollout.mode=offline"
         )
     yield from _sampling(rollout)
     if rollout.quantization is not None:
-        yield (
-            ("rollout.quantization", "rollout.backend"),
-            (
-                f"rollout.quantization={rollout.quantization} with SGLang is not available in this version; use "
-                "rollout.backend=vllm, or no quantization"
-            ),
+        yield Problem(
+            f"rollout.quantization={rollout.quantization} with SGLang is not available in this version; use "
+            "rollout.backend=vllm, or no quantization"
         )
     layout = rollout.layout
     if layout is not None and layout.pp > 1:
-        yield (
-            ("rollout.layout.pp", "rollout.backend"),
-            (
-                f"rollout.layout.pp={layout.pp} with SGLang: its stages do not take weights in place; use pp=1 and a larger "
-                "rollout.layout.tp"
-            ),
+        yield Problem(
+            f"rollout.layout.pp={layout.pp} with SGLang: its stages do not take weights in place; use pp=1 and a larger "
+            "rollout.layout.tp"
         )
     if layout is not None and layout.tp % layout.ep:
-        yield (
-            ("rollout.layout.ep", "rollout.layout.tp"),
-            (
-                f"rollout.layout.ep={layout.ep}: SGLang spreads experts over the tensor-parallel ranks; use an ep that divides "
-                f"tp={layout.tp}"
-            ),
+        yield Problem(
+            f"rollout.layout.ep={layout.ep}: SGLang spreads experts over the tensor-parallel ranks; use an ep that divides "
+            f"tp={layout.tp}"
         )
     drafts = rollout.sglang.get("speculative_algorithm")
     if drafts is not None and drafts != "NGRAM":
-        yield (
-            ("rollout.sglang.speculative_algorithm",),
-            (
-                f"rollout.sglang.speculative_algorithm={drafts}: a model that drafts has weights of its own, which the trainer does not "
-                "have, so no sync brings them; use NGRAM, or no speculation"
-            ),
+        yield Problem(
+            f"rollout.sglang.speculative_algorithm={drafts}: a model that drafts has weights of its own, which the trainer does not "
+            "have, so no sync brings them; use NGRAM, or no speculation"
         )
     yield from decided_options("rollout.sglang", rollout.sglang, DECIDED)
 
 
-def _sampling(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
+def _sampling(rollout: Rollout) -> Iterator[Problem]:
     if rollout.top_k > 0 and rollout.top_p < 1:
-        yield (
-            ("rollout.top_k", "rollout.top_p"),
-            (
-                f"rollout.top_k={rollout.top_k} with rollout.top_p={rollout.top_p}: SGLang takes top_p of the whole distribution, "
-                "quintet of what top_k left; use one of them, or rollout.backend=native"
-            ),
+        yield Problem(
+            f"rollout.top_k={rollout.top_k} with rollout.top_p={rollout.top_p}: SGLang takes top_p of the whole distribution, "
+            "quintet of what top_k left; use one of them, or rollout.backend=native"
         )
     if rollout.min_p > 0 and deterministic(rollout):
-        yield (
-            ("rollout.min_p", "rollout.sglang.enable_deterministic_inference"),
-            (
-                f"rollout.min_p={rollout.min_p}: SGLang has no min_p for requests with a seed; use top_p, or "
-                "rollout.sglang.enable_deterministic_inference=false, which ignores seeds, or rollout.backend=native"
-            ),
+        yield Problem(
+            f"rollout.min_p={rollout.min_p}: SGLang has no min_p for requests with a seed; use top_p, or "
+            "rollout.sglang.enable_deterministic_inference=false, which ignores seeds, or rollout.backend=native"
         )

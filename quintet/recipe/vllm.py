@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quintet.recipe.problem import Problem
 from quintet.recipe.reserved_options import decided_options
 from quintet.recipe.schema import Rollout
 
@@ -66,83 +67,60 @@ _DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation for which no model drafts."""
 
 
-def refusals(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What vLLM cannot do of a recipe's rollout: the keys that ask for it, and a sentence."""
-    cuts = {
-        "rollout.top_p": rollout.top_p < 1,
-        "rollout.top_k": rollout.top_k > 0,
-        "rollout.min_p": rollout.min_p > 0,
-    }
-    keys = tuple(key for key, on in cuts.items() if on)
-    said = " and ".join(f"{key}={getattr(rollout, key.split('.')[1])}" for key in keys)
+def refusals(rollout: Rollout) -> Iterator[Problem]:
+    """What vLLM cannot do of a recipe's rollout: a sentence each."""
+    uncut = {"top_p": 1, "top_k": 0, "min_p": 0}
+    cuts = {key: value for key, none in uncut.items() if (value := getattr(rollout, key)) != none}
+    said = " and ".join(f"rollout.{key}={value}" for key, value in cuts.items())
     t = rollout.temperature
-    if keys and t not in (0, 1):
-        yield (
-            (*keys, "rollout.temperature"),
-            (
-                f"{said} with rollout.temperature={t}: vLLM then tells log-probs of the cut distribution alone, and training needs "
-                "those with nothing cut; use rollout.temperature=1, or cut nothing, or rollout.backend=native"
-            ),
+    if cuts and t not in (0, 1):
+        yield Problem(
+            f"{said} with rollout.temperature={t}: vLLM then tells log-probs of the cut distribution alone, and training needs "
+            "those with nothing cut; use rollout.temperature=1, or cut nothing, or rollout.backend=native"
         )
     if rollout.min_p > 0 and rollout.top_p < 1:
-        yield (
-            ("rollout.min_p", "rollout.top_p"),
-            (
-                f"rollout.min_p={rollout.min_p} with rollout.top_p={rollout.top_p}: vLLM cuts by min_p first, quintet last; use one of "
-                "them, or rollout.backend=native"
-            ),
+        yield Problem(
+            f"rollout.min_p={rollout.min_p} with rollout.top_p={rollout.top_p}: vLLM cuts by min_p first, quintet last; use one of "
+            "them, or rollout.backend=native"
         )
     if "speculative_config" in rollout.vllm and rollout.min_p > 0:
-        yield (
-            ("rollout.vllm.speculative_config", "rollout.min_p"),
-            (
-                f"rollout.vllm.speculative_config with rollout.min_p={rollout.min_p}: vLLM drafts without min_p; use top_p or top_k, or "
-                "no speculation"
-            ),
+        yield Problem(
+            f"rollout.vllm.speculative_config with rollout.min_p={rollout.min_p}: vLLM drafts without min_p; use top_p or top_k, or "
+            "no speculation"
         )
     if "speculative_config" in rollout.vllm and t not in (0, 1):
-        yield (
-            ("rollout.vllm.speculative_config", "rollout.temperature"),
-            (
-                f"rollout.vllm.speculative_config with rollout.temperature={t}: vLLM does not tell log-probs of drafted tokens at "
-                "another temperature than 1; use rollout.temperature=1, or no speculation"
-            ),
+        yield Problem(
+            f"rollout.vllm.speculative_config with rollout.temperature={t}: vLLM does not tell log-probs of drafted tokens at "
+            "another temperature than 1; use rollout.temperature=1, or no speculation"
         )
     yield from _weights(rollout)
     layout = rollout.layout
     if layout is not None and layout.ep not in (1, layout.tp):
-        yield (
-            ("rollout.layout.ep", "rollout.layout.tp"),
-            (
-                f"rollout.layout.ep={layout.ep}: vLLM spreads experts over the tensor-parallel ranks; use "
-                f"{'ep=1' if layout.tp == 1 else f'ep=1 or ep={layout.tp}'}, or another rollout.layout.tp"
-            ),
+        yield Problem(
+            f"rollout.layout.ep={layout.ep}: vLLM spreads experts over the tensor-parallel ranks; use "
+            f"{'ep=1' if layout.tp == 1 else f'ep=1 or ep={layout.tp}'}, or another rollout.layout.tp"
         )
     yield from decided_options("rollout.vllm", rollout.vllm, DECIDED)
 
 
-def _weights(rollout: Rollout) -> Iterator[tuple[tuple[str, ...], str]]:
+def _weights(rollout: Rollout) -> Iterator[Problem]:
     """What needs weights that the trainer does not have, or that come from elsewhere than it."""
     drafts = rollout.vllm.get("speculative_config")
     if drafts is not None:
         method = drafts.get("method") if isinstance(drafts, dict) else None
         if method not in _DRAFT_WITHOUT_WEIGHTS:
-            yield (
-                ("rollout.vllm.speculative_config",),
-                (
-                    f"rollout.vllm.speculative_config with method={'null' if method is None else method}: a model that drafts has "
-                    "weights of its own, which the trainer does not have, so no sync brings them; use one of "
-                    f"{', '.join(_DRAFT_WITHOUT_WEIGHTS)}, or no speculation"
-                ),
+            yield Problem(
+                f"rollout.vllm.speculative_config with method={'null' if method is None else method}: a model that drafts has "
+                "weights of its own, which the trainer does not have, so no sync brings them; use one of "
+                f"{', '.join(_DRAFT_WITHOUT_WEIGHTS)}, or no speculation"
             )
     if rollout.quantization == "fp8" and "load_format" in rollout.vllm:
-        yield (
-            ("rollout.vllm.load_format", "rollout.quantization"),
-            "rollout.vllm.load_format: rollout.quantization=fp8 loads nothing, the first sync brings all weights; remove it",
+        yield Problem(
+            "rollout.vllm.load_format: rollout.quantization=fp8 loads nothing, the first sync brings all weights; remove it"
         )
     overrides = rollout.vllm.get("hf_overrides")
     if isinstance(overrides, dict) and "quantization_config" in overrides:
-        yield (
-            ("rollout.vllm.hf_overrides",),
+        yield Problem(
             "rollout.vllm.hf_overrides.quantization_config: it is rollout.quantization; remove it",
+            "rollout.vllm.hf_overrides",
         )

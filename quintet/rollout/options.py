@@ -21,6 +21,6 @@ def passed_through(
         *decided_options(key, options, decided),
         *unknown_options(key, options, decided, known, fields),
     )
-    for _, sentence in refused:
-        raise UserError(sentence)
+    for problem in refused:
+        raise UserError(problem.message)
     return dict(options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from quintet.errors import UserError
 from quintet.models.family import trained_shape
 from quintet.models.shape import ModelShape
+from quintet.recipe.problem import Problem
 from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in this order)
     algorithm,
     batches,
@@ -26,7 +27,7 @@ from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in th
     sglang,
     vllm,
 )
-from quintet.recipe.rules.facts import RULES, Command, Facts, Problem, shape_of_built
+from quintet.recipe.rules.facts import RULES, Command, Facts, shape_of_built
 from quintet.recipe.schema import Recipe
 from quintet.recipe.time_limit import TimeUp, stop_the_clock
 from quintet.recipe.user_family import use_family
@@ -55,7 +56,7 @@ def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
         shape = shape_of(recipe)
     except UserError as error:
         key = "model.family" if str(error).startswith("model.family: ") else "model.path"
-        problems.append(Problem((key,), f"{key}: {str(error).removeprefix(f'{key}: ')}"))
+        problems.append(Problem(f"{key}: {str(error).removeprefix(f'{key}: ')}"))
     facts = Facts(recipe, command, shape)
     for number, one in enumerate(RULES):
         try:
@@ -64,6 +65,6 @@ def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
             stop_the_clock()
             sentence = (one.__doc__ or "").strip().partition("\n")[0]
             said = f"{limit} did not suffice to look through {len(RULES) - number} of its rules, from this on: {sentence}"
-            problems.append(Problem((), said))
+            problems.append(Problem(said))
             break
     return problems

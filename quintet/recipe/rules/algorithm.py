@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from quintet.errors import UserError
 from quintet.models.family import trained_shape
 from quintet.recipe.derived import data_parallel
+from quintet.recipe.problem import Problem
 from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rules.batches import samples_fit_a_microbatch as _FITS
-from quintet.recipe.rules.facts import RULES, Facts, Problem, rule
+from quintet.recipe.rules.facts import RULES, Facts, rule
 from quintet.recipe.schema import Critic, Recipe, Reference, Section
 
 _LAYOUT = re.compile(r"(?<![.\w])layout\.")
@@ -30,26 +31,21 @@ def algorithm_reads_its_keys(facts: Facts) -> Iterator[Problem]:
         if other != name:
             for key in filter(lambda key: _differs(recipe, key), keys):
                 yield Problem(
-                    (key, "algorithm.name"),
-                    f"{key} is read by algorithm.name={other}, and it is {name}; remove it, or use {other}",
+                    f"{key} is read by algorithm.name={other}, and it is {name}; remove it, or use {other}"
                 )
     if name == "ppo":
         for key in filter(lambda key: _differs(recipe, key), _NOT_OF_PPO):
-            yield Problem(
-                (key, "algorithm.name"),
-                f"{key} is of groups, which algorithm.name=ppo does not compare; remove it",
-            )
+            yield Problem(f"{key} is of groups, which algorithm.name=ppo does not compare; remove it")
     for section in ("critic",) if name != "ppo" else ():
         if getattr(recipe, section) != type(getattr(recipe, section))():
             yield Problem(
-                (section, "algorithm.name"),
                 f"algorithm.name={name} has no critic: the section critic is read by ppo; remove it, or use ppo",
+                section,
             )
     if recipe.reference.layout is not None and recipe.algorithm.kl_coef == 0:
         yield Problem(
-            ("reference.layout", "algorithm.kl_coef"),
             "reference.layout is not read while algorithm.kl_coef=0, which has no reference policy; remove it, or set "
-            "algorithm.kl_coef",
+            "algorithm.kl_coef"
         )
 
 
@@ -72,15 +68,15 @@ def roles_layouts_are_layouts(facts: Facts) -> Iterator[Problem]:
             try:
                 shape = trained_shape(recipe.critic.path)
             except UserError as error:
-                yield Problem(("critic.path",), f"critic.path: {error}")
+                yield Problem(f"critic.path: {error}")
                 continue
         elif layout is recipe.layout:
             continue
         if role == "reference" and recipe.lora is not None:
             yield Problem(
-                (key, "lora"),
                 "reference.layout does not go with lora: the reference policy is the policy's own model without its adapters; "
                 "remove reference.layout",
+                "lora",
             )
         own = recipe.model_copy(update={"layout": layout, "reference": Reference(), "critic": Critic()})
         # As if it were all there is: what the rollout needs of a layout is not asked of this one.
@@ -90,19 +86,16 @@ def roles_layouts_are_layouts(facts: Facts) -> Iterator[Problem]:
                 continue
             for problem in one(alone):
                 if one is _FITS and shape is not facts.shape:
-                    yield Problem(("critic.path", *problem.keys), f"of critic.path: {problem.message}")
+                    yield Problem(f"of critic.path: {problem.message}")
                 elif any(name.startswith("layout.") for name in problem.keys):
-                    keys = tuple(
-                        f"{role}.{name}" if name.startswith("layout.") else name for name in problem.keys
-                    )
-                    yield Problem(keys, _LAYOUT.sub(f"{key}.", problem.message))
+                    yield Problem(_LAYOUT.sub(f"{key}.", problem.message))
         dp = data_parallel(own)
         samples = recipe.train.prompts_per_step * recipe.rollout.samples_per_prompt
         mini = samples // recipe.train.mini_batches_per_step
         if mini < dp:
             yield Problem(
-                (key, "train.prompts_per_step"),
                 f"a mini-batch of {mini} samples is smaller than the {dp} data-parallel ranks of {key}; raise "
+                "train.prompts_per_step",
                 "train.prompts_per_step",
             )
 
@@ -117,8 +110,7 @@ def critic_warms_up_within_the_run(facts: Facts) -> Iterator[Problem]:
         and recipe.critic.warmup_steps >= recipe.train.steps
     ):
         yield Problem(
-            ("critic.warmup_steps", "train.steps"),
-            f"critic.warmup_steps={recipe.critic.warmup_steps} leaves the policy no step of train.steps={recipe.train.steps}",
+            f"critic.warmup_steps={recipe.critic.warmup_steps} leaves the policy no step of train.steps={recipe.train.steps}"
         )
 
 
@@ -129,11 +121,9 @@ def overlong_fits(facts: Facts) -> Iterator[Problem]:
     if reward.overlong_tokens is None:
         if _differs(facts.recipe, "reward.overlong_penalty"):
             yield Problem(
-                ("reward.overlong_penalty", "reward.overlong_tokens"),
-                "reward.overlong_penalty is not read while reward.overlong_tokens is null; set both or neither",
+                "reward.overlong_penalty is not read while reward.overlong_tokens is null; set both or neither"
             )
     elif reward.overlong_tokens > longest:
         yield Problem(
-            ("reward.overlong_tokens", "rollout.max_response_tokens"),
-            f"reward.overlong_tokens={reward.overlong_tokens} is more than rollout.max_response_tokens={longest}; use fewer",
+            f"reward.overlong_tokens={reward.overlong_tokens} is more than rollout.max_response_tokens={longest}; use fewer"
         )

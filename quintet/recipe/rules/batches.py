@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from quintet.recipe.capacity import overflow
 from quintet.recipe.derived import optimizers
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.problem import Problem
+from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.schema import Optimizer
 
 
@@ -19,16 +20,16 @@ def samples_fit_a_microbatch(facts: Facts) -> Iterator[Problem]:
         f"data.max_prompt_tokens + rollout.max_response_tokens = {recipe.data.max_prompt_tokens} + "
         f"{recipe.rollout.max_response_tokens} = {longest}"
     )
-    keys = ("data.max_prompt_tokens", "rollout.max_response_tokens")
     if (why := overflow(recipe, longest)) is not None:
         yield Problem(
-            (*keys, "engine.tokens_per_microbatch_per_rank", "layout.cp"),
             f"{text} is {why}: a whole sample must fit; raise the budget or layout.cp, or lower the lengths",
+            "engine.tokens_per_microbatch_per_rank",
+            "layout.cp",
         )
     if facts.shape is not None and longest > facts.shape.max_positions:
         yield Problem(
-            (*keys, "model.build.max_position_embeddings"),
             f"{text} is more than the {facts.shape.max_positions} positions the model was made for; lower the lengths",
+            "model.build.max_position_embeddings",
         )
 
 
@@ -41,26 +42,22 @@ def groups_have_a_contrast(facts: Facts) -> Iterator[Problem]:
     if name == "ppo":
         if rollout.temperature == 0:
             yield Problem(
-                ("rollout.temperature",),
-                "rollout.temperature=0: greedy samples are not drawn from the policy that ppo trains; use 1.0",
+                "rollout.temperature=0: greedy samples are not drawn from the policy that ppo trains; use 1.0"
             )
         return
     if rollout.samples_per_prompt < 2:
         yield Problem(
-            ("rollout.samples_per_prompt",),
-            f"rollout.samples_per_prompt=1: {name} compares the samples of one prompt and needs at least 2",
+            f"rollout.samples_per_prompt=1: {name} compares the samples of one prompt and needs at least 2"
         )
     if rollout.temperature == 0:
         yield Problem(
-            ("rollout.temperature",),
-            f"rollout.temperature=0: greedy samples of one prompt are all the same, so {name} learns nothing; use 1.0",
+            f"rollout.temperature=0: greedy samples of one prompt are all the same, so {name} learns nothing; use 1.0"
         )
     for key, leaves_one in {"top_k": rollout.top_k == 1, "min_p": rollout.min_p == 1}.items():
         if leaves_one:
             yield Problem(
-                (f"rollout.{key}",),
                 f"rollout.{key}=1 leaves the likeliest token alone, so samples of one prompt are all the same, and {name} learns "
-                f"nothing; use {'more' if key == 'top_k' else 'less'}, or remove it",
+                f"nothing; use {'more' if key == 'top_k' else 'less'}, or remove it"
             )
 
 
@@ -72,24 +69,23 @@ def batches_divide(facts: Facts) -> Iterator[Problem]:
         prompts = recipe.train.prompts_per_step
         samples = prompts * recipe.rollout.samples_per_prompt
         count = recipe.train.mini_batches_per_step
-        keys = ("train.prompts_per_step", "rollout.samples_per_prompt", "train.mini_batches_per_step")
         if prompts % count:
             yield Problem(
-                ("train.prompts_per_step", "train.mini_batches_per_step"),
                 f"train.prompts_per_step={prompts} is not divisible by train.mini_batches_per_step={count}: a "
-                f"mini-batch takes whole prompts; use {_multiples(prompts, count)} prompts, or other mini-batches",
+                f"mini-batch takes whole prompts; use {_multiples(prompts, count)} prompts, or other mini-batches"
             )
         elif samples // count < dp:
             yield Problem(
-                keys,
                 f"a mini-batch of {samples // count} samples is smaller than the {dp} data-parallel ranks; "
                 "raise train.prompts_per_step or use fewer ranks",
+                "train.prompts_per_step",
+                "rollout.samples_per_prompt",
+                "train.mini_batches_per_step",
             )
     sft = recipe.sft
     if facts.command in ("train", "sft") and sft is not None and sft.samples_per_step < dp:
         yield Problem(
-            ("sft.samples_per_step",),
-            f"sft.samples_per_step={sft.samples_per_step} is smaller than the {dp} data-parallel ranks",
+            f"sft.samples_per_step={sft.samples_per_step} is smaller than the {dp} data-parallel ranks"
         )
 
 
@@ -107,8 +103,7 @@ def kl_is_weighted(facts: Facts) -> Iterator[Problem]:
         # The default may be written out, as the resolved recipe does.
         if algorithm.kl_coef == 0 and value != type(algorithm).model_fields[name].default:
             yield Problem(
-                (f"algorithm.{name}", "algorithm.kl_coef"),
-                f"algorithm.{name}={value} is not read while algorithm.kl_coef=0; remove it, or set algorithm.kl_coef",
+                f"algorithm.{name}={value} is not read while algorithm.kl_coef=0; remove it, or set algorithm.kl_coef"
             )
 
 
@@ -133,22 +128,15 @@ def _schedule(optimizer: Optimizer, section: str, steps: int) -> Iterator[Proble
         for name, given in (("decay_steps", optimizer.decay_steps), ("min_lr_ratio", optimizer.min_lr_ratio)):
             if given:
                 yield Problem(
-                    (f"{section}.{name}", f"{section}.schedule"),
-                    f"{section}.{name}={given} is not read by {section}.schedule=constant; remove it or use cosine or wsd",
+                    f"{section}.{name}={given} is not read by {section}.schedule=constant; remove it or use cosine or wsd"
                 )
     elif optimizer.schedule == "wsd" and optimizer.decay_steps is None:
-        yield Problem(
-            (decay, f"{section}.schedule"),
-            f"{section}.schedule=wsd needs {decay}, the length of its final decay in steps",
-        )
+        yield Problem(f"{section}.schedule=wsd needs {decay}, the length of its final decay in steps")
     warmup, tail = optimizer.warmup_steps, optimizer.decay_steps
     if optimizer.schedule == "constant" or tail is None:
-        keys: tuple[str, ...] = (f"{section}.warmup_steps",)
         text, needed = f"{section}.warmup_steps={warmup}", warmup
     else:
-        keys, needed = (f"{section}.warmup_steps", decay), warmup + tail
+        needed = warmup + tail
         text = f"{section}.warmup_steps + decay_steps = {warmup} + {tail} = {needed}"
     if needed > steps:
-        yield Problem(
-            keys, f"{text} is more than the run's {steps} optimizer steps; lower it, or take more steps"
-        )
+        yield Problem(f"{text} is more than the run's {steps} optimizer steps; lower it, or take more steps")

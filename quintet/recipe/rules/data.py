@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quintet.recipe.paths import is_file
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.problem import Problem
+from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.schema import BUILT_IN_REWARDS
 
 
@@ -20,23 +21,19 @@ def data_is_named(facts: Facts) -> Iterator[Problem]:
         for key, path in paths.items():
             if path is not None:
                 yield Problem(
-                    (key, "data.task"),
-                    f"{key} is set, but data.task={data.task} makes its own problems; remove it, or use data.task=jsonl",
+                    f"{key} is set, but data.task={data.task} makes its own problems; remove it, or use data.task=jsonl"
                 )
         return
     if data.train_path is None and facts.command in ("train", "sft"):
         yield Problem(
-            ("data.train_path", "data.task"),
-            f"data.train_path is not set; data.task={data.task} needs a jsonl or parquet file, a directory or a hub name",
+            f"data.train_path is not set; data.task={data.task} needs a jsonl or parquet file, a directory or a hub name"
         )
     if data.eval_path is None and facts.command in ("train", "eval") and train.eval_prompts:
         instead = ", or train.eval_prompts=0 to evaluate nothing" if facts.command == "train" else ""
-        yield Problem(
-            ("data.eval_path", "data.task"), f"data.eval_path is not set; name held-out prompts{instead}"
-        )
+        yield Problem(f"data.eval_path is not set; name held-out prompts{instead}", "data.task")
     for key, path in paths.items():
         if path is not None and not Path(path).exists() and not _HUB_NAME.fullmatch(path):
-            yield Problem((key,), f"{key}: there is no file {path} (looked in {Path.cwd()})")
+            yield Problem(f"{key}: there is no file {path} (looked in {Path.cwd()})")
 
 
 _HUB_NAME = re.compile(r"(?!.*\.(?:jsonl?|parquet|csv|txt)$)[\w-][\w.-]*/[\w.-]+(?::[\w.-]+){0,2}")
@@ -55,8 +52,7 @@ def columns_are_read(facts: Facts) -> Iterator[Problem]:
         # The default may be written out, as the resolved recipe does.
         if (given := getattr(data, name)) != type(data).model_fields[name].default:
             yield Problem(
-                (f"data.{name}", "data.task"),
-                f"data.{name}={given} is not read by data.task={data.task}; remove it, or use data.task=jsonl",
+                f"data.{name}={given} is not read by data.task={data.task}; remove it, or use data.task=jsonl"
             )
 
 
@@ -66,8 +62,7 @@ def task_options_are_read(facts: Facts) -> Iterator[Problem]:
     data = facts.recipe.data
     if data.task_options and data.task not in ("addition", "countdown"):
         yield Problem(
-            ("data.task_options", "data.task"),
-            f"data.task_options are for the built-in tasks addition and countdown; data.task={data.task} reads none",
+            f"data.task_options are for the built-in tasks addition and countdown; data.task={data.task} reads none"
         )
 
 
@@ -76,10 +71,7 @@ def system_prompt_needs_chat(facts: Facts) -> Iterator[Problem]:
     """A system prompt has a place only in a chat."""
     data = facts.recipe.data
     if data.system_prompt is not None and not data.chat:
-        yield Problem(
-            ("data.system_prompt", "data.chat"),
-            "data.system_prompt needs data.chat=true: prompts fed as they are have no place for it",
-        )
+        yield Problem("data.system_prompt needs data.chat=true: prompts fed as they are have no place for it")
 
 
 @rule
@@ -88,9 +80,8 @@ def reward_has_its_time(facts: Facts) -> Iterator[Problem]:
     reward = facts.recipe.reward
     if reward.timeout_s > reward.step_timeout_s:
         yield Problem(
-            ("reward.timeout_s", "reward.step_timeout_s"),
             f"reward.timeout_s={reward.timeout_s:g} is never reached: a step's rewards have "
-            f"reward.step_timeout_s={reward.step_timeout_s:g}; lower the first or raise the second",
+            f"reward.step_timeout_s={reward.step_timeout_s:g}; lower the first or raise the second"
         )
 
 
@@ -103,10 +94,7 @@ def reward_is_there(facts: Facts) -> Iterator[Problem]:
         return
     if not colon or not where or not name.isidentifier():
         yield Problem(
-            ("reward.function",),
-            f"reward.function={function}: expected {', '.join(BUILT_IN_REWARDS)}, module:function or file.py:function",
+            f"reward.function={function}: expected {', '.join(BUILT_IN_REWARDS)}, module:function or file.py:function"
         )
     elif where.endswith(".py") and not is_file(where):
-        yield Problem(
-            ("reward.function",), f"reward.function: there is no file {where} (looked in {Path.cwd()})"
-        )
+        yield Problem(f"reward.function: there is no file {where} (looked in {Path.cwd()})")

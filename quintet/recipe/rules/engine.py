@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from quintet.recipe.problem import Problem
 from quintet.recipe.recompute import MODULES
 from quintet.recipe.roles import layout_of, roles_of
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.rules.facts import Facts, rule
 
 
 @rule
@@ -21,9 +22,8 @@ def layers_are_installed(facts: Facts) -> Iterator[Problem]:
         and importlib.util.find_spec("transformer_engine") is None
     ):
         yield Problem(
-            ("engine.backend",),
             "engine.backend=transformer_engine: TransformerEngine is not installed here; install transformer-engine[pytorch], "
-            "or use engine.backend=auto, which then takes the portable layers",
+            "or use engine.backend=auto, which then takes the portable layers"
         )
 
 
@@ -36,25 +36,23 @@ def recompute_modules_are_there(facts: Facts) -> Iterator[Problem]:
         return
     if engine.recompute != "selective":
         yield Problem(
-            (key, "engine.recompute"),
             f"{key}=[{', '.join(names)}] is read by engine.recompute=selective alone, and it is {engine.recompute}; "
-            "remove it, or set engine.recompute=selective",
+            "remove it, or set engine.recompute=selective"
         )
         return
     if not names:
         yield Problem(
-            (key, "engine.recompute"),
             f"{key} is empty: engine.recompute=selective would compute nothing again; leave it out, or set "
-            "engine.recompute=none",
+            "engine.recompute=none"
         )
     for name in names:
         what, has = MODULES.get(name, ("", lambda shape: True))
         if shape is not None and not has(shape):
-            yield Problem((key,), f"{key}: {name} is of {what}, and the model has none; remove it")
+            yield Problem(f"{key}: {name} is of {what}, and the model has none; remove it")
     if "moe" in names:
         for part in [one for one in names if one in ("moe_act", "shared_experts")]:
             yield Problem(
-                (key,), f"{key}: {part} is part of moe, which would compute it again a second time; name one"
+                f"{key}: {part} is part of moe, which would compute it again a second time; name one"
             )
 
 
@@ -66,6 +64,5 @@ def context_communication_is_read(facts: Facts) -> Iterator[Problem]:
     layouts = [recipe.layout, *(layout_of(recipe, role) for role in roles)]
     if max(one.cp for one in layouts) == 1 and recipe.engine.cp_comm != "all_gather":
         yield Problem(
-            ("engine.cp_comm", "layout.cp"),
-            f"engine.cp_comm={recipe.engine.cp_comm} is not read while layout.cp=1; remove it, or raise layout.cp",
+            f"engine.cp_comm={recipe.engine.cp_comm} is not read while layout.cp=1; remove it, or raise layout.cp"
         )

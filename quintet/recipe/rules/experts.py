@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.problem import Problem
+from quintet.recipe.rules.facts import Facts, rule
 
 
 @rule
@@ -15,14 +16,12 @@ def expert_axes_need_experts(facts: Facts) -> Iterator[Problem]:
         return
     if rollout is not None and rollout.ep > 1:
         yield Problem(
-            ("rollout.layout.ep",),
-            f"rollout.layout.ep={rollout.ep}: the model has no experts to spread over ranks; set rollout.layout.ep=1",
+            f"rollout.layout.ep={rollout.ep}: the model has no experts to spread over ranks; set rollout.layout.ep=1"
         )
     for name, value, unset in (("ep", layout.ep, "1"), ("etp", layout.etp, "null")):
         if value not in (1, None) or (name == "etp" and value is not None):
             yield Problem(
-                (f"layout.{name}",),
-                f"layout.{name}={value}: the model has no experts to spread over ranks; set layout.{name}={unset}",
+                f"layout.{name}={value}: the model has no experts to spread over ranks; set layout.{name}={unset}"
             )
 
 
@@ -33,30 +32,28 @@ def experts_divide(facts: Facts) -> Iterator[Problem]:
         return
     layout, moe, etp = facts.recipe.layout, facts.shape.moe, facts.etp
     stage = facts.recipe.cluster.ranks // layout.pp
-    keys = ("layout.ep", "layout.etp", "layout.tp")
     if stage % (etp * layout.ep):
         said = f"layout.etp × ep = {etp}{' (null: tp)' if layout.etp is None else ''} × {layout.ep} = {etp * layout.ep}"
         yield Problem(
-            (*keys, "cluster.ranks", "layout.pp"),
             f"{said} does not divide the {stage} ranks of a pipeline stage (cluster.ranks / layout.pp); "
             f"{'use layout.etp=1, or' if etp > 1 else 'use'} a smaller ep, or more ranks",
+            "layout.ep",
+            "layout.tp",
         )
     if moe.experts % layout.ep:
         yield Problem(
-            ("layout.ep",),
-            f"layout.ep={layout.ep} does not divide the model's {moe.experts} experts; use an ep that divides {moe.experts}",
+            f"layout.ep={layout.ep} does not divide the model's {moe.experts} experts; use an ep that divides {moe.experts}"
         )
     if moe.ffn_hidden_size % etp:
         yield Problem(
-            ("layout.etp", "layout.tp"),
             f"layout.etp={etp}{' (null: tp)' if layout.etp is None else ''} does not divide the {moe.ffn_hidden_size} units "
             "of an expert; use layout.etp=1, or one that divides it",
+            "layout.tp",
         )
     rollout = facts.recipe.rollout.layout
     if rollout is not None and moe.ffn_hidden_size % rollout.tp:
         yield Problem(
-            ("rollout.layout.tp",),
-            f"rollout.layout.tp={rollout.tp} does not divide the {moe.ffn_hidden_size} units of an expert; use a tp that divides it",
+            f"rollout.layout.tp={rollout.tp} does not divide the {moe.ffn_hidden_size} units of an expert; use a tp that divides it"
         )
 
 
@@ -66,9 +63,8 @@ def experts_need_sp(facts: Facts) -> Iterator[Problem]:
     layout = facts.recipe.layout
     if facts.shape is not None and facts.shape.moe is not None and layout.tp > 1 and not layout.sp:
         yield Problem(
-            ("layout.sp", "layout.tp"),
             f"layout.tp={layout.tp} with layout.sp=false: megatron-core trains experts under tensor parallelism only if each "
-            "rank has tokens of its own; set layout.sp=true",
+            "rank has tokens of its own; set layout.sp=true"
         )
 
 
@@ -78,7 +74,6 @@ def experts_are_cut_as_the_rest(facts: Facts) -> Iterator[Problem]:
     layout = facts.recipe.layout
     if facts.shape is not None and facts.shape.moe is not None and layout.ep == 1 and facts.etp != layout.tp:
         yield Problem(
-            ("layout.etp", "layout.ep", "layout.tp"),
             f"layout.etp={facts.etp} with layout.tp={layout.tp} and layout.ep=1: megatron-core then computes wrong gradients of "
-            "the experts, without a word; leave layout.etp=null, or raise layout.ep",
+            "the experts, without a word; leave layout.etp=null, or raise layout.ep"
         )

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from quintet.models.shape import ModelShape
 from quintet.recipe.derived import data_parallel, expert_tp
+from quintet.recipe.problem import Problem
 from quintet.recipe.schema import BuildModel, Recipe
 
 Command = Literal["train", "sft", "generate", "eval"]
-
-
-class Problem(NamedTuple):
-    """What is wrong, in the user's words, and the dotted keys that take part in it."""
-
-    keys: tuple[str, ...]
-    message: str
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from quintet.install import with_extra
 from quintet.recipe.features import FEATURES
 from quintet.recipe.megatron import FREE, REFUSED, transformer_config_fields
+from quintet.recipe.problem import Problem
 from quintet.recipe.refused import NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.rules.facts import Facts, rule
 
 
 @rule
@@ -20,7 +21,7 @@ def only_available_features(facts: Facts) -> Iterator[Problem]:
         one = missing.feature
         if one.is_on(facts.recipe, facts.shape):
             yield Problem(
-                one.keys, f"{one.key}: {one.name} is not available in this version; {missing.instead}"
+                f"{one.key}: {one.name} is not available in this version; {missing.instead}", *one.keys
             )
 
 
@@ -31,7 +32,7 @@ def features_go_together(facts: Facts) -> Iterator[Problem]:
         a, b = FEATURES[pair.first], FEATURES[pair.second]
         both = a.is_on(facts.recipe, facts.shape) and b.is_on(facts.recipe, facts.shape)
         if both and facts.command in pair.commands:
-            yield Problem((*a.keys, *b.keys), pair.sentence(facts.recipe))
+            yield Problem(pair.sentence(facts.recipe), *a.keys, *b.keys)
 
 
 @rule
@@ -42,7 +43,7 @@ def devices_suffice(facts: Facts) -> Iterator[Problem]:
     for need in NEEDS_GPU:
         one = FEATURES[need.feature]
         if one.is_on(facts.recipe, facts.shape):
-            yield Problem((*one.keys, "cluster.device"), need.sentence)
+            yield Problem(need.sentence, *one.keys, "cluster.device")
 
 
 @rule
@@ -54,22 +55,21 @@ def megatron_options_are_free(facts: Facts) -> Iterator[Problem]:
     for name, value in options.items():
         key = f"engine.megatron.{name}"
         if name in REFUSED:
-            yield Problem((key,), f"{key}: {REFUSED[name]}; remove it")
+            yield Problem(f"{key}: {REFUSED[name]}; remove it")
         elif known and name not in known:
             near = difflib.get_close_matches(name, known, 1)
             close = f"; did you mean {near[0]}?" if near and near[0] in FREE else ""
             close = close or (f"; {near[0]} is {REFUSED[near[0]]}" if near and near[0] in REFUSED else "")
             yield Problem(
-                (key,), f"{key}: megatron-core's TransformerConfig has no such field{close or '; remove it'}"
+                f"{key}: megatron-core's TransformerConfig has no such field{close or '; remove it'}"
             )
         elif name == "moe_permute_fusion" and value:
             if facts.shape is not None and facts.shape.moe is None:
-                yield Problem((key,), f"{key} is of experts, and the model has none; remove it")
+                yield Problem(f"{key} is of experts, and the model has none; remove it")
             elif recipe.cluster.device == "cpu" or recipe.engine.backend == "portable":
                 yield Problem(
-                    (key, "cluster.device", "engine.backend"),
                     f"{key} is a kernel of TransformerEngine's, which portable layers do not use; remove it, or set "
-                    "engine.backend=transformer_engine on GPUs",
+                    "engine.backend=transformer_engine on GPUs"
                 )
 
 
@@ -80,8 +80,7 @@ def backend_options_are_read(facts: Facts) -> Iterator[Problem]:
     for name, options in (("vllm", rollout.vllm), ("sglang", rollout.sglang)):
         if options and rollout.backend != name:
             yield Problem(
-                (f"rollout.{name}",),
-                f"rollout.{name} has options, but rollout.backend is {rollout.backend}, which does not read them; remove them",
+                f"rollout.{name} has options, but rollout.backend is {rollout.backend}, which does not read them; remove them"
             )
 
 
@@ -91,6 +90,5 @@ def trackers_are_installed(facts: Facts) -> Iterator[Problem]:
     for tracker in facts.recipe.run.trackers:
         if importlib.util.find_spec(tracker) is None:
             yield Problem(
-                ("run.trackers",),
                 f"run.trackers: {tracker} is not installed; {with_extra(tracker)}, or remove it from run.trackers",
             )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quintet.models.shape import ModelShape
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.problem import Problem
+from quintet.recipe.rules.facts import Facts, rule
 
 
 @rule
@@ -15,17 +16,18 @@ def ranks_divide(facts: Facts) -> Iterator[Problem]:
     size = layout.tp * layout.pp * layout.cp
     if ranks % size:
         yield Problem(
-            ("cluster.ranks", "layout.tp", "layout.pp", "layout.cp"),
             f"cluster.ranks={ranks} is not divisible by layout.tp × pp × cp = {layout.tp} × {layout.pp} × {layout.cp} = {size}; "
             f"use {_multiples(ranks, size)} ranks, or a smaller layout",
+            "layout.pp",
+            "layout.cp",
         )
     if facts.recipe.rollout.placement == "separate":
         return  # its devices are counted apart
     if rollout is not None and ranks % (size := rollout.tp * rollout.pp):
         yield Problem(
-            ("cluster.ranks", "rollout.layout.tp", "rollout.layout.pp"),
             f"cluster.ranks={ranks} is not divisible by rollout.layout.tp × pp = {rollout.tp} × {rollout.pp} = {size}; "
             f"use {_multiples(ranks, size)} ranks, or a smaller rollout layout",
+            "rollout.layout.pp",
         )
 
 
@@ -40,9 +42,8 @@ def nodes_divide(facts: Facts) -> Iterator[Problem]:
     cluster = facts.recipe.cluster
     if cluster.ranks_per_node and cluster.ranks % cluster.ranks_per_node:
         yield Problem(
-            ("cluster.ranks", "cluster.ranks_per_node"),
             f"cluster.ranks={cluster.ranks} is not divisible by cluster.ranks_per_node={cluster.ranks_per_node}; "
-            "every node takes the same number of ranks",
+            "every node takes the same number of ranks"
         )
 
 
@@ -51,8 +52,7 @@ def sp_needs_tp(facts: Facts) -> Iterator[Problem]:
     """Sequence parallelism splits over the tensor-parallel ranks, so there must be more than one."""
     if facts.recipe.layout.sp and facts.recipe.layout.tp == 1:
         yield Problem(
-            ("layout.sp", "layout.tp"),
-            "layout.sp=true needs layout.tp > 1: it splits activations over the tensor-parallel ranks; set layout.sp=false",
+            "layout.sp=true needs layout.tp > 1: it splits activations over the tensor-parallel ranks; set layout.sp=false"
         )
 
 
@@ -61,8 +61,7 @@ def vpp_needs_pp(facts: Facts) -> Iterator[Problem]:
     """An interleaved pipeline needs a pipeline."""
     if facts.recipe.layout.vpp > 1 and facts.recipe.layout.pp == 1:
         yield Problem(
-            ("layout.vpp", "layout.pp"),
-            f"layout.vpp={facts.recipe.layout.vpp} needs layout.pp > 1: it interleaves pipeline stages; set layout.vpp=1",
+            f"layout.vpp={facts.recipe.layout.vpp} needs layout.pp > 1: it interleaves pipeline stages; set layout.vpp=1"
         )
 
 
@@ -92,15 +91,15 @@ def _divides(
     for name, size in parts:
         if size % tp:
             yield Problem(
-                (f"{section}.tp",),
-                f"{section}.tp={tp} does not divide the model's {size} {name}; use a tp that divides {size}",
+                f"{section}.tp={tp} does not divide the model's {size} {name}; use a tp that divides {size}"
             )
     if shape.layers % (pp * vpp):
         stages = f"pp={pp}" if vpp == 1 else f"pp × vpp = {pp} × {vpp}"
         yield Problem(
-            (f"{section}.pp", f"{section}.vpp"),
             f"{section}.{stages} does not divide the model's {shape.layers} layers, of which every stage holds the same "
             f"number; {shape.layers} divides by {_divisors(shape.layers)}",
+            f"{section}.pp",
+            f"{section}.vpp",
         )
 
 
@@ -117,7 +116,7 @@ def exchanged_heads_divide(facts: Facts) -> Iterator[Problem]:
     size, name = (shape.heads, "attention heads") if shape.mla else (shape.kv_heads, "KV heads")
     if size % (layout.tp * layout.cp):
         yield Problem(
-            ("engine.cp_comm", "layout.cp", "layout.tp"),
             f"engine.cp_comm=all_to_all gives each rank a whole number of {name}: layout.tp × cp = {layout.tp} × {layout.cp} = "
             f"{layout.tp * layout.cp} does not divide the model's {size}; use engine.cp_comm=all_gather, or a smaller cp",
+            "layout.cp",
         )

@@ -9,7 +9,8 @@ from quintet.errors import UserError
 from quintet.models.family import table_of
 from quintet.models.lora import adapted, linears
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.problem import Problem
+from quintet.recipe.rules.facts import Facts, rule
 
 
 @rule
@@ -21,7 +22,7 @@ def adapters_fit(facts: Facts) -> Iterator[Problem]:
         lora_shape(facts.recipe, facts.shape)
     except UserError as error:
         found = re.match(r"lora\.\w+", str(error))
-        yield Problem((found[0] if found else "lora",), str(error))
+        yield Problem(str(error), found[0] if found else "lora")
 
 
 @rule
@@ -43,10 +44,9 @@ def every_stage_has_adapters(facts: Facts) -> Iterator[Problem]:
         layers = range(part * size, (part + 1) * size)
         if not on & set(layers):
             yield Problem(
-                ("lora.targets", "lora.path", "layout.pp", "layout.vpp"),
                 f"lora.targets: no layer of {layers[0]} to {layers[-1]} has adapters, and with layout.pp={layout.pp} and "
                 f"layout.vpp={layout.vpp} these are a part of a stage, which would have nothing to train; choose targets in "
-                "every part, or a smaller pp",
+                "every part, or a smaller pp"
             )
             return
 
@@ -57,7 +57,6 @@ def adapters_are_given_where_none_are_trained(facts: Facts) -> Iterator[Problem]
     lora = facts.recipe.lora
     if facts.command in ("generate", "eval") and lora is not None and lora.path is None:
         yield Problem(
-            ("lora.path", "lora"),
             f"lora: quintet {facts.command} trains nothing, and fresh adapters change nothing; set lora.path to a directory with "
-            "adapters, or lora=null",
+            "adapters, or lora=null"
         )

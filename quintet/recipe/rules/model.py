@@ -9,7 +9,8 @@ from quintet.errors import UserError
 from quintet.models.family import VALUE_MODEL
 from quintet.models.weights_on_disk import check_weights
 from quintet.recipe.paths import is_file
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.problem import Problem
+from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.user_family import use_family
 
 
@@ -19,14 +20,10 @@ def one_model(facts: Facts) -> Iterator[Problem]:
     model = facts.recipe.model
     if model.path is None and model.build is None:
         yield Problem(
-            ("model.path", "model.build"),
-            "no model: set model.path to a Hugging Face directory, or model.build to make a small one from nothing",
+            "no model: set model.path to a Hugging Face directory, or model.build to make a small one from nothing"
         )
     if model.path is not None and model.build is not None:
-        yield Problem(
-            ("model.path", "model.build"),
-            "both model.path and model.build are set; set one of them to null",
-        )
+        yield Problem("both model.path and model.build are set; set one of them to null")
 
 
 @rule
@@ -37,16 +34,14 @@ def own_family_is_used(facts: Facts) -> Iterator[Problem]:
         return
     if model.path is None:
         yield Problem(
-            ("model.family", "model.build"),
-            f"model.family={model.family}: model.build makes a Qwen3; set model.family=null, or name a model.path",
+            f"model.family={model.family}: model.build makes a Qwen3; set model.family=null, or name a model.path"
         )
         return
     named = use_family(model.family)
     if named is not None and facts.shape.family != named.name:
         yield Problem(
-            ("model.family", "model.path"),
             f"model.family={model.family} answers to {', '.join(named.architectures)}, but {model.path / 'config.json'} names "
-            f"an architecture of the family {facts.shape.family}; set model.family=null, or mend config.json",
+            f"an architecture of the family {facts.shape.family}; set model.family=null, or mend config.json"
         )
 
 
@@ -58,19 +53,17 @@ def weights_are_there(facts: Facts) -> Iterator[Problem]:
         return
     if not any(path.glob("*.safetensors")):
         yield Problem(
-            ("model.path",),
-            f"model.path: {path} has no *.safetensors; download the weights, or convert them with transformers' save_pretrained",
+            f"model.path: {path} has no *.safetensors; download the weights, or convert them with transformers' save_pretrained"
         )
     else:
         try:
             check_weights(path, facts.read)
         except UserError as error:
-            yield Problem(("model.path",), f"model.path: {error}")
+            yield Problem(f"model.path: {error}")
     code_may_read_others = facts.recipe.model.trust_remote_code
     if not code_may_read_others and not any((path / name).is_file() for name in _TOKENIZER_FILES):
         yield Problem(
-            ("model.path",),
-            f"model.path: {path} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy it from the model's page",
+            f"model.path: {path} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy it from the model's page"
         )
 
 
@@ -83,8 +76,7 @@ def code_comes_with_a_directory(facts: Facts) -> Iterator[Problem]:
     model = facts.recipe.model
     if model.trust_remote_code and model.path is None:
         yield Problem(
-            ("model.trust_remote_code", "model.build"),
-            "model.trust_remote_code=true: a model that is built brings no code; remove it, or name a model.path",
+            "model.trust_remote_code=true: a model that is built brings no code; remove it, or name a model.path"
         )
 
 
@@ -93,9 +85,8 @@ def policies_predict_tokens(facts: Facts) -> Iterator[Problem]:
     """The model of every command has an LM head: a value model is made beside a policy, not named in a recipe."""
     if facts.read is not None and facts.read.head == "value":
         yield Problem(
-            ("model.path",),
             f"model.path: {facts.recipe.model.path} holds a value model (its architecture ends with {VALUE_MODEL}), which "
-            "gives one number a token and predicts none; name a model whose architecture ends with ForCausalLM",
+            "gives one number a token and predicts none; name a model whose architecture ends with ForCausalLM"
         )
 
 
@@ -107,9 +98,8 @@ def stop_tokens_exist(facts: Facts) -> Iterator[Problem]:
     unknown = [one for one in facts.recipe.rollout.stop_token_ids if one >= facts.read.vocab_size]
     if unknown:
         yield Problem(
-            ("rollout.stop_token_ids",),
             f"rollout.stop_token_ids: {', '.join(map(str, unknown))} is never generated, the model has token ids 0 to "
-            f"{facts.read.vocab_size - 1}; remove it",
+            f"{facts.read.vocab_size - 1}; remove it"
         )
 
 
@@ -121,13 +111,11 @@ def built_model_is_sound(facts: Facts) -> Iterator[Problem]:
         return
     if build.heads % build.kv_heads:
         yield Problem(
-            ("model.build.heads", "model.build.kv_heads"),
-            f"model.build.heads={build.heads} is not divisible by model.build.kv_heads={build.kv_heads}; each KV head serves a whole number of heads",
+            f"model.build.heads={build.heads} is not divisible by model.build.kv_heads={build.kv_heads}; each KV head serves a whole number of heads"
         )
     if build.head_dim % 2:
         yield Problem(
-            ("model.build.head_dim",),
-            f"model.build.head_dim={build.head_dim} is odd; rotary embedding turns pairs, so make it even",
+            f"model.build.head_dim={build.head_dim} is odd; rotary embedding turns pairs, so make it even"
         )
 
 
@@ -137,6 +125,5 @@ def chat_template_exists(facts: Facts) -> Iterator[Problem]:
     template = facts.recipe.model.chat_template
     if template and "{" not in template and "\n" not in template and not is_file(template):
         yield Problem(
-            ("model.chat_template",),
-            f"model.chat_template: there is no file {template:.200} (looked in {Path.cwd()}); Jinja text would have a {{ in it",
+            f"model.chat_template: there is no file {template:.200} (looked in {Path.cwd()}); Jinja text would have a {{ in it"
         )

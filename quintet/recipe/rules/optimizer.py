@@ -14,8 +14,9 @@ from quintet.models.weight import Weight
 from quintet.recipe.derived import optimizers
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.lr_multipliers import check_lr_multipliers
+from quintet.recipe.problem import Problem
 from quintet.recipe.roles import optimizer_of
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.schema import Optimizer
 
 _READ_BY = {
@@ -35,9 +36,8 @@ def optimizer_keys_are_read(facts: Facts) -> Iterator[Problem]:
             # The default may be written out, as the resolved recipe does.
             if optimizer.name not in readers and given != type(optimizer).model_fields[name].default:
                 yield Problem(
-                    (f"{section}.{name}", f"{section}.name"),
                     f"{section}.{name}={given} is read by {' and '.join(readers)} alone, and {section}.name is "
-                    f"{optimizer.name}; remove it",
+                    f"{optimizer.name}; remove it"
                 )
 
 
@@ -53,15 +53,11 @@ def lr_multipliers_match(facts: Facts) -> Iterator[Problem]:
     if facts.command == "train" and recipe.algorithm.name == "ppo":
         of_critic = optimizer_of(recipe, "critic")
         if of_critic.lr_multipliers and recipe.critic.path is None:  # of another directory the engine says it
-            for keys, said in _unmatched(
-                facts, facts.shape.as_value_model(), {"critic.optimizer": of_critic}
-            ):
-                why = (
-                    ""
-                    if recipe.critic.optimizer
-                    else " (null takes those of optimizer; give the critic its own)"
-                )
-                yield Problem(keys, f"{said}{why}")
+            whose = (
+                "" if recipe.critic.optimizer else " (null takes those of optimizer; give the critic its own)"
+            )
+            for one in _unmatched(facts, facts.shape.as_value_model(), {"critic.optimizer": of_critic}):
+                yield Problem(one.message + whose)
 
 
 def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) -> Iterator[Problem]:
@@ -83,7 +79,7 @@ def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) 
         try:
             check_lr_multipliers(tensors.values(), optimizer.lr_multipliers)
         except UserError as error:
-            yield Problem((f"{section}.lr_multipliers",), str(error).replace("optimizer.", f"{section}.", 1))
+            yield Problem(str(error).replace("optimizer.", f"{section}.", 1))
 
 
 @rule
@@ -95,9 +91,8 @@ def tied_copies_are_updated_alike(facts: Facts) -> Iterator[Problem]:
     for section, optimizer in optimizers(facts.recipe).items():
         if 0 < optimizer.cpu_fraction < 1:
             yield Problem(
-                (f"{section}.cpu_fraction", "layout.pp"),
                 f"{section}.cpu_fraction={optimizer.cpu_fraction:g} with layout.pp={pp}: the model ties its embeddings, one copy "
-                "may be updated on the CPU and the other on a GPU, and rounding would part them; use 0 or 1, or layout.pp=1",
+                "may be updated on the CPU and the other on a GPU, and rounding would part them; use 0 or 1, or layout.pp=1"
             )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from quintet.errors import UserError
 from quintet.recipe.lora import lora_shape
+from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.schema import Rollout
 from quintet.recipe.vllm import ADAPTED, RANKS
 
@@ -27,24 +28,20 @@ def _said(rollout: Rollout, name: str) -> str | None:
 def separate_rollouts_have_devices(facts: Facts) -> Iterator[Problem]:
     """Devices of a separate rollout are counted by rollout.ranks, in whole copies; no other rollout has any."""
     rollout = facts.recipe.rollout
-    keys = ("rollout.ranks", "rollout.placement")
     if rollout.placement == "colocated":
         if rollout.ranks is not None:
             yield Problem(
-                keys,
                 f"rollout.ranks={rollout.ranks} is not read by a colocated rollout, which is on the cluster.ranks devices that "
-                "train; remove it, or set rollout.placement=separate",
+                "train; remove it, or set rollout.placement=separate"
             )
         return
     if rollout.ranks is None:
         yield Problem(
-            keys,
-            "rollout.placement=separate needs rollout.ranks: how many devices generate, beside the cluster.ranks that train",
+            "rollout.placement=separate needs rollout.ranks: how many devices generate, beside the cluster.ranks that train"
         )
     elif rollout.ranks % (size := placement_of(facts.recipe).devices_per_copy):
         yield Problem(
-            ("rollout.ranks", "rollout.layout.tp", "rollout.layout.pp"),
-            f"rollout.ranks={rollout.ranks} is not divisible by rollout.layout.tp × pp = {size}; every copy has as many devices",
+            f"rollout.ranks={rollout.ranks} is not divisible by rollout.layout.tp × pp = {size}; every copy has as many devices"
         )
 
 
@@ -56,13 +53,11 @@ def own_processes_are_chosen_once(facts: Facts) -> Iterator[Problem]:
         return
     if rollout.backend != "native":
         yield Problem(
-            ("rollout.own_processes", "rollout.backend"),
-            f"rollout.own_processes=true is of the native rollout: {rollout.backend} always has processes of its own; remove it",
+            f"rollout.own_processes=true is of the native rollout: {rollout.backend} always has processes of its own; remove it"
         )
     elif rollout.placement == "separate":
         yield Problem(
-            ("rollout.own_processes", "rollout.placement"),
-            "rollout.own_processes=true says nothing of a separate rollout, which always has processes of its own; remove it",
+            "rollout.own_processes=true says nothing of a separate rollout, which always has processes of its own; remove it"
         )
 
 
@@ -71,9 +66,8 @@ def restart_needs_own_processes(facts: Facts) -> Iterator[Problem]:
     """What shares the trainer's process dies with it."""
     if facts.recipe.rollout.restart and not placement_of(facts.recipe).own_processes:
         yield Problem(
-            ("rollout.restart", "rollout.own_processes"),
             "rollout.restart=true needs a rollout in processes of its own: one in the trainer's dies with it, and "
-            "`resume=auto` goes on from the last checkpoint; set rollout.own_processes=true, or rollout.restart=false",
+            "`resume=auto` goes on from the last checkpoint; set rollout.own_processes=true, or rollout.restart=false"
         )
 
 
@@ -84,18 +78,15 @@ def sleep_level_is_read(facts: Facts) -> Iterator[Problem]:
     said = _said(recipe.rollout, "sleep_level")
     if said is None:
         return
-    keys = ("rollout.sleep_level", "rollout.placement", "rollout.layout")
     if recipe.rollout.placement == "separate":
-        yield Problem(keys, f"{said} is not read by a separate rollout, which keeps its weights; remove it")
+        yield Problem(f"{said} is not read by a separate rollout, which keeps its weights; remove it")
     elif placement_of(recipe).shares_weights:
         yield Problem(
-            keys,
-            f"{said} is not read by a rollout on the engine's own parameters, which it could not keep or forget; remove it",
+            f"{said} is not read by a rollout on the engine's own parameters, which it could not keep or forget; remove it"
         )
     elif placement_of(recipe).adapters_separate:
         yield Problem(
-            ("rollout.sleep_level", "lora"),
-            f"{said} is what a rollout does that gets adapters alone in any case: the frozen weights come once; remove it",
+            f"{said} is what a rollout does that gets adapters alone in any case: the frozen weights come once; remove it"
         )
 
 
@@ -107,55 +98,33 @@ def adapters_travel_as_asked(facts: Facts) -> Iterator[Problem]:
     if said is None:
         return
     if recipe.lora is None:
-        yield Problem(
-            ("rollout.adapter_sync", "lora"),
-            f"{said} is not read without adapters; remove it, or set lora.rank",
-        )
+        yield Problem(f"{said} is not read without adapters; remove it, or set lora.rank")
     elif rollout.backend != "vllm":
         what = "native gets adapters alone" if rollout.backend == "native" else "sglang gets merged weights"
-        yield Problem(
-            ("rollout.adapter_sync", "rollout.backend"), f"{said} is of vllm: {what} in any case; remove it"
-        )
+        yield Problem(f"{said} is of vllm: {what} in any case; remove it", "rollout.adapter_sync")
     elif rollout.adapter_sync == "separate":
-        yield from (
-            Problem(
-                ("rollout.adapter_sync", *keys),
-                f"rollout.adapter_sync=separate: {why}; use rollout.adapter_sync=merged",
-            )
-            for keys, why in _what_vllm_cannot_adapt(facts)
-        )
+        for why in _what_vllm_cannot_adapt(facts):
+            yield Problem(f"rollout.adapter_sync=separate: {why}; use rollout.adapter_sync=merged")
 
 
-def _what_vllm_cannot_adapt(facts: Facts) -> Iterator[tuple[tuple[str, ...], str]]:
+def _what_vllm_cannot_adapt(facts: Facts) -> Iterator[str]:
     """What keeps vLLM from computing adapters beside frozen weights."""
     rollout, shape = facts.recipe.rollout, facts.shape
     if rollout.quantization is not None:
-        yield (
-            ("rollout.quantization",),
-            f"rollout.quantization={rollout.quantization} quantises what is sent, and frozen weights are not",
-        )
+        yield f"rollout.quantization={rollout.quantization} quantises what is sent, and frozen weights are not"
     if "load_format" in rollout.vllm:
-        yield (
-            ("rollout.vllm.load_format",),
-            "vLLM reads the frozen weights from the model's directory, in its format",
-        )
+        yield "vLLM reads the frozen weights from the model's directory, in its format (rollout.vllm.load_format)"
     if shape is None:
         return
     if shape.family not in ADAPTED:
-        yield (
-            ("model.path",),
-            f"vLLM's adapters are tried with the families {', '.join(ADAPTED)}, and this model is of {shape.family}",
-        )
+        yield f"vLLM's adapters are tried with the families {', '.join(ADAPTED)}, and this model is of {shape.family}"
         return
     try:
         lora = lora_shape(facts.recipe, shape)
     except UserError:  # said by `adapters_fit`
         return
     if lora is not None and lora.rank > RANKS[-1]:
-        yield (
-            ("lora.rank", "lora.path"),
-            f"vLLM has adapters of rank {RANKS[-1]} at most, and these have {lora.rank}",
-        )
+        yield f"vLLM has adapters of rank {RANKS[-1]} at most, and these have {lora.rank}"
 
 
 @rule
@@ -166,20 +135,15 @@ def sync_keys_are_read(facts: Facts) -> Iterator[Problem]:
         for name in ("bucket_mib", "sync_proof"):
             if said := _said(rollout, name):
                 yield Problem(
-                    (f"rollout.{name}", "rollout.layout"),
-                    f"{said} is not read by a rollout on the engine's own parameters: nothing travels; remove it",
+                    f"{said} is not read by a rollout on the engine's own parameters: nothing travels; remove it"
                 )
     if said := _said(rollout, "probe_tolerance"):
         if rollout.backend == "native":
             yield Problem(
-                ("rollout.probe_tolerance", "rollout.backend"),
-                f"{said} is not read by the native rollout, whose weights can all be read back; remove it",
+                f"{said} is not read by the native rollout, whose weights can all be read back; remove it"
             )
         elif not rollout.sync_proof:
-            yield Problem(
-                ("rollout.probe_tolerance", "rollout.sync_proof"),
-                f"{said} is not read with rollout.sync_proof=false; remove one of them",
-            )
+            yield Problem(f"{said} is not read with rollout.sync_proof=false; remove one of them")
 
 
 @rule
@@ -188,17 +152,15 @@ def temperatures_are_told_apart(facts: Facts) -> Iterator[Problem]:
     rollout = facts.recipe.rollout
     if 0 < rollout.temperature < LEAST_TEMPERATURE:
         yield Problem(
-            ("rollout.temperature",),
             f"rollout.temperature={rollout.temperature}: log-probs mean little at less than {LEAST_TEMPERATURE}, and vLLM would "
-            "sample at that; use 0 for greedy, or at least that",
+            "sample at that; use 0 for greedy, or at least that"
         )
     if rollout.temperature == 0:
         for name in ("top_p", "top_k", "min_p"):
             if said := _said(rollout, name):
                 yield Problem(
-                    (f"rollout.{name}", "rollout.temperature"),
                     f"{said} is not read with rollout.temperature=0, which takes the likeliest token; set "
-                    f"rollout.{name}={Rollout.model_fields[name].default}, or a temperature",
+                    f"rollout.{name}={Rollout.model_fields[name].default}, or a temperature"
                 )
 
 
@@ -215,20 +177,14 @@ def native_reads_its_keys(facts: Facts) -> Iterator[Problem]:
     }
     for name, reason in reasons.items():
         if said := _said(rollout, name):
-            yield Problem(
-                (f"rollout.{name}", "rollout.backend"),
-                f"{said} is {reason}; remove it, or choose that rollout.backend",
-            )
+            yield Problem(f"{said} is {reason}; remove it, or choose that rollout.backend")
 
 
 @rule
 def routes_need_experts(facts: Facts) -> Iterator[Problem]:
     """Only a model with experts has routes."""
     if facts.recipe.rollout.return_routes and facts.shape is not None and facts.shape.moe is None:
-        yield Problem(
-            ("rollout.return_routes",),
-            "rollout.return_routes=true: the model has no experts to send tokens to; remove it",
-        )
+        yield Problem("rollout.return_routes=true: the model has no experts to send tokens to; remove it")
 
 
 @rule
@@ -238,7 +194,6 @@ def routes_are_kept(facts: Facts) -> Iterator[Problem]:
     kept = recipe.mismatch.replay_samples_per_step > 0
     if facts.command == "train" and recipe.rollout.return_routes and not kept:
         yield Problem(
-            ("rollout.return_routes", "mismatch.replay_samples_per_step"),
             "rollout.return_routes=true is not read with mismatch.replay_samples_per_step=0: routes are kept with those samples "
-            "alone; remove one of them",
+            "alone; remove one of them"
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quintet.recipe.problem import Problem
 from quintet.recipe.reserved_options import unknown_here
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.sglang import DECIDED, refusals
 
 
@@ -16,14 +17,12 @@ def sglang_can_do_it(facts: Facts) -> Iterator[Problem]:
         return
     if facts.recipe.cluster.device == "cpu":
         yield Problem(
-            ("rollout.backend", "cluster.device"),
-            "rollout.backend=sglang needs NVIDIA GPUs, and cluster.device=cpu; use rollout.backend=native, or cluster.device=cuda",
+            "rollout.backend=sglang needs NVIDIA GPUs, and cluster.device=cpu; use rollout.backend=native, or cluster.device=cuda"
         )
-    yield from (Problem(keys, text) for keys, text in refusals(facts.recipe.rollout))
+    yield from refusals(facts.recipe.rollout)
 
 
 @rule
 def sglang_knows_its_options(facts: Facts) -> Iterator[Problem]:
     """Options that are handed through are those of the SGLang that is installed here, where ranks run here."""
-    found = unknown_here(facts.recipe, "sglang", "SGLang", "srt/server_args.py", "ServerArgs", DECIDED)
-    yield from (Problem(keys, text) for keys, text in found)
+    return unknown_here(facts.recipe, "sglang", "SGLang", "srt/server_args.py", "ServerArgs", DECIDED)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quintet.recipe.problem import Problem
 from quintet.recipe.reserved_options import unknown_here
-from quintet.recipe.rules.facts import Facts, Problem, rule
+from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, refusals
 
 
@@ -15,27 +16,22 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
     recipe, layout = facts.recipe, facts.recipe.rollout.layout
     if recipe.rollout.backend != "vllm":
         return
-    yield from (Problem(keys, text) for keys, text in refusals(recipe.rollout))
+    yield from refusals(recipe.rollout)
     if recipe.cluster.device == "cpu" and layout is not None and layout.ep > 1:
-        yield Problem(
-            ("rollout.layout.ep", "cluster.device"), f"rollout.layout.ep={layout.ep}: {CPU_EXPERTS}"
-        )
+        yield Problem(f"rollout.layout.ep={layout.ep}: {CPU_EXPERTS}")
     if recipe.cluster.device == "cpu" and recipe.rollout.vllm.get("enable_chunked_prefill"):
         yield Problem(
-            ("rollout.vllm.enable_chunked_prefill", "cluster.device"),
             "rollout.vllm.enable_chunked_prefill=true: of a prompt that is cut over two steps vLLM for CPU cannot set a seed's "
-            "generator back; remove it",
+            "generator back; remove it"
         )
     if recipe.rollout.quantization == "fp8" and recipe.model.dtype == "fp32":
         yield Problem(
-            ("rollout.quantization", "model.dtype"),
             "rollout.quantization=fp8: vLLM multiplies 8 bits with bf16, not with model.dtype=fp32; set model.dtype=bf16, or "
-            "rollout.quantization=null",
+            "rollout.quantization=null"
         )
 
 
 @rule
 def vllm_knows_its_options(facts: Facts) -> Iterator[Problem]:
     """Options that are handed through are those of the vLLM that is installed here, where ranks run here."""
-    found = unknown_here(facts.recipe, "vllm", "vLLM", "engine/arg_utils.py", "EngineArgs", DECIDED)
-    yield from (Problem(keys, text) for keys, text in found)
+    return unknown_here(facts.recipe, "vllm", "vLLM", "engine/arg_utils.py", "EngineArgs", DECIDED)

@@ -58,8 +58,8 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
         decode: Callable[[list[int]], str],
         progress: Progress = lambda done: None,
     ) -> None:
-        for _, sentence in refusals(recipe.rollout):
-            raise UserError(sentence)
+        for problem in refusals(recipe.rollout):
+            raise UserError(problem.message)
         compat.prepare(device)
         engine = SglangEngine(engine_arguments(recipe, model_dir))
         super().__init__(recipe, model_dir, engine, decode, progress)

@@ -58,8 +58,8 @@ def recipe(**rollout) -> schema.Recipe:
 @pytest.mark.parametrize("name", sorted(DECIDED))
 def test_options_that_quintet_decides_are_refused(name):
     (problem,) = refusals(recipe(sglang={name: 1}).rollout)
-    assert problem[0] == (f"rollout.sglang.{name}",)
-    assert problem[1].endswith("; remove it")
+    assert f"rollout.sglang.{name}" in problem.keys
+    assert problem.message.endswith("; remove it")
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_options_that_quintet_decides_are_refused(name):
     ],
 )
 def test_what_it_cannot_do_is_refused_with_what_to_do(rollout, names):
-    ((_, sentence),) = refusals(recipe(**rollout).rollout)
-    assert names in sentence
-    assert "; use " in sentence
+    (problem,) = refusals(recipe(**rollout).rollout)
+    assert names in problem.message
+    assert "; use " in problem.message
 
 
 @pytest.mark.parametrize(

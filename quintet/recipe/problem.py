@@ -1,0 +1,33 @@
+"""What is wrong with a recipe, as rules say it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from quintet.recipe.keys import all_keys
+
+_KEY = re.compile(r"(?<![\w./-])(?:[a-z_]+(?:\.\w+)+|[a-z_]+(?==))|^[a-z_]+(?=[ :])")
+_BELOW = ("engine.megatron.", "rollout.vllm.", "rollout.sglang.")
+"""Options of another project have keys of their own below these."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong, in the user's words: the keys that take part in it, by name, then "; " and what to do instead.
+
+    more: keys that take part and are not named.
+    """
+
+    message: str
+    more: tuple[str, ...] = ()
+
+    def __init__(self, message: str, *more: str) -> None:
+        object.__setattr__(self, "message", message)
+        object.__setattr__(self, "more", more)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The dotted keys that take part in it, for where they were written."""
+        named = _KEY.findall(self.message.partition("; ")[0])
+        return (*(key for key in named if key in all_keys() or key.startswith(_BELOW)), *self.more)
