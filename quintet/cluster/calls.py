@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from quintet.cluster import ray_compat
-from quintet.cluster.dispatch import Coords, Dispatch
 from quintet.cluster.failures import Failure
 from quintet.cluster.progress import FIRST_POST_S
 from quintet.errors import QuintetError, WorkerFailure
@@ -19,6 +18,8 @@ LOOK_EVERY_S = 5.0  # at the processes that are waited for
 GRACE_AFTER_CAUSE_S = 0.3  # for further failures, once one is known that explains the others
 GRACE_AFTER_ECHO_S = 3.0  # for the cause, once a collective was cut off, which can only be an echo
 GRACE_AFTER_TIMEOUT_S = 1.0  # for the other ranks' time limits, which began at about the same time
+R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
 
 
 class Group(Protocol):
@@ -37,22 +38,23 @@ class Group(Protocol):
     def stalled(self, ranks: Sequence[int], phase: str) -> list[Failure]: ...
 
 
-class PendingCall:
-    """A call on its way."""
+class PendingCall(Generic[R_co]):
+    """A call on its way. owners: the ranks whose results count, in the order of the results; single: there is one, which is no
+    list."""
 
     def __init__(
         self,
         group: Group,
         refs: dict[int, list[Any]],
-        dispatch: Dispatch,
-        coords: Coords,
+        owners: Sequence[int],
         phase: str,
+        single: bool = False,
     ) -> None:
         self._group = group
         self._refs = refs
-        self._dispatch = dispatch
-        self._coords = coords
+        self._owners = owners
         self._phase = phase
+        self._single = single
         self._values: dict[int, Any] = {}
         self._failures: list[Failure] = []
         self._error: QuintetError | None = None
@@ -64,7 +66,7 @@ class PendingCall:
         self.others: Callable[[], QuintetError | None] = lambda: None
         """What others tell of it, once they have given it up: then no answer is waited for."""
 
-    def result(self, watch: Callable[[], None] | None = None) -> Any:
+    def result(self, watch: Callable[[], None] | None = None) -> R_co:
         """Wait for every rank, or for the first failure and a short while for what explains it.
 
         `watch` is called about twice a second meanwhile.
@@ -121,13 +123,14 @@ class PendingCall:
             self._error = self._group.fail(self._failures, self._phase, list(self.waiting.values()), returned)
         return self._error
 
-    def value(self) -> Any:
+    def value(self) -> R_co:
         """The caller's value, once every rank has answered."""
-        results = {
-            rank: (self._values[rank], *refs[1:]) if refs[1:] else self._values[rank]
-            for rank, refs in self._refs.items()
-        }
-        return self._dispatch.collect(self._coords, results)
+        told: Any = [
+            (self._values[rank], *refs) if (refs := self._refs[rank][1:]) else self._values[rank]
+            for rank in self._owners
+        ]
+        found: R_co = told[0] if self._single else told
+        return found
 
     def _note(self, failure: Failure) -> None:
         self._failures.append(failure)
@@ -169,7 +172,7 @@ def first_answers(refs: Sequence[Any], group: str, others: Callable[[], QuintetE
     return [answers[ref] for ref in refs]
 
 
-def results(calls: Sequence[PendingCall], watch: Callable[[], None] | None = None) -> list[Any]:
+def results(calls: Sequence[PendingCall[R]], watch: Callable[[], None] | None = None) -> list[R]:
     """The values of calls to several groups that work at once.
 
     Raises the error of the first that fails; a process that died is the cause rather than what others say of it, and any
@@ -183,14 +186,14 @@ def results(calls: Sequence[PendingCall], watch: Callable[[], None] | None = Non
 
 
 def outcomes(
-    calls: Sequence[PendingCall], watch: Callable[[], None] | None = None
-) -> list[Any | QuintetError]:
+    calls: Sequence[PendingCall[R]], watch: Callable[[], None] | None = None
+) -> list[R | QuintetError]:
     """The values of calls to several groups, each waited for to its end; of one that failed, its error."""
     _wait(calls, watch, patient=True)
     return [call.error() if call.failed else call.value() for call in calls]
 
 
-def _wait(calls: Sequence[PendingCall], watch: Callable[[], None] | None, *, patient: bool) -> None:
+def _wait(calls: Sequence[PendingCall[Any]], watch: Callable[[], None] | None, *, patient: bool) -> None:
     """Until every call has ended. Not patient: a failure of one gives the others only the time to explain it."""
     while True:
         open_calls = [call for call in calls if not call.ended]
@@ -216,7 +219,7 @@ def _wait(calls: Sequence[PendingCall], watch: Callable[[], None] | None, *, pat
             watch()
 
 
-def _told_by_others(calls: Sequence[PendingCall]) -> float:
+def _told_by_others(calls: Sequence[PendingCall[Any]]) -> float:
     """Until when other groups may still tell the cause of a failure."""
     first = min(call.deadline for call in calls if call.deadline is not None)
     return first if len(calls) == 1 else first + GRACE_AFTER_ECHO_S

@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -14,10 +14,10 @@ from quintet.cluster import placement, ray_compat
 from quintet.cluster import process_probe as probe
 from quintet.cluster.calls import PendingCall, first_answers
 from quintet.cluster.cluster import Cluster
-from quintet.cluster.dispatch import Call, Coords, Dispatch, one_to_all
 from quintet.cluster.failures import Failure, explain
 from quintet.cluster.progress import KEY_VARIABLE, group_prefix
 from quintet.cluster.rank_actor import LOOPBACK, Location, RankActor, RankSetup, rank_environment
+from quintet.cluster.verbs import Call, Ranks
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import QuintetError, UserError, WorkerFailure
 from quintet.recipe.schema import Layout
@@ -32,10 +32,10 @@ REMOTE_PROBE_TIMEOUT_S = 10.0
 _names = itertools.count()
 
 
-class WorkerGroup:
+class WorkerGroup(Ranks):
     """One `worker_class(place, **kwargs)` a rank, in a process of its own, placed and set up.
 
-    A class named as text, "module:Class", is imported on the ranks alone, so the controller is spared its imports.
+    A class given as a `StandIn` is imported on the ranks alone, so the controller is spared its imports.
     `layout` (of the recipe) decides whether CUDA needs a single connection; `name` names the logs, and with `named_in_messages` the
     ranks in messages too ("rollout-1 rank 0"); `pack` puts them on as few nodes as hold them, whatever
     cluster.ranks_per_node says. A rank has `devices_per_rank` devices of its own; or, with `colocate_with`, those of
@@ -46,7 +46,7 @@ class WorkerGroup:
     def __init__(
         self,
         cluster: Cluster,
-        worker_class: type[Worker] | str,
+        worker_class: type[Worker],
         n_ranks: int,
         *,
         layout: Layout | None = None,
@@ -60,8 +60,7 @@ class WorkerGroup:
     ) -> None:
         self.cluster = cluster
         self.n_ranks = n_ranks
-        kind = worker_class.rpartition(":")[2] if isinstance(worker_class, str) else worker_class.__name__
-        self.name = name or f"{kind.lower()}-{next(_names)}"
+        self.name = name or f"{worker_class.__name__.lower()}-{next(_names)}"
         self._title = self.name if named_in_messages else ""
         self._seats: list[Any] = []
         self._processes: dict[int, probe.RankProcess] = {}
@@ -94,56 +93,10 @@ class WorkerGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def call(
-        self,
-        method: str,
-        *args: Any,
-        dispatch: Dispatch = one_to_all,
-        phase: str | None = None,
-        num_returns: int = 1,
-        coords: Coords | None = None,
-        watch: Callable[[], None] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run a method on the ranks that `dispatch` names, and wait: see `quintet.cluster.dispatch` for who gets
-        what and what comes back.
-
-        With `num_returns` = k > 1 the method returns a tuple of k: the first comes back as a value, the others as
-        object references, whose objects stay on the worker's node. References may be passed on, at any depth of
-        lists, tuples and dicts. Raises WorkerFailure (or the worker's own UserError) for the first rank that
-        fails; the group is of no use afterwards. `phase` names the work in messages (null: the method). `coords` are the ranks'
-        positions in the layout that the protocol goes by (null: `coords()`). `watch` is called about twice a second while it
-        waits.
-        """
-        return self.submit(
-            method, *args, dispatch=dispatch, phase=phase, num_returns=num_returns, coords=coords, **kwargs
-        ).result(watch)
-
-    def submit(
-        self,
-        method: str,
-        *args: Any,
-        dispatch: Dispatch = one_to_all,
-        phase: str | None = None,
-        num_returns: int = 1,
-        coords: Coords | None = None,
-        **kwargs: Any,
-    ) -> PendingCall:
-        """`call` without the wait: two groups can work at once. A rank runs its calls in the order given."""
-        if self._broken is not None:
-            raise self._broken
-        if coords is None:
-            coords = self.coords() if dispatch.needs_coords else [{}] * self.n_ranks
-        refs: dict[int, list[Any]] = {}
-        for rank, rank_call in enumerate(dispatch.split(coords, args, kwargs)):
-            if rank_call is not None:
-                refs[rank] = self._remote_call(rank, method, rank_call, phase or method, num_returns)
-        return PendingCall(self, refs, dispatch, coords, phase or method)
-
     def coords(self) -> list[dict[str, int]]:
         """Each rank's position on the mesh axes, as its worker tells it; asked once."""
         if self._coords is None:
-            self._coords = self.call("coords")
+            self._coords = self.all(Worker.coords)()
         return self._coords
 
     def posted(self, ranks: Sequence[int]) -> int:
@@ -253,7 +206,7 @@ class WorkerGroup:
 
     def _build(
         self,
-        worker_class: type[Worker] | str,
+        worker_class: type[Worker],
         layout: Layout | None,
         kwargs: dict[str, Any],
     ) -> None:
@@ -301,7 +254,7 @@ class WorkerGroup:
                 single_cuda_connection=single,
             )
             refs[rank] = [self._seats[rank].build.remote(order, blob)]
-        building = PendingCall(self, refs, one_to_all, [{}] * self.n_ranks, "setup")
+        building: PendingCall[list[bool]] = PendingCall(self, refs, range(self.n_ranks), "setup")
         building.others = self._no_more
         limited = building.result()
         if any(limited):
@@ -318,6 +271,24 @@ class WorkerGroup:
         return first_answers(refs, self.name, self._no_more)
 
     # --- calling ---
+
+    def submit(
+        self,
+        verb: Callable[..., Any],
+        calls: Mapping[int, Call],
+        owners: Sequence[int],
+        phase: str | None,
+        num_returns: int,
+        single: bool,
+    ) -> PendingCall[Any]:
+        if self._broken is not None:
+            raise self._broken
+        name = verb.__name__
+        refs = {
+            rank: self._remote_call(rank, name, call, phase or name, num_returns)
+            for rank, call in calls.items()
+        }
+        return PendingCall(self, refs, owners, phase or name, single)
 
     def _remote_call(
         self, rank: int, method: str, rank_call: Call, phase: str, num_returns: int

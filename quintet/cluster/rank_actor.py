@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pkgutil
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,6 @@ class RankActor:
             if self._listener is not None:
                 place = replace(place, master_fd=self._listener.detach())
             worker_class, kwargs = ray.cloudpickle.loads(blob)
-            if isinstance(worker_class, str):
-                worker_class = pkgutil.resolve_name(worker_class)
             self._worker = worker_class(place, **kwargs)
             self._worker.setup()
             return None, limited
@@ -113,11 +111,11 @@ class RankActor:
     def call(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str, num_returns: int = 1
     ) -> Any:
-        """Run a method of the worker with every object reference within its arguments resolved."""
+        """Run a method of the worker, or of a part of it ("part.method"), with every object reference within its arguments resolved."""
         try:
             args, kwargs = resolve((args, kwargs))
             with self._worker.peaks(phase):
-                value = getattr(self._worker, method)(*args, **kwargs)
+                value = attrgetter(method)(self._worker)(*args, **kwargs)
             if num_returns == 1:
                 return None, value
             if not isinstance(value, tuple) or len(value) != num_returns:

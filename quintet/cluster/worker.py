@@ -39,7 +39,7 @@ class Place:
 class Worker:
     """One rank. Subclasses take `place` first, add keyword arguments, and do their building in `setup`.
 
-    Methods are called through `WorkerGroup.call`, one at a time, in the process's main thread.
+    Methods are called through `WorkerGroup`, one at a time, in the process's main thread.
     """
 
     def __init__(self, place: Place) -> None:

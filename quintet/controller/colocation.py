@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from quintet.cluster.group import WorkerGroup
+from quintet.controller.verbs import Policy
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
 from quintet.recipe.roles import roles_of
@@ -170,7 +171,7 @@ class DeviceHandover:
         self._awake = False
         self._weights_stale = self._weights_stale or self._level == 2
         if any(self._shares.values()):
-            self._policy.call("onload", phase="reload")
+            self._policy.all(Policy.onload, phase="reload")()
             self._log_event("training state is back")
 
     def _offload_training(self, *kinds: str) -> None:
@@ -179,7 +180,7 @@ class DeviceHandover:
         kinds = tuple(kind for kind in kinds if self._shares[kind])
         # Rollouts in other processes get what torch holds without need, in any case.
         if kinds or self._several or self._rollouts.apart:
-            self._policy.call("offload", kinds, phase="offload")
+            self._policy.all(Policy.offload, phase="offload")(kinds)
         if kinds:
             self._log_event(f"training state left: {', '.join(kinds)}")
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from quintet.cluster.dispatch import megatron_compute, rank_zero
+from quintet.cluster.dispatch import megatron_compute
 from quintet.cluster.group import WorkerGroup
 from quintet.controller.batch_ref import BatchRef, Lease, Placement
 from quintet.controller.colocation import DeviceHandover
@@ -27,6 +27,7 @@ from quintet.controller.roles import Phase, PolicyRole, Role
 from quintet.controller.rollouts import InProcessRolloutGroup, Rollouts
 from quintet.controller.samples import Kept, Samples
 from quintet.controller.scatter import Scatterer
+from quintet.controller.verbs import Policy
 from quintet.controller.weight_check import Proof
 from quintet.data.prompts import Prompt
 from quintet.models import ModelShape
@@ -58,7 +59,7 @@ class Controller:
         self.recipe, self._progress, self._rewards = recipe, progress, rewards
         self.workers = WorkerGroup(
             cluster,
-            "quintet.controller.worker:PolicyWorker",  # by name: the controller needs no megatron
+            Policy,
             recipe.cluster.ranks,
             layout=recipe.layout,
             name="policy",
@@ -78,7 +79,7 @@ class Controller:
             layout = layout_of(recipe, name)
             found = next((one for one in placements if one.layout == layout), None)
             if found is None:
-                found = Placement(name, layout, self.workers.call("coords", name))
+                found = Placement(name, layout, self.workers.all(Policy.coords)(name))
                 placements.append(found)
             self.roles[name] = Role(name, self.workers, found, phase, progress)
         self._scatterer = Scatterer(self.workers, recipe, shape, placements)
@@ -95,7 +96,7 @@ class Controller:
 
     def describe(self) -> str:
         """Which layers and kernels the ranks compute with."""
-        return str(self.workers.call("describe", dispatch=rank_zero))
+        return self.workers.one(Policy.describe)()
 
     # generation
 
@@ -183,8 +184,8 @@ class Controller:
         """The first samples of a batch, with their old log-probs as scored, by number."""
         where = self.policy.placement
         batch.need(["old_logprobs"], where.name)
-        parts = self.workers.call(
-            "replayed", batch=batch.name, placement=where.name, dispatch=megatron_compute, phase="logprob"
+        parts = self.workers.all(Policy.replayed, phase="logprob", told_by=megatron_compute)(
+            batch=batch.name, placement=where.name
         )
         return {number: one for part in parts for number, one in part.items()}
 
@@ -193,15 +194,11 @@ class Controller:
         dp = self.policy.placement.dp
         plan = self._scatterer.plan([len(one) for one in ids], self.policy.placement)
         shares = [plan.samples_of(d) for d in range(dp)]
-        answers = self.workers.call(
-            "logprobs",
-            [[ids[i] for i in share] for share in shares],
-            [[prompts[i] for i in share] for share in shares],
-            [plan.local(d) for d in range(dp)],
-            temperature=temperature,
-            dispatch=megatron_compute,
-            phase="logprob",
-        )
+        parts = [
+            ([ids[i] for i in share], [prompts[i] for i in share], plan.local(d))
+            for d, share in enumerate(shares)
+        ]
+        answers = self.workers.each(Policy.logprobs, megatron_compute, phase="logprob")(parts, temperature)
         cp = len(answers) // dp
         found = {
             shares[n // cp][at]: logprobs for n, told in enumerate(answers) for at, logprobs in told.items()
@@ -225,23 +222,22 @@ class Controller:
 
     def save(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory."""
-        self.workers.call("save", path.absolute(), phase="save")
+        self.workers.all(Policy.save)(path.absolute())
 
     # checkpoints
 
     def dtype(self) -> Literal["fp32", "bf16"]:
         """What `model.dtype` comes to on the ranks."""
-        found: Literal["fp32", "bf16"] = self.workers.call("parameter_type", dispatch=rank_zero)
-        return found
+        return self.workers.one(Policy.parameter_type)()
 
     def checkpoint_finished(self, roles: Sequence[str], *, wait: bool) -> tuple[bool, list[str]]:
         """Whether all ranks are done with the writing of these roles that was begun, and what went wrong where they are."""
-        answers = self.workers.call("checkpoint_finished", wait, list(roles), phase="checkpoint")
+        answers = self.workers.all(Policy.checkpoint_finished, phase="checkpoint")(wait, roles)
         return all(done for done, _ in answers), [error for _, error in answers if error is not None]
 
     def memory(self) -> dict[str, float | None]:
         """Memory peaks over the ranks, as metrics."""
-        ranks = self.workers.call("memory")
+        ranks = self.workers.all(Policy.memory)()
         return combine_peaks(ranks if self._handover is None else ranks + self.rollouts.memory())
 
     def counted(self) -> dict[str, float]:

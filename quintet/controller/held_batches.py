@@ -109,8 +109,7 @@ class HeldBatches:
     def put(
         self,
         key: tuple[str, str],
-        parts: Sequence[Sequence[Batch]],
-        assignments: Sequence[Assignment],
+        parts: Sequence[tuple[Sequence[Batch], Assignment]],
         place: int,
         scored: Scored | None,
         aggregation: str,
@@ -118,7 +117,7 @@ class HeldBatches:
         """Take a dp rank's part of each mini-batch: batches to be joined, and what to do with them. place: of this rank among
         those of its dp rank."""
         minis = []
-        for pieces, assignment in zip(parts, assignments, strict=True):
+        for pieces, assignment in parts:
             batch = concat(pieces) if pieces else _nothing()
             trained = tokens(batch, "loss_mask")
             counts = assignment.targets[0], assignment.samples

@@ -10,15 +10,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from quintet.cluster.calls import PendingCall, outcomes, results
 from quintet.cluster.cluster import Cluster
-from quintet.cluster.dispatch import megatron_compute, rank_zero
+from quintet.cluster.dispatch import megatron_compute
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.rank_actor import Location
 from quintet.controller.messages import SampleInfo
 from quintet.controller.sample_store import Place
+from quintet.controller.verbs import Policy, Rollout
 from quintet.controller.weight_check import Proof
 from quintet.controller.weight_sync import WeightSync
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
@@ -26,6 +27,8 @@ from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.rollout import Part, Request, Sampling
 
+P = ParamSpec("P")
+T = TypeVar("T")
 RESTARTS_IN_A_ROW = 3
 """How often a rollout is made anew before it has generated anything; then the run ends."""
 
@@ -102,7 +105,7 @@ class RolloutReplicas:
                 self._check_node(number, beside)
             made = WorkerGroup(
                 self._cluster,
-                "quintet.controller.rollout_worker:RolloutWorker",
+                Rollout,
                 ranks,
                 name=f"rollout-{number}",
                 named_in_messages=True,
@@ -148,10 +151,10 @@ class RolloutReplicas:
 
     def collect_survivors(
         self,
-        calls: Mapping[int, PendingCall],
-        beside: PendingCall | None = None,
+        calls: Mapping[int, PendingCall[T]],
+        beside: PendingCall[Any] | None = None,
         watch: Callable[[], None] | None = None,
-    ) -> dict[int, Any]:
+    ) -> dict[int, T]:
         """Values by rollout, of those that do not fail meanwhile. beside: what the trainer's ranks do at the same time."""
         waited = [*calls.values(), *([] if beside is None else [beside])]
         if not self._recipe.rollout.restart:
@@ -171,29 +174,29 @@ class RolloutReplicas:
 
     def sleep(self, level: int) -> None:
         """Give up the devices: see `Rollout.sleep`."""
-        self.ask("sleep", level, phase="sleep")
+        self.ask(Rollout.sleep, phase="sleep")(level)
 
     def wake(self, part: Part) -> None:
         """Take the devices again: see `Rollout.wake`."""
-        self.ask("wake", part, phase="wake")
+        self.ask(Rollout.wake, phase="wake")(part)
 
     def pause(self) -> None:
         """Hold what is under way."""
-        self.ask("pause", phase="pause")
+        self.ask(Rollout.pause, phase="pause")()
 
     def resume(self) -> None:
         """Go on."""
-        self.ask("resume", phase="resume")
+        self.ask(Rollout.resume, phase="resume")()
 
     def memory(self) -> list[dict[str, float | None]]:
         """Peaks of every rank that answers."""
-        found = self.ask("memory", phase="memory")
+        found = self.ask(Rollout.memory, phase="memory")()
         return [rank for ranks in found.values() for rank in ranks]
 
     def counts(self) -> dict[str, float]:
         """Sums over all of them."""
         found: dict[str, float] = {}
-        for ranks in self.ask("counts", phase="generate").values():
+        for ranks in self.ask(Rollout.counts, phase="generate")().values():
             for name, value in ranks[0].items():
                 found[name] = found.get(name, 0.0) + value
         return found
@@ -213,16 +216,9 @@ class RolloutReplicas:
             self._spares.pop(old, None)
             self._keepers.pop(old, None)
         calls = {
-            number: self._there(number).submit(
-                "generate",
-                [requests],
-                sampling=sampling,
-                call=call,
-                forget=forget,
-                dispatch=megatron_compute,
-                phase="generate",
-                num_returns=2,
-            )
+            number: self._there(number)
+            .all(Rollout.generate, phase="generate", told_by=megatron_compute, num_returns=2)
+            .submit(requests, sampling=sampling, call=call, forget=forget)
             for number, requests in shares.items()
         }
         made = {}
@@ -239,34 +235,23 @@ class RolloutReplicas:
         receivers = len(chosen[0])
         made_by = [sorted({call for places in of_rollout for call, _ in places}) for of_rollout in chosen]
         calls = {
-            number: group.submit(
-                "slice_samples",
-                [chosen[number]],
-                dispatch=megatron_compute,
-                phase="slice_samples",
-                num_returns=1 + receivers,
-            )
+            number: group.all(
+                Rollout.slice_samples, told_by=megatron_compute, num_returns=1 + receivers
+            ).submit(chosen[number])
             for number, group in enumerate(self.groups)
             # one made anew since has nothing
             if group is not None and all(self._keepers[call].get(number) is group for call in made_by[number])
         }
         parts_of = {number: list(parts[1:]) for number, (parts,) in self.collect_survivors(calls).items()}
         for number in set(range(self.count)) - parts_of.keys():
-            _, *parts_of[number] = self._policy.call(
-                "scatter_backup",
-                {call: [self._spares[call][number]] for call in made_by[number]},
-                chosen[number],
-                dispatch=rank_zero,
-                phase="slice_samples",
-                num_returns=1 + receivers,
-            )
+            _, *parts_of[number] = self._policy.one(
+                Policy.scatter_backup, phase="slice_samples", num_returns=1 + receivers
+            )({call: [self._spares[call][number]] for call in made_by[number]}, chosen[number])
         return [parts_of[number] for number in range(self.count)]
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """By the first of them."""
-        answers = self._there(0).call("score", sequences, phase="generate")
-        found: list[list[float]] = answers[-1]
-        return found
+        return self._there(0).all(Rollout.score, phase="generate")(sequences)[-1]
 
     def _there(self, number: int) -> WorkerGroup:
         group = self.groups[number]
@@ -287,12 +272,15 @@ class RolloutReplicas:
         """Prove by log-probs what could not be read back."""
         if not self._proof.sequences or self.missing():
             return {}
-        told = self.ask("score", self._proof.sequences, phase="sync")
+        told = self.ask(Rollout.score, phase="sync")(self._proof.sequences)
         return self._proof.of_probe({f"rollout-{number}": ranks[-1] for number, ranks in told.items()})
 
-    def ask(self, method: str, *args: Any, phase: str) -> dict[int, list[Any]]:
-        """What each rank answers, by rollout, of those that do not die."""
-        alive = {number: group for number, group in enumerate(self.groups) if group is not None}
-        return self.collect_survivors(
-            {n: group.submit(method, *args, phase=phase) for n, group in alive.items()}
-        )
+    def ask(self, verb: Callable[Concatenate[Any, P], T], phase: str) -> Callable[P, dict[int, list[T]]]:
+        """A verb of all that are there: what each rank answers, by rollout, of those that do not die."""
+
+        def asked(*args: P.args, **kwargs: P.kwargs) -> dict[int, list[T]]:
+            alive = {number: group for number, group in enumerate(self.groups) if group is not None}
+            calls = {n: group.all(verb, phase=phase).submit(*args, **kwargs) for n, group in alive.items()}
+            return self.collect_survivors(calls)
+
+        return asked

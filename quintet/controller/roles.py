@@ -17,6 +17,7 @@ from quintet.controller.batch_ref import BatchRef, Fields, MiniBatch, Placement
 from quintet.controller.messages import MiniBatchTold, OptimizerTold
 from quintet.controller.objective import Objective, ValueObjective
 from quintet.controller.progress_bar import watched
+from quintet.controller.verbs import Policy
 from quintet.observe.progress import Progress
 from quintet.recipe.schema import Optimizer
 
@@ -38,14 +39,8 @@ class Role:
         """Score every trained token: log-probs, or a critic's values, as a field. to: roles whose ranks need it besides."""
         where = self.placement.name
         with self._phase("logprob"):
-            self._workers.call(
-                "score_batch",
-                batch=batch.name,
-                role=self.name,
-                placement=where,
-                field=field,
-                temperature=temperature,
-                phase="logprob",
+            self._workers.all(Policy.score_batch, phase="logprob")(
+                batch=batch.name, role=self.name, placement=where, field=field, temperature=temperature
             )
             return self.send(batch, [field], to)
 
@@ -57,7 +52,7 @@ class Role:
         where = self.placement.name
         batch.need(function.reads, where)
         with self._phase("advantages"):
-            self._workers.call("advantages", batch=batch.name, placement=where, function=function)
+            self._workers.all(Policy.advantages)(batch=batch.name, placement=where, function=function)
             held = {name: frozenset({where}) for name in function.writes}
             for name, role in (to or {}).items():
                 held |= self.send(batch, [name], [role]).held
@@ -71,24 +66,17 @@ class Role:
                 continue
             holders = batch.holders[placement.name]
             wanted = [[n for n, d in enumerate(holders) if d == rank] for rank in range(placement.dp)]
-            told = self._workers.call(
-                "tell_fields",
-                batch=batch.name,
-                placement=self.placement.name,
-                fields=fields,
-                wanted=wanted,
-                dispatch=megatron_compute,
+            told = self._workers.all(
+                Policy.tell_fields,
+                told_by=megatron_compute,
                 coords=self.placement.coords,
                 num_returns=1 + placement.dp,
-            )
-            self._workers.call(
-                "take_fields",
+            )(batch=batch.name, placement=self.placement.name, fields=fields, wanted=wanted)
+            self._workers.each(Policy.take_fields, megatron_compute, coords=placement.coords)(
                 [[parts[1 + d] for parts in told] for d in range(placement.dp)],
                 batch=batch.name,
                 placement=placement.name,
                 fields=fields,
-                dispatch=megatron_compute,
-                coords=placement.coords,
             )
             for name in fields:
                 held[name].add(placement.name)
@@ -96,7 +84,7 @@ class Role:
 
     def start_optimizer(self, optimizer: Optimizer, total_steps: int) -> None:
         """A fresh optimizer on the present weights: see `Engines.start_optimizer`."""
-        self._workers.call("start_optimizer", optimizer, total_steps, self.name, phase="optimizer")
+        self._workers.all(Policy.start_optimizer, phase="optimizer")(optimizer, total_steps, self.name)
 
     def forward_backward(self, mini: MiniBatch, objective: Objective | ValueObjective) -> list[MiniBatchTold]:
         """Compute the gradients of a mini-batch: what each rank tells of it. They are those of `optimizer_step`; a second
@@ -109,25 +97,27 @@ class Role:
             self._phase("train"),
             watched(self._progress, f"{who}{of}", total, "micro-batches", self._trained) as watch,
         ):
-            told: list[MiniBatchTold] = self._workers.call(
-                "forward_backward",
+            forward_backward = self._workers.all(
+                Policy.forward_backward,
+                phase="train",
+                told_by=megatron_compute,
+                coords=self.placement.coords,
+            )
+            told = forward_backward.submit(
                 batch=mini.batch,
                 number=mini.number,
                 role=self.name,
                 placement=self.placement.name,
                 objective=objective,
-                dispatch=megatron_compute,
-                coords=self.placement.coords,
-                phase="train",
-                watch=watch,
-            )
-        return told
+            ).result(watch)
+        found = [one for one in told if one is not None]
+        assert len(found) == len(told), "a rank of the last stage told nothing of its mini-batch"
+        return found
 
     def optimizer_step(self) -> OptimizerTold:
         """Take one step on the gradients of the mini-batch before; without one, an error."""
         with self._phase("train"):
-            told: list[OptimizerTold] = self._workers.call("optimizer_step", role=self.name, phase="train")
-        return told[0]
+            return self._workers.all(Policy.optimizer_step, phase="train")(role=self.name)[0]
 
     def _trained(self) -> int:
         """Micro-batches done in the call under way."""
@@ -138,12 +128,12 @@ class Role:
     def save(self, path: Path) -> list[str]:
         """Begin to write the role's whole state to a new directory; returns when training may go on, with what went wrong on
         the ranks."""
-        errors = self._workers.call("save_checkpoint", path.absolute(), self.name, phase="checkpoint")
+        errors = self._workers.all(Policy.save_checkpoint, phase="checkpoint")(path.absolute(), self.name)
         return [error for error in errors if error is not None]
 
     def load(self, path: Path) -> None:
         """Take up a saved state."""
-        self._workers.call("load_checkpoint", path.absolute(), self.name, phase="checkpoint")
+        self._workers.all(Policy.load_checkpoint, phase="checkpoint")(path.absolute(), self.name)
 
 
 class PolicyRole(Role):

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from quintet.cluster.calls import PendingCall, results
-from quintet.cluster.dispatch import all_to_all, some
 from quintet.cluster.group import WorkerGroup
 from quintet.controller.colocation import Sleepers
 from quintet.controller.messages import SampleInfo
 from quintet.controller.sample_store import Place
+from quintet.controller.verbs import Policy
 from quintet.controller.weight_check import Proof
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
@@ -69,7 +69,7 @@ class InProcessRolloutGroup:
     def __init__(self, workers: WorkerGroup, recipe: schema.Recipe, proof: Proof) -> None:
         self._workers, self._proof = workers, proof
         self._travel = not placement_of(recipe).shares_weights
-        self._coords: list[dict[str, int]] = workers.call("rollout_coords")
+        self._coords = workers.all(Policy.rollout_coords)()
         last = max(c["pp"] for c in self._coords)
         owners = [r for r, c in enumerate(self._coords) if (c["tp"], c["cp"], c["pp"]) == (0, 0, last)]
         self._owners = sorted(owners, key=lambda rank: self._coords[rank]["dp"])
@@ -86,17 +86,11 @@ class InProcessRolloutGroup:
         forget: list[str],
         watch: Callable[[], None],
     ) -> dict[int, list[list[SampleInfo]]]:
-        answers = self._workers.call(
-            "generate",
-            [shares[c["dp"]] for c in self._coords],
-            sampling=sampling,
-            call=call,
-            forget=forget,
-            dispatch=all_to_all,
-            phase="generate",
-            watch=watch,
+        answers = self._workers.each(Policy.generate, phase="generate").submit(
+            [shares[c["dp"]] for c in self._coords], sampling=sampling, call=call, forget=forget
         )
-        return {number: answers[rank] for number, rank in enumerate(self._owners)}
+        told = answers.result(watch)
+        return {number: told[rank] for number, rank in enumerate(self._owners)}
 
     def posted(self) -> int:
         return self._workers.posted(self._owners)
@@ -106,20 +100,14 @@ class InProcessRolloutGroup:
         nothing: list[list[Any]] = [[] for _ in range(receivers)]
         by_rank = {rank: at for at, rank in enumerate(self._owners)}
         ranks = range(len(self._coords))
-        parts = self._workers.call(
-            "slice_samples",
-            [chosen[by_rank[rank]] if rank in by_rank else nothing for rank in ranks],
-            dispatch=all_to_all,
-            phase="slice_samples",
-            num_returns=1 + receivers,
+        parts = self._workers.each(Policy.slice_samples, num_returns=1 + receivers)(
+            [chosen[by_rank[rank]] if rank in by_rank else nothing for rank in ranks]
         )
         return [list(parts[rank][1:]) for rank in self._owners]
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         by_rank = [sequences if c["dp"] == 0 else [] for c in self._coords]
-        answers = self._workers.call("rollout_scores", by_rank, dispatch=all_to_all, phase="generate")
-        found: list[list[float]] = answers[self._owners[0]]
-        return found
+        return self._workers.each(Policy.rollout_scores, phase="generate")(by_rank)[self._owners[0]]
 
     def missing(self) -> bool:
         return False
@@ -128,10 +116,10 @@ class InProcessRolloutGroup:
         """They live and die with the trainer's ranks."""
 
     def sleep(self, level: int) -> None:
-        self._workers.call("sleep_rollout", level, phase="sleep")
+        self._workers.all(Policy.sleep_rollout, phase="sleep")(level)
 
     def wake(self, part: Part) -> None:
-        self._workers.call("wake_rollout", part, phase="wake")
+        self._workers.all(Policy.wake_rollout, phase="wake")(part)
 
     def pause(self) -> None:
         """Nothing is under way between two calls."""
@@ -147,20 +135,20 @@ class InProcessRolloutGroup:
         if not self._travel:  # the proof is that both are one storage
             return {}
         began = time.perf_counter()
-        self._workers.call("sync", phase="sync")
+        self._workers.all(Policy.sync)()
         told = {"sync/seconds": time.perf_counter() - began}
         return told | self._proof.of(self)
 
     # the copies, as the proof asks for them: see `quintet.controller.weight_check.Copies`
 
-    def fingerprints(self, beside: PendingCall) -> dict[str, list[RankFingerprints]]:
-        told, _ = results([self._workers.submit("rollout_fingerprints", phase="sync"), beside])
+    def fingerprints(self, beside: PendingCall[Any]) -> dict[str, list[RankFingerprints]]:
+        told, _ = results([self._workers.all(Policy.rollout_fingerprints, phase="sync").submit(), beside])
         return {name: [told[rank] for rank in ranks] for name, ranks in self._copies().items()}
 
     def shard_indexes(self, wanted: Mapping[str, list[int]]) -> dict[str, list[ShardIndex]]:
         copies = self._copies()
         ranks = [copies[name][at] for name, places in wanted.items() for at in places]
-        told = iter(self._workers.call("rollout_shard_index", dispatch=some(ranks), phase="sync"))
+        told = iter(self._workers.some(ranks, Policy.rollout_shard_index, phase="sync")())
         return {name: [next(told) for _ in places] for name, places in wanted.items()}
 
     def _copies(self) -> dict[str, list[int]]:

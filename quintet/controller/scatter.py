@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +15,15 @@ from quintet.controller.batch_ref import BatchRef, Lease, MiniBatch, Placement, 
 from quintet.controller.messages import Assignment
 from quintet.controller.rollouts import Rollouts
 from quintet.controller.samples import Samples
+from quintet.controller.verbs import Policy
 from quintet.data.batch import make_batch, select
 from quintet.data.prompts import Prompt
 from quintet.models import ModelShape
 from quintet.packing import Plan, alignment_of, plan_microbatches, split_evenly, target_counts
 from quintet.recipe import schema
 
-
-@dataclass(frozen=True)
-class _Sent:
-    """Of a mini-batch and a dp rank: references to its samples, and what to do with them."""
-
-    parts: list[Any]
-    assignment: Assignment
+_Sent = tuple[list[Any], Assignment]
+"""Of a mini-batch and a dp rank: references to its samples, and what to do with them."""
 
 
 class Scatterer:
@@ -94,7 +89,7 @@ class Scatterer:
             ]
             parts = rollouts.slice_samples(of_rollout)
             return [
-                _Sent([part[d] for part, places in zip(parts, of_rollout, strict=True) if places[d]], one)
+                ([part[d] for part, places in zip(parts, of_rollout, strict=True) if places[d]], one)
                 for d, one in enumerate(self._assignments(mini, plan, order, lengths, prompts, replayed))
             ]
 
@@ -110,8 +105,7 @@ class Scatterer:
             order = [plan.samples_of(d) for d in range(placement.dp)]
             made = self._assignments(mini, plan, order, lengths, prompt_lengths, set())
             return [
-                _Sent([ray_compat.put(select(batch, mine))], one)
-                for mine, one in zip(order, made, strict=True)
+                ([ray_compat.put(select(batch, mine))], one) for mine, one in zip(order, made, strict=True)
             ]
 
         return self._scatter([list(range(len(ids)))], lengths, send, None, "token_mean", None)
@@ -143,7 +137,7 @@ class Scatterer:
         self,
         minis: list[list[int]],
         lengths: list[int],
-        send: Any,
+        send: Callable[[list[int], Plan, Placement], list[_Sent]],
         scored: Scored | None,
         aggregation: str,
         samples: Samples | None,
@@ -155,20 +149,18 @@ class Scatterer:
             plans = [self.plan([lengths[i] for i in mini], placement) for mini in minis]
             sent = [send(mini, plan, placement) for mini, plan in zip(minis, plans, strict=True)]
             ranks = range(placement.dp)
-            self._workers.call(
-                "receive",
-                [[mini[d].parts for mini in sent] for d in ranks],
-                [[mini[d].assignment for mini in sent] for d in ranks],
+            receive = self._workers.each(
+                Policy.receive, megatron_compute, phase="scatter", coords=placement.coords
+            )
+            receive(
+                [[mini[d] for mini in sent] for d in ranks],
                 batch=name,
                 placement=placement.name,
                 forget=forget,
                 scored=scored,
                 aggregation=aggregation,
-                dispatch=megatron_compute,
-                coords=placement.coords,
-                phase="scatter",
             )
-            found = {n: d for mini in sent for d in ranks for n in mini[d].assignment.numbers}
+            found = {n: d for mini in sent for d in ranks for n in mini[d][1].numbers}
             holders[placement.name] = [found[n] for n in range(len(lengths))]
             for number, plan in enumerate(plans):
                 rounds[number][placement.name] = len(plan.rounds)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from quintet.cluster.calls import PendingCall
-from quintet.cluster.dispatch import rank_zero, some
 from quintet.cluster.group import WorkerGroup
+from quintet.controller.verbs import Policy
 from quintet.errors import SyncMismatch
 from quintet.models import ModelShape
 from quintet.recipe import schema
@@ -26,7 +26,7 @@ class Copies(Protocol):
     """Copies of the weights that rollouts hold, by name; one of a rollout that dies meanwhile is left out. beside: what the
     trainer's ranks do at the same time, waited for too."""
 
-    def fingerprints(self, beside: PendingCall) -> dict[str, list[RankFingerprints]]:
+    def fingerprints(self, beside: PendingCall[Any]) -> dict[str, list[RankFingerprints]]:
         """Of each copy, by its ranks."""
         ...
 
@@ -62,7 +62,7 @@ class Proof:
     def changed(self) -> None:
         """The trainer has taken a step, or new master weights, and its optimizer state is there to be looked at."""
         if self.asked:
-            self._masters, self._due = self._policy.call("masters", phase="sync"), True
+            self._masters, self._due = self._policy.all(Policy.masters, phase="sync")(), True
 
     def of(self, copies: Copies) -> dict[str, float]:
         """Compare what each copy of the rollout holds with what the trainer hands out; metrics. {} where the recipe wants no
@@ -73,9 +73,9 @@ class Proof:
         if not self.asked:
             return {}
         began = time.perf_counter()
-        telling = self._policy.submit("fingerprints", phase="sync")
+        telling = self._policy.all(Policy.fingerprints, phase="sync").submit()
         told = copies.fingerprints(telling)
-        exported: list[RankFingerprints] = telling.result()
+        exported = telling.result()
         told = self._learn_indexes(exported, told, copies)
         self._compare(exported, told)
         self._unreadable = any(
@@ -94,7 +94,7 @@ class Proof:
         self._indexes = {digest: one for digest, one in self._indexes.items() if digest in present}
         if mine := _first_ranks(exported, present - self._indexes.keys()):
             ranks = list(mine.values())
-            self._add(mine, self._policy.call("shard_index", dispatch=some(ranks), phase="sync"))
+            self._add(mine, self._policy.some(ranks, Policy.shard_index, phase="sync")())
         while unknown := {one.index for ranks in told.values() for one in ranks} - self._indexes.keys():
             theirs = {name: found for name, ranks in told.items() if (found := _first_ranks(ranks, unknown))}
             heard = copies.shard_indexes({name: list(found.values()) for name, found in theirs.items()})
@@ -147,7 +147,7 @@ class Proof:
         if self._unreadable:
             most = self._recipe.data.max_prompt_tokens + self._recipe.rollout.max_response_tokens
             self.sequences = sequences(self._shape.vocab_size, most)
-            told = self._policy.call("score", sequences=self.sequences, phase="sync")
+            told = self._policy.all(Policy.score, phase="sync")(self.sequences)
             self._expected = next(one for one in told if one is not None)
 
     def of_probe(self, scored: Mapping[str, list[list[float]]]) -> dict[str, float]:
@@ -157,7 +157,7 @@ class Proof:
         """
         allowed = self._recipe.rollout.probe_tolerance
         if allowed is None:
-            dtype = self._policy.call("parameter_type", dispatch=rank_zero)
+            dtype = self._policy.one(Policy.parameter_type)()
             experts, quantized = self._shape.moe is not None, self._recipe.rollout.quantization is not None
             allowed = default_tolerance(dtype, experts=experts, quantized=quantized)
         gaps = [check(self._expected, its, self.sequences, allowed, name) for name, its in scored.items()]

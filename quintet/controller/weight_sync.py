@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from quintet.cluster.calls import PendingCall
-from quintet.cluster.dispatch import all_to_all, some
 from quintet.cluster.group import WorkerGroup
+from quintet.controller.verbs import Policy, Rollout
 from quintet.controller.weight_check import Proof
 from quintet.errors import SyncFailure
 from quintet.observe.memory import GIB
@@ -26,6 +26,8 @@ from quintet.sync.server import ReceiverSpec, Served
 from quintet.sync.source import ChannelSource
 from quintet.sync.wire import Ticket, notify_absent
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Wants = dict[int, list[list[list[Wanted] | None]]]
 """What each receiver wants, by rollout, rank and device: see `Rollout.receivers`."""
 
@@ -35,14 +37,14 @@ class Receiving(Protocol):
 
     groups: list[WorkerGroup | None]
 
-    def ask(self, method: str, *args: Any, phase: str) -> dict[int, list[Any]]: ...
+    def ask(self, verb: Callable[Concatenate[Any, P], T], phase: str) -> Callable[P, dict[int, list[T]]]: ...
 
     def collect_survivors(
         self,
-        calls: Mapping[int, PendingCall],
-        beside: PendingCall | None = None,
+        calls: Mapping[int, PendingCall[T]],
+        beside: PendingCall[Any] | None = None,
         watch: Callable[[], None] | None = None,
-    ) -> dict[int, Any]: ...
+    ) -> dict[int, T]: ...
 
 
 class WeightSync:
@@ -69,16 +71,16 @@ class WeightSync:
         """
         began = time.perf_counter()
         self._follow()
-        serving = self._policy.submit("serve", phase="sync")
+        serving = self._policy.all(Policy.serve, phase="sync").submit()
         taking = {
-            number: group.submit("update_weights", self._sources[number], dispatch=all_to_all, phase="sync")
+            number: group.each(Rollout.update_weights, phase="sync").submit(self._sources[number])
             for number, group in enumerate(self._rollouts.groups)
             if group is not None and number in self._sources
         }
         for number, call in taking.items():
             call.others = partial(self._given_up, serving, number)
         self._rollouts.collect_survivors(taking, beside=serving, watch=self._watch(taking))
-        served: list[Served] = serving.result()
+        served = serving.result()
         told = {
             "sync/seconds": time.perf_counter() - began,
             "sync/gib": sum(one.bytes for one in served) / GIB,
@@ -87,7 +89,7 @@ class WeightSync:
             return told
         return told | self._proof.of(self)
 
-    def _watch(self, taking: Mapping[int, PendingCall]) -> Callable[[], None]:
+    def _watch(self, taking: Mapping[int, PendingCall[Any]]) -> Callable[[], None]:
         """To be called while the rollouts take weights: once one has failed, the ranks that serve it need not wait for what has
         not come yet."""
         left = dict(taking)
@@ -100,7 +102,7 @@ class WeightSync:
 
         return look
 
-    def _given_up(self, serving: PendingCall, number: int) -> SyncFailure | None:
+    def _given_up(self, serving: PendingCall[list[Served]], number: int) -> SyncFailure | None:
         """What the trainer tells of a rollout that it has given up, which itself may have no answer, or not know why."""
         if serving.waiting or serving.failed:
             return None
@@ -115,7 +117,7 @@ class WeightSync:
 
     def fingerprints(self, beside: PendingCall) -> dict[str, list[RankFingerprints]]:
         calls = {
-            number: group.submit("fingerprints", phase="sync")
+            number: group.all(Rollout.fingerprints, phase="sync").submit()
             for number, group in enumerate(self._rollouts.groups)
             if group is not None
         }
@@ -124,7 +126,7 @@ class WeightSync:
 
     def shard_indexes(self, wanted: Mapping[str, list[int]]) -> dict[str, list[ShardIndex]]:
         calls = {
-            number: group.submit("shard_index", dispatch=some(wanted[_name(number)]), phase="sync")
+            number: group.some(wanted[_name(number)], Rollout.shard_index, phase="sync").submit()
             for number, group in enumerate(self._rollouts.groups)
             if group is not None and _name(number) in wanted
         }
@@ -137,7 +139,7 @@ class WeightSync:
         changed, before = self._planned != self._rollouts.groups, self._before
         if not changed and before is None:
             return
-        wanted: Wants = self._rollouts.ask("receivers", phase="sync")
+        wanted = self._rollouts.ask(Rollout.receivers, phase="sync")()
         unknown = any(boxes is None for ranks in wanted.values() for of_rank in ranks for boxes in of_rank)
         self._before = wanted if changed and unknown else None
         if changed or wanted != before:
@@ -158,7 +160,7 @@ class WeightSync:
                         here = alike.setdefault(None if boxes is None else tuple(boxes), len(alike))
                     spec = self._spec(number, rank, device, boxes)
                     assignments[here % self._policy.n_ranks].append(spec)
-        tickets: list[list[Any]] = self._policy.call("plan_sync", assignments, phase="sync")
+        tickets = self._policy.all(Policy.plan_sync, phase="sync")(assignments)
         by_receiver = {ticket.receiver: ticket for rank in tickets for ticket in rank}
         self._sources = {
             number: [

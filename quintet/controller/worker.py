@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -61,7 +61,9 @@ class PolicyWorker(Worker):
     def __init__(self, place: Place, recipe: schema.Recipe, model_dir: Path, command: str = "train") -> None:
         super().__init__(place)
         self.recipe, self.model_dir, self.command = recipe, model_dir, command
-        self.dtype = recipe.model.dtype or ("fp32" if place.device == "cpu" else "bf16")
+        self.dtype: Literal["fp32", "bf16"] = recipe.model.dtype or (
+            "fp32" if place.device == "cpu" else "bf16"
+        )
         self._progress = Progress()
         self.samples = SampleStore(recipe.mismatch.replay_samples_per_step)
         self._server: WeightServer | None = None
@@ -100,14 +102,14 @@ class PolicyWorker(Worker):
 
     def generate(
         self, requests: list[Request], *, sampling: Sampling, call: str, forget: list[str]
-    ) -> list[list[SampleInfo]] | None:
-        """Generate and keep the samples; the rank that owns the output tells what came out, others None. forget: calls whose
+    ) -> list[list[SampleInfo]]:
+        """Generate and keep the samples; the rank that owns the output tells what came out. forget: calls whose
         samples are not needed any more."""
         self._progress.begin()
         self.samples.forget(forget)
         answered = self.rollout.generate(requests, sampling)
         if not self.rollout.mesh.owns_output:
-            return None
+            return []
         return self.samples.put(call, requests, answered)
 
     def slice_samples(self, chosen: list[list[KeptPlace]]) -> tuple[Any, ...]:
@@ -132,8 +134,7 @@ class PolicyWorker(Worker):
 
     def receive(
         self,
-        parts: list[list[Batch]],
-        assignments: list[Assignment],
+        parts: list[tuple[list[Batch], Assignment]],
         *,
         batch: str,
         placement: str,
@@ -144,7 +145,7 @@ class PolicyWorker(Worker):
         """Take this dp rank's part of a batch, by mini-batch: see `HeldBatches.put`. forget: batches that nothing refers to."""
         self.batches.forget(forget)
         place = self.roles.mesh(placement).at("cp")
-        self.batches.put((batch, placement), parts, assignments, place, scored, aggregation)
+        self.batches.put((batch, placement), parts, place, scored, aggregation)
 
     def score_batch(self, *, batch: str, role: str, placement: str, field: str, temperature: float) -> None:
         """Set a field to the log-probs, or values, of a whole batch's trained tokens; 0 for samples of other ranks' cells."""
@@ -178,10 +179,11 @@ class PolicyWorker(Worker):
         return self.batches[batch, placement].replayed()
 
     def logprobs(
-        self, ids: list[list[int]], prompts: list[int], rounds: list[list[Cell]], temperature: float
+        self, samples: tuple[list[list[int]], list[int], list[list[Cell]]], temperature: float
     ) -> dict[int, torch.Tensor]:
         """Of these samples' responses under the present policy, by sample, each told by one rank; unread before the last
-        stage."""
+        stage. samples: tokens of each, of which so many are the prompt, and the cells that they are computed in."""
+        ids, prompts, rounds = samples
         batch = make_batch(ids, prompts)
         cells = rank_cells(rounds, self.engine.mesh.at("cp"))
         found = _scores(self.roles.use("policy").forward(batch, cells, temperature), batch)
@@ -318,7 +320,7 @@ class PolicyWorker(Worker):
 
     # checkpoints
 
-    def parameter_type(self) -> str:
+    def parameter_type(self) -> Literal["fp32", "bf16"]:
         """fp32 or bf16."""
         return self.dtype
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from quintet.cluster.verbs import StandIn
 from quintet.controller.replay import Replay, read, replay_file
 from quintet.data.tokenizer import load_tokenizer, remote_code_warning
 from quintet.diagnose.diagnosis import Cause, Diagnosis, Evidence, judge, shifted
@@ -27,11 +28,22 @@ from quintet.recipe.schema import Layout, Recipe
 from quintet.rollout import Sampling
 from quintet.runs.directory import replays
 
+if TYPE_CHECKING:
+    from quintet.diagnose.oracle_model import PlainWorker as Plain
+else:
+    Plain = StandIn("quintet.diagnose.oracle_model:PlainWorker")
+
 SAME = 0.02
 """Temperatures as near to each other as this, as a share, are one."""
 
-Ask = Callable[..., Any]
-"""Calls a method of `PlainWorker`, wherever it is."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Ask(Protocol):
+    """Calls a method of `PlainWorker`, wherever it is."""
+
+    def __call__(self, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T: ...
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,7 @@ def _beside_plain(
     with Cluster(settings, say=lambda text: None) as cluster:
         group = WorkerGroup(
             cluster,
-            "quintet.diagnose.oracle_model:PlainWorker",
+            Plain,
             1,
             layout=Layout(),
             name="plain",
@@ -183,8 +195,8 @@ def _beside_plain(
             model_dir=weights.model.absolute(),
         )
 
-        def ask(method: str, *args: Any) -> Any:
-            return group.call(method, *args, phase="diagnose")[0]
+        def ask(verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+            return group.one(verb, phase="diagnose")(*args, **kwargs)
 
         return gather(ask, replay, weights, before, own, temperature=recipe.rollout.temperature or 1.0)
 
@@ -196,10 +208,10 @@ def gather(
     samples = replay.samples
     ids, prompts = [s.generated.ids for s in samples], [s.generated.prompt_tokens for s in samples]
     policy = Sampling(temperature=temperature)
-    ask("load", weights)
+    ask(Plain.load, weights)
     causes = _causes(replay, temperature, ask)
     wanted = [policy, *(sampling for _, sampling in causes)]
-    plain, *others = ask("logprobs", ids, prompts, wanted)
+    plain, *others = ask(Plain.logprobs, ids, prompts, wanted)
     lengths = [len(one) - prompt for one, prompt in zip(ids, prompts, strict=True)]
     made = [
         Cause("tokens", f"the token one position {where}", shifted(plain, lengths, by))
@@ -210,12 +222,12 @@ def gather(
     ]
     routes, told = None, [s.generated.routes for s in samples]
     if all(one is not None for one in told):
-        found, routes = ask("routed", ids, prompts, told, policy)
+        found, routes = ask(Plain.routed, ids, prompts, told, policy)
         made.append(Cause("routes", "the routes that the rollout told", found))
-    bf16 = ask("in_bf16", weights, ids, prompts, policy)
+    bf16 = ask(Plain.in_bf16, weights, ids, prompts, policy)
     if before is not None:
-        ask("load", before)
-        (stale,) = ask("logprobs", ids, prompts, [policy])
+        ask(Plain.load, before)
+        (stale,) = ask(Plain.logprobs, ids, prompts, [policy])
         made.append(Cause("weights", f"the weights after step {before.step}, one update behind", stale))
     return Evidence(
         dtype=own.dtype,
@@ -250,7 +262,7 @@ def _causes(replay: Replay, temperature: float, ask: Ask) -> list[tuple[str, Sam
     longest = max(replay.samples, key=lambda s: len(s.trained.rollout_logprobs))
     for side in ("rollout_logprobs", "old_logprobs"):
         numbers = getattr(longest.trained, side)
-        found = ask("temperature", longest.generated.ids, longest.generated.prompt_tokens, numbers)
+        found = ask(Plain.temperature, longest.generated.ids, longest.generated.prompt_tokens, numbers)
         if all(abs(found / one - 1) > SAME for one in known):
             causes.append((f"temperature {found:.3g}", Sampling(temperature=found)))
             known.append(found)

@@ -34,11 +34,11 @@ if __name__ == "__main__":
                     time.sleep(0.01)
                 ray_compat.check()
             if sys.argv[1:] == ["fail"]:
-                group.call("fail", "kill", 1, phase="train")
+                group.all(Light.fail, phase="train")("kill", 1)
             if sys.argv[1:] == ["stop"]:
-                group.call("have_a_child")
-                group.submit("stop_yourself")
-            pending = group.submit("sleep")
+                group.all(Light.have_a_child)()
+                group.all(Light.stop_yourself).submit()
+            pending = group.all(Light.sleep).submit()
             print("calling", flush=True)
             if sys.argv[1:] == ["busy"]:
                 time.sleep(1000)

@@ -59,7 +59,7 @@ def test_what_a_signal_raises_ends_a_wait_as_itself(quartet: WorkerGroup) -> Non
         raise Stopped("ended by SIGTERM")
 
     before = signal.signal(signal.SIGALRM, handle)
-    call = quartet.submit("count", 1, 1.0)
+    call = quartet.all(Light.count).submit(1, 1.0)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(Stopped, match="ended by SIGTERM"):
@@ -71,7 +71,7 @@ def test_what_a_signal_raises_ends_a_wait_as_itself(quartet: WorkerGroup) -> Non
 
 @pytest.mark.slow
 def test_patience_gives_every_group_its_outcome(mortal: WorkerGroup, quartet: WorkerGroup) -> None:
-    died, told = outcomes([mortal.submit("fail", "kill", 0), quartet.submit("tell", 1)])
+    died, told = outcomes([mortal.all(Light.fail).submit("kill", 0), quartet.all(Light.tell).submit(1)])
     assert isinstance(died, WorkerFailure)
     assert [args for _, args, _ in told] == [(1,)] * 4
 
@@ -94,17 +94,17 @@ def test_what_a_rank_raises_on_purpose_stays_that(
 ) -> None:
     """One message, without a traceback, with its own exit code; and the rank can be asked again."""
     with pytest.raises(kind) as caught:
-        lasting.call("fail", how, 0)
+        lasting.all(Light.fail)(how, 0)
     assert (str(caught.value), caught.value.exit_code) == (said, code)
-    assert lasting.call("tell")[0][0] == 0
+    assert lasting.all(Light.tell)()[0][0] == 0
 
 
 def test_weights_that_stop_coming_are_the_echo_of_the_trainers_failure(
     lasting: WorkerGroup, quartet: WorkerGroup
 ) -> None:
     with pytest.raises(UserError, match=r"^model\.path"):
-        results([lasting.submit("fail", "sync", 0), quartet.submit("fail", "user", 0)])
-    sync = lasting.submit("fail", "sync", 0)
+        results([lasting.all(Light.fail).submit("sync", 0), quartet.all(Light.fail).submit("user", 0)])
+    sync = lasting.all(Light.fail).submit("sync", 0)
     sync.others = lambda: SyncFailure("the trainer says why")
     with pytest.raises(SyncFailure, match="the trainer says why"):
         sync.result()
@@ -112,7 +112,7 @@ def test_weights_that_stop_coming_are_the_echo_of_the_trainers_failure(
 
 @pytest.mark.slow
 def test_who_was_given_up_is_not_waited_for(mortal: WorkerGroup) -> None:
-    call = mortal.submit("sleep")
+    call = mortal.all(Light.sleep).submit()
     call.others = lambda: SyncFailure("it took nothing for 1 s")
     with pytest.raises(SyncFailure, match="it took nothing"):
         call.result()
@@ -130,7 +130,7 @@ def test_a_process_that_was_woken_and_is_stopped_again_has_its_time_anew(
     monkeypatch.setattr(lasting.cluster.settings, "collective_timeout_s", 0.0)
     (gone,) = lasting.stalled([0], "generate")
     assert "for longer than 0 s" in gone.summary
-    lasting.call("tell")
+    lasting.all(Light.tell)()
     monkeypatch.setattr(lasting.cluster.settings, "collective_timeout_s", 60.0)
     assert lasting.stalled([0], "generate") == []
     assert len(said) == 2
@@ -145,7 +145,7 @@ def test_a_process_that_stays_stopped_is_told_of_and_then_given_up(
     monkeypatch.setattr(mortal.cluster, "say", said.append)
     monkeypatch.setattr(mortal.cluster.settings, "collective_timeout_s", 1.0)
     with pytest.raises(WorkerFailure) as caught:
-        mortal.call("fail", "stop", 0, phase="generate")
+        mortal.all(Light.fail, phase="generate")("stop", 0)
     assert re.fullmatch(
         r"rollout-1 rank 0 failed in generate: its process \(\d+\) is stopped \(SIGSTOP\), for longer than 1 s "
         r"\(cluster\.collective_timeout_s\)",
@@ -193,8 +193,8 @@ def test_a_death_is_told_by_the_groups_name_and_ends_the_wait(
     with pytest.raises(WorkerFailure, match=r"^rollout-1 rank 0 died in generate: (killed|ended)"):
         results(
             [
-                quartet.submit("count", 1, 30.0),
-                mortal.submit("fail", "kill", 0, phase="generate"),
+                quartet.all(Light.count).submit(1, 30.0),
+                mortal.all(Light.fail, phase="generate").submit("kill", 0),
             ]
         )
     assert time.monotonic() - began < 5 * BUSY

@@ -10,7 +10,6 @@ import pytest
 
 from quintet.cluster import group as group_module
 from quintet.cluster.cluster import Cluster
-from quintet.cluster.dispatch import rank_zero
 from quintet.cluster.failures import Failure, explain, root_cause
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.process_probe import Report, tidy
@@ -25,11 +24,11 @@ def test_an_exception_is_told_at_once_and_without_noise(ray_cluster: Cluster) ->
     with WorkerGroup(ray_cluster, Collective, 2) as group:
         began = time.monotonic()
         with pytest.raises(WorkerFailure) as caught:
-            group.call("meet", ["come", "raise"], phase="train")
+            group.all(Collective.meet, phase="train")(["come", "raise"])
         # Rank 0 waits in the all_reduce until the time limit; nobody waits for it.
         assert time.monotonic() - began < 5 * BUSY
         with pytest.raises(WorkerFailure, match="Rank 1 failed in train"):
-            group.call("ping")
+            group.all(Collective.ping)()
     error = caught.value
     assert (error.rank, error.phase) == (1, "train")
     assert error.message.startswith("Rank 1 failed in train: LookupError: expert 7 is missing")
@@ -41,7 +40,7 @@ def test_an_exception_is_told_at_once_and_without_noise(ray_cluster: Cluster) ->
 
 def test_a_killed_rank_is_named_though_its_peers_fail_too(ray_cluster: Cluster) -> None:
     with WorkerGroup(ray_cluster, Collective, 2) as group, pytest.raises(WorkerFailure) as caught:
-        group.call("meet", ["come", "kill"], phase="train")
+        group.all(Collective.meet, phase="train")(["come", "kill"])
     assert caught.value.rank == 1
     assert caught.value.message.startswith("Rank 1 died in train: ")
     assert "kill" in caught.value.message
@@ -51,21 +50,21 @@ def test_a_killed_rank_is_named_though_its_peers_fail_too(ray_cluster: Cluster) 
 def test_other_ends(ray_cluster: Cluster) -> None:
     with WorkerGroup(ray_cluster, Light, 3) as group:
         with pytest.raises(WorkerFailure, match=r"Rank 2 failed in fail: it called sys.exit\(3\)"):
-            group.call("fail", "sys.exit", 2)
+            group.all(Light.fail)("sys.exit", 2)
         group._broken = None
         with pytest.raises(UserError, match=r"^model.path: no such directory$"):
-            group.call("fail", "user", 1)
+            group.all(Light.fail)("user", 1)
         with pytest.raises(WorkerFailure) as caught:
-            group.call("fail", "engine", 1)
+            group.all(Light.fail)("engine", 1)
         assert str(caught.value) == "Rank 1 failed in fail: vLLM: VLLM::Worker_TP1 (process 7) died"
         group._broken = None
         with pytest.raises(WorkerFailure, match=r"Rank 1 died in fail: (.*exit code 7|ended without a word)"):
-            group.call("fail", "os._exit", 1)
+            group.all(Light.fail)("os._exit", 1)
         group._broken = None
         with pytest.raises(
             WorkerFailure, match=r"(?s)Rank 0 died in fail: .*(SIGSEGV|Segmentation).*inner_fail"
         ):
-            group.call("fail", "segfault", 0, dispatch=rank_zero)
+            group.one(Light.fail)("segfault", 0)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_last_words_are_not_of_an_earlier_life(ray_cluster: Cluster) -> None:
             WorkerGroup(ray_cluster, Light, 1, name="revenant") as group,
             pytest.raises(WorkerFailure, match="Rank 0 died in fail") as caught,
         ):
-            group.call("fail", how, 0)
+            group.all(Light.fail)(how, 0)
         return str(caught.value)
 
     assert "last words" in end("kill")
@@ -133,7 +132,7 @@ def test_a_hang_shows_who_waits_and_who_never_came(ray_cluster: Cluster) -> None
         group = WorkerGroup(cluster, Collective, 4)
         began = time.monotonic()
         with pytest.raises(WorkerFailure) as caught:
-            group.call("meet", ["come", "sleep", "hold the lock", "stop"], phase="train")
+            group.all(Collective.meet, phase="train")(["come", "sleep", "hold the lock", "stop"])
         assert time.monotonic() - began < 2 + 5 * BUSY
     error = caught.value
     assert error.rank is None

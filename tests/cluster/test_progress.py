@@ -6,6 +6,7 @@ import pytest
 
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.progress import FIRST_POST_S, KEY_VARIABLE, POST_EVERY_S, Progress
+from tests.cluster.workers import Light
 
 
 def test_short_calls_post_nothing_and_long_ones_not_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +34,7 @@ def test_outside_a_group_nothing_is_posted(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_controller_sees_counts_while_it_waits_and_none_afterwards(quartet: WorkerGroup) -> None:
     seen: list[int] = []
-    quartet.call("count", 14, 0.1, watch=lambda: seen.append(quartet.posted([1, 3])))
+    quartet.all(Light.count).submit(14, 0.1).result(lambda: seen.append(quartet.posted([1, 3])))
     assert seen == sorted(seen)
     assert 0 < max(seen) <= 28
     assert quartet.posted(range(4)) == 0

@@ -26,7 +26,7 @@ NAMES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def placed(group: WorkerGroup) -> dict[str, object]:
     nodes = [process.node_id for _, process in sorted(group._processes.items())]
-    return {"nodes": [nodes.index(node) for node in nodes], "env": group.call("environment", *NAMES)}
+    return {"nodes": [nodes.index(node) for node in nodes], "env": group.all(Light.environment)(*NAMES)}
 
 
 def refusals(address: str) -> list[str]:
@@ -72,12 +72,15 @@ def main() -> None:
             # One rank on each node, the second on the node that is not the controller's.
             settings.ranks, settings.ranks_per_node = 2, 1
             far = WorkerGroup(cluster, Listening, 2)
-            found["total"] = far.call("total", 2.0)
+            found["total"] = far.all(Listening.total)(2.0)
             found["hosts"] = [node["NodeManagerAddress"] for node in ray.nodes()]
-            found["listening"], found["places"] = far.call("addresses"), far.call("place_of")
+            found["listening"], found["places"] = (
+                far.all(Listening.addresses)(),
+                far.all(Listening.place_of)(),
+            )
             began = time.monotonic()
             try:
-                far.call("meet", ["come", "sleep"], phase="train")
+                far.all(Listening.meet, phase="train")(["come", "sleep"])
             except WorkerFailure as error:
                 found["hang"], found["stacks"] = error.message, error.stacks
             found["hang seconds"] = time.monotonic() - began

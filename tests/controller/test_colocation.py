@@ -14,9 +14,10 @@ from quintet.controller.colocation import DeviceHandover
 from quintet.errors import Stopped, UserError, WorkerFailure
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Engine, Rollout
+from tests.cluster.asked import AskedRanks
 
 
-class Asked:
+class Asked(AskedRanks):
     """Trainer and rollouts that write down what they are asked. lost: how many of the next calls lose a rollout."""
 
     apart = True
@@ -27,8 +28,8 @@ class Asked:
         self.there = False
         self.lost: set[str] = set()
 
-    def call(self, method: str, *args: Any, phase: str) -> None:
-        self._note(" ".join([method, *args[0]]) if args else method)
+    def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> None:
+        self._note(" ".join([name, *args[0]]) if args else name)
 
     def missing(self) -> bool:
         return not self.there

@@ -38,5 +38,7 @@ def test_a_command_without_rollouts_counts_nothing():
 
 
 def test_copies_are_added_up():
-    replicas: Any = SimpleNamespace(ask=lambda *a, **k: {0: [{"drafts": 2.0}], 2: [{"drafts": 3.0}], 3: [{}]})
+    replicas: Any = SimpleNamespace(
+        ask=lambda *a, **k: lambda: {0: [{"drafts": 2.0}], 2: [{"drafts": 3.0}], 3: [{}]}
+    )
     assert RolloutReplicas.counts(replicas) == {"drafts": 5.0}

@@ -10,6 +10,7 @@ import pytest
 from quintet.cli import main
 from quintet.cluster.group import WorkerGroup
 from quintet.controller import controller as controller
+from quintet.controller.verbs import Policy
 from quintet.sync.proof import compare
 from tests.engine import moe_models
 from tests.oracle.pool import Pool
@@ -54,9 +55,9 @@ def test_a_flipped_element_ends_the_run_by_name(
 ) -> None:
     """In the second step's weights, after training on the first."""
 
-    def group(cluster: Any, worker: str, *args: Any, **how: Any) -> WorkerGroup:
-        assert worker == "quintet.controller.worker:PolicyWorker"
-        return WorkerGroup(cluster, "tests.train.planted:Flipping", *args, **how)
+    def group(cluster: Any, worker: Any, *args: Any, **how: Any) -> WorkerGroup:
+        assert worker is Policy
+        return WorkerGroup(cluster, planted.Flipping, *args, **how)
 
     monkeypatch.setattr(controller, "WorkerGroup", group)
     recipe = str(ROOT / "recipes" / "laptop_demo.yaml")

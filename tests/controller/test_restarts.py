@@ -10,17 +10,20 @@ import pytest
 
 from quintet.controller import replicas as module
 from quintet.controller.replicas import RESTARTS_IN_A_ROW, RolloutReplicas
+from quintet.controller.verbs import Rollout
 from quintet.errors import QuintetError, RayFailure, UserError, WorkerFailure
 from quintet.recipe import Recipe
-from quintet.recipe.schema import Cluster, Rollout, RolloutLayout
+from quintet.recipe.schema import Cluster, RolloutLayout
+from quintet.recipe.schema import Rollout as Settings
 from quintet.train.session import _what_then
+from tests.cluster.asked import AskedRanks
 
 
-class Group:
+class Group(AskedRanks):
     """A copy that answers nothing itself: `outcomes` does."""
 
-    def submit(self, method: str, *args: Any, **options: Any) -> str:
-        return method
+    def submit(self, verb: Any, *call: Any) -> str:
+        return verb.__name__
 
     def close(self) -> None:
         pass
@@ -30,7 +33,7 @@ def replicas(said: list[str], answers: list[Any], monkeypatch: pytest.MonkeyPatc
     """Two copies, whose calls come to what `answers` has next: a list of (copies', trainer's) values or errors."""
     monkeypatch.setattr(module, "outcomes", lambda calls, watch: answers.pop(0))
     cluster: Any = SimpleNamespace(say=said.append)
-    recipe = Recipe(cluster=Cluster(ranks=2), rollout=Rollout(own_processes=True, restart=True, **rollout))
+    recipe = Recipe(cluster=Cluster(ranks=2), rollout=Settings(own_processes=True, restart=True, **rollout))
     policy: Any = SimpleNamespace(n_ranks=2)
     made = RolloutReplicas(cluster, recipe, Path("model"), policy, SimpleNamespace(sequences=[[1, 2]]))  # type: ignore[arg-type]
     made.groups = [Group(), Group()]  # type: ignore[list-item]
@@ -82,7 +85,7 @@ def test_what_is_no_death_of_a_rollout_ends_the_run(monkeypatch: pytest.MonkeyPa
     said = list[str]()
     one = replicas(said, [[["right"], UserError("a prompt is too long")]], monkeypatch)
     with pytest.raises(UserError, match="too long"):
-        one.ask("score", phase="sync")
+        one.ask(Rollout.score, phase="sync")([])
     one = replicas(said, [[["right"], ["right"], WorkerFailure("rank 0 died")]], monkeypatch)
     trainer: Any = "serve"
     with pytest.raises(WorkerFailure, match=r"^rank 0 died"):
@@ -107,11 +110,11 @@ def test_the_devices_of_one_process_are_on_one_node(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_restart_is_advised_against_deaths_alone() -> None:
-    recipe = Recipe(rollout=Rollout(own_processes=True))
+    recipe = Recipe(rollout=Settings(own_processes=True))
     dead = WorkerFailure("rollout-0 rank 0 died in generate: killed")
     of_vllm = WorkerFailure("rollout-0 rank 0 failed in wake: vLLM: VLLM::EngineCore (process 7) died")
     for death in (dead, of_vllm):
         assert "With rollout.restart=true it would be started anew" in _what_then(recipe, death)
     wrong = WorkerFailure("rollout-0 rank 0 failed in generate: RuntimeError: no kernel", traceback="…")
     assert _what_then(recipe, wrong) == ""
-    assert _what_then(Recipe(rollout=Rollout(own_processes=True, restart=True)), dead) == ""
+    assert _what_then(Recipe(rollout=Settings(own_processes=True, restart=True)), dead) == ""

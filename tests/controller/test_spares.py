@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from quintet.controller.replicas import RolloutReplicas
+from tests.cluster.asked import AskedRanks
 
 
-class Group:
+class Group(AskedRanks):
     """A copy of the rollout that says who was asked."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def submit(self, method: str, *args: Any, **options: Any) -> str:
-        return f"{self.name} {method}"
+    def submit(self, verb: Any, *call: Any) -> str:
+        return f"{self.name} {verb.__name__}"
+
+
+class Policy(AskedRanks):
+    """The trainer's ranks, which give the one copy back."""
+
+    def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> Any:
+        return None, args[0]["b"][0]
 
 
 def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
@@ -32,7 +39,7 @@ def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
         return {number: told[call.split()[1]](call.split()[0]) for number, call in calls.items()}
 
     replicas.collect_survivors = collect_survivors
-    replicas._policy = SimpleNamespace(call=lambda method, samples, *_, **__: (None, samples["b"][0]))
+    replicas._policy = Policy()
     replicas.generate({0: [], 1: []}, None, "a", [], lambda: None)
     replicas.generate({0: [], 1: []}, None, "b", ["a"], lambda: None)
     assert replicas._spares.keys() == {"b"}

@@ -14,6 +14,7 @@ from quintet.recipe import Recipe
 from quintet.recipe.schema import Rollout
 from quintet.rollout import Fingerprints
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
+from tests.cluster.asked import AskedRanks
 
 SHAPES = {"model.norm.weight": (4,), "model.layers.0.mlp.experts.1.up_proj.weight": (4, 2)}
 NORM, EXPERT = SHAPES
@@ -37,8 +38,10 @@ class Ranks:
         return [self.indexers[rank].index for rank in ranks]
 
 
-class Policy:
+class Policy(AskedRanks):
     """Trainer ranks that hold the same whole tensors and score every token alike."""
+
+    n_ranks = 2
 
     def __init__(self) -> None:
         self.prints = {(NORM, BOXES[NORM]): 5, (EXPERT, BOXES[EXPERT]): 7}
@@ -46,22 +49,20 @@ class Policy:
         self.called: list[str] = []
         self.ranks = Ranks([(self.prints, [])] * 2, SHAPES)
 
-    def submit(self, method: str, *, phase: str) -> Any:
-        self.called.append(method)
-        assert method == "fingerprints"
-        told = self.ranks.fingerprints()
-        return SimpleNamespace(result=lambda: told)
+    def submit(self, verb: Any, *call: Any) -> Any:
+        self.called.append(verb.__name__)
+        return super().submit(verb, *call)
 
-    def call(self, method: str, **options: Any) -> Any:
-        self.called.append(method)
-        if method == "shard_index":
-            calls = options["dispatch"].split([{}] * 2, (), {})
-            return self.ranks.shard_indexes([n for n, call in enumerate(calls) if call is not None])
-        if method == "masters":
-            return [self.master] * 2
-        if method == "parameter_type":
+    def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> Any:
+        if name == "fingerprints":
+            return self.ranks.fingerprints()[rank]
+        if name == "shard_index":
+            return self.ranks.shard_indexes([rank])[0]
+        if name == "masters":
+            return self.master
+        if name == "parameter_type":
             return "fp32"
-        return [None, [[self.logprob] * (len(one) - 1) for one in options["sequences"]]]
+        return [[self.logprob] * (len(one) - 1) for one in args[0]] if rank else None
 
 
 class Held:

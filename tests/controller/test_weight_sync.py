@@ -56,8 +56,7 @@ def sync_of(policy: WorkerGroup, rollouts: Rollouts, placement: str) -> WeightSy
 
 
 def told(group: WorkerGroup) -> tuple[int, list[int]]:
-    found: tuple[int, list[int]] = group.call("told")[0]
-    return found
+    return group.one(Taking.told)()
 
 
 def test_receivers_are_asked_once_more_when_they_know_what_they_need(
@@ -67,18 +66,18 @@ def test_receivers_are_asked_once_more_when_they_know_what_they_need(
     rollouts = Rollouts(cut, whole)
     sync = sync_of(policy, rollouts, "colocated")
     sync.bring()
-    assert policy.call("planned") == [1, 1]
+    assert policy.all(Serving.planned)() == [1, 1]
     assert (told(cut), told(whole)) == ((1, [EVERYTHING] * 2), (1, [EVERYTHING]))
     for _ in range(2):
         sync.bring()
-        assert policy.call("planned") == [2, 2]
+        assert policy.all(Serving.planned)() == [2, 2]
         assert [asked for asked, _ in map(told, (cut, whole))] == [2, 2]
         assert all(0.5 * EVERYTHING <= got < 0.8 * EVERYTHING for got in told(cut)[1])
         assert told(whole)[1] == [EVERYTHING]
     rollouts.groups[0] = None  # the one that knew its parts is gone; the other says what it said before
     for asked in (3, 4, 4):
         sync.bring()
-        assert policy.call("planned") == [3, 3]
+        assert policy.all(Serving.planned)() == [3, 3]
         assert told(whole) == (asked, [EVERYTHING])
 
 

@@ -11,35 +11,40 @@ from quintet.controller.weight_sync import WeightSync
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Cluster, Rollout, RolloutLayout
 from quintet.rollout import Wanted
+from tests.cluster.asked import AskedRanks
 
 PARTS = [Wanted("model.norm.weight", ((0, 4),))]
 
 
-class Asked:
+class Asked(AskedRanks):
     """Trainer, rollouts and proof of two copies of one device each; lost: whether the second dies of the next transfer."""
 
     n_ranks = 2
 
     def __init__(self) -> None:
-        self.groups: list[Any] = [self, self]
+        self.groups: list[Any] = [AskedRanks(), AskedRanks()]
         self.wanted: Any = None
         self.plans: list[list[list[str]]] = []
         self.proved = 0
         self.lost = False
 
-    def submit(self, method: str, *args: Any, **options: Any) -> Any:
-        return SimpleNamespace(result=list, others=None)
+    def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> Any:
+        if name == "serve":
+            return SimpleNamespace(bytes=0)
+        if name == "plan_sync":
+            (assignments,) = args
+            if rank == 0:
+                self.plans.append([[spec.id for spec in specs] for specs in assignments])
+            return [SimpleNamespace(receiver=spec.id) for spec in assignments[rank]]
+        return None
 
-    def call(self, method: str, assignments: Any, phase: str) -> Any:
-        self.plans.append([[spec.id for spec in specs] for specs in assignments])
-        return [[SimpleNamespace(receiver=spec.id) for spec in specs] for specs in assignments]
-
-    def ask(self, method: str, *args: Any, phase: str) -> dict[int, Any]:
-        return {number: [[self.wanted]] for number, group in enumerate(self.groups) if group is not None}
+    def ask(self, verb: Any, phase: str) -> Any:
+        there = [number for number, group in enumerate(self.groups) if group is not None]
+        return lambda: {number: [[self.wanted]] for number in there}
 
     def collect_survivors(self, calls: Any, beside: Any = None, watch: Any = None) -> dict[int, Any]:
         if self.lost:
-            self.groups = [self, None]
+            self.groups[1] = None
         return {}
 
     def of(self, copies: Any) -> dict[str, float]:
@@ -62,7 +67,7 @@ def test_a_colocated_receiver_is_served_by_the_rank_on_its_device() -> None:
     one.bring()
     one.bring()
     assert asked.plans == [[[IDS[0]], [IDS[1]]]]  # and stays planned
-    asked.groups = [asked, Asked()]  # made anew
+    asked.groups[1] = AskedRanks()  # made anew
     one.bring()
     assert len(asked.plans) == 2
 

@@ -98,7 +98,7 @@ class Bench:
         ]  # fmt: skip
         earlier = None if before is None else Weights(0, before, before)
         evidence = gather(
-            lambda method, *args: getattr(self.worker, method)(*args),
+            lambda verb, *args: getattr(self.worker, verb.__name__)(*args),
             Replay(2, 1, SAMPLING, samples),
             self.weights,
             earlier,

@@ -49,11 +49,11 @@ def test_ranks_of_a_local_run_listen_on_loopback_whatever_the_environment_says(
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, outward())
     with WorkerGroup(ray_cluster, Listening, 2, name="listening") as group:
-        opened = group.call("addresses")
-        (environment, _) = group.call(
-            "environment", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR"
+        opened = group.all(Listening.addresses)()
+        (environment, _) = group.all(Listening.environment)(
+            "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR"
         )
-        place = group.call("place_of")[0]
+        place = group.one(Listening.place_of)()
     assert all(ranks for ranks in opened)
     assert {address for ranks in opened for address, _ in ranks} == {LOOPBACK}
     assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": LOOPBACK}
@@ -62,7 +62,7 @@ def test_ranks_of_a_local_run_listen_on_loopback_whatever_the_environment_says(
 
 def test_a_rank_s_log_tells_whom_it_refused(ray_cluster: Cluster) -> None:
     with WorkerGroup(ray_cluster, Listening, 1, name="refuses") as group:
-        group.call("refuse")
+        group.all(Listening.refuse)()
         log = ray_cluster.log_dir / "refuses-rank-0.log"
         deadline = time.monotonic() + 10 * BUSY
         while "refused" not in (text := log.read_text()) and time.monotonic() < deadline:

@@ -1,0 +1,19 @@
+"""The verbs of the ranks, for the controller: to types and editors the workers' methods, when it runs their names.
+
+The one table of what is called on ranks that the controller does not import: their modules bring megatron.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quintet.cluster.verbs import StandIn
+
+if TYPE_CHECKING:
+    from quintet.controller.rollout_worker import RolloutWorker as Rollout
+    from quintet.controller.worker import PolicyWorker as Policy
+else:
+    Policy = StandIn("quintet.controller.worker:PolicyWorker")
+    Rollout = StandIn("quintet.controller.rollout_worker:RolloutWorker")
+
+__all__ = ["Policy", "Rollout"]
