@@ -72,13 +72,13 @@ def test_damaged_files(path: Path) -> None:
     length = int.from_bytes(whole[:8], "little")
     damaged = (length).to_bytes(8, "little") + b"[" * length
     for content, said in (
-        (b"", "no whole header"),
-        (whole[:100], "no whole header"),
-        (whole[:-1], "cut short"),
-        (damaged, "header is damaged"),
-        ((2).to_bytes(8, "little") + b"[]", "header is damaged"),
-        ((12).to_bytes(8, "little") + b'{"x": {}    ', "header is damaged"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "no whole header"),
+        (b"", "not a sound safetensors file"),
+        (whole[:100], "not a sound safetensors file"),
+        (whole[:-1], "file not fully covered"),
+        (damaged, "invalid JSON in header"),
+        ((2).to_bytes(8, "little") + b"[]", "invalid JSON in header"),
+        ((12).to_bytes(8, "little") + b'{"x": {}    ', "invalid JSON in header"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "not a sound safetensors file"),
     ):
         file.write_bytes(content)
         message = refused(path)

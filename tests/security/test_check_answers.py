@@ -172,15 +172,13 @@ def test_a_file_that_no_one_would_write_is_named(
     assert (code, wanted in said) == (2, True), said
 
 
-def test_a_header_of_dims_without_end_or_of_a_name_twice_is_named(model: Path, answer: Any) -> None:
-    twice = ",".join(f'"n{i}": 1' for i in range(100_000)) + ', "n99999": 1'
+def test_a_header_of_dims_without_end_is_named(model: Path, answer: Any) -> None:
     shape = ",".join(["9" * 4000] * 1000)
-    entry = f'"a": {{"dtype": "F32", "shape": [{shape}], "data_offsets": [0, 0]}}'
-    for header, wanted in ((twice, "n99999 is there twice"), (entry, "a has no sound dtype, shape")):
-        text = f"{{{header}}}".encode()
-        (model / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-        code, said = answer(of(model))
-        assert (code, wanted in said) == (2, True), said
+    text = f'{{"a": {{"dtype": "F32", "shape": [{shape}], "data_offsets": [0, 0]}}}}'.encode()
+    (model / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    code, said = answer(of(model))
+    assert (code, "model.safetensors: not a sound safetensors file" in said) == (2, True), said
+    assert len(said) < 1000
 
 
 TEMPLATES = {
