@@ -49,9 +49,7 @@ def read_header(file: Path) -> Header:
             length = int.from_bytes(f.read(8), "little")
             content = json.loads(f.read(length))
     except SafetensorError as error:
-        raise UserError(
-            f"{file}: not a sound safetensors file ({str(error):.200}); download it again"
-        ) from None
+        raise UserError(f"{file}: not a sound safetensors file ({error!s:.200}); download it again") from None
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     metadata = content.pop("__metadata__", None) or {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from quintet.rewards.math_process import equivalent
+from quintet.rewards.math_equality import equivalent
 from quintet.rewards.numbers import final_answer, final_number, numbers_in, to_number
 
 _LONGEST_EXPRESSION = 512

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
 
-from quintet.rewards import math_process
+from quintet.rewards import math_equality
 from quintet.rewards.verifiers import exact_match, length, math
 
 
@@ -62,9 +63,9 @@ def test_not_equal(response: str, gold: str) -> None:
 
 def test_pathological_expressions_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tower of powers stops its interpreter for good: it costs a time limit and a new process, not the run."""
-    monkeypatch.setattr(math_process, "TIMEOUT_S", 0.5)
-    math_process.equivalent.cache_clear()
-    assert math_process.equivalent("\\sqrt{12}", "2\\sqrt{3}")
+    monkeypatch.setattr(math_equality, "TIMEOUT_S", 0.5)
+    math_equality.equivalent.cache_clear()
+    assert math_equality.equivalent("\\sqrt{12}", "2\\sqrt{3}")
     start = time.perf_counter()
     for tower in ("9^{9^{9^{9}}}", "(9^{9})!^{9^9}", "9**9**9**9", "{" * 400 + "}" * 400):
         assert math("", f"\\boxed{{{tower}}}", "\\sqrt{12}") == 0.0
@@ -72,22 +73,21 @@ def test_pathological_expressions_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.perf_counter() - start < 60
 
 
-def test_a_dead_worker_is_replaced_and_none_is_left() -> None:
-    math_process.equivalent.cache_clear()
-    assert math_process.equivalent("\\sqrt{12}", "2\\sqrt{3}")
-    worker = math_process._processes[os.getpid()]
-    first = worker._process
+def test_a_dead_child_is_replaced_and_none_is_left() -> None:
+    math_equality.equivalent.cache_clear()
+    assert math_equality.equivalent("\\sqrt{12}", "2\\sqrt{3}")
+    child = math_equality._child(os.getpid())
+    first = child.pid
     assert first is not None
-    first.kill()
-    first.wait()
-    assert math_process.equivalent("\\sqrt{20}", "2\\sqrt{5}")
-    second = worker._process
-    assert second is not None
-    assert second.pid != first.pid
-    # The worker ends with its input, so it cannot outlive a process that was killed.
-    assert second.stdin is not None
-    second.stdin.close()
-    assert second.wait(timeout=10) == 0
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    assert math_equality.equivalent("\\sqrt{20}", "2\\sqrt{5}")
+    second = child.pid
+    assert second not in (None, first)
+    # It ends with its questions, so it cannot outlive a process that was killed.
+    child._questions.close()
+    assert os.waitpid(second, 0) == (second, 0)
+    child.pid = None
 
 
 def test_exact_match_and_length() -> None:

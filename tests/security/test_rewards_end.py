@@ -7,13 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from quintet.rewards import math_process
+from quintet.rewards import math_equality
 from quintet.rewards.load import BUILT_IN, load_reward
-from quintet.rewards.math_worker import PROCESSOR_S
+from quintet.rewards.math_equality import PROCESSOR_S
 from tests.patience import BUSY
 
 ROWS = range(6)
@@ -48,34 +49,29 @@ LONG = [
 @pytest.fixture(autouse=True)
 def worker() -> Iterator[None]:
     """math-verify is loaded, which is no answer's time, and what earlier tests asked is forgotten."""
-    math_process.equivalent.cache_clear()
-    assert math_process.equivalent("\\sqrt{12}", "2\\sqrt{3}")
+    math_equality.equivalent.cache_clear()
+    assert math_equality.equivalent("\\sqrt{12}", "2\\sqrt{3}")
     yield
-    math_process.equivalent.cache_clear()
+    math_equality.equivalent.cache_clear()
 
 
 def child() -> int:
     """The process that answers."""
-    process = math_process._processes[os.getpid()]._process
-    assert process is not None
-    deadline = time.monotonic() + 60
-    while not (text := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()):
-        assert time.monotonic() < deadline  # one has just ended, and the next is not yet there
-    return int(text)
+    pid = math_equality._child(os.getpid()).pid
+    assert pid is not None
+    return pid
 
 
 def spent() -> float:
-    """Processor time of this process, of the one that forks those that answer, and of all of these."""
-    process = math_process._processes[os.getpid()]._process
-    assert process is not None
+    """Processor time of this process, of the child that answers, and of those that have ended."""
     ticks = 0
-    for pid, first, last in (
-        (process.pid, 11, 15),
-        (child(), 11, 13),
-    ):  # utime, stime, and those of ended children
+    if (pid := math_equality._child(os.getpid()).pid) is not None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += sum(map(int, fields[first:last]))
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+        ticks = sum(map(int, fields[11:13]))  # utime, stime
+    ended = os.times()
+    return (
+        time.process_time() + ended.children_user + ended.children_system + ticks / os.sysconf("SC_CLK_TCK")
+    )
 
 
 MOST_S = BUSY * 0.1 + PROCESSOR_S
@@ -115,7 +111,7 @@ def test_a_busy_machine_costs_no_answer() -> None:
     answering = child()
     os.kill(answering, signal.SIGSTOP)
     threading.Timer(3 * PROCESSOR_S, os.kill, (answering, signal.SIGCONT)).start()
-    assert math_process.equivalent("\\sqrt{20}", "2\\sqrt{5}") is True
+    assert math_equality.equivalent("\\sqrt{20}", "2\\sqrt{5}") is True
     assert child() == answering
 
 
@@ -124,17 +120,17 @@ def test_a_process_that_never_answers_is_replaced(monkeypatch: pytest.MonkeyPatc
     os.kill(answering, signal.SIGSTOP)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(math_process, "TIMEOUT_S", 0.5)
-            assert math_process.equivalent("\\sqrt{20}", "2\\sqrt{5}") is None
+            patched.setattr(math_equality, "TIMEOUT_S", 0.5)
+            assert math_equality.equivalent("\\sqrt{20}", "2\\sqrt{5}") is None
     finally:
-        os.kill(answering, signal.SIGCONT)
-    assert math_process.equivalent("\\sqrt{45}", "3\\sqrt{5}") is True
+        with suppress(ProcessLookupError):
+            os.kill(answering, signal.SIGCONT)
+    assert math_equality.equivalent("\\sqrt{45}", "3\\sqrt{5}") is True
 
 
 def test_a_child_that_dies_between_questions_shifts_no_answer() -> None:
     first = child()
     os.kill(first, signal.SIGKILL)
-    while child() == first:
-        time.sleep(0.01)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
     asked = {"\\sqrt{20}": True, "\\sqrt{30}": False, "\\sqrt{20}+0": True}
-    assert {gold: math_process.equivalent(gold, "2\\sqrt{5}") for gold in asked} == asked
+    assert {gold: math_equality.equivalent(gold, "2\\sqrt{5}") for gold in asked} == asked
