@@ -173,6 +173,9 @@ def of_config(config: Any, seed: int = 0) -> Any:
     """A model of any configuration, with weights as `drawn` makes them."""
     torch.manual_seed(seed)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for module in made.modules():
+        if hasattr(module, "limit") and hasattr(config, "swiglu_limit"):
+            module.limit = config.swiglu_limit  # transformers before 5.19 takes 7.0, whatever the configuration says
     with torch.no_grad():
         for key, p in made.named_parameters():
             if key.endswith("router.bias"):

@@ -50,7 +50,8 @@ class Pool:
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
-        self._context = multiprocessing.get_context("forkserver")
+        # What the fork server has imported may have started CUDA, which no process that is forked from it can use then.
+        self._context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         self._context.set_forkserver_preload(FORKED)
         self._workers: list[tuple[Any, Connection]] = []
         self._store: dist.TCPStore | None = None
