@@ -9,7 +9,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from inspect import signature
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 import torch
 
@@ -22,7 +23,8 @@ from quintet.typed import Typed, Words
 # A worker imports this before it meets the others.
 compat.stores_on_loopback()
 
-EXTENSION = f"{__name__}.Extension"
+P = ParamSpec("P")
+T = TypeVar("T")
 ANSWER, RAISED = b"answer", b"raised"
 
 
@@ -115,12 +117,16 @@ _ERRORS = {kind.__name__: kind for kind in (QuintetError, SyncFailure, SyncMisma
 """Errors that come back as themselves; of others it is their text."""
 
 
-def call(name: str, arguments: tuple[Any, ...]) -> bytes:
-    """Return the message that has `called` call a method."""
-    return name.encode() + b"\n" + VERBS[name].arguments.dump(arguments)
+def message(
+    verb: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs
+) -> tuple[str, None, tuple[bytes]]:
+    """Return what vLLM's `collective_rpc` is given to have the workers call a method."""
+    given = signature(verb).bind(None, *args, **kwargs).args[1:]
+    told = verb.__name__.encode() + b"\n" + VERBS[verb.__name__].arguments.dump(given)
+    return Extension.called.__name__, None, (told,)
 
 
-def answers(name: str, replies: list[bytes]) -> list[Any]:
+def answers(verb: Callable[..., T], replies: list[bytes]) -> list[T]:
     """Return what the workers answered to a call of this method. Raises the first worker's error, with its traceback as the
     cause; QuintetError for what is no answer to it."""
     found = []
@@ -131,5 +137,5 @@ def answers(name: str, replies: list[bytes]) -> list[Any]:
             known = _ERRORS.get(raised.kind)
             error = known(raised.message) if known else RuntimeError(f"{raised.kind}: {raised.message}")
             raise error from RuntimeError(f"in vLLM's worker of rank {rank}:\n{raised.where}")
-        found.append(VERBS[name].answer.load(told, f"vLLM's worker of rank {rank}"))
+        found.append(VERBS[verb.__name__].answer.load(told, f"vLLM's worker of rank {rank}"))
     return found

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from quintet.errors import QuintetError
 from quintet.rollout import external_engine as served
 from quintet.rollout.external_engine import Job
 from quintet.rollout.vllm.sampling import told
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,8 @@ class Answer(served.Answer):
 class Engine(served.Engine[Job, Answer], Protocol):
     """One vLLM engine, whichever way it is driven."""
 
-    def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all workers, between steps; their answers in the order of ranks."""
+    def rpc(self, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Call a method of `Extension` in all workers, between steps; their answers in the order of ranks."""
         ...
 
     def counts(self) -> dict[str, float]:

@@ -9,16 +9,17 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from quintet.rollout.external_engine import Job, Progress
 from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_request
-from quintet.rollout.vllm.extension import answers, call
+from quintet.rollout.vllm.extension import answers, message
 from quintet.rollout.vllm.jobs import Answer, answer
 from quintet.rollout.vllm.sampling import told
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -105,12 +106,10 @@ class OfflineEngine:
         """What the engine answers. One in this process is asked in this thread, which has its device and streams."""
         return self._watch.call(function) if self._apart else function()
 
-    def rpc(self, method: str, *args: Any) -> list[Any]:
+    def rpc(self, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         with self._between_steps():
-            message = call(method, args)
-            return answers(
-                method, self._answer_of(lambda: self._engine.collective_rpc("called", args=(message,)))
-            )
+            told = message(verb, *args, **kwargs)
+            return answers(verb, self._answer_of(lambda: self._engine.collective_rpc(*told)))
 
     def counts(self) -> dict[str, float]:
         return dict(self._counts.counts)
@@ -120,19 +119,23 @@ class OfflineEngine:
             self._answer_of(lambda: self._engine.reset_prefix_cache(reset_running_requests=True))
 
     def pause(self) -> None:
+        from vllm.v1.engine.core import EngineCore
+
         with self._between_steps():
             self._paused = True
-            self._schedule("pause_scheduler", "keep", False)
+            self._schedule(EngineCore.pause_scheduler, "keep", False)
 
     def resume(self) -> None:
+        from vllm.v1.engine.core import EngineCore
+
         with self._between_steps():
-            self._schedule("resume_scheduler")
+            self._schedule(EngineCore.resume_scheduler)
             self._paused = False
 
-    def _schedule(self, what: str, *args: Any) -> None:
+    def _schedule(self, verb: Callable[..., Any], *args: Any) -> None:
         """Tell a core in a process of its own, which steps whether or not it is asked for what it made."""
         if self._apart:
-            self._answer_of(lambda: self._engine.engine_core.call_utility(what, *args))
+            self._answer_of(lambda: self._engine.engine_core.call_utility(verb.__name__, *args))
 
     def abort(self) -> None:
         with self._between_steps():

@@ -24,6 +24,7 @@ from quintet.rollout.base import (
 )
 from quintet.rollout.external_engine import ExternalEngineRollout, Job, Progress
 from quintet.rollout.vllm import compat, runners
+from quintet.rollout.vllm.extension import Extension
 from quintet.rollout.vllm.jobs import Answer, Engine
 from quintet.rollout.vllm.offline import OfflineEngine
 from quintet.rollout.vllm.routes import heard, routes_of
@@ -66,12 +67,12 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         self._tp = int(arguments["tensor_parallel_size"])
         self._hears = recipe.rollout.return_routes and device == "cpu"
         if self._hears:
-            self._engine.rpc("listen_for_routes")
+            self._engine.rpc(Extension.listen_for_routes)
         self._alone = placement_of(recipe).adapters_separate
         # The directory holds other weights, or no adapters.
         self._forgot = recipe.rollout.quantization is not None or self._alone
         if self._alone:
-            check_taken(self._engine.rpc("read_frozen"))
+            check_taken(self._engine.rpc(Extension.read_frozen))
 
     # jobs
 
@@ -94,7 +95,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
 
     def _add_routes(self, samples: list[Sample], answers: list[Answer], prompts: list[int]) -> None:
         """What was given up before it was read to its last token but one has no routes."""
-        heard_here = heard(self._engine.rpc("take_routes"), self._tp) if self._hears else {}
+        heard_here = heard(self._engine.rpc(Extension.take_routes), self._tp) if self._hears else {}
         by_name = {compat.asked_as(name): routes for name, routes in heard_here.items()}
         for sample, made, prompt in zip(samples, answers, prompts, strict=True):
             told = by_name.get(made.name, made.routes)
@@ -109,7 +110,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
     def receivers(self) -> list[list[Wanted] | None]:
         """One a device: whole tensors, out of which vLLM's own loading cuts its part; or, once that has shown which parts
         those are, the parts. Quantised tensors travel whole, with their scales."""
-        wanted: list[list[Wanted] | None] = self._engine.rpc("wanted_weights")
+        wanted = self._engine.rpc(Extension.wanted_weights)
         return wanted if self._recipe.quantization is None else [None] * len(wanted)
 
     def update_weights(self, source: WeightSource) -> None:
@@ -118,12 +119,12 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         SyncMismatch naming tensors that did not come, or that vLLM's model has no place for; after any error the weights are
         undefined, and nothing goes on, until the next ones have come."""
         with self._weights_arriving():
-            check_taken(self._engine.rpc("take_weights", source.words()))
+            check_taken(self._engine.rpc(Extension.take_weights, source.words()))
             self._engine.forget_prefixes()
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
         """Fingerprints of the workers' live weights, and the names of tensors that vLLM keeps in another form."""
-        return combine(self._engine.rpc("read_fingerprints"))
+        return combine(self._engine.rpc(Extension.read_fingerprints))
 
     def sleep(self, level: int) -> None:
         """Give up the KV cache, and at level 1, which keeps a copy on the host, and 2, which forgets them, the weights; frozen
@@ -135,10 +136,10 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
             return
         self._engine.pause()
         if "kv_cache" in self._asleep:  # vLLM gives the weights up together with it
-            self._engine.rpc("wake_part", "kv_cache")
+            self._engine.rpc(Extension.wake_part, "kv_cache")
         self._engine.forget_prefixes()
         deeper = "weights" not in self._asleep
-        self._engine.rpc("fall_asleep", level if deeper else 0)
+        self._engine.rpc(Extension.fall_asleep, level if deeper else 0)
         self._asleep |= parts_of(level)
         self._forgot = self._forgot or (deeper and level == 2)
 
@@ -146,6 +147,6 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         """Take memory again. After level 2 the weights are undefined until `update_weights`."""
         if part not in self._asleep:
             return
-        self._engine.rpc("wake_part", part)
+        self._engine.rpc(Extension.wake_part, part)
         self._asleep.discard(part)
         self._go_on()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from quintet.rollout.external_engine import Job, Progress
 from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_request
-from quintet.rollout.vllm.extension import answers, call
+from quintet.rollout.vllm.extension import answers, message
 from quintet.rollout.vllm.jobs import Answer, answer
 
+P = ParamSpec("P")
 T = TypeVar("T")
 ABORTS_AGAIN_S = 0.02
 
@@ -72,11 +73,9 @@ class ServerEngine:
             self._under_way.discard(name)
         raise RuntimeError(f"vLLM ended request {name} without an answer")
 
-    def rpc(self, method: str, *args: Any) -> list[Any]:
+    def rpc(self, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         with self._watch.named():
-            return answers(
-                method, self._do(self._engine.collective_rpc("called", args=(call(method, args),)))
-            )
+            return answers(verb, self._do(self._engine.collective_rpc(*message(verb, *args, **kwargs))))
 
     def counts(self) -> dict[str, float]:
         return compat.counters()

@@ -18,7 +18,7 @@ from quintet.rollout.external_engine import longest
 from quintet.rollout.options import passed_through
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_arguments
-from quintet.rollout.vllm.extension import EXTENSION
+from quintet.rollout.vllm.extension import Extension
 from quintet.rollout.vllm.fp8 import fp8_arguments
 from quintet.rollout.vllm.sampling import mode_of
 
@@ -51,7 +51,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         "generation_config": "vllm",  # what ends a response is said with each request
         "logprobs_mode": mode_of(rollout),
         "disable_log_stats": False,  # counters of speculation
-        "worker_extension_cls": EXTENSION,
+        "worker_extension_cls": f"{Extension.__module__}.{Extension.__name__}",
     }
     if layout.tp * layout.pp > 1:
         arguments["distributed_executor_backend"] = "mp"
