@@ -79,7 +79,11 @@ def test_room_does_not_use_torch_distributed(room: str) -> None:
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("quintet.train.ppo", ["torch._dynamo", "torch._inductor", "megatron", "wandb"]),
+        ("quintet.controller.verbs", ["torch", "megatron", "transformers", "quintet.controller.worker"]),
+        (
+            "quintet.train.ppo",
+            ["torch._dynamo", "torch._inductor", "megatron", "quintet.controller.worker", "wandb"],
+        ),
         ("quintet.controller.worker", ["torch._dynamo", "torch._inductor", "wandb"]),
         ("quintet.controller.rollout_worker", ["torch._dynamo", "torch._inductor", "wandb"]),
     ],
