@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quintet.algorithms.advantages import Advantages, Scored
 from quintet.algorithms.aggregation import token_weights
+from quintet.cluster.progress import Progress
 from quintet.controller.messages import Assignment, Trained
+from quintet.controller.objective import Objective, ValueObjective
 from quintet.controller.sample_store import trained_samples
 from quintet.data.batch import Batch, concat, make_batch, offsets, sample_ids, set_tokens, tokens
 from quintet.packing import RankCell, rank_cells
@@ -98,6 +102,31 @@ class HeldBatch:
             seen = (sample_ids(one.batch)[on], tokens(one.batch, "old_logprobs")[on])
             told |= trained_samples(one.batch, one.replayed(), [seen])
         return told
+
+
+class WatchedObjective:
+    """The objective of a mini-batch, which is called once a micro-batch: posts how many are done, and keeps what is to be told of
+    the samples whose number is asked for."""
+
+    def __init__(
+        self, objective: Objective | ValueObjective, mini: HeldMiniBatch, progress: Progress
+    ) -> None:
+        self._objective, self._mini, self._progress = objective, mini, progress
+        self._wanted = mini.replayed() if isinstance(objective, Objective) else {}
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._done = itertools.count()
+        progress.begin()
+
+    def __call__(self, outputs: Any, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        self._progress(next(self._done))
+        share = self._objective(outputs, fields)
+        if self._wanted:
+            self._seen.append((fields["sample"], fields["old_logprobs"]))
+        return share
+
+    def replayed(self) -> dict[int, Trained]:
+        """Return those samples as they were trained on."""
+        return trained_samples(self._mini.batch, self._wanted, self._seen)
 
 
 class HeldBatches:

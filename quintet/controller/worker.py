@@ -6,7 +6,6 @@ ranks that generated them until the controller has planned who trains on what; t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from quintet.algorithms.advantages import Advantages, Scored
 from quintet.cluster.progress import Progress
 from quintet.cluster.worker import Place, Worker
 from quintet.controller.engines import Engines
-from quintet.controller.held_batches import HeldBatches, SampleFields
+from quintet.controller.held_batches import HeldBatches, SampleFields, WatchedObjective
 from quintet.controller.in_process_rollout import InProcessRollout
 from quintet.controller.messages import (
     Assignment,
@@ -28,13 +27,12 @@ from quintet.controller.messages import (
 )
 from quintet.controller.objective import Objective, ValueObjective
 from quintet.controller.sample_store import Place as KeptPlace
-from quintet.controller.sample_store import SampleStore, cut, trained_samples
+from quintet.controller.sample_store import SampleStore, cut
 from quintet.data.batch import Batch, make_batch, offsets, set_tokens, token_count
 from quintet.data.tokenizer import load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES
 from quintet.engine.lora import split_adapters
-from quintet.engine.outputs import Loss
 from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.errors import UserError
 from quintet.models import trained_shape
@@ -195,38 +193,15 @@ class PolicyWorker(Worker):
         self, *, batch: str, number: int, role: str, placement: str, objective: Objective | ValueObjective
     ) -> MiniBatchTold | None:
         """The gradients of a mini-batch. Ranks of the last stage tell what it came to."""
-        one = self.batches[batch, placement].minis[number]
-        wanted = one.replayed() if isinstance(objective, Objective) else {}
-        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if wanted else None
-        loss = self._counted(objective, seen)
-        result = self.roles.forward_backward(role, one, loss, objective.temperature)
-        if result is None:
-            return None
-        return MiniBatchTold(result.loss, result.tally, trained_samples(one.batch, wanted, seen or []))
+        mini = self.batches[batch, placement].minis[number]
+        loss = WatchedObjective(objective, mini, self._progress)
+        result = self.roles.forward_backward(role, mini, loss, objective.temperature)
+        return None if result is None else MiniBatchTold(result.loss, result.tally, loss.replayed())
 
     def optimizer_step(self, *, role: str) -> OptimizerTold:
         """One step on the gradients of the mini-batch before."""
         step = self.roles.optimizer_step(role)
         return OptimizerTold(step["grad_norm"], step["lr"])
-
-    def _counted(
-        self,
-        objective: Objective | ValueObjective,
-        seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
-    ) -> Loss:
-        """The objective, which is called once a micro-batch, counting as it is called. seen: gets the samples of its
-        tokens and their old log-probs."""
-        self._progress.begin()
-        done = itertools.count()
-
-        def count(outputs: Any, fields: Any) -> Any:
-            self._progress(next(done))
-            share = objective(outputs, fields)
-            if seen is not None:
-                seen.append((fields["sample"], fields["old_logprobs"]))
-            return share
-
-        return count
 
     # the devices change hands: see `quintet.controller.colocation`
 
