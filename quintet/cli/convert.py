@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,68 +13,51 @@ if TYPE_CHECKING:
     from quintet.engine.convert.parts import Converted
 
 
-@dataclass(frozen=True)
-class _Convert(Command):
-    """The one command that takes no recipe."""
-
-    def parser(self) -> argparse.ArgumentParser:
-        """Two directions, each with its paths and options."""
-        parser = argparse.ArgumentParser(
-            prog=f"quintet {self.name}",
-            usage=f"quintet {self.name} hf-to-mcore|mcore-to-hf SOURCE DESTINATION [options]",
-            description=self.description,
-            epilog=f"examples:\n{self.examples}\n\nexit codes: 0 done, 2 something to put right, 130 Ctrl-C",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Two directions, each with its paths and options."""
+    directions = parser.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
+    to_mcore = directions.add_parser(
+        "hf-to-mcore",
+        help="a Hugging Face directory becomes a megatron-core checkpoint",
+        allow_abbrev=False,
+    )
+    to_hf = directions.add_parser(
+        "mcore-to-hf",
+        help="a megatron-core checkpoint becomes a Hugging Face directory",
+        allow_abbrev=False,
+    )
+    for one in (to_mcore, to_hf):
+        one.add_argument("source", metavar="SOURCE", type=Path, help="the directory to read")
+        one.add_argument("destination", metavar="DESTINATION", type=Path, help="the directory to make")
+        one.add_argument(
+            "--dtype",
+            metavar="TYPE",
+            help="of all weights: fp32, bf16 or fp16 (default: each keeps its own)",
         )
-        directions = parser.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
-        to_mcore = directions.add_parser(
-            "hf-to-mcore",
-            help="a Hugging Face directory becomes a megatron-core checkpoint",
-            allow_abbrev=False,
+        one.add_argument(
+            "--family",
+            metavar="FILE.py:Class",
+            help="a model family of your own, as model.family in a recipe",
         )
-        to_hf = directions.add_parser(
-            "mcore-to-hf",
-            help="a megatron-core checkpoint becomes a Hugging Face directory",
-            allow_abbrev=False,
+    for name, what in (
+        ("tp", "tensor"),
+        ("pp", "pipeline"),
+        ("ep", "expert"),
+        ("vpp", "virtual pipeline"),
+    ):
+        to_mcore.add_argument(
+            f"--{name}",
+            type=int,
+            default=1,
+            help=f"{what} parallel size that the files are cut for (default: 1)",
         )
-        for one in (to_mcore, to_hf):
-            one.add_argument("source", metavar="SOURCE", type=Path, help="the directory to read")
-            one.add_argument("destination", metavar="DESTINATION", type=Path, help="the directory to make")
-            one.add_argument(
-                "--dtype",
-                metavar="TYPE",
-                help="of all weights: fp32, bf16 or fp16 (default: each keeps its own)",
-            )
-            one.add_argument(
-                "--family",
-                metavar="FILE.py:Class",
-                help="a model family of your own, as model.family in a recipe",
-            )
-        for name, what in (
-            ("tp", "tensor"),
-            ("pp", "pipeline"),
-            ("ep", "expert"),
-            ("vpp", "virtual pipeline"),
-        ):
-            to_mcore.add_argument(
-                f"--{name}",
-                type=int,
-                default=1,
-                help=f"{what} parallel size that the files are cut for (default: 1)",
-            )
-        to_mcore.add_argument("--etp", type=int, help="tensor parallel size of experts (default: tp)")
-        to_hf.add_argument(
-            "--hf",
-            metavar="DIRECTORY",
-            type=Path,
-            help="where config.json and the tokenizer come from (default: what hf-to-mcore left in the checkpoint, or the model of the run's recipe)",
-        )
-        return parser
-
-    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Bad options end the program with code 2."""
-        return self.parser().parse_args(list(arguments))
+    to_mcore.add_argument("--etp", type=int, help="tensor parallel size of experts (default: tp)")
+    to_hf.add_argument(
+        "--hf",
+        metavar="DIRECTORY",
+        type=Path,
+        help="where config.json and the tokenizer come from (default: what hf-to-mcore left in the checkpoint, or the model of the run's recipe)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -114,7 +95,7 @@ def _run(arguments: argparse.Namespace) -> Converted:
         return hf_to_mcore(*paths, **sizes, dtype=arguments.dtype, progress=progress)
 
 
-COMMAND = _Convert(
+COMMAND = Command(
     name="convert",
     summary="Hugging Face directory to megatron-core checkpoint and back",
     description="""\
@@ -127,4 +108,8 @@ appears only once it is whole. mcore-to-hf also reads a quintet run's checkpoint
   quintet convert mcore-to-hf Qwen3-8B-mcore Qwen3-8B-again
   quintet convert mcore-to-hf runs/demo-20261121-100000/checkpoints/step-000012 step-12""",
     run=run,
+    add_options=_add_options,
+    usage="hf-to-mcore|mcore-to-hf SOURCE DESTINATION [options]",
+    codes="0 done, 2 something to put right, 130 Ctrl-C",
+    of_recipe=False,
 )

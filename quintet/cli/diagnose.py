@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,34 +17,16 @@ NAMED = 4
 """Exit code where a place was named."""
 
 
-@dataclass(frozen=True)
-class _Diagnose(Command):
-    """Takes a run directory instead of a recipe."""
-
-    def parser(self) -> argparse.ArgumentParser:
-        """What is to be diagnosed, the run, and which step of it."""
-        parser = argparse.ArgumentParser(
-            prog="quintet diagnose",
-            usage="quintet diagnose mismatch RUN [--step N]",
-            description=self.description,
-            epilog=f"examples:\n{self.examples}\n\nexit codes: 0 they agree, 4 a place was named, 2 something to put right, 3 a "
-            "worker failed, 130 Ctrl-C",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        parser.add_argument("what", choices=["mismatch"], help="rollout and trainer disagree in log-probs")
-        parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
-        parser.add_argument(
-            "--step",
-            metavar="N",
-            type=int,
-            help="the step whose samples are replayed (default: the newest that can be)",
-        )
-        return parser
-
-    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Bad options end the program with code 2."""
-        return self.parser().parse_intermixed_args(list(arguments))
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """What is to be diagnosed, the run, and which step of it."""
+    parser.add_argument("what", choices=["mismatch"], help="rollout and trainer disagree in log-probs")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run directory")
+    parser.add_argument(
+        "--step",
+        metavar="N",
+        type=int,
+        help="the step whose samples are replayed (default: the newest that can be)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,7 +70,7 @@ def _print(found: Found) -> None:
     print(f"They part at: {diagnosis.place}. {diagnosis.sentence}\nWhat to do: {diagnosis.advice}")
 
 
-COMMAND = _Diagnose(
+COMMAND = Command(
     name="diagnose",
     summary="where rollout and trainer part, from a run's saved samples",
     description="""\
@@ -103,4 +83,8 @@ rank; then with every cause that could explain what was recorded. It needs the d
   quintet diagnose mismatch runs/demo-20261121-100000
   quintet diagnose mismatch runs/demo-20261121-100000 --step 12""",
     run=run,
+    add_options=_add_options,
+    usage="mismatch RUN [--step N]",
+    codes="0 they agree, 4 a place was named, 2 something to put right, 3 a worker failed, 130 Ctrl-C",
+    of_recipe=False,
 )

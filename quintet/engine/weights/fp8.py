@@ -1,0 +1,89 @@
+"""Matrices in 8 bits, as Hugging Face directories of FP8 models hold them (DeepSeek-V3, https://arxiv.org/abs/2412.19437,
+section 3.3.2): `X.weight` in float8_e4m3fn, and `X.weight_scale_inv` with an fp32 scale for each block of 128 × 128. A weight
+is its 8-bit number times its block's scale; blocks at the lower and right edges may be smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from quintet.errors import UserError
+from quintet.models import ModelShape, family_named
+from quintet.models.lora import linears
+
+BLOCK = 128
+DTYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(DTYPE).max
+SCALE = "_scale_inv"
+"""What the name of a matrix's scales ends in, after that of the matrix."""
+CHUNK_BLOCKS = 1024
+"""Blocks that are worked on at a time, in fp32: 64 MiB."""
+
+
+def quantized_names(shape: ModelShape) -> set[str]:
+    """The tensors of a model that are quantized: the linear layers of attention, feed-forward parts and experts.
+
+    Raises UserError for a model whose experts are one tensor a layer, for which there is no such format.
+    """
+    weights = list(family_named(shape.family).weights(shape))
+    if any(one.stack is not None for one in weights):
+        raise UserError(
+            f"rollout.quantization=fp8: {shape.family} has all experts of a layer in one tensor, of which no format with "
+            "scales of 128 × 128 blocks is known; remove it"
+        )
+    return {f"{part.name}.weight" for linear in linears(weights) for part in linear.parts}
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of the scales of a matrix [rows, columns]."""
+    rows, columns = shape
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+@torch.no_grad()
+def quantize(matrix: Tensor, quantized: Tensor, scales: Tensor) -> None:
+    """Write a matrix [rows, columns] into `quantized`, float8 of the same shape, and `scales`, fp32 (`scales_shape`)."""
+    for rows, of_blocks in _chunks(matrix):
+        blocks = _in_blocks(matrix[rows])
+        scale = scale_of(blocks.abs().amax((1, 3)))
+        scales[of_blocks] = scale
+        height, width = matrix[rows].shape
+        quantized[rows] = rounded(blocks, scale[:, None, :, None]).flatten(2).flatten(0, 1)[:height, :width]
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """The scales of blocks of these largest magnitudes, fp32."""
+    return torch.where(largest > 0, largest / LARGEST, 1.0)
+
+
+def rounded(numbers: Tensor, scale: Tensor) -> Tensor:
+    """fp32 numbers, which are overwritten, in 8 bits, given each one's scale."""
+    # Rounding of the scale may put the largest a little beyond the type's range, where it would be NaN.
+    return numbers.div_(scale).clamp_(-LARGEST, LARGEST).to(DTYPE)
+
+
+def dequantize(quantized: Tensor, scales: Tensor) -> Tensor:
+    """The matrix in fp32."""
+    rows, columns = quantized.shape
+    by_row = scales.repeat_interleave(BLOCK, 0)[:rows]
+    return quantized.float() * by_row.repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+def _chunks(matrix: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Rows that are whole rows of blocks, and those rows of blocks."""
+    down, across = scales_shape(tuple(matrix.shape))
+    step = max(CHUNK_BLOCKS // across, 1)
+    for start in range(0, down, step):
+        stop = min(start + step, down)
+        yield slice(start * BLOCK, stop * BLOCK), slice(start, stop)
+
+
+def _in_blocks(rows: Tensor) -> Tensor:
+    """[blocks down, 128, blocks across, 128] in fp32, zeros beyond the edges."""
+    down, across = scales_shape(tuple(rows.shape))
+    padded = rows.new_zeros((down * BLOCK, across * BLOCK), dtype=torch.float32)
+    padded[: rows.shape[0], : rows.shape[1]] = rows
+    return padded.view(down, BLOCK, across, BLOCK)
