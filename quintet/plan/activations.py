@@ -22,7 +22,7 @@ each row's expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from quintet.models import MlaShape, MoeShape
 from quintet.models.lora import LoraShape, adapted, linears
@@ -35,46 +35,20 @@ SINK_DIMS = 8
 """As `quintet.engine.layers.attention_sinks.SPARE` has it."""
 
 
-@dataclass(frozen=True)
 class _Sizes:
-    """Sizes on one rank. t: tokens; s: tokens between blocks; w: bytes an element. q, kv, v: width of all queries, of
-    all keys and of all values here."""
+    """Sizes on one rank. t: tokens; s: tokens between blocks; w: bytes an element. recomputed: modules that are."""
 
-    setup: Setup
-    recomputed: frozenset[str]
-
-    @property
-    def t(self) -> int:
-        return self.setup.tokens
-
-    @property
-    def s(self) -> int:
-        return self.setup.tokens_between_blocks
-
-    @property
-    def w(self) -> int:
-        return self.setup.width
-
-    @property
-    def hidden(self) -> int:
-        return self.setup.shape.hidden_size
-
-    @property
-    def heads(self) -> int:
-        return self.setup.shape.heads // self.setup.layout.tp
-
-    @property
-    def kv_heads(self) -> int:
-        return self.setup.shape.kv_heads // self.setup.layout.tp
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.setup.device == "cuda"
+    def __init__(self, setup: Setup, recomputed: Iterable[str] = ()) -> None:
+        self.setup, self.recomputed = setup, frozenset(recomputed)
+        self.t, self.s, self.w = setup.tokens, setup.tokens_between_blocks, setup.width
+        shape, tp = setup.shape, setup.layout.tp
+        self.hidden, self.heads, self.kv_heads = shape.hidden_size, shape.heads // tp, shape.kv_heads // tp
+        self.on_gpu = setup.device == "cuda"
 
 
 def of_chunk(setup: Setup, layers: range, *, ends: bool) -> int:
     """Bytes that a micro-batch keeps in one chunk of the model. ends: the chunk has the final norm."""
-    sizes = _Sizes(setup, frozenset())
+    sizes = _Sizes(setup)
     kept = sum(kept_in_layer(setup, layer) for layer in layers)
     if setup.lora is not None and setup.engine.recompute != "full":
         kept += _low_rank(setup, setup.lora, layers)
@@ -85,7 +59,7 @@ def kept_in_layer(setup: Setup, layer: int, *, whole: bool = False) -> int:
     """Bytes that a micro-batch keeps in a layer. whole: as if nothing were recomputed."""
     engine = setup.engine
     names = [] if whole else recompute_modules(engine, setup.shape)
-    sizes = _Sizes(setup, frozenset(names))
+    sizes = _Sizes(setup, names)
     if engine.recompute == "full" and not whole:
         return sizes.s * sizes.hidden * sizes.w
     attention = _latent(sizes, setup.shape.mla) if setup.shape.mla else _attention(sizes)
@@ -97,7 +71,7 @@ def kept_in_layer(setup: Setup, layer: int, *, whole: bool = False) -> int:
 def _low_rank(setup: Setup, lora: LoraShape, layers: range) -> int:
     """What adapters keep besides: A x of each row, as wide as the ranks of a layer's parts, and the copies of A and B in which
     the parts lie beside each other. Their input is what the layer would keep if it were trained."""
-    sizes = _Sizes(setup, frozenset(recompute_modules(setup.engine, setup.shape)))
+    sizes = _Sizes(setup, recompute_modules(setup.engine, setup.shape))
     moe, kept = setup.shape.moe, 0
     weights = sorted_weights(setup.shape).layers
     for linear in linears(weight for number in layers for weight in weights.get(number, ())):
@@ -133,7 +107,7 @@ def workspace(setup: Setup) -> int:
     """An estimate of what the backward pass of one layer has alive besides: gradients of its widest activations, of the
     residual stream, and of one weight (which TransformerEngine adds to the buffer at once, and adapters leave frozen); after full recompute, all that
     the layer keeps."""
-    sizes, moe = _Sizes(setup, frozenset()), setup.shape.moe
+    sizes, moe = _Sizes(setup), setup.shape.moe
     width = setup.shape.ffn_hidden_size // setup.layout.tp
     rows, weight = sizes.t, 2 * width * sizes.hidden
     if moe:

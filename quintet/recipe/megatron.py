@@ -9,10 +9,9 @@ pinned version is missing here, so that a new version's fields are judged before
 
 from __future__ import annotations
 
-import ast
 import functools
-import importlib.util
-from pathlib import Path
+
+from quintet.recipe.reserved_options import declared_fields
 
 _REASONS = {
     "decided by the model": """
@@ -172,25 +171,10 @@ FREE = frozenset(
 @functools.cache
 def transformer_config_fields() -> frozenset[str]:
     """Names of TransformerConfig's fields, from the source of the installed megatron-core; empty if it is not found."""
-    spec = importlib.util.find_spec("megatron")  # a namespace package: finding it imports nothing
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        core = Path(folder) / "core"
-        files = (core / "model_parallel_config.py", core / "transformer" / "transformer_config.py")
-        if all(file.is_file() for file in files):
-            return frozenset(
-                _fields(files[0], "ModelParallelConfig")
-                | _fields(files[1], "TransformerConfig")
-                | _fields(files[1], "MLATransformerConfig")
-            )
-    return frozenset()
-
-
-def _fields(file: Path, name: str) -> set[str]:
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return {
-                one.target.id
-                for one in node.body
-                if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-            }
-    return set()
+    classes = {
+        "ModelParallelConfig": "model_parallel_config.py",
+        "TransformerConfig": "transformer/transformer_config.py",
+        "MLATransformerConfig": "transformer/transformer_config.py",
+    }
+    found = (declared_fields("megatron", f"core/{file}", name) for name, file in classes.items())
+    return frozenset().union(*(names for names in found if names))

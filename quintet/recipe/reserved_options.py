@@ -55,9 +55,10 @@ def unknown_here(
 def declared_fields(package: str, file: str, cls: str) -> frozenset[str] | None:
     """The fields of a dataclass in a package that is installed here, read without importing it, which takes seconds; None
     where it is not installed, or keeps no such class there."""
-    found = importlib.util.find_spec(package)
-    source = None if found is None or found.origin is None else Path(found.origin).parent / file
-    if source is None or not source.is_file():
+    spec = importlib.util.find_spec(package)  # of a package's own name it imports nothing
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+    source = next((path for folder in folders if (path := Path(folder) / file).is_file()), None)
+    if source is None:
         return None
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == cls:

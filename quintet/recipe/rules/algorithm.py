@@ -12,7 +12,7 @@ from quintet.recipe.problem import Problem
 from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rules.batches import samples_fit_a_microbatch as _FITS
 from quintet.recipe.rules.facts import RULES, Facts, rule
-from quintet.recipe.schema import Critic, Recipe, Reference, Section
+from quintet.recipe.schema import Critic, Reference
 
 _LAYOUT = re.compile(r"(?<![.\w])layout\.")
 
@@ -29,33 +29,23 @@ def algorithm_reads_its_keys(facts: Facts) -> Iterator[Problem]:
     recipe, name = facts.recipe, facts.recipe.algorithm.name
     for other, keys in _OF_ALGORITHM.items():
         if other != name:
-            for key in filter(lambda key: _differs(recipe, key), keys):
+            for key in filter(facts.said, keys):
                 yield Problem(
                     f"{key} is read by algorithm.name={other}, and it is {name}; remove it, or use {other}"
                 )
     if name == "ppo":
-        for key in filter(lambda key: _differs(recipe, key), _NOT_OF_PPO):
+        for key in filter(facts.said, _NOT_OF_PPO):
             yield Problem(f"{key} is of groups, which algorithm.name=ppo does not compare; remove it")
-    for section in ("critic",) if name != "ppo" else ():
-        if getattr(recipe, section) != type(getattr(recipe, section))():
-            yield Problem(
-                f"algorithm.name={name} has no critic: the section critic is read by ppo; remove it, or use ppo",
-                section,
-            )
+    if name != "ppo" and recipe.critic != Critic():
+        yield Problem(
+            f"algorithm.name={name} has no critic: the section critic is read by ppo; remove it, or use ppo",
+            "critic",
+        )
     if recipe.reference.layout is not None and recipe.algorithm.kl_coef == 0:
         yield Problem(
             "reference.layout is not read while algorithm.kl_coef=0, which has no reference policy; remove it, or set "
             "algorithm.kl_coef"
         )
-
-
-def _differs(recipe: Recipe, key: str) -> bool:
-    """Whether a key is not at its default, which may be written out, as the resolved recipe does."""
-    section: Section = recipe
-    *path, name = key.split(".")
-    for part in path:
-        section = getattr(section, part)
-    return bool(getattr(section, name) != type(section).model_fields[name].default)
 
 
 @rule
@@ -119,7 +109,7 @@ def overlong_fits(facts: Facts) -> Iterator[Problem]:
     """What is taken off long responses lies within what a response may have."""
     reward, longest = facts.recipe.reward, facts.recipe.rollout.max_response_tokens
     if reward.overlong_tokens is None:
-        if _differs(facts.recipe, "reward.overlong_penalty"):
+        if facts.said("reward.overlong_penalty"):
             yield Problem(
                 "reward.overlong_penalty is not read while reward.overlong_tokens is null; set both or neither"
             )

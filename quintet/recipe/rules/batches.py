@@ -97,13 +97,10 @@ def _multiples(count: int, of: int) -> str:
 @rule
 def kl_is_weighted(facts: Facts) -> Iterator[Problem]:
     """An estimator of the KL is chosen only where the KL has a weight."""
-    algorithm = facts.recipe.algorithm
-    for name in ("kl_estimator", "kl_in"):
-        value = getattr(algorithm, name)
-        # The default may be written out, as the resolved recipe does.
-        if algorithm.kl_coef == 0 and value != type(algorithm).model_fields[name].default:
+    for key in ("algorithm.kl_estimator", "algorithm.kl_in"):
+        if facts.recipe.algorithm.kl_coef == 0 and (said := facts.said(key)):
             yield Problem(
-                f"algorithm.{name}={value} is not read while algorithm.kl_coef=0; remove it, or set algorithm.kl_coef"
+                f"{said} is not read while algorithm.kl_coef=0; remove it, or set algorithm.kl_coef"
             )
 
 

@@ -49,11 +49,8 @@ def columns_are_read(facts: Facts) -> Iterator[Problem]:
         "gsm8k": ("response_key",),  # the response to imitate is its worked answer
     }
     for name in unread.get(data.task, ()):
-        # The default may be written out, as the resolved recipe does.
-        if (given := getattr(data, name)) != type(data).model_fields[name].default:
-            yield Problem(
-                f"data.{name}={given} is not read by data.task={data.task}; remove it, or use data.task=jsonl"
-            )
+        if said := facts.said(f"data.{name}"):
+            yield Problem(f"{said} is not read by data.task={data.task}; remove it, or use data.task=jsonl")
 
 
 @rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from quintet.models.shape import ModelShape
 from quintet.recipe.derived import data_parallel, expert_tp
@@ -26,6 +26,17 @@ class Facts:
     def read(self) -> ModelShape | None:
         """Shape of the model at model.path; None for a built one, whose vocabulary follows from the data."""
         return self.shape if self.recipe.model.path is not None else None
+
+    def said(self, key: str) -> str | None:
+        """`key=value` where a key has another value than its default, which the resolved recipe writes out."""
+        section: Any = self.recipe
+        *path, name = key.split(".")
+        for part in path:
+            section = getattr(section, part)
+        given = getattr(section, name)
+        if given == type(section).model_fields[name].default:
+            return None
+        return f"{key}={str(given).lower() if isinstance(given, bool) else given}"
 
     @property
     def dp(self) -> int:

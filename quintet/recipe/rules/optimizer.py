@@ -32,12 +32,9 @@ def optimizer_keys_are_read(facts: Facts) -> Iterator[Problem]:
     """An optimizer is given the keys it reads and no others."""
     for section, optimizer in optimizers(facts.recipe).items():
         for name, readers in _READ_BY.items():
-            given = getattr(optimizer, name)
-            # The default may be written out, as the resolved recipe does.
-            if optimizer.name not in readers and given != type(optimizer).model_fields[name].default:
+            if optimizer.name not in readers and (said := facts.said(f"{section}.{name}")):
                 yield Problem(
-                    f"{section}.{name}={given} is read by {' and '.join(readers)} alone, and {section}.name is "
-                    f"{optimizer.name}; remove it"
+                    f"{said} is read by {' and '.join(readers)} alone, and {section}.name is {optimizer.name}; remove it"
                 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from quintet.errors import UserError
 from quintet.recipe.lora import lora_shape
@@ -14,14 +13,6 @@ from quintet.recipe.schema import Rollout
 from quintet.recipe.vllm import ADAPTED, RANKS
 
 LEAST_TEMPERATURE = 0.01
-
-
-def _said(rollout: Rollout, name: str) -> str | None:
-    """`rollout.name=value` where a key is set to another value than the default, which the resolved recipe writes out."""
-    given: Any = getattr(rollout, name)
-    if given == Rollout.model_fields[name].default:
-        return None
-    return f"rollout.{name}={str(given).lower() if isinstance(given, bool) else given}"
 
 
 @rule
@@ -75,7 +66,7 @@ def restart_needs_own_processes(facts: Facts) -> Iterator[Problem]:
 def sleep_level_is_read(facts: Facts) -> Iterator[Problem]:
     """What a rollout keeps in sleep is said only of one that sleeps, and has weights of its own that come anew."""
     recipe = facts.recipe
-    said = _said(recipe.rollout, "sleep_level")
+    said = facts.said("rollout.sleep_level")
     if said is None:
         return
     if recipe.rollout.placement == "separate":
@@ -94,7 +85,7 @@ def sleep_level_is_read(facts: Facts) -> Iterator[Problem]:
 def adapters_travel_as_asked(facts: Facts) -> Iterator[Problem]:
     """How adapters travel is said only where there are some, and to whom it may be either way."""
     recipe, rollout = facts.recipe, facts.recipe.rollout
-    said = _said(rollout, "adapter_sync")
+    said = facts.said("rollout.adapter_sync")
     if said is None:
         return
     if recipe.lora is None:
@@ -133,11 +124,11 @@ def sync_keys_are_read(facts: Facts) -> Iterator[Problem]:
     recipe, rollout = facts.recipe, facts.recipe.rollout
     if placement_of(recipe).shares_weights:
         for name in ("bucket_mib", "sync_proof"):
-            if said := _said(rollout, name):
+            if said := facts.said(f"rollout.{name}"):
                 yield Problem(
                     f"{said} is not read by a rollout on the engine's own parameters: nothing travels; remove it"
                 )
-    if said := _said(rollout, "probe_tolerance"):
+    if said := facts.said("rollout.probe_tolerance"):
         if rollout.backend == "native":
             yield Problem(
                 f"{said} is not read by the native rollout, whose weights can all be read back; remove it"
@@ -157,7 +148,7 @@ def temperatures_are_told_apart(facts: Facts) -> Iterator[Problem]:
         )
     if rollout.temperature == 0:
         for name in ("top_p", "top_k", "min_p"):
-            if said := _said(rollout, name):
+            if said := facts.said(f"rollout.{name}"):
                 yield Problem(
                     f"{said} is not read with rollout.temperature=0, which takes the likeliest token; set "
                     f"rollout.{name}={Rollout.model_fields[name].default}, or a temperature"
@@ -176,7 +167,7 @@ def native_reads_its_keys(facts: Facts) -> Iterator[Problem]:
         "memory_fraction": "of vllm and sglang: native takes what its sequences need",
     }
     for name, reason in reasons.items():
-        if said := _said(rollout, name):
+        if said := facts.said(f"rollout.{name}"):
             yield Problem(f"{said} is {reason}; remove it, or choose that rollout.backend")
 
 
