@@ -33,6 +33,7 @@ from quintet.data.tokenizer import load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES
 from quintet.engine.lora import split_adapters
+from quintet.engine.weights.fp8_fingerprint import quantized_fingerprints
 from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.errors import UserError
 from quintet.models import trained_shape
@@ -43,7 +44,6 @@ from quintet.recipe.rollout import placement_of
 from quintet.recipe.user_family import use_family
 from quintet.rollout import Part, Request, Sampling
 from quintet.runs.checkpoints import adapter_directory
-from quintet.sync.fp8_proof import quantized_fingerprints
 from quintet.sync.logprob_probe import Scores, engine_scores
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
 from quintet.sync.server import ReceiverSpec, Served, WeightServer

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quintet.engine.weights import fp8
 from quintet.engine.weights.reshard import (
     Holdings,
     Parts,
@@ -21,8 +22,7 @@ from quintet.engine.weights.reshard import (
 )
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
-from quintet.models.mcore import Box, whole_box
-from quintet.sync import fp8
+from quintet.models.mcore import slices, whole_box
 from quintet.sync.buckets import ALIGNMENT, Bucket, Entry, laid_out
 
 
@@ -131,19 +131,10 @@ class Export:
     def _gather(self, number: int, views: Sequence[Tensor]) -> None:
         def write(t: Transfer) -> Tensor:
             bucket, index = self._places[t.target_index]
-            return _part(views[index], self._mine[bucket].gathered[index].box, t.box)
+            return views[index][slices(self._mine[bucket].gathered[index].box, t.box)]
 
         for one in self._rounds[number]:
             one.run(lambda t: self._parts(t.source_index, t.box), write, self._device)
-
-
-def _part(view: Tensor, held: Box, box: Box) -> Tensor:
-    """The view of `box` in that of `held`."""
-    if box == held:
-        return view
-    for dim, ((start, stop), (first, _)) in enumerate(zip(box, held, strict=True)):
-        view = view.narrow(dim, start - first, stop - start)
-    return view
 
 
 def _storages(shards: Sequence[Shard]) -> list[tuple[torch.UntypedStorage, int]]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from quintet.engine.agree import gathered, run_on_all_or_raise
+from quintet.engine.weights.fp8 import quantized_names
 from quintet.engine.weights.hf import planned_tensors
 from quintet.engine.weights.reshard import all_units, gather_holdings
 from quintet.engine.weights.shards import Shard
@@ -30,7 +31,6 @@ from quintet.models.mcore import whole_box
 from quintet.rollout.base import Wanted
 from quintet.sync.buckets import Entry, in_buckets, slots
 from quintet.sync.export import Export, PackedBucket, made
-from quintet.sync.fp8 import quantized_names
 from quintet.sync.rendezvous import Rendezvous
 from quintet.sync.senders import ProcessGroupSender, SharedMemorySender, Store
 from quintet.sync.shared_memory import SharedBuffer
@@ -74,7 +74,7 @@ class WeightServer:
 
     engine_shards: what this rank holds, asked for at each plan (adapters merged, or alone, as receivers want it). shape: the
     model's. dtype: what parameters travel as; buffers are fp32. quantization: of the matrices of whole tensors, see
-    `quintet.sync.fp8`. host: this node's address that receivers on other nodes reach, the only one that is listened on. timeout_s:
+    `quintet.engine.weights.fp8`. host: this node's address that receivers on other nodes reach, the only one that is listened on. timeout_s:
     how long one side waits for the other to come, or to take a bucket; less than a collective's time limit, for other ranks wait
     meanwhile.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from quintet.engine.weights.fp8 import quantized_names
 from quintet.models import ModelShape, family_named
-from quintet.models.lora import linears
 
 
 def fp8_arguments(shape: ModelShape) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def fp8_arguments(shape: ModelShape) -> dict[str, Any]:
     Not quantised are embedding, head and routers, as in the FP8 models on the hub.
     """
     weights = list(family_named(shape.family).weights(shape))
-    quantized = {f"{part.name}.weight" for linear in linears(weights) for part in linear.parts}
+    quantized = quantized_names(shape)
     others = {
         name.removesuffix(".weight")
         for weight in weights

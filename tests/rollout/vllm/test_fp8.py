@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from quintet.engine.weights.fingerprint import fingerprints
+from quintet.engine.weights.fp8 import dequantize, quantize, quantized_names, scales_shape
 from quintet.models import read_shape
 from quintet.models.mcore import whole_box
 from quintet.rollout.base import Piece
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.fp8 import fp8_arguments
 from quintet.rollout.vllm.weights import Weights, check, combine
-from quintet.sync.fp8 import dequantize, quantize, quantized_names, scales_shape
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.models import model, save
 from tests.rollout.vllm.sent import update
