@@ -6,6 +6,8 @@ is printed without a traceback. Everything else is a bug, and keeps its tracebac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -27,6 +29,15 @@ class UserError(QuintetError):
     """Bad input: a recipe, a file, a missing package. The message stands on its own."""
 
     exit_code = 2
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Within, a file is read: what the system has against that is a UserError naming the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
 
 
 class DamagedCheckpoint(UserError):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quintet.errors import UserError
+from quintet.errors import UserError, reading
 from quintet.models.hf_config import read_json
 from quintet.recipe.paths import is_file
 
@@ -130,10 +130,8 @@ def check_template(directory: Path | None, given: str | None, system_prompt: str
 
 def _read(file: Path) -> str:
     try:
-        with file.open(encoding="utf-8") as f:
+        with reading(file), file.open(encoding="utf-8") as f:
             text = f.read(_MOST_CHARACTERS + 1)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{file}: not UTF-8 text; expected a Jinja template") from None
     if len(text) > _MOST_CHARACTERS:

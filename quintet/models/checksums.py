@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from quintet.errors import UserError
+from quintet.errors import UserError, reading
 from quintet.models.safetensors_header import Header, read_header
 
 KEY = "quintet.crc32"
@@ -107,15 +107,13 @@ def verify_files(
             notes.append(
                 f"{file}: no checksum of quintet's in it and none of the hub's beside it; not verified."
             )
-        try:
+        with reading(file):
             if header and sums is not None:
                 tell(f"{file}: reading {len(sums)} tensors against their checksums")
                 _verify_sums(file, header, sums)
             if digest is not None:
                 tell(f"{file}: reading it against the hub's digest")
                 _verify_digest(file, digest)
-        except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror}") from None
     return notes
 
 

@@ -153,6 +153,22 @@ def meet(a: Box, b: Box) -> Box | None:
     return both if all(start < stop for start, stop in both) else None
 
 
+def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two of the boxes that share elements, if any do."""
+    if not boxes or not boxes[0]:
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
+    # Along the dim with the most cuts few boxes are met at a time.
+    dim = max(range(len(boxes[0])), key=lambda d: len({box[d][0] for box in boxes}))
+    met: list[Box] = []
+    for box in sorted(boxes, key=lambda one: one[dim]):
+        met = [one for one in met if one[dim][1] > box[dim][0]]
+        for one in met:
+            if meet(one, box) is not None:
+                return one, box
+        met.append(box)
+    return None
+
+
 def split(box: Box, units: Sequence[int], limit: int) -> Iterator[Box]:
     """A box in boxes of at most `limit` elements, in its order.
 

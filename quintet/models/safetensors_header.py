@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from quintet.errors import UserError
+from quintet.errors import UserError, reading
 
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of a weight that can be read, and their bytes. Quantized weights would come out as nonsense."""
@@ -43,15 +43,15 @@ def read_header(file: Path) -> Header:
     Raises UserError naming the file.
     """
     try:
-        with safe_open(file, framework="np"):  # looks through the header
-            pass
-        with file.open("rb") as f:
+        with (
+            reading(file),
+            safe_open(file, framework="np"),
+            file.open("rb") as f,
+        ):  # safe_open looks it through
             length = int.from_bytes(f.read(8), "little")
             content = json.loads(f.read(length))
     except SafetensorError as error:
         raise UserError(f"{file}: not a sound safetensors file ({error!s:.200}); download it again") from None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
     metadata = content.pop("__metadata__", None) or {}
     return Header({name: _entry(one, 8 + length) for name, one in content.items()}, metadata)
 

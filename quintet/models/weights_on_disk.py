@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quintet.errors import UserError
+from quintet.errors import UserError, reading
 from quintet.models.family import read_shape, table_of
 from quintet.models.hf_config import read_json
 from quintet.models.safetensors_header import DTYPES, Entry, Header, read_header
@@ -31,6 +31,12 @@ class Located:
     file: Path
     entry: Entry
 
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes of the tensor. Raises UserError naming a file that cannot be read."""
+        with reading(self.file), self.file.open("rb") as file:
+            file.seek(self.entry.start + start)
+            return file.read(stop - start)
+
 
 @dataclass(frozen=True)
 class WeightsOnDisk:
@@ -51,14 +57,10 @@ def fingerprint(weights: WeightsOnDisk, nbytes: int = 4096) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, one in sorted(weights.tensors.items()):
         entry = one.entry
-        start = max(entry.start, (entry.start + entry.stop - nbytes) // 2)
+        size = entry.stop - entry.start
+        start = max(0, (size - nbytes) // 2)
         digest.update(f"{name} {entry.dtype} {entry.shape} ".encode())
-        try:
-            with one.file.open("rb") as file:
-                file.seek(start)
-                digest.update(file.read(min(nbytes, entry.stop - start)))
-        except OSError as error:
-            raise UserError(f"{one.file} cannot be read: {error.strerror}") from None
+        digest.update(one.read(start, min(start + nbytes, size)))
     return digest.hexdigest()
 
 

@@ -6,7 +6,6 @@ ranks hold must be equal, the distinct parts must make up the whole tensor, and 
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter
@@ -19,7 +18,7 @@ import numpy as np
 from quintet.engine.weights.fingerprint import Fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.lora import is_adapter
-from quintet.models.mcore import Box, meet, volume, whole_box
+from quintet.models.mcore import Box, meet, overlapping, volume, whole_box
 from quintet.sync.rank_fingerprints import Part, RankFingerprints, RankIndexer, ShardIndex
 
 NAMED = 10
@@ -226,20 +225,7 @@ def _cover(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> str:
     held, wanted = sum(map(volume, boxes)), math.prod(shape)
     if held < wanted:
         return f"are {held} of its {wanted} elements"
-    return "" if _corners(boxes) == _corners([full]) else "overlap"
-
-
-def _corners(boxes: Iterable[Box]) -> dict[tuple[int, ...], int]:
-    """The corners of boxes, each with the sum of its signs, where that is not 0: it tells how often each element is in a box.
-
-    Along each dim a box begins with +1 and ends with -1, and a corner's sign is the product of its dims'. From their sums the counts
-    follow by adding up along each dim, so boxes with the corners of the whole cover it exactly once.
-    """
-    found = Counter[tuple[int, ...]]()
-    for box in boxes:
-        for ends in itertools.product((0, 1), repeat=len(box)):
-            found[tuple(side[end] for side, end in zip(box, ends, strict=True))] += (-1) ** sum(ends)
-    return {corner: sign for corner, sign in found.items() if sign}
+    return "overlap" if overlapping(boxes) else ""
 
 
 def tensor_classes(names: Iterable[str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from quintet.engine.checkpoint.reader import Chunk, Reader, within
 from quintet.engine.checkpoint.slots import MASTER
 from quintet.errors import UserError
 from quintet.models.mcore import Box, box_sizes
+from quintet.models.weights_on_disk import listed
 
 READERS = 4
 """Threads that read: one thread's checksums are slower than a fast disk. Each needs memory for two chunks."""
@@ -117,7 +118,7 @@ class Load:
         found = set(self.reader.tensors)
         missing = sorted(expected - found)
         if missing:
-            raise UserError(f"{self.reader.path} lacks tensors of this model: {_some(missing)}")
+            raise UserError(f"{self.reader.path} lacks tensors of this model: {listed(missing)}")
         left = sorted(
             key
             for key in found - expected
@@ -126,7 +127,7 @@ class Load:
             )
         )
         if left:
-            raise UserError(f"{self.reader.path} holds tensors that this model does not have: {_some(left)}")
+            raise UserError(f"{self.reader.path} holds tensors that this model does not have: {listed(left)}")
 
 
 def _flat(part: Part) -> Callable[[], Tensor]:
@@ -135,8 +136,3 @@ def _flat(part: Part) -> Callable[[], Tensor]:
 
 def _place(one: StatePart, kind: str, moments: Sequence[str]) -> Callable[[], Tensor]:
     return lambda: one.part(kind, one.slot.tensors(moments)[kind]).flat
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more

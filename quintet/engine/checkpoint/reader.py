@@ -7,7 +7,7 @@ import json
 import pickle
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from quintet.engine.checkpoint.format import CHECKSUMS, INDEX, STATE
 from quintet.engine.checkpoint.unpickle import unpickle
-from quintet.errors import DamagedCheckpoint, UserError
-from quintet.models.mcore import Box, box_sizes, meet, slices, volume
+from quintet.errors import DamagedCheckpoint, UserError, reading
+from quintet.models.mcore import Box, box_sizes, meet, overlapping, slices, volume
 
 
 @dataclass(frozen=True)
@@ -196,22 +196,6 @@ def within(tensor: Tensor, box: Box, part: Box) -> Tensor:
     return tensor[slices(box, part)]
 
 
-def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of the boxes that share elements, if any do."""
-    if not boxes or not boxes[0]:
-        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
-    # Along the dim with the most cuts few boxes are met at a time.
-    dim = max(range(len(boxes[0])), key=lambda d: len({box[d][0] for box in boxes}))
-    met: list[Box] = []
-    for box in sorted(boxes, key=lambda one: one[dim]):
-        met = [one for one in met if one[dim][1] > box[dim][0]]
-        for one in met:
-            if meet(one, box) is not None:
-                return one, box
-        met.append(box)
-    return None
-
-
 def _stored(index: Any) -> dict[str, Stored]:
     if not isinstance(index, Metadata):
         raise ValueError("it holds no checkpoint metadata")
@@ -258,10 +242,8 @@ def _size(file: Path) -> int | None:
 
 
 def _content(file: Path) -> bytes:
-    try:
+    with reading(file):
         return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _json(file: Path, data: bytes) -> dict[str, Any]:

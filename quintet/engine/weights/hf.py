@@ -13,7 +13,7 @@ from torch import Tensor
 from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.weights.hf_aux_files import saved_config, write_companions
 from quintet.engine.weights.hf_read import HfReader, same_bytes
-from quintet.engine.weights.hf_write import HfWriter, Planned
+from quintet.engine.weights.hf_write import HfWriter, Planned, in_order
 from quintet.engine.weights.passthrough_tensors import Carried, carried_from, refuse_other_copies
 from quintet.engine.weights.reshard import Holdings, Resharder, gather_holdings
 from quintet.engine.weights.shards import Box, Shard
@@ -78,7 +78,7 @@ def full_tensors(
         mine[shard.name].append(shard)
     held = gather_holdings(shards, [])
     everyone = [_by_name(one) for one in held]
-    for batch in _batches(planned):
+    for batch in in_order(planned, GATHERED_BYTES):
         names = [one.name for one in batch]
         holdings = [
             Holdings(
@@ -109,19 +109,6 @@ def _by_name(held: Holdings) -> dict[str, list[tuple[str, Box]]]:
     for name, box in held.sources:
         found[name].append((name, box))
     return found
-
-
-def _batches(planned: Sequence[Planned]) -> Iterator[list[Planned]]:
-    """The tensors, about GATHERED_BYTES at a time."""
-    batch: list[Planned] = []
-    held = 0
-    for one in planned:
-        if batch and held + one.nbytes > GATHERED_BYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(one)
-        held += one.nbytes
-    yield batch
 
 
 def planned_tensors(shape: ModelShape, dtype: torch.dtype) -> list[Planned]:

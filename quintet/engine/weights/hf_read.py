@@ -99,19 +99,10 @@ def same_bytes(one: Located, other: Located) -> bool:
         return False
     size = one.entry.stop - one.entry.start
     for at in range(0, size, CHUNK_BYTES):
-        here, there = (_bytes_at(of, at, min(at + CHUNK_BYTES, size)) for of in (one, other))
+        here, there = (of.read(at, min(at + CHUNK_BYTES, size)) for of in (one, other))
         if here != there:
             return False
     return True
-
-
-def _bytes_at(located: Located, start: int, stop: int) -> bytes:
-    try:
-        with located.file.open("rb") as file:
-            file.seek(located.entry.start + start)
-            return file.read(stop - start)
-    except OSError as error:
-        raise UserError(f"{located.file} cannot be read: {error.strerror}") from None
 
 
 class HfReader:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,19 @@ class Planned:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def in_order(planned: Iterable[Planned], most_bytes: int) -> Iterator[list[Planned]]:
+    """The tensors in groups of at most so many bytes, or of a single one that is larger."""
+    group: list[Planned] = []
+    held = 0
+    for one in planned:
+        if group and held + one.nbytes > most_bytes:
+            yield group
+            group, held = [], 0
+        group.append(one)
+        held += one.nbytes
+    yield group
 
 
 @dataclass
@@ -87,8 +100,9 @@ class HfWriter:
     def open(self) -> None:
         """Make the temporary directory and its files."""
         self.directory = self._place.__enter__()
+        groups = list(in_order(self._planned, self._shard_bytes))
         try:
-            for number, tensors in enumerate(groups := list(self._groups()), start=1):
+            for number, tensors in enumerate(groups, start=1):
                 single = len(groups) == 1
                 name = (
                     "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -142,18 +156,6 @@ class HfWriter:
                 self._tasks.pop(0).result()
             except OSError as error:
                 raise refusal(self.path, self.total_bytes, error) from None
-
-    def _groups(self) -> Iterator[list[Planned]]:
-        """The tensors of each file, in the planned order."""
-        group: list[Planned] = []
-        held = 0
-        for one in self._planned:
-            if group and held + one.nbytes > self._shard_bytes:
-                yield group
-                group, held = [], 0
-            group.append(one)
-            held += one.nbytes
-        yield group
 
     def _start(self, path: Path, tensors: list[Planned]) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintet.engine.checkpoint.format import CHECKSUMS, INDEX, TensorFile, publish, write_json
-from quintet.engine.checkpoint.reader import Reader, overlapping
+from quintet.engine.checkpoint.reader import Reader
 from quintet.engine.checkpoint.unpickle import unpickle
 from quintet.errors import DamagedCheckpoint, UserError
-from quintet.models.mcore import meet, whole_box
+from quintet.models.mcore import meet, overlapping, whole_box
 
 WHOLE = {
     "a": torch.arange(30.0).view(6, 5),
