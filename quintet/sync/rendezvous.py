@@ -18,7 +18,7 @@ from quintet.sync.wire import (
     FIRST,
     SAID,
     Address,
-    Answer,
+    GivenUp,
     Hello,
     ReceiverGone,
     bounded,
@@ -161,9 +161,9 @@ class Rendezvous:
                     self._here[said.receiver] = connection, said
                 self._changed.notify_all()
                 return
-        late = Answer(refused="its ticket is of an earlier plan: the trainer has planned anew since")
         with suppress(OSError):
-            say(connection, SAID, late)
+            why = "its ticket is of an earlier plan: the trainer has planned anew since"
+            say(connection, SAID, GivenUp(why))
         connection.close()
 
 

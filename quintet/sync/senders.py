@@ -49,6 +49,8 @@ GONE = "its connection closed: it died, or gave up, before everything had arrive
 class SharedMemorySender:
     """One set of buckets, for all receivers that want it. Through memory that both see."""
 
+    shows_memory = True
+
     def __init__(self, receivers: Sequence[str], buckets: Sequence[Bucket], timeout_s: float) -> None:
         self.receivers, self.buckets, self.timeout_s = list(receivers), tuple(buckets), timeout_s
         self.lost: dict[str, str] = {}
@@ -133,17 +135,19 @@ class SharedMemorySender:
         self.lost[receiver] = reason
         connection = self._lines.pop(receiver)
         with suppress(OSError):
-            say(connection, SAID, GivenUp(reason))
+            say(connection, SAID, GivenUp(f"the trainer gave it up: {reason}"))
         shutdown_write(connection)
-        self._leave_alone(connection)
-
-    def _leave_alone(self, connection: Connection) -> None:
-        self.mapped_readers.append(connection)
+        if self.shows_memory:
+            self.mapped_readers.append(connection)
+        else:
+            connection.close()
 
 
 class ProcessGroupSender(SharedMemorySender):
     """The same, through a process group of the sender (rank 0) and the receivers that came, which stays while these are the
     same. Where one receiver goes, the group is broken, and all in it are lost to this sync."""
+
+    shows_memory = False
 
     def __init__(
         self,
@@ -198,9 +202,6 @@ class ProcessGroupSender(SharedMemorySender):
                 self._group.wait(work, self._all_here)
             except RuntimeError as error:
                 self._break(error)
-
-    def _leave_alone(self, connection: Connection) -> None:
-        connection.close()
 
     def leave(self) -> None:
         """As `SharedMemorySender.leave`: the group."""

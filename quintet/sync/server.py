@@ -34,7 +34,7 @@ from quintet.sync.export import Export, PackedBucket, made
 from quintet.sync.rendezvous import Rendezvous
 from quintet.sync.senders import ProcessGroupSender, SharedMemorySender, Store
 from quintet.sync.shared_memory import SharedBuffer
-from quintet.sync.wire import Answer, Ticket, has_left
+from quintet.sync.wire import Answer, Ticket, ended
 from quintet.typed import Typed
 
 PATIENCE = 4
@@ -247,7 +247,7 @@ class WeightServer:
         """The memory of past syncs that nobody looks at any more."""
         looked_at = []
         for memory, mapped_readers in self._looked_at:
-            staying = [one for one in mapped_readers if not has_left(one)]
+            staying = [one for one in mapped_readers if not ended(one, drop=True)]
             for one in mapped_readers:
                 if one not in staying:
                     one.close()

@@ -6,6 +6,7 @@ Runs beside any rollout engine and its own version of torch: neither megatron-co
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -123,8 +124,6 @@ class ChannelSource:
             answer = _next(connection, ticket)
             if not isinstance(answer, Answer):
                 raise SyncFailure(f"receiver {ticket.receiver}: the trainer did not answer its greeting")
-            if answer.refused is not None:
-                raise SyncFailure(f"receiver {ticket.receiver}: {answer.refused}")
             if known is None:
                 assert answer.buckets is not None
                 known = _RECEIVERS[ticket.receiver] = ReceiverState(ticket.plan, answer.buckets)
@@ -140,11 +139,13 @@ def _through_memory(
     connection: Connection, ticket: Ticket, known: ReceiverState, answer: Answer
 ) -> Iterator[list[Piece]]:
     seen: list[MappedBuffer] = []
+    device = _device(answer)
     try:
-        seen.extend(MappedBuffer(connection, room, _device(answer)) for room in answer.room)
+        seen.extend(MappedBuffer(connection, room, device) for room in answer.room)
         while isinstance(said := _next(connection, ticket), Offer):
             yield _pieces(known.buckets[said.number], seen[said.slot].bytes)
-            _wait_for_copies(answer)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             _say(connection, ticket, said.number)
     finally:
         for one in seen:  # before the trainer hears that all is taken, and frees it
@@ -201,35 +202,29 @@ def _device(answer: Answer) -> torch.device:
     )
 
 
-def _wait_for_copies(answer: Answer) -> None:
-    if answer.device == "cuda":
-        torch.cuda.synchronize()
-
-
 def _next(connection: Connection, ticket: Ticket) -> Said:
-    try:
-        if connection.poll(ticket.timeout_s):
-            said = hear(connection, SAID, "the trainer")
-            if isinstance(said, GivenUp):
-                raise SyncFailure(f"receiver {ticket.receiver}: the trainer gave it up: {said.why}")
-            return said
-    except SyncFailure:
-        raise
-    except QuintetError as error:
-        raise SyncFailure(f"receiver {ticket.receiver}: {error}") from None
-    except (EOFError, OSError):
-        raise SyncFailure(
-            f"receiver {ticket.receiver}: the trainer went away before all weights had arrived, or gave this receiver up"
-        ) from None
-    raise SyncFailure(
-        f"receiver {ticket.receiver}: nothing came from the trainer within {ticket.timeout_s:g} s"
-    )
+    with _told(ticket):
+        if not connection.poll(ticket.timeout_s):
+            raise QuintetError(f"nothing came from the trainer within {ticket.timeout_s:g} s")
+        said = hear(connection, SAID, "the trainer")
+    if isinstance(said, GivenUp):
+        raise SyncFailure(f"receiver {ticket.receiver}: {said.why}")
+    return said
 
 
 def _say(connection: Connection, ticket: Ticket, taken: int) -> None:
-    try:
+    with _told(ticket):
         say(connection, TAKEN, taken)
-    except OSError:
+
+
+@contextmanager
+def _told(ticket: Ticket) -> Iterator[None]:
+    """What goes wrong within is told of the receiver."""
+    try:
+        yield
+    except QuintetError as error:
+        raise SyncFailure(f"receiver {ticket.receiver}: {error}") from None
+    except (EOFError, OSError):
         raise SyncFailure(
             f"receiver {ticket.receiver}: the trainer went away before all weights had arrived, or gave this receiver up"
         ) from None

@@ -83,11 +83,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Answer:
-    """A sender's first words. refused: why this receiver gets nothing. buckets: None to one that knows them. group: how the
-    weights come; None is through memory that both see, of `room` bytes each, which is shown next. bucket_bytes: what is larger
+    """A sender's first words. buckets: None to one that knows them. group: how the weights come; None is through memory that both see, of `room` bytes each, which is shown next. bucket_bytes: what is larger
     is one tensor. device: cpu or cuda."""
 
-    refused: str | None = None
     buckets: tuple[Bucket, ...] | None = None
     group: Group | None = None
     room: tuple[int, int] = (0, 0)
@@ -114,7 +112,7 @@ class End:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """A sender's last words to a receiver that gets no more."""
+    """A sender's last words to a receiver that gets no more, or nothing: why."""
 
     why: Words
     kind: Literal["given up"] = "given up"
@@ -216,25 +214,16 @@ def shutdown_write(connection: Connection) -> None:
         channel.shutdown(socket.SHUT_WR)
 
 
-def has_left(connection: Connection) -> bool:
-    """Whether the other end is closed, or its process gone. What it said before is dropped."""
+def ended(connection: Connection, *, drop: bool = False) -> bool:
+    """Whether the other end is closed, or its process gone. drop: what it said before, and nobody will hear."""
+    how = socket.MSG_DONTWAIT | (0 if drop else socket.MSG_PEEK)
     with socket.socket(fileno=os.dup(connection.fileno())) as channel:
         try:
-            while channel.recv(1 << 16, socket.MSG_DONTWAIT):
-                pass
+            while channel.recv(1 << 16, how):
+                if not drop:
+                    return False
         except BlockingIOError:
             return False
         except OSError:
             pass
         return True
-
-
-def ended(connection: Connection) -> bool:
-    """Whether the other end is closed, or its process gone. What it said before is not lost."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as channel:
-        try:
-            return channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
