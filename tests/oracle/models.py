@@ -175,7 +175,8 @@ def of_config(config: Any, seed: int = 0) -> Any:
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for module in made.modules():
         if hasattr(module, "limit") and hasattr(config, "swiglu_limit"):
-            module.limit = config.swiglu_limit  # transformers before 5.19 takes 7.0, whatever the configuration says
+            # transformers before 5.19 takes 7.0, whatever the configuration says
+            module.limit = config.swiglu_limit
     with torch.no_grad():
         for key, p in made.named_parameters():
             if key.endswith("router.bias"):
