@@ -19,7 +19,7 @@ from quintet.algorithms.kl import kl
 def grpo_advantages(
     rewards: Tensor, group_ids: Tensor, normalize_by_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
-    """Group-relative advantages (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1).
+    """Return group-relative advantages (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1).
 
     A = (r - mean of the group) / (std of the group + eps); without `normalize_by_std` only the mean is taken off
     (Liu et al. 2025, "Understanding R1-Zero-like training", arXiv:2503.20783). std is the unbiased one.
@@ -52,7 +52,7 @@ def grpo_advantages(
 
 @dataclass(frozen=True)
 class Scored:
-    """What the rewards of a whole batch were: one a sample [samples], and the group of each [samples] int64."""
+    """The rewards of a whole batch: one a sample [samples], and the group of each [samples] int64."""
 
     rewards: Tensor
     groups: Tensor
@@ -93,7 +93,7 @@ _WAYS: dict[str, AdvantageFunction] = {}
 
 
 def register_advantages(name: str) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """Decorator that makes a way to advantages known under `name`."""
+    """Return a decorator that makes a way to advantages known under `name`."""
 
     def register(function: AdvantageFunction) -> AdvantageFunction:
         if name in _WAYS:
@@ -114,7 +114,8 @@ def group_advantages(
     *,
     normalize_by_std: bool,
 ) -> dict[str, Tensor]:
-    """`grpo_advantages`, one a sample; a group's samples may be on any ranks, so that all of them are compared here."""
+    """Return `grpo_advantages` of a batch, one a sample; a group's samples may be on any ranks, so that all of them are compared
+    here."""
     return {"advantages": grpo_advantages(scored.rewards, scored.groups, normalize_by_std)[numbers]}
 
 
@@ -126,7 +127,7 @@ def reward_advantages(
     scored: Scored,
     total: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """The reward itself, with no baseline (REINFORCE; Williams 1992)."""
+    """Return the reward itself as advantages, with no baseline (REINFORCE; Williams 1992)."""
     return {"advantages": scored.rewards[numbers].float()}
 
 
@@ -143,7 +144,7 @@ def value_advantages(
     kl_coef: float = 0.0,
     kl_estimator: str = "k1",
 ) -> dict[str, Tensor]:
-    """Generalized advantage estimation from the field `old_values`, whitened over the whole batch; and `returns`.
+    """Return generalized advantage estimation from the field `old_values`, whitened over the whole batch; and `returns`.
 
     A sample's reward stands on its last trained token. kl_coef: so much of the KL of the old to the reference policy is taken
     off each token's reward (fields `old_logprobs`, `ref_logprobs`; Ouyang et al. 2022, arXiv:2203.02155, eq. 2).

@@ -25,7 +25,7 @@ def token_weights(
     samples_in_mini_batch: int,
     tokens_in_sample: Tensor | None = None,
 ) -> Tensor:
-    """The weight of each token's loss in the mini-batch's loss: [tokens] float32, 0 where the mask is 0.
+    """Return the weight of each token's loss in the mini-batch's loss: [tokens] float32, 0 where the mask is 0.
 
     "token_mean": 1 / tokens_in_mini_batch. "sequence_mean": 1 / (trained tokens of its sample · samples_in_mini_batch).
 
@@ -60,7 +60,7 @@ def aggregate(
     samples_in_mini_batch: int,
     tokens_in_sample: Tensor | None = None,
 ) -> Tensor:
-    """This part's share of the mini-batch's loss, a scalar: shares sum to the whole over any split.
+    """Return this part's share of the mini-batch's loss, a scalar: shares sum to the whole over any split.
 
     Arguments as in `token_weights`; `per_token` is [tokens].
     """
@@ -71,7 +71,7 @@ def aggregate(
 
 
 class Tally:
-    """Running sum, maximum and count of per-token quantities; tallies of micro-batches and ranks merge exactly.
+    """The running sum, maximum and count of per-token quantities; tallies of micro-batches and ranks merge exactly.
 
     Of quantities in SPREAD it keeps a histogram besides. Holds tensors on their device, so adding does not wait for it;
     `means`, `maxima` and `quantiles` do.
@@ -109,7 +109,7 @@ class Tally:
         return self
 
     def cpu(self) -> Tally:
-        """This tally with its numbers on the CPU, to be sent elsewhere."""
+        """Return this tally with its numbers on the CPU, to be sent elsewhere."""
         for numbers in (self._sums, self._maxima, self._counts):
             for name in numbers:
                 numbers[name] = numbers[name].cpu()
@@ -118,15 +118,15 @@ class Tally:
         return self
 
     def means(self) -> dict[str, float]:
-        """Mean over the counted tokens by name; 0 where none was counted."""
+        """Return the mean over the counted tokens by name; 0 where none was counted."""
         return {name: float(total) / max(int(self._counts[name]), 1) for name, total in self._sums.items()}
 
     def maxima(self) -> dict[str, float]:
-        """Largest counted value by name; 0 where none was counted."""
+        """Return the largest counted value by name; 0 where none was counted."""
         return {name: float(top) if self._counts[name] else 0.0 for name, top in self._maxima.items()}
 
     def quantiles(self, name: str, shares: Iterable[float]) -> list[float]:
-        """Values of a quantity in SPREAD that so large a share of the counted tokens does not exceed, to a percent of
+        """Return the values of a quantity in SPREAD that so large a share of the counted tokens does not exceed, to a percent of
         themselves: see `Histogram.quantiles`."""
         return self._spread.get(name, Histogram()).quantiles(shares)
 

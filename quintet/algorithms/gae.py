@@ -20,7 +20,7 @@ def gae(
     lam: float = 1.0,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438, eq. 16).
+    """Return generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438, eq. 16).
 
     A_t = Σ_l (gamma · lam)^l δ_{t+l} with δ_t = r_t + gamma · V_{t+1} - V_t, over the trained tokens of a sample.
     lam=1 gives discounted sums of rewards less the value, lam=0 the one-step error δ.
@@ -75,7 +75,7 @@ def _tokens_after(sample: Tensor) -> Tensor:
 
 
 def final_rewards(scores: Tensor, mask: Tensor, sample_ids: Tensor) -> Tensor:
-    """Rewards [tokens] fp32 that are 0 but for each sample's score on its last trained token.
+    """Return rewards [tokens] fp32 that are 0 but for each sample's score on its last trained token.
 
     Args:
         scores: one a sample, [samples]. mask, sample_ids: as in `gae`. A sample without a trained token has nothing
@@ -99,7 +99,7 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
 def whiten(
     values: Tensor, mask: Tensor, moments: Tensor, *, shift_mean: bool = True, eps: float = 1e-8
 ) -> Tensor:
-    """(values - mean) / sqrt(variance + eps) under the mask, 0 elsewhere: [tokens] fp32.
+    """Return (values - mean) / sqrt(variance + eps) under the mask, 0 elsewhere: [tokens] fp32.
 
     Args:
         values, mask: [tokens].

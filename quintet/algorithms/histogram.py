@@ -38,7 +38,7 @@ class Histogram:
         return sum_of_both
 
     def quantiles(self, shares: Iterable[float]) -> list[float]:
-        """For each share q the value of rank ⌊q · (n - 1)⌋ from below, to PRECISION of itself. 0 where nothing was
+        """Return for each share q the value of rank ⌊q · (n - 1)⌋ from below, to PRECISION of itself. 0 where nothing was
         counted; NaN where one value was NaN, which has no rank."""
         counts = self.counts.cpu()
         total, shares = int(counts.sum()), list(shares)

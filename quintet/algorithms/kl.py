@@ -14,7 +14,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -> Tensor:
-    """KL(policy ‖ reference) at each token, for tokens sampled from the policy; nats.
+    """Return KL(policy ‖ reference) at each token, for tokens sampled from the policy; nats.
 
     With d = ref_logprobs - logprobs: k1 = -d (unbiased, noisy, may be negative), k2 = d²/2 (biased, small variance),
     k3 = e^d - 1 - d (unbiased, never negative). As a loss term: k2's gradient is that KL's own,
@@ -35,7 +35,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -> Tensor:
 
 
 def mismatch(rollout_logprobs: Tensor, logprobs: Tensor, mask: Tensor, threshold: float) -> dict[str, Tensor]:
-    """How well the trainer's log-probs of sampled tokens agree with those the rollout policy sampled them with.
+    """Return how well the trainer's log-probs of sampled tokens agree with those the rollout policy sampled them with.
 
     Args:
         rollout_logprobs, logprobs, mask: [tokens]; the mask is 1 on sampled tokens.

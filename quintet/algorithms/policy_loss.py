@@ -17,7 +17,7 @@ from quintet.algorithms.kl import LOG_RATIO_LIMIT, kl
 
 
 class TokenLoss(NamedTuple):
-    """What a loss gives: values [tokens], 0 where the loss mask is 0."""
+    """A loss of each token: values [tokens], 0 where the loss mask is 0."""
 
     per_token: Tensor
     """Loss of each token [tokens], carrying gradients to the log-probs."""
@@ -32,7 +32,7 @@ _LOSSES: dict[str, LossFunction] = {}
 
 
 def register_loss(name: str) -> Callable[[LossFunction], LossFunction]:
-    """Decorator that makes a loss known under `name`."""
+    """Return a decorator that makes a loss known under `name`."""
 
     def register(function: LossFunction) -> LossFunction:
         if name in _LOSSES:
@@ -44,7 +44,7 @@ def register_loss(name: str) -> Callable[[LossFunction], LossFunction]:
 
 
 def load_loss(name: str, **settings: Any) -> BoundLoss:
-    """The loss called `name` with its settings fixed: a picklable function of (log-probs, fields)."""
+    """Return the loss called `name` with its settings fixed: a picklable function of (log-probs, fields)."""
     if name not in _LOSSES:
         raise ValueError(f"unknown loss {name!r}; known: {', '.join(sorted(_LOSSES))}")
     return partial(_LOSSES[name], **settings)
@@ -58,7 +58,7 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """Clipped policy-gradient loss of each token.
+    """Return the clipped policy-gradient loss of each token.
 
     -min(ratio · A, clip(ratio, 1 - clip_low, 1 + clip_high) · A) with ratio = exp(logprobs - old_logprobs)
     (PPO, Schulman et al. 2017, arXiv:1707.06347, eq. 7; separate bounds: "clip-higher" of DAPO, Yu et al. 2025,
@@ -98,7 +98,7 @@ def clipped_loss(
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
 ) -> TokenLoss:
-    """`policy_loss` plus, when `kl_coef` is above 0, that much of the KL to the reference policy.
+    """Return `policy_loss` plus, when `kl_coef` is above 0, that much of the KL to the reference policy.
 
     Reads the fields `old_logprobs`, `advantages`, `loss_mask`, and `ref_logprobs` with a KL; each [tokens]. Where these are there
     and the weight is 0, the KL is told (`ref_kl`), and no more.
@@ -117,6 +117,6 @@ def clipped_loss(
 
 @register_loss("sft")
 def sft_loss(logprobs: Tensor, fields: Mapping[str, Tensor]) -> TokenLoss:
-    """Negative log-likelihood of each trained token; reads the field `loss_mask` [tokens]."""
+    """Return the negative log-likelihood of each trained token; reads the field `loss_mask` [tokens]."""
     per_token = -torch.where(fields["loss_mask"] > 0, logprobs, 0.0)
     return TokenLoss(per_token, {"nll": per_token.detach()})

@@ -16,7 +16,7 @@ from quintet.algorithms.policy_loss import TokenLoss, register_loss
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
 ) -> TokenLoss:
-    """Clipped squared error of each token's value.
+    """Return the clipped squared error of each token's value.
 
     max((V - R)², (V_old + clip(V - V_old, -clip, clip) - R)²) / 2: a value that has moved away from the old one by more
     than `clip`, towards its return, gets no gradient (the value clipping of PPO's code; Engstrom et al. 2020,
@@ -56,12 +56,12 @@ def value_loss(
 
 @register_loss("value")
 def value_loss_of_fields(values: Tensor, fields: Mapping[str, Tensor], *, clip: float | None) -> TokenLoss:
-    """`value_loss` on the fields `old_values`, `returns`, `loss_mask`; each [tokens]."""
+    """Return `value_loss` on the fields `old_values`, `returns`, `loss_mask`; each [tokens]."""
     return value_loss(values, fields["old_values"], fields["returns"], fields["loss_mask"], clip)
 
 
 def explained_variance(means: Mapping[str, float]) -> float:
-    """1 - Var(R - V) / Var(R): 1 for perfect values, 0 for ones no better than a constant, below for worse.
+    """Return 1 - Var(R - V) / Var(R): 1 for perfect values, 0 for ones no better than a constant, below for worse.
 
     Args:
         means: of the stats of `value_loss` over all tokens that count, as from `Tally.means`.

@@ -72,27 +72,27 @@ def make_batch(input_ids: Sequence[Any], prompt_lengths: Sequence[int] | Tensor,
 
 
 def offsets(batch: Batch) -> Tensor:
-    """Where samples start in the flat values: int64 [samples + 1], the last is the number of tokens."""
+    """Return where samples start in the flat values: int64 [samples + 1], the last is the number of tokens."""
     return cast(Any, batch["input_ids"]).offsets()
 
 
 def lengths(batch: Batch) -> list[int]:
-    """Tokens of each sample, prompt and response."""
+    """Return the number of tokens of each sample, prompt and response."""
     return cast(list[int], offsets(batch).diff().tolist())
 
 
 def token_count(batch: Batch) -> int:
-    """Tokens of all samples together."""
+    """Return the number of tokens of all samples together."""
     return int(offsets(batch)[-1])
 
 
 def token_fields(batch: Batch) -> list[str]:
-    """Names of the per-token (jagged) fields."""
+    """Return the names of the per-token (jagged) fields."""
     return [name for name, value in _items(batch) if value.is_nested]
 
 
 def tokens(batch: Batch, name: str) -> Tensor:
-    """Flat values of a per-token field: [tokens, ...], samples one after another."""
+    """Return flat values of a per-token field: [tokens, ...], samples one after another."""
     return cast(Tensor, batch[name]).values()
 
 
@@ -108,13 +108,13 @@ def set_tokens(batch: Batch, name: str, values: Tensor) -> None:
 
 
 def sample_ids(batch: Batch) -> Tensor:
-    """The sample (0 .. samples - 1) of each token: int64 [tokens]."""
+    """Return the sample (0 .. samples - 1) of each token: int64 [tokens]."""
     sizes = offsets(batch).diff()
     return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
 
 def select(batch: Batch, indices: Sequence[int] | Tensor) -> Batch:
-    """The samples at `indices` (any order, repeats allowed) as a new Batch that shares no memory with this one.
+    """Return the samples at `indices` (any order, repeats allowed) as a new Batch that shares no memory with this one.
 
     Raises:
         IndexError: an index is not in 0 .. samples - 1.
@@ -155,7 +155,7 @@ def _gather(old: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """All samples of `batches` in order, as a new Batch.
+    """Return all samples of `batches` in order, as a new Batch.
 
     Raises:
         ValueError: there are no batches, or their fields differ.

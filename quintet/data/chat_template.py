@@ -41,7 +41,7 @@ class TemplateFailure(Exception):
 
 
 def given_template(text: str) -> ChatTemplate:
-    """The template that model.chat_template names: Jinja text, or a file with it.
+    """Return the template that model.chat_template names: Jinja text, or a file with it.
 
     Raises UserError when it is neither.
     """
@@ -53,7 +53,7 @@ def given_template(text: str) -> ChatTemplate:
 
 
 def own_template(directory: Path) -> ChatTemplate | None:
-    """The template in a tokenizer's directory, where transformers looks for it; None where there is none.
+    """Return the template in a tokenizer's directory, where transformers looks for it; None where there is none.
 
     Raises UserError for a file that cannot be read.
     """
@@ -67,7 +67,7 @@ def own_template(directory: Path) -> ChatTemplate | None:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """The variables that a tokenizer's files give to its template: bos_token, eos_token, …
+    """Return the variables that a tokenizer's files give to its template: bos_token, eos_token, …
 
     Raises UserError for a file that cannot be read.
     """
@@ -83,7 +83,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 def render(
     template: ChatTemplate, conversations: Sequence[Sequence[Any]], variables: Mapping[str, Any]
 ) -> list[str]:
-    """Texts of conversations, each with the beginning of an assistant's answer.
+    """Return the texts of conversations, each with the beginning of an assistant's answer.
 
     conversations: lists of messages. variables: what the template knows besides, such as special tokens.
     Raises TemplateFailure for the first conversation that it cannot render, or takes too much time or memory for.

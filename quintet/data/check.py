@@ -13,7 +13,7 @@ from quintet.recipe import Recipe
 
 
 def needs(recipe: Recipe, command: str) -> dict[Literal["train", "eval"], list[str]]:
-    """The sides of the data that the command reads, and the columns besides the prompt."""
+    """Return the sides of the data that the command reads, and the columns besides the prompt."""
     found: dict[Literal["train", "eval"], list[str]] = {}
     if command in ("train", "sft"):
         found["train"] = ["answer"] * (command == "train") + ["response"] * (recipe.sft is not None)
@@ -41,7 +41,8 @@ def chat_template(recipe: Recipe) -> None:
 
 
 def remote_code(recipe: Recipe) -> list[str]:
-    """What is to be said of code that comes with the model, which is not run here. Raises UserError where it would be needed."""
+    """Return what is to be said of code that comes with the model, which is not run here. Raises UserError where it would be
+    needed."""
     path = recipe.model.path
     if path is None:
         return []

@@ -18,7 +18,7 @@ class PackedRow(NamedTuple):
 
 
 def read_rows(path: str, which: Literal["train", "eval"]) -> list[PackedRow]:
-    """All rows of a dataset.
+    """Return all rows of a dataset.
 
     Args:
         path: a .jsonl or .parquet file, a directory made by `Dataset.save_to_disk`, or a hub name as "owner/name",

@@ -66,14 +66,14 @@ class PromptSet:
         return iter(self.prompts)
 
     def subset(self, count: int, seed: int) -> PromptSet:
-        """`count` prompts drawn without repeats, in dataset order; all of them if there are no more."""
+        """Return `count` prompts drawn without repeats, in dataset order; all of them if there are no more."""
         if count >= len(self.prompts):
             return self
         chosen = random.Random(f"subset/{seed}").sample(range(len(self.prompts)), count)
         return PromptSet([self.prompts[i] for i in sorted(chosen)], self.name)
 
     def fingerprint(self) -> str:
-        """Digest of the rendered prompts in order, to tell on resume that the data is still the same."""
+        """Return the digest of the rendered prompts in order, to tell on resume that the data is still the same."""
         digest = hashlib.blake2b(digest_size=8)
         for prompt in self.prompts:
             digest.update(prompt.text.encode() + b"\0")
@@ -116,7 +116,7 @@ def load_prompts(
 
 
 def make_prompts(texts: list[str], data: Data, tokenizer: Tokenizer) -> list[Prompt]:
-    """Prompts of texts given by hand, rendered like those of a file."""
+    """Return prompts of texts given by hand, rendered like those of a file."""
     drafts = [
         _Draft(f"prompt {i}", *_as_messages(text, data), "", None) for i, text in enumerate(texts, start=1)
     ]
@@ -135,7 +135,7 @@ def check_rows(data: Data, which: Which, *, seed: int, needs: Collection[str] = 
 
 
 def alphabet_of(data: Data) -> str:
-    """Characters a character tokenizer needs for this data: the task's own, or printable ASCII and the files'."""
+    """Return the characters a character tokenizer needs for this data: the task's own, or printable ASCII and the files'."""
     if data.task in TASKS:
         return make_task(data.task, data.task_options).alphabet
     characters = set(string.printable)

@@ -25,7 +25,7 @@ class PromptStream:
         self._order = self._epoch_order()
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
+        """Return the next `count` prompts."""
         taken: list[Prompt] = []
         while len(taken) < count:
             if self._position == len(self._order):
@@ -37,7 +37,7 @@ class PromptStream:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the state of the stream as plain values, for JSON."""
         return {
             "epoch": self._epoch,
             "position": self._position,

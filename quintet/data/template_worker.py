@@ -37,7 +37,7 @@ class _Generation(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What transformers compiles chat templates in."""
+    """Return what transformers compiles chat templates in."""
     found = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

@@ -30,24 +30,24 @@ Bytes = bytes | bytearray | memoryview
 
 
 def block_count(nbytes: int) -> int:
-    """Checksums of a tensor of so many bytes."""
+    """Return how many checksums there are of a tensor of so many bytes."""
     return -(-nbytes // BLOCK_BYTES)
 
 
 def block_sums(data: Bytes) -> str:
-    """The checksums of a tensor's bytes, or of a part that starts on a block, as they are written."""
+    """Return the checksums of a tensor's bytes, or of a part that starts on a block, as they are written."""
     view = memoryview(data).cast("B")
     starts = range(0, len(view), BLOCK_BYTES)
     return "".join(f"{zlib.crc32(view[start : start + BLOCK_BYTES]):08x}" for start in starts)
 
 
 def as_metadata(sums: dict[str, str]) -> str:
-    """What stands under KEY for the tensors of a file. Its length follows from names and sizes alone."""
+    """Return what stands under KEY for the tensors of a file. Its length follows from names and sizes alone."""
     return json.dumps({"block_bytes": BLOCK_BYTES, "tensors": sums}, separators=(",", ":"))
 
 
 def recorded_sums(header: Header, file: Path) -> dict[str, list[int]] | None:
-    """Checksums of each tensor's blocks, or None for a file without any.
+    """Return the checksums of each tensor's blocks, or None for a file without any.
 
     Raises UserError naming file and tensor when the checksums do not fit the tensors.
     """
@@ -70,14 +70,14 @@ def recorded_sums(header: Header, file: Path) -> dict[str, list[int]] | None:
 
 
 def damaged(file: Path, name: str) -> UserError:
-    """The error of a tensor whose bytes are not those its checksum was made of."""
+    """Return the error of a tensor whose bytes are not those its checksum was made of."""
     return UserError(
         f"{file}: {name} is damaged: its bytes do not fit the checksum they were written with; get the file again"
     )
 
 
 def hub_digest(file: Path) -> str | None:
-    """What the hub calls a file: 64 hexadecimal digits of its SHA-256, or 40 of git's blob id; None when not at hand."""
+    """Return what the hub calls a file: 64 hexadecimal digits of its SHA-256, or 40 of git's blob id; None when not at hand."""
     if file.is_symlink() and file.resolve().parent.name == "blobs":
         name = file.resolve().name
     else:

@@ -11,7 +11,8 @@ from quintet.models.shape import MlaShape, ModelShape
 
 @register
 class DeepseekV3(Family):
-    """Latent attention, shared experts, and routed ones chosen by sigmoid scores plus a bias, among the best groups."""
+    """The family of latent attention, shared experts, and routed ones chosen by sigmoid scores plus a bias, among the best
+    groups."""
 
     name = "deepseek_v3"
     architectures = ("DeepseekV3ForCausalLM",)

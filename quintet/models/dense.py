@@ -18,7 +18,8 @@ _YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attentio
 
 
 def read_rope(config: HfConfig, share: float | None = None) -> Rope:
-    """Rotary parameters in either spelling: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`.
+    """Return the rotary parameters of a config in either spelling: `rope_parameters` (transformers 5) or `rope_theta` +
+    `rope_scaling`.
 
     share: of a head's dims that are turned where the config does not say; None for a family whose heads are turned whole.
     """
@@ -67,7 +68,7 @@ def dense_shape(
     rotary_share: float | None = None,
     windows: bool = False,
 ) -> ModelShape:
-    """Shape of a Llama-like decoder from its Hugging Face config.
+    """Return the shape of a Llama-like decoder from its Hugging Face config.
 
     head_dim: given where the config's own is not it. rotary_share: of a head's dims that rotary embedding turns where the
     config does not say, for a family in which it may turn a part. windows: layers may have sliding windows, which the
@@ -113,7 +114,7 @@ MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def read_mtp_layers(config: HfConfig) -> int:
-    """Layers for multi-token prediction; 0 where the config does not speak of them."""
+    """Return the number of layers for multi-token prediction; 0 where the config does not speak of them."""
     return next((config.count(key, most=MOST_LAYERS) for key in MTP_KEYS if config.has(key)), 0)
 
 

@@ -7,8 +7,8 @@ from quintet.models.shape import MoeShape
 
 
 def sigmoid_experts(config: HfConfig, layers: int) -> MoeShape | None:
-    """Experts as DeepSeek-V3 has them: chosen by sigmoid scores plus a stored bias among the best groups, beside shared
-    ones, in all layers but the first few. None where those are all.
+    """Return the sizes of experts as DeepSeek-V3 has them: chosen by sigmoid scores plus a stored bias among the best groups,
+    beside shared ones, in all layers but the first few. None where those are all.
 
     Raises UserError for any other routing.
     """

@@ -45,17 +45,17 @@ class Family(ABC):
 
     @abstractmethod
     def shape(self, config: HfConfig) -> ModelShape:
-        """Shape of a language model of this family.
+        """Return the shape of a language model of this family.
 
         Raises UserError for a key that is missing, of a wrong type, or that asks for what is not supported.
         """
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
-        """Every weight of a model, in layer order."""
+        """Return every weight of a model, in layer order."""
         return decoder_weights(shape, self.names)
 
     def shape_of(self, config: dict[str, Any], where: str = "config.json") -> ModelShape:
-        """Shape of a model of this family, a language model or a value model, from its config.
+        """Return the shape of a model of this family, a language model or a value model, from its config.
 
         Raises UserError as `shape` does, and when `shape` fails or gives another family's.
         """
@@ -154,7 +154,7 @@ def _load_builtin() -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face directory.
+    """Return config.json of a Hugging Face directory.
 
     Raises UserError when the directory or the file is missing, not UTF-8 or not a JSON object.
     """
@@ -167,7 +167,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def family_of(config: dict[str, Any], where: str = "config.json") -> Family:
-    """The family of a Hugging Face config.
+    """Return the family of a Hugging Face config.
 
     Raises UserError naming the families there are when this one is not among them.
     """
@@ -184,13 +184,13 @@ def family_of(config: dict[str, Any], where: str = "config.json") -> Family:
 
 
 def family_named(name: str) -> Family:
-    """A family by its own name, as `ModelShape.family` holds it."""
+    """Return a family by its own name, as `ModelShape.family` holds it."""
     _load_builtin()
     return _FAMILIES[name]
 
 
 def table_of(shape: ModelShape) -> tuple[Weight, ...]:
-    """The table of a model's weights, in layer order, which the latest callers share: of the largest models it has 50,000."""
+    """Return the table of a model's weights, in layer order, which the latest callers share: of the largest models it has 50,000."""
     return _table(family_named(shape.family), shape)
 
 
@@ -200,7 +200,7 @@ def _table(family: Family, shape: ModelShape) -> tuple[Weight, ...]:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Shape of the model in a Hugging Face directory."""
+    """Return the shape of the model in a Hugging Face directory."""
     config = read_config(path)
     where = str(Path(path) / "config.json")
     return family_of(config, where).shape_of(config, where)

@@ -11,8 +11,8 @@ from quintet.models.shape import ModelShape
 
 @register
 class Glm4Moe(Family):
-    """Grouped-query attention of which a part of each head is turned, with biases on q, k and v and norms on q and k where
-    the config says so; DeepSeek-V3's experts and its layer for multi-token prediction."""
+    """The family of grouped-query attention of which a part of each head is turned, with biases on q, k and v and norms on q and
+    k where the config says so; DeepSeek-V3's experts and its layer for multi-token prediction."""
 
     name = "glm4_moe"
     architectures = ("Glm4MoeForCausalLM",)

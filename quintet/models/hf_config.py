@@ -15,7 +15,7 @@ _NEEDED: Any = object()
 
 
 def read_json(file: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises UserError naming the file when it cannot be read, is too large, not UTF-8, not JSON, or no object.
     """
@@ -59,7 +59,7 @@ class HfConfig:
         self._spelling = spelling or {}
 
     def spelled(self, **keys: str) -> HfConfig:
-        """The same object for those who know its keys by other names: spelled(num_hidden_layers="n_layer") reads n_layer
+        """Return the same object for those who know its keys by other names: spelled(num_hidden_layers="n_layer") reads n_layer
         where num_hidden_layers is asked for, and errors name n_layer."""
         return HfConfig(self.data, self.where, self.prefix, self._spelling | keys)
 
@@ -71,18 +71,18 @@ class HfConfig:
         return self._spelling.get(key, key)
 
     def wrong(self, key: str, expected: str) -> UserError:
-        """The error of a key that is not as expected, to be raised."""
+        """Return the error of a key that is not as expected, to be raised."""
         key = self._own(key)
         shown = json.dumps(self.data.get(key), default=str)
         shown = shown if len(shown) <= 60 else shown[:57] + "…"
         return UserError(f"{self.where}: {self.prefix}{key} is {shown}; expected {expected}")
 
     def whole(self, key: str, default: int = _NEEDED, most: int = LARGEST) -> int:
-        """A whole number greater than 0, `most` at most."""
+        """Return the whole number of a key, greater than 0, `most` at most."""
         return self._number_from(1, key, default, most, "a whole number greater than 0")
 
     def count(self, key: str, default: int = _NEEDED, most: int = LARGEST) -> int:
-        """A whole number, 0 or more, `most` at most."""
+        """Return the whole number of a key, 0 or more, `most` at most."""
         return self._number_from(0, key, default, most, "a whole number, 0 or more")
 
     def _number_from(self, least: int, key: str, default: int, most: int, expected: str) -> int:
@@ -94,7 +94,7 @@ class HfConfig:
         return value
 
     def counts(self, key: str) -> list[int]:
-        """A list of whole numbers, 0 or more; empty when absent."""
+        """Return the list of whole numbers of a key, 0 or more; empty when absent."""
         value = self._get(key, [], "a list of whole numbers")
         if not isinstance(value, list) or not all(
             isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value
@@ -103,7 +103,7 @@ class HfConfig:
         return value
 
     def number(self, key: str, default: float = _NEEDED) -> float:
-        """A finite number greater than 0."""
+        """Return the finite number of a key, greater than 0."""
         value = self._get(key, default, "a number greater than 0")
         if (
             isinstance(value, bool)
@@ -126,21 +126,21 @@ class HfConfig:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of text; empty when absent."""
+        """Return the list of text of a key; empty when absent."""
         value = self._get(key, [], "a list of text")
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise self.wrong(key, 'a list of text, such as ["…"]')
         return value
 
     def section(self, key: str) -> HfConfig:
-        """An object; empty when absent."""
+        """Return the object of a key; empty when absent."""
         value = self._get(key, {}, "an object")
         if not isinstance(value, dict):
             raise self.wrong(key, "an object, such as {…}, or null")
         return HfConfig(value, self.where, f"{self.prefix}{self._own(key)}.")
 
     def token_ids(self, key: str) -> list[int]:
-        """One token id or a list of them; empty when absent."""
+        """Return the token ids of a key, which holds one or a list of them; empty when absent."""
         value = self._get(key, [], "a token id")
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
@@ -158,7 +158,7 @@ class HfConfig:
 
 
 def read_end_ids(path: Path) -> list[int]:
-    """`eos_token_id` of a Hugging Face directory's generation_config.json; empty without the file or the key.
+    """Return `eos_token_id` of a Hugging Face directory's generation_config.json; empty without the file or the key.
 
     Chat models end a turn with other tokens than the tokenizer's one end-of-sequence token (Llama 3: `<|eot_id|>`
     and `<|end_of_text|>`), and list them there.

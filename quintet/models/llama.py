@@ -8,7 +8,7 @@ from quintet.models.shape import ModelShape
 
 @register
 class Llama(Family):
-    """Neither biases nor norms of q and k."""
+    """The family with neither biases nor norms of q and k."""
 
     name = "llama"
     architectures = ("LlamaForCausalLM",)

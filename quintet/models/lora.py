@@ -47,7 +47,7 @@ class LoraShape:
 
     @property
     def scale(self) -> float:
-        """What B A x is multiplied by (with rslora: https://arxiv.org/abs/2312.03732)."""
+        """The factor that B A x is multiplied by (with rslora: https://arxiv.org/abs/2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -74,12 +74,12 @@ class Linear:
 
     @property
     def of_layer(self) -> str:
-        """The name, with one for all experts of a layer."""
+        """The linear layer's name, with one for all experts of a layer."""
         return _EXPERT.sub(r"\1*\3", self.name)
 
 
 def linears(weights: Iterable[Weight]) -> Iterator[Linear]:
-    """The layers that can have adapters: every linear layer of the decoder but embedding, router and head. A tensor that
+    """Yield the layers that can have adapters: every linear layer of the decoder but embedding, router and head. A tensor that
     holds all experts of a layer is none: adapters are saved beside modules, and it is not one."""
     for weight in weights:
         matrices = all(len(one) == 2 for one in weight.shapes) and weight.stack is None
@@ -93,12 +93,12 @@ def linears(weights: Iterable[Weight]) -> Iterator[Linear]:
 
 
 def fits(name: str, target: str) -> bool:
-    """Whether a target means a module: it is the whole name or its end after a dot, "*" being any text."""
+    """Return whether a target means a module: it is the whole name or its end after a dot, "*" being any text."""
     return target == ALL_LINEAR or fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
 
 
 def adapted(linear: Linear, lora: LoraShape) -> tuple[Part, ...]:
-    """The parts that have adapters."""
+    """Return the parts that have adapters."""
     return tuple(part for part in linear.parts if any(fits(part.name, one) for one in lora.targets))
 
 
@@ -132,7 +132,7 @@ def check_targets(weights: Sequence[Weight], targets: Sequence[str]) -> None:
 
 
 def adapter_weights(weights: Iterable[Weight], lora: LoraShape) -> Iterator[Weight]:
-    """The table's entries of all adapters, in the order in which modules hold them, under peft's names."""
+    """Yield the table's entries of all adapters, in the order in which modules hold them, under peft's names."""
     for linear in linears(weights):
         parts, (a, b) = adapted(linear, lora), _CUT[linear.split]
         for part in parts:
@@ -147,10 +147,10 @@ def _entry(linear: Linear, part: Part, which: str, shape: tuple[int, int], split
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a Hugging Face name is of an adapter."""
+    """Return whether a Hugging Face name is of an adapter."""
     return name.startswith(PEFT_PREFIX)
 
 
 def adapter_parameters(weights: Iterable[Weight], lora: LoraShape) -> int:
-    """How many numbers all adapters of a model have."""
+    """Return how many numbers all adapters of a model have."""
     return sum(math.prod(one) for weight in adapter_weights(weights, lora) for one in weight.shapes)

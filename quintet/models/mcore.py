@@ -39,18 +39,18 @@ class Block:
 
     @property
     def stop(self) -> int:
-        """Where the box ends in the flattened parameter."""
+        """The place where the box ends in the flattened parameter."""
         return self.start + volume(self.box)
 
 
 class CheckpointMap:
-    """From a family's table to the tensors of a checkpoint. weights: the table of one model."""
+    """The way from a family's table to the tensors of a checkpoint. weights: the table of one model."""
 
     def __init__(self, weights: Iterable[Weight]) -> None:
         self.weights = {w.name: w for w in weights}
 
     def key(self, name: str) -> str:
-        """The checkpoint's name of a weight; of gate and up together, without their endings.
+        """Return the checkpoint's name of a weight; of gate and up together, without their endings.
 
         Raises KeyError for a name that is not in the table.
         """
@@ -70,7 +70,7 @@ class CheckpointMap:
     def blocks(
         self, name: str, *, tp: tuple[int, int] = (0, 1), etp: tuple[int, int] = (0, 1)
     ) -> list[Block]:
-        """The blocks of a weight on a rank that holds it, in the order of its parameter. tp, etp: (rank, size).
+        """Return the blocks of a weight on a rank that holds it, in the order of its parameter. tp, etp: (rank, size).
 
         A rank with nothing but the vocabulary's padding has no blocks.
         """
@@ -90,14 +90,14 @@ class CheckpointMap:
         return [Block(key, full, _cut(full, dim, rank, parts), 0)]
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], Weight]]:
-        """Every tensor of a checkpoint: key, full shape, and the weight it is or is a part of."""
+        """Yield every tensor of a checkpoint: key, full shape, and the weight it is or is a part of."""
         for name, weight in self.weights.items():
             for block in self.blocks(name):
                 yield block.key, block.shape, weight
 
 
 def stacked(block: Block, *, experts: int, layers: int | None) -> Block:
-    """The same block where megatron-core stacks, as it does by default: gate over up in one tensor, all experts of a
+    """Return the same block where megatron-core stacks, as it does by default: gate over up in one tensor, all experts of a
     layer in one, and with `layers` given (the decoder's number of them) all layers in one as well.
 
     core stacks layers when all are of one kind and moe_layer_freq is a number; multi-token prediction never is. `box`
@@ -124,7 +124,7 @@ def stacked(block: Block, *, experts: int, layers: int | None) -> Block:
 
 
 def flat_boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """Elements start:stop of a flattened box, as boxes in its order: of a matrix at most three."""
+    """Yield elements start:stop of a flattened box, as boxes in its order: of a matrix at most three."""
     if start >= stop:
         return
     (first, _), inner = box[0], box[1:]
@@ -148,7 +148,7 @@ def _in_row(at: int, inner: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def meet(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor share; None for nothing."""
+    """Return what two boxes of one tensor share; None for nothing."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
@@ -170,7 +170,7 @@ def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def split(box: Box, units: Sequence[int], limit: int) -> Iterator[Box]:
-    """A box in boxes of at most `limit` elements, in its order.
+    """Split a box into boxes of at most `limit` elements, in its order.
 
     units: along each dim, cuts are at multiples of this; what cannot be cut any more may be larger than the limit.
     """
@@ -190,22 +190,22 @@ def split(box: Box, units: Sequence[int], limit: int) -> Iterator[Box]:
 
 
 def volume(box: Box) -> int:
-    """Number of elements."""
+    """Return the number of elements of a box."""
     return math.prod(box_sizes(box))
 
 
 def whole_box(shape: Iterable[int]) -> Box:
-    """All of a tensor."""
+    """Return the box that is all of a tensor."""
     return tuple((0, n) for n in shape)
 
 
 def box_sizes(box: Box) -> tuple[int, ...]:
-    """The shape of what is in a box."""
+    """Return the shape of what is in a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def slices(box: Box, part: Box) -> tuple[slice, ...]:
-    """Where a part of a box is, in a tensor that holds the box."""
+    """Return where a part of a box is, in a tensor that holds the box."""
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))
 
 

@@ -41,7 +41,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where an adapter's A or B lies: in the file's tensor `name` of `shape`, of which it may be a part.
+    """The place of an adapter's A or B: in the file's tensor `name` of `shape`, of which it may be a part.
 
     experts: how many the tensor holds, 0 where it holds one layer's alone. Then it is the part of `expert`, of the ranks
     from `start` on among `ranks` of each expert, and of B the rows `rows`.
@@ -66,14 +66,14 @@ class Fused:
     prefix: str
 
     def tensor(self, which: str, ranks: int) -> tuple[str, tuple[int, int]]:
-        """Name and shape of lora_A or lora_B in the file, given the ranks of an expert."""
+        """Return the name and shape of lora_A or lora_B in the file, given the ranks of an expert."""
         parts, held = self.experts[0].parts, len(self.experts) * ranks
         shape = (held, parts[0].in_) if which == "lora_A" else (sum(p.out for p in parts), held)
         return f"{self.prefix}.{which}.weight", shape
 
 
 def fused_experts(weights: Iterable[Weight], lora: LoraShape) -> list[Fused]:
-    """The parameters of experts that have adapters, in the order of the layers."""
+    """Return the parameters of experts that have adapters, in the order of the layers."""
     by_layer: dict[str, list[Linear]] = {}
     for linear in linears(weights):
         if linear.split.startswith("expert_") and adapted(linear, lora):
@@ -98,7 +98,7 @@ def _module_of(linear: Linear) -> str:
 def places(
     weights: Sequence[Weight], lora: LoraShape, ranks_of: Mapping[str, int] | None = None
 ) -> dict[str, Place]:
-    """Where every adapter tensor lies, by its name in the table.
+    """Return where every adapter tensor lies, by its name in the table.
 
     ranks_of: of each fused parameter, by its name, the ranks of an expert in a file that is read: as many as one adapter has
     where gate and up share A. Otherwise each has ranks of its own.
@@ -130,7 +130,7 @@ def places(
 def adapter_config(
     weights: Sequence[Weight], lora: LoraShape, base: str | None, *, value: bool
 ) -> dict[str, Any]:
-    """adapter_config.json. base: the model that the adapters are for. value: of a value model, whose head is with them."""
+    """Return adapter_config.json. base: the model that the adapters are for. value: of a value model, whose head is with them."""
     layers = list(linears(weights))
     plain = [linear for linear in layers if not linear.split.startswith("expert_")]
     on = {part.name for linear in plain for part in adapted(linear, lora)}
@@ -163,7 +163,7 @@ def adapter_config(
 
 
 def short(on: set[str], everything: set[str]) -> list[str]:
-    """Names that mean just these modules: the last part of the name where it means no other."""
+    """Return the names that mean just these modules: the last part of the name where it means no other."""
     out: set[str] = set()
     for name in on:
         key = name.rpartition(".")[2]
@@ -172,7 +172,7 @@ def short(on: set[str], everything: set[str]) -> list[str]:
 
 
 def read_adapter(path: Path, weights: Sequence[Weight]) -> tuple[LoraShape, dict[str, Place]]:
-    """What adapters a directory of peft's holds for the model of a table, and where; reads no weight.
+    """Return what adapters a directory of peft's holds for the model of a table, and where; reads no weight.
 
     Raises UserError naming the file for what is missing, damaged, of another model, or not supported.
     """

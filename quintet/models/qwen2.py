@@ -8,7 +8,7 @@ from quintet.models.shape import ModelShape
 
 @register
 class Qwen2(Family):
-    """Biases on q, k and v."""
+    """The family with biases on q, k and v."""
 
     name = "qwen2"
     architectures = ("Qwen2ForCausalLM",)

@@ -8,7 +8,7 @@ from quintet.models.shape import ModelShape
 
 @register
 class Qwen3(Family):
-    """RMS norm on each head of q and k, no biases."""
+    """The family with RMS norm on each head of q and k, no biases."""
 
     name = "qwen3"
     architectures = ("Qwen3ForCausalLM",)

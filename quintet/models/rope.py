@@ -13,7 +13,7 @@ from quintet.models.shape import ModelShape, Rope
 
 
 def inverse_frequencies(rope: Rope, rotary_dim: int) -> list[float]:
-    """theta^(-2i/d) for i in 0 .. d/2 - 1, scaled as `rope.scaling` says. Radians per position."""
+    """Return the inverse frequencies theta^(-2i/d) for i in 0 .. d/2 - 1, scaled as `rope.scaling` says. Radians per position."""
     frequencies = [rope.theta ** (-2.0 * i / rotary_dim) for i in range(rotary_dim // 2)]
     scaling = rope.scaling
     if scaling is None:
@@ -63,7 +63,7 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def rotary_scale(rope: Rope) -> float:
-    """What YaRN multiplies cos and sin by; 1 for every other kind."""
+    """Return what YaRN multiplies cos and sin by; 1 for every other kind."""
     scaling = rope.scaling
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
@@ -76,7 +76,7 @@ def rotary_scale(rope: Rope) -> float:
 
 
 def softmax_scale(shape: ModelShape) -> float:
-    """What attention scores are multiplied by: 1/√d, and for latent attention YaRN's mscale_all_dim twice."""
+    """Return what attention scores are multiplied by: 1/√d, and for latent attention YaRN's mscale_all_dim twice."""
     scale = shape.head_dim**-0.5
     scaling = shape.rope.scaling
     if shape.mla and scaling and scaling.get("mscale_all_dim"):

@@ -31,14 +31,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says about itself. metadata: its free text, such as the checksums that quintet writes."""
+    """What a safetensors file says about itself. metadata: its free text, such as the checksums that quintet writes."""
 
     tensors: dict[str, Entry]
     metadata: dict[str, str] = field(default_factory=dict)
 
 
 def read_header(file: Path) -> Header:
-    """The header of a safetensors file, which has to describe every byte of the file exactly once: safetensors sees to that.
+    """Return the header of a safetensors file, which has to describe every byte of the file exactly once: safetensors sees to
+    that.
 
     Raises UserError naming the file.
     """

@@ -65,11 +65,11 @@ class MoeShape:
     glu: Glu = SWIGLU
 
     def is_moe(self, layer: int) -> bool:
-        """Whether layer number `layer` (from 0) has experts."""
+        """Return whether layer number `layer` (from 0) has experts."""
         return layer not in self.dense_layers
 
     def parameters(self, hidden_size: int, experts: int) -> int:
-        """Weights of one layer's router, shared experts and `experts` routed ones."""
+        """Return the number of weights of one layer's router, shared experts and `experts` routed ones."""
         ffn = self.shared_ffn_hidden_size + experts * self.ffn_hidden_size
         vectors = self.experts + experts * (2 * self.ffn_hidden_size + hidden_size) if self.biases else 0
         return hidden_size * self.experts + 3 * hidden_size * ffn + vectors
@@ -95,7 +95,7 @@ class MlaShape:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def parameters(self, hidden_size: int, heads: int) -> int:
-        """Weights of one layer's attention, norms of the latents included."""
+        """Return the number of weights of one layer's attention, norms of the latents included."""
         if self.q_lora_rank is None:
             query = hidden_size * heads * self.qk_head_dim
         else:
@@ -141,15 +141,15 @@ class ModelShape:
     window_layers: tuple[int, ...] = ()
 
     def as_value_model(self) -> ModelShape:
-        """The same trunk with a scalar head in place of the LM head. Tied embeddings have nothing left to be tied to."""
+        """Return the same trunk with a scalar head in place of the LM head. Tied embeddings have nothing left to be tied to."""
         return replace(self, head="value", tied_embeddings=False, mtp_layers=0)
 
     def without_mtp(self) -> ModelShape:
-        """The same model without its layers for multi-token prediction."""
+        """Return the same model without its layers for multi-token prediction."""
         return replace(self, mtp_layers=0)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether layer number `layer` (from 0; layers for multi-token prediction number on) has experts."""
+        """Return whether layer number `layer` (from 0; layers for multi-token prediction number on) has experts."""
         return self.moe is not None and self.moe.is_moe(layer)
 
     @property
@@ -158,7 +158,7 @@ class ModelShape:
         return tuple(layer for layer in range(self.layers) if self.is_moe(layer))
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens a token sees in layer number `layer` (from 0), itself among them; None is all."""
+        """Return how many tokens a token sees in layer number `layer` (from 0), itself among them; None is all."""
         return self.window if layer in self.window_layers else None
 
     @property
@@ -216,7 +216,7 @@ class ModelShape:
         return count
 
     def flops_per_token(self, context: float) -> float:
-        """Training FLOPs of one token: 6 per weight that multiplies, plus causal attention over `context` tokens.
+        """Return the training FLOPs of one token: 6 per weight that multiplies, plus causal attention over `context` tokens.
 
         `context` is the mean number of keys a query sees (half the length of a causal sequence). Of the routed
         experts, a token's top-k count.

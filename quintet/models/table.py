@@ -88,7 +88,7 @@ class Names:
 
 
 def decoder_weights(shape: ModelShape, names: Names) -> Iterator[Weight]:
-    """Every weight of a decoder, in layer order."""
+    """Yield every weight of a decoder, in layer order."""
     return _Table(shape, names).weights()
 
 

@@ -48,7 +48,7 @@ class WeightsOnDisk:
 
 
 def fingerprint(weights: WeightsOnDisk, nbytes: int = 4096) -> str:
-    """Tells weights apart that are of the same model: of each tensor name, type, shape, and some bytes from its middle.
+    """Return what tells weights of the same model apart: of each tensor name, type, shape, and some bytes from its middle.
 
     The same whichever files they are in, and for every copy: nothing that a download keeps beside them counts. Training
     changes what is in the middle of a tensor; a change by hand elsewhere in one of more than `nbytes` is not seen.
@@ -65,7 +65,7 @@ def fingerprint(weights: WeightsOnDisk, nbytes: int = 4096) -> str:
 
 
 def find_weights(path: Path) -> WeightsOnDisk:
-    """The tensors of a Hugging Face directory. Files that its index does not name are not looked at.
+    """Return the tensors of a Hugging Face directory. Files that its index does not name are not looked at.
 
     Raises UserError when there are no weights, when a file is not whole, and when the index and the files disagree.
     """
@@ -129,14 +129,14 @@ def _check_index(index: Path, file_of: dict[str, Path], names: set[str], file: P
 
 
 def mtp_weights(shape: ModelShape) -> list[Weight]:
-    """The entries of layers for multi-token prediction in a family's table, in a model that has them."""
+    """Return the entries of layers for multi-token prediction in a family's table, in a model that has them."""
     table = table_of(shape)
     return [weight for weight in table if weight.name.startswith("mtp.")]
 
 
 def held_shape(path: Path, names: set[str] | None = None) -> ModelShape:
-    """Shape of the model that a Hugging Face directory holds: `read_shape`, and without layers for multi-token prediction
-    where config.json speaks of them and not one of their tensors is there, which is how transformers saves a model.
+    """Return the shape of the model that a Hugging Face directory holds: `read_shape`, and without layers for multi-token
+    prediction where config.json speaks of them and not one of their tensors is there, which is how transformers saves a model.
 
     names: of the directory's tensors, where they are known already.
     """
@@ -170,12 +170,12 @@ def _ends(shape: ModelShape) -> tuple[Weight, Weight]:
 
 
 def head_and_embedding(shape: ModelShape) -> list[str]:
-    """What checkpoints of the family call an LM head of its own, and the embedding."""
+    """Return what checkpoints of the family call an LM head of its own, and the embedding."""
     return [weight.hf[0] for weight in _ends(shape)]
 
 
 def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
-    """Every tensor accounted for: none missing, none left over.
+    """Check that every tensor is accounted for: none missing, none left over.
 
     A value model may start from a language model: it then leaves the LM head and has no head of its own yet. A directory
     that says it holds a value model has one.
@@ -196,7 +196,7 @@ def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
 
 
 def listed(names: list[str], most: int = 12) -> str:
-    """Names in a row, the rest counted."""
+    """Return names in a row, the rest counted."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -208,7 +208,7 @@ def _tensors(weight: Weight) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def check_weights(path: Path, shape: ModelShape) -> WeightsOnDisk:
-    """Names, shapes and types of all weights in a directory against what config.json implies; reads headers only.
+    """Check names, shapes and types of all weights in a directory against what config.json implies; reads headers only.
 
     Raises UserError naming the file, and the tensor where one is wrong.
     """

@@ -29,7 +29,7 @@ FP8_TOKENS = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 
 @dataclass(frozen=True)
 class Alignment:
-    """Multiples in tokens of the whole (not yet CP-sliced) sequence, and of the whole row.
+    """Multiples, in tokens, of the whole (not yet CP-sliced) sequence, and of the whole row.
 
     buckets: the sizes a row may have, ascending multiples of `total` (see `row_buckets`); empty allows any multiple.
     """
@@ -43,18 +43,18 @@ class Alignment:
             raise ValueError(f"{self}: total must be a multiple of sequence, and every bucket of total")
 
     def padded(self, length: int) -> int:
-        """Tokens one sequence of `length` tokens takes in a row."""
+        """Return how many tokens one sequence of `length` tokens takes in a row."""
         return -(-length // self.sequence) * self.sequence
 
     def row(self, lengths: Sequence[int]) -> int:
-        """Tokens a row of these sequences takes, its own padding included; never 0."""
+        """Return how many tokens a row of these sequences takes, its own padding included; never 0."""
         tokens = sum(self.padded(n) for n in lengths)
         tokens = max(-(-tokens // self.total) * self.total, self.total)
         at = bisect_left(self.buckets, tokens)
         return self.buckets[at] if at < len(self.buckets) else tokens
 
     def room(self, tokens: int) -> int:
-        """Tokens of the largest row within `tokens`; 0 where none is. Padded sequences that sum to it fit."""
+        """Return how many tokens are in the largest row within `tokens`; 0 where none is. Padded sequences that sum to it fit."""
         if self.buckets:
             at = bisect_right(self.buckets, tokens)
             return self.buckets[at - 1] if at else 0
@@ -62,7 +62,7 @@ class Alignment:
 
 
 def alignment(*, tp: int = 1, sp: bool = False, cp: int = 1, fp8: str | None = None) -> Alignment:
-    """Alignment of a layout: 2·cp a sequence (zigzag chunks), tp·cp a row under sequence parallelism.
+    """Return the alignment of a layout: 2·cp a sequence (zigzag chunks), tp·cp a row under sequence parallelism.
 
     fp8: megatron-core's `fp8_recipe` where FP8 is on; the slice of every rank, after both cuts, is then a multiple of
     `FP8_TOKENS[fp8]`.
@@ -86,7 +86,7 @@ def alignment_of(layout: Layout, cp: int) -> Alignment:
 
 
 def row_buckets(top: int, *, total: int = 1, waste: float = 0.125, smallest: int = 0) -> tuple[int, ...]:
-    """Row sizes, so that kernels, graphs and allocators see few shapes: ascending multiples of `total`, up to `top`.
+    """Return the row sizes, so that kernels, graphs and allocators see few shapes: ascending multiples of `total`, up to `top`.
 
     The last size is the largest within `top`. Going down from it, each is 1 + waste times smaller, rounded down, until
     one is at most `smallest`. A row of t tokens, t a multiple of `total`, is therefore padded by at most waste · t,

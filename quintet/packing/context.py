@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 
 def zigzag(cp: int, rank: int) -> tuple[int, int]:
-    """The two chunks, of 2·cp, that a context-parallel rank holds of every sequence; the first lies earlier."""
+    """Return the two chunks, of 2·cp, that a context-parallel rank holds of every sequence; the first lies earlier."""
     return rank, 2 * cp - 1 - rank
 
 
 def held_ranges(lengths: Sequence[int], cp: int, rank: int) -> list[range]:
-    """Row positions that a rank holds, in the order in which it holds them.
+    """Return the row positions that a rank holds, in the order in which it holds them.
 
     lengths: of the row's sequences, each a multiple of 2·cp when cp > 1 (see `Alignment`).
 

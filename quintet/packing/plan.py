@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def cp(self) -> int:
-        """In how many parts the row is cut."""
+        """The number of parts in which the row is cut."""
         return len(self.ranks)
 
 
@@ -56,7 +56,8 @@ class RankCell(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """`rounds[k]` are the cells of all ranks' k-th micro-batches, in the order of their ranks: each rank is in one of them.
+    """A plan of micro-batches: `rounds[k]` are the cells of all ranks' k-th micro-batches, in the order of their ranks: each rank
+    is in one of them.
 
     block: ranks of a dp rank; no cell reaches beyond one. A cell may have no samples where they ran out. The costly ones
     come first, so that the largest blocks of memory are asked for first.
@@ -66,12 +67,12 @@ class Plan:
     block: int = 1
 
     def samples_of(self, dp_rank: int) -> list[int]:
-        """Indices of the samples of a dp rank's ranks, round by round."""
+        """Return the indices of the samples of a dp rank's ranks, round by round."""
         return [i for cells in self._of(dp_rank) for cell in cells for i in cell.samples]
 
     def local(self, dp_rank: int, order: Sequence[int] | None = None) -> list[list[Cell]]:
-        """The rounds of a dp rank alone: samples as positions in `order`, its own samples (None: in `samples_of`), and ranks
-        counted from its first."""
+        """Return the rounds of a dp rank alone: samples as positions in `order`, its own samples (None: in `samples_of`), and
+        ranks counted from its first."""
         at = {i: k for k, i in enumerate(self.samples_of(dp_rank) if order is None else order)}
         first = dp_rank * self.block
         return [
@@ -244,7 +245,7 @@ def _deal(steps: list[list[Bin]], cost: list[float]) -> list[list[Bin]]:
 
 
 def split_evenly(count: int, parts: int) -> list[range]:
-    """`count` items in `parts` consecutive ranges whose sizes differ by at most one."""
+    """Split `count` items into `parts` consecutive ranges whose sizes differ by at most one."""
     bounds = [count * k // parts for k in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
 

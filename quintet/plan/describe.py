@@ -220,7 +220,7 @@ def _beside(setup: Setup, recipe: Recipe) -> dict[str, int]:
 
 
 def checkpoints(recipe: Recipe) -> str:
-    """Where checkpoints go, how large one will be, and whether there is room."""
+    """Return where checkpoints go, how large one will be, and whether there is room."""
     settings = recipe.checkpoint
     if not settings.every_steps:
         return "Checkpoints: none to resume from (checkpoint.every_steps=0); the trained model is saved at the end."

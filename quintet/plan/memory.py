@@ -20,7 +20,7 @@ CHUNK_LOGITS_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank.
+    """Bytes of memory that one rank takes, by what they are for.
 
     activations: all that micro-batches in flight keep. head: logits or values, and their gradients, while they
     exist. workspace: the most that the backward pass of a layer has besides. step_workspace: the same of the
@@ -38,17 +38,17 @@ class Memory:
 
     @property
     def static(self) -> int:
-        """What is there between steps."""
+        """The bytes that are there between steps."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def peak(self) -> int:
-        """The most at once: the head's moment, a layer's backward pass, or the update."""
+        """The most bytes at once: the head's moment, a layer's backward pass, or the update."""
         return self.static + max(self.activations + max(self.head, self.workspace), self.step_workspace)
 
 
 def rank_memory(setup: Setup, place: Place | None = None) -> Memory:
-    """Memory of the rank at `place` (the first of its stage, unless given) when it trains on full micro-batches.
+    """Return the memory of the rank at `place` (the first of its stage, unless given) when it trains on full micro-batches.
 
     Without an optimizer: of its parameters alone.
     """

@@ -44,7 +44,7 @@ class Flat:
 
 
 def chunks(setup: Setup, stage: int) -> list[list[Parameter]]:
-    """Parameters of each of a stage's chunks (layout.vpp of them), in the order in which its modules hold them."""
+    """Return the parameters of each of a stage's chunks (layout.vpp of them), in the order in which its modules hold them."""
     shape, layout = setup.shape, setup.layout
     weights = sorted_weights(shape)
     found = []
@@ -69,7 +69,7 @@ class Sorted:
 
 @functools.lru_cache(maxsize=1)
 def sorted_weights(shape: ModelShape) -> Sorted:
-    """Where the trained weights of a model are. Sorted once for all stages: the table of a large model is long."""
+    """Return where the trained weights of a model are. Sorted once for all stages: the table of a large model is long."""
     found = Sorted({}, [], [])
     for weight in table_of(shape):
         if not weight.trained:
@@ -178,7 +178,7 @@ def _numel(setup: Setup, weight: Weight) -> int:
 
 
 def buffers(setup: Setup, place: Place, parts: list[list[Parameter]]) -> list[Flat]:
-    """Flat buffers of a rank that trains. parts: its chunks."""
+    """Return flat buffers of a rank that trains. parts: its chunks."""
     found = []
     for held in parts:
         parameters = [p for p in held if p.trained]

@@ -16,18 +16,18 @@ Type = Literal["fp32", "bf16"]
 
 
 def weights_bytes(recipe: schema.Recipe, shape: ModelShape, dtype: Type) -> int:
-    """Of the weights that are trained: all of them, or the adapters."""
+    """Return the bytes of the weights that are trained: all of them, or the adapters."""
     return _trained(recipe, shape) * _width(dtype)
 
 
 def export_bytes(shape: ModelShape, dtype: Type) -> int:
-    """Of a Hugging Face directory, with adapters merged."""
+    """Return the bytes of a Hugging Face directory, with adapters merged."""
     return shape.parameter_count * _width(dtype)
 
 
 def checkpoint_bytes(recipe: schema.Recipe, shape: ModelShape, dtype: Type) -> int:
-    """Of a checkpoint in any layout: the weights that are trained, of each an fp32 master (in bf16) and the optimizer's fp32
-    moments, of the stage with the most."""
+    """Return the bytes of a checkpoint in any layout: the weights that are trained, of each an fp32 master (in bf16) and the
+    optimizer's fp32 moments, of the stage with the most."""
     master = 4 if dtype == "bf16" else 0
     found = optimizers(recipe)
     of_critic = found.pop("critic.optimizer", recipe.optimizer)

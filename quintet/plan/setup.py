@@ -44,12 +44,12 @@ class Setup:
 
     @property
     def dp_cp(self) -> int:
-        """Ranks with the same weights: they share the optimizer's state."""
+        """The number of ranks with the same weights: they share the optimizer's state."""
         return self.ranks // (self.layout.tp * self.layout.pp)
 
     @property
     def edp(self) -> int:
-        """Ranks with the same experts."""
+        """The number of ranks with the same experts."""
         return self.ranks // (self.etp * self.layout.ep * self.layout.pp)
 
     @property
@@ -59,7 +59,7 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Of a full micro-batch on one rank."""
+        """Tokens of a full micro-batch on one rank."""
         return self.engine.tokens_per_microbatch_per_rank
 
     @property

@@ -29,26 +29,26 @@ class Task(Protocol):
         """Every character that can stand in a prompt or a right response."""
 
     def sample(self, rng: random.Random) -> Any:
-        """A random problem."""
+        """Return a random problem."""
 
     def canonical(self, problem: Any) -> str:
-        """Text that is equal for exactly those problems that are the same under the task's symmetries."""
+        """Return text that is equal for exactly those problems that are the same under the task's symmetries."""
 
     def prompt(self, problem: Any) -> str: ...
 
     def response(self, problem: Any) -> str:
-        """A right response, to imitate in SFT."""
+        """Return a right response, to imitate in SFT."""
 
     def answer(self, problem: Any) -> str:
-        """What `verify` needs to know of the problem, as text."""
+        """Return what `verify` needs to know of the problem, as text."""
 
     @staticmethod
     def verify(prompt: str, response: str, answer: str) -> dict[str, float]:
-        """`reward` (1 if right, else 0) and `well_formed` (1 if it is an answer at all, right or wrong)."""
+        """Return `reward` (1 if right, else 0) and `well_formed` (1 if it is an answer at all, right or wrong)."""
 
 
 def make_task(name: str, options: Mapping[str, int]) -> Task:
-    """The built-in task `name` with its options.
+    """Return the built-in task `name` with its options.
 
     Raises:
         UserError: no such option, or a value the task cannot use.
@@ -69,13 +69,13 @@ def make_task(name: str, options: Mapping[str, int]) -> Task:
 
 
 def is_held_out(canonical: str) -> bool:
-    """Whether a problem belongs to evaluation. Depends on the problem alone: no seed moves one across."""
+    """Return whether a problem belongs to evaluation. Depends on the problem alone: no seed moves one across."""
     digest = hashlib.blake2b(canonical.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < EVAL_SHARE * 2**64
 
 
 def draw_problems(task: Task, which: Literal["train", "eval"], count: int, seed: int) -> list[Any]:
-    """Up to `count` problems of one side of the split, reproducible by `seed`.
+    """Return up to `count` problems of one side of the split, reproducible by `seed`.
 
     Held-out problems all differ in canonical form, training problems in their prompt. There are fewer than `count`
     when the task hardly has more: when 2000 draws in a row bring nothing new.

@@ -48,7 +48,7 @@ class Addition:
         return self._columns(problem) + self.answer(problem) if self.scratchpad else self.answer(problem)
 
     def answer(self, problem: tuple[int, ...]) -> str:
-        """The sum as it stands in a response; ">" in front says that a scratchpad has to come before it."""
+        """Return the sum as it stands in a response; ">" in front says that a scratchpad has to come before it."""
         if self.scratchpad:
             return f">{sum(problem):0{self.digits + 1}}"
         text = str(sum(problem))
@@ -56,7 +56,8 @@ class Addition:
 
     @staticmethod
     def verify(prompt: str, response: str, answer: str) -> dict[str, float]:
-        """Well-formed is a bare row of digits, or a scratchpad and an answer of the right lengths.
+        """Return reward and form as `Task.verify`; well-formed is a bare row of digits, or a scratchpad and an answer of the
+        right lengths.
 
         What the scratchpad says is not scored.
         """

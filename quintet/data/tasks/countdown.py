@@ -66,12 +66,12 @@ class Countdown:
         return problem.solution
 
     def answer(self, problem: Puzzle) -> str:
-        """Numbers and target: there are many solutions, so the verifier gets the puzzle."""
+        """Return the numbers and the target: there are many solutions, so the verifier gets the puzzle."""
         return self.canonical(problem)
 
     @staticmethod
     def verify(prompt: str, response: str, answer: str) -> dict[str, float]:
-        """Well-formed is an expression of whole numbers, + - * and parentheses."""
+        """Return reward and form as `Task.verify`; well-formed is an expression of whole numbers, + - * and parentheses."""
         evaluated = evaluate(response)
         if evaluated is None:
             return {"reward": 0.0, "well_formed": 0.0}
@@ -82,7 +82,7 @@ class Countdown:
 
 
 def evaluate(text: str) -> tuple[int, Counter[int]] | None:
-    """Value of an expression and the numbers it uses; None if it is not one. Runs no code."""
+    """Return the value of an expression and the numbers it uses; None if it is not one. Runs no code."""
     text = text.strip()
     if len(text) > _LONGEST_EXPRESSION or not re.fullmatch(r"[0-9+\-*() ]+", text):
         return None
