@@ -44,7 +44,7 @@ def gathered(kind: Typed[T], mine: T) -> list[T]:
 
 
 def run_on_all_or_raise(work: Callable[[], T]) -> T:
-    """What `work` returns on this rank, once it went well on every rank. Collective; `work` must not communicate.
+    """Return what `work` returns on this rank, once it went well on every rank. Collective; `work` must not communicate.
 
     Raises on every rank when it failed on one: UserError with the first such rank's message where that was one,
     else RuntimeError; where it failed, what was raised there. DamagedCheckpoint only where no rank failed of anything else: a

@@ -22,7 +22,7 @@ from quintet.recipe.schema import Layout
 
 
 def device() -> torch.device:
-    """This rank's device."""
+    """Return this rank's device."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()
@@ -31,7 +31,7 @@ def device() -> torch.device:
 
 
 def mesh_of(layout: Layout, world_size: int) -> Mesh:
-    """The mesh of a layout over all ranks; dp is what is left."""
+    """Return the mesh of a layout over all ranks; dp is what is left."""
     dp = world_size // (layout.tp * layout.pp * layout.cp)
     etp = layout.tp if layout.etp is None else layout.etp
     return build_mesh(Sizes(tp=layout.tp, cp=layout.cp, dp=dp, pp=layout.pp, ep=layout.ep, etp=etp))
@@ -45,7 +45,7 @@ def build_chunks(
     recipe: EngineRecipe,
     lora: LoraShape | None = None,
 ) -> list[PolicyModel]:
-    """This rank's chunks of the model: its pipeline stage, or layout.vpp parts of it; weights not yet meaningful.
+    """Return this rank's chunks of the model: its pipeline stage, or layout.vpp parts of it; weights not yet meaningful.
 
     lora: adapters to be attached; everything else is frozen then.
     """
@@ -66,7 +66,7 @@ def build_chunks(
 def wrap_for_training(
     chunks: list[PolicyModel], mesh: Mesh, recipe: EngineRecipe
 ) -> list[DistributedDataParallel]:
-    """Gradient buffers (fp32) and their reduction over dp and cp."""
+    """Return the chunks with gradient buffers (fp32) and their reduction over dp and cp."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=recipe.distributed_optimizer, grad_reduce_in_fp32=True
     )

@@ -18,7 +18,7 @@ from quintet.recipe.recompute import MODULES, recompute_modules
 def transformer_config(
     shape: ModelShape, layout: schema.Layout, mesh: Mesh, recipe: schema.Engine, *, dtype: torch.dtype
 ) -> TransformerConfig:
-    """Fields of a model in a layout; `recipe.megatron` overrides them by name.
+    """Return the fields of a model in a layout; `recipe.megatron` overrides them by name.
 
     Raises UserError for a field megatron-core does not have, and for recomputing what the model does not hold.
     """

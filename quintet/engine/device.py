@@ -14,12 +14,12 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def runs_fused(x: Tensor) -> bool:
-    """Whether quintet's Triton kernels serve for a tensor. Each has a plain path beside it that computes the same."""
+    """Return whether quintet's Triton kernels serve for a tensor. Each has a plain path beside it that computes the same."""
     return x.is_cuda and _HAS_TRITON
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device, without waiting for what the device has yet to do.
+    """Return a CPU tensor on the device, without waiting for what the device has yet to do.
 
     A copy from pageable memory holds the host until all queued work is done; the GPU then idles until the host has
     queued more. torch keeps the pinned copy until it has been read.
@@ -52,7 +52,7 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def memory(x: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable, for as long as the tensor lives.
+    """Return the bytes of a contiguous CPU tensor, writable, for as long as the tensor lives.
 
     `x.numpy()` would end what offloading does to a parameter: torch never resizes a storage that numpy has seen.
     """

@@ -104,7 +104,7 @@ class Engine:
         return self._optimizer_recipe is not None
 
     def describe(self) -> str:
-        """Which layers and which attention kernel this machine and recipe came to."""
+        """Return which layers and which attention kernel this machine and recipe came to."""
         backend = choose_backend(self.recipe.backend)
         kernel = kernel_title(build.device(), self.dtype, backend, sinks=self.shape.sinks)
         return f"layers: {backend} · attention: {kernel}"
@@ -134,7 +134,7 @@ class Engine:
         self.start_optimizer(self._optimizer_recipe, self.total_steps)
 
     def start_optimizer(self, optimizer: schema.Optimizer | None, total_steps: int) -> None:
-        """A fresh optimizer (master weights, zero moments, step 0) on the present weights. Collective."""
+        """Start a fresh optimizer (master weights, zero moments, step 0) on the present weights. Collective."""
         self._optimizer_recipe, self.total_steps, self.steps = optimizer, total_steps, 0
         self.reload()
         self._optimizer = self._offloader.optimizer = None  # the old state goes before the new one comes
@@ -158,12 +158,13 @@ class Engine:
         peft.save_adapters(self.shard_map(), self.shape, self.lora, self.dtype, build.device(), path, name)
 
     def shard_map(self, of: str = "param") -> list[Shard]:
-        """What this rank holds: see `quintet.engine.weights.shards`."""
+        """Return what this rank holds: see `quintet.engine.weights.shards`."""
         self._require("params" if of == "param" else "grads")
         return shard_map(self.chunks, self.shape, self.mesh, of)
 
     def exported(self, *, adapters: bool = False, scaled: bool = False) -> list[Shard]:
-        """What others get of the weights: all, with adapters merged; or the adapters alone, `scaled` with their scale in B."""
+        """Return what others get of the weights: all, with adapters merged; or the adapters alone, `scaled` with their scale in
+        B."""
         shards = self.shard_map()
         if self.lora is None:
             return shards
@@ -173,11 +174,11 @@ class Engine:
         return lora.scaled(alone, self.lora.scale) if scaled else alone
 
     def fingerprints(self, *, adapters: bool = False) -> Fingerprints:
-        """Of the live weights on this rank, as they are `exported`. No collective."""
+        """Return fingerprints of the live weights on this rank, as they are `exported`. No collective."""
         return shard_fingerprints(self.exported(adapters=adapters))
 
     def master_fingerprint(self) -> int | None:
-        """One number over this rank's fp32 master weights, which changes when one of them does; None where parameters are
+        """Return one number over this rank's fp32 master weights, which changes when one of them does; None where parameters are
         their own masters, or nothing is trained. No collective."""
         self._require("optimizer")
         if self._optimizer is None:
@@ -196,7 +197,7 @@ class Engine:
             mine.write(theirs.read())
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """The model without its adapters, for as long as the context lasts: the base, of which no copy is needed."""
+        """Use the model without its adapters, for as long as the context lasts: the base, of which no copy is needed."""
         return lora.disable_adapters(self.chunks)
 
     # checkpoints
@@ -216,7 +217,7 @@ class Engine:
             run_on_all_or_raise(lambda: self.save_finished(wait=True))
 
     def save_finished(self, wait: bool) -> bool:
-        """Whether this rank's part of the last save is on the disk; on rank 0, whether the whole is. No collective.
+        """Return whether this rank's part of the last save is on the disk; on rank 0, whether the whole is. No collective.
 
         wait: until it is. Raises UserError naming path and reason when it could not be written.
         """
@@ -254,8 +255,8 @@ class Engine:
     # compute
 
     def forward(self, batch: Batch, cells: Sequence[RankCell], temperature: float = 1.0) -> Any:
-        """Outputs (of a value model ValueOutputs) of the tokens with loss_mask 1, flat like the batch's values, fp32 on
-        the CPU. Other tokens get 0, and so do samples of no cell of this rank. Ranks of the last stage return them, others
+        """Return the outputs (of a value model ValueOutputs) of the tokens with loss_mask 1, flat like the batch's values, fp32
+        on the CPU. Other tokens get 0, and so do samples of no cell of this rank. Ranks of the last stage return them, others
         None.
 
         cells: as in `forward_backward`.
@@ -282,8 +283,8 @@ class Engine:
         loss: Loss,
         temperature: float = 1.0,
     ) -> MiniBatchResult | None:
-        """The gradients of a mini-batch, in place of what was there. Ranks of the last stage return what came of the cells
-        of which they are the first rank, others None: over dp and cp, these parts add up to the mini-batch.
+        """Compute the gradients of a mini-batch, in place of what was there. Ranks of the last stage return what came of the
+        cells of which they are the first rank, others None: over dp and cp, these parts add up to the mini-batch.
 
         cells: this rank's, as planned, with samples as positions in `batch`; every rank has as many.
         """

@@ -51,7 +51,7 @@ class VocabSlice:
 def log_probs_and_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab: VocabSlice, temperature: float = 1.0
 ) -> TokenScores:
-    """Log-prob of each target and entropy of each distribution, both fp32 [N] (fp64 for fp64) and differentiable.
+    """Return the log-prob of each target and entropy of each distribution, both fp32 [N] (fp64 for fp64) and differentiable.
 
     hidden: [N, H], the same on every rank of the tp group. weight: [vocabulary rows of this rank, H].
     targets: [N] token ids. The gradient of `hidden` is this rank's share; `PolicyModel.for_head` sums it over tp.
@@ -61,7 +61,7 @@ def log_probs_and_entropy(
 
 
 def logits(hidden: Tensor, weight: Tensor, vocab: VocabSlice) -> Tensor:
-    """All logits in fp32, [N, at least the vocabulary], gathered over tp. For sampling, not for training.
+    """Return all logits in fp32, [N, at least the vocabulary], gathered over tp. For sampling, not for training.
 
     Columns from vocab_size on are padding.
     """

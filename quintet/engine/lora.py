@@ -235,7 +235,7 @@ def sum_over_etp(chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup) ->
 
 @contextmanager
 def disable_adapters(chunks: Iterable[Any]) -> Iterator[None]:
-    """The model without its adapters. Nothing happens to a model that has none."""
+    """Use a model without its adapters within the context. Nothing happens to a model that has none."""
     found = [chunk.adapters for chunk in chunks if chunk.adapters is not None]
     for one in found:
         one.on = False
@@ -247,7 +247,7 @@ def disable_adapters(chunks: Iterable[Any]) -> Iterator[None]:
 
 
 def start(shards: Iterable[Shard], seed: int) -> None:
-    """Fresh adapters, as peft makes them: A uniform (Kaiming, a = √5), B zero. The same in every layout."""
+    """Start fresh adapters, as peft makes them: A uniform (Kaiming, a = √5), B zero. The same in every layout."""
     for shard in shards:
         if ".lora_B." in shard.name:
             shard.write(torch.zeros(shard.box_shape))
@@ -260,7 +260,7 @@ def start(shards: Iterable[Shard], seed: int) -> None:
 
 
 def split_adapters(shards: Iterable[Shard]) -> tuple[list[Shard], list[Shard]]:
-    """The shards of the model itself, and those of its adapters."""
+    """Return the shards of the model itself, and those of its adapters."""
     base: list[Shard] = []
     low_rank: list[Shard] = []
     for shard in shards:
@@ -269,7 +269,7 @@ def split_adapters(shards: Iterable[Shard]) -> tuple[list[Shard], list[Shard]]:
 
 
 def merged(shards: Iterable[Shard], lora: LoraShape) -> list[Shard]:
-    """The model's shards with the adapters in them. A rank needs no other's: it holds the rows of B and columns of A that
+    """Return the model's shards with the adapters in them. A rank needs no other's: it holds the rows of B and columns of A that
     its part of a weight takes. Nothing is computed before it is read."""
     base, low_rank = split_adapters(shards)
     held = {shard.name.removeprefix(PEFT_PREFIX): shard for shard in low_rank}
@@ -282,7 +282,8 @@ def merged(shards: Iterable[Shard], lora: LoraShape) -> list[Shard]:
 
 
 def scaled(low_rank: Iterable[Shard], scale: float) -> list[Shard]:
-    """Adapters with their scale in B, so that B A is all that is added. Nothing is computed before it is read."""
+    """Return the shards of adapters with their scale in B, so that B A is all that is added. Nothing is computed before it is
+    read."""
     return [ScaledShard(one, scale) if ".lora_B." in one.name else one for one in low_rank]
 
 
@@ -296,16 +297,16 @@ class ComputedShard(Shard):
         self._base = base.view
 
     def unit(self, dim: int = 0) -> int:
-        """As `Shard.unit`; nothing is computed."""
+        """Return the size of one step as `Shard.unit`; nothing is computed."""
         return Shard(self.name, self.shape, self.box, self._base).unit(dim)
 
     def part(self, box: Box) -> Tensor:
-        """As `Shard.part`; computed once."""
+        """Return the view of a box as `Shard.part`; computed once."""
         return Shard(self.name, self.shape, self.box, self.view).part(box)
 
 
 class MergedShard(ComputedShard):
-    """W + scale · B A, computed in fp32."""
+    """A shard of a weight with its adapters, W + scale · B A, computed in fp32."""
 
     def __init__(self, base: Shard, a: Shard, b: Shard, scale: float) -> None:
         super().__init__(base)
@@ -320,12 +321,12 @@ class MergedShard(ComputedShard):
 
     @property
     def behind(self) -> tuple[Tensor, ...]:
-        """As `Shard.behind`: the weight and its adapters."""
+        """The tensors that are read (`Shard.behind`): the weight and its adapters."""
         return self._base, self._a, self._b
 
 
 class ScaledShard(ComputedShard):
-    """scale · B, computed in fp32."""
+    """A shard of an adapter's B with its scale, scale · B, computed in fp32."""
 
     def __init__(self, base: Shard, scale: float) -> None:
         super().__init__(base)
@@ -338,5 +339,5 @@ class ScaledShard(ComputedShard):
 
     @property
     def behind(self) -> tuple[Tensor, ...]:
-        """As `Shard.behind`: B itself."""
+        """The tensors that are read (`Shard.behind`): B itself."""
         return (self._base,)

@@ -43,7 +43,7 @@ class Sizes:
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of a rank on each axis."""
+        """Return the coordinates of a rank on each axis."""
         return self._along(AXES, rank) | self._along(EXPERT_AXES, rank)
 
     def _along(self, axes: tuple[str, ...], rank: int) -> dict[str, int]:
@@ -55,7 +55,7 @@ class Sizes:
         return found
 
     def partition(self, *axes: str) -> list[list[int]]:
-        """All groups of ranks that differ only along `axes`, ordered by the other axes."""
+        """Return all groups of ranks that differ only along `axes`, ordered by the other axes."""
         order = EXPERT_AXES if {"etp", "ep", "edp"} & set(axes) else AXES
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.ranks):
@@ -79,7 +79,7 @@ class Mesh:
         return self.sizes.coordinates(self.rank)
 
     def at(self, axis: str) -> int:
-        """This rank's coordinate on one axis."""
+        """Return this rank's coordinate on one axis."""
         return self.coordinates[axis]
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Mesh:
 
 
 def alone() -> Mesh:
-    """A rank that holds everything. It has no groups: nothing of it communicates."""
+    """Return the mesh of a rank that holds everything. It has no groups: nothing of it communicates."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     return Mesh(Sizes(), 0, ProcessGroupCollection())

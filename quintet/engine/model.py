@@ -94,7 +94,7 @@ class PolicyModel(GPTModel):
         return row
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, 1, rotary_dim / 2] at positions [T], computed in fp32, in the parameters' type."""
+        """Return cos and sin [T, 1, 1, rotary_dim / 2] at positions [T], computed in fp32, in the parameters' type."""
         if self._inverse_frequencies.device != positions.device:
             self._inverse_frequencies = self._inverse_frequencies.to(positions.device)
         angle = (positions.float()[:, None] * self._inverse_frequencies)[:, None, None]
@@ -103,23 +103,24 @@ class PolicyModel(GPTModel):
         return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
     def forward(self, input_ids: Tensor, row: PackedRow) -> Tensor:
-        """input_ids: [1, T], read on the first stage only. Other stages take their input by `set_input_tensor`."""
+        """Compute what this stage or chunk puts out. input_ids: [1, T], read on the first stage only. Other stages take their
+        input by `set_input_tensor`."""
         hidden = self.embed(input_ids) if self.pre_process else None
         return self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=row)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """[1, T] → [T (/tp under SP), 1, H]. On the first stage, and where layers for multi-token prediction are."""
+        """Embed tokens [1, T] → [T (/tp under SP), 1, H]. On the first stage, and where layers for multi-token prediction are."""
         embedded: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
         return embedded
 
     def head_weight(self) -> Tensor:
-        """This rank's rows of the LM head: [padded vocab / tp, H]. Last stage only."""
+        """Return this rank's rows of the LM head: [padded vocab / tp, H]. Last stage only."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def for_head(self, hidden: Tensor) -> Tensor:
-        """Hidden states [T, H] ready for a vocabulary-parallel head: gathered from SP, gradients summed over tp."""
+        """Return hidden states [T, H] ready for a vocabulary-parallel head: gathered from SP, gradients summed over tp."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.mesh.groups.tp)
         else:
@@ -127,8 +128,8 @@ class PolicyModel(GPTModel):
         return hidden.squeeze(1)
 
     def score(self, hidden: Tensor, targets: TargetSet, temperature: float = 1.0) -> tuple[Tensor, ...]:
-        """What the head says of the M targets that are predicted here, fp32 [M] each: log-probs and entropies, or, of a value
-        model, values. hidden: as `forward` returns it. Last stage only."""
+        """Return what the head says of the M targets that are predicted here, fp32 [M] each: log-probs and entropies, or, of a
+        value model, values. hidden: as `forward` returns it. Last stage only."""
         at = upload(targets.predictors, hidden.device)
         if self.shape.head == "value":
             return (self.values(hidden, at),)
@@ -138,7 +139,7 @@ class PolicyModel(GPTModel):
         return log_probs_and_entropy(wanted, weight, upload(targets.ids, hidden.device), vocab, temperature)
 
     def values(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """A value model's fp32 values [N] at row positions `at` [N], the same on every tp rank."""
+        """Return a value model's fp32 values [N] at row positions `at` [N], the same on every tp rank."""
         if self.config.sequence_parallel:
             # Every rank computes the same loss from all tokens: a rank's own slice of the gradient is the whole truth.
             hidden = gather_from_sequence_parallel_region(
@@ -148,7 +149,8 @@ class PolicyModel(GPTModel):
 
 
 class ValueHead(torch.nn.Module):
-    """hidden [N, H] → values [N], in fp32. Replicated over tp; starts at zero, so that a fresh value model says 0."""
+    """The head of a value model: hidden [N, H] → values [N], in fp32. Replicated over tp; starts at zero, so that a fresh value
+    model says 0."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -159,5 +161,5 @@ class ValueHead(torch.nn.Module):
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding once it divides evenly over tp."""
+    """Return the rows of the embedding once it divides evenly over tp."""
     return -(-vocab_size // tp) * tp

@@ -36,7 +36,7 @@ def build_optimizer(
     recipe: schema.Optimizer,
     engine: schema.Engine,
 ) -> MegatronOptimizer:
-    """The optimizer of all chunks of a rank, on their present weights. Collective.
+    """Build the optimizer of all chunks of a rank, on their present weights. Collective.
 
     adamw decouples weight decay from the gradient (https://arxiv.org/abs/1711.05101), adam adds it to the gradient,
     sgd too, with momentum. Vectors (norms, biases) have no weight decay. bf16 parameters have fp32 master weights. With

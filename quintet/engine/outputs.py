@@ -46,7 +46,7 @@ class MiniBatchResult:
 
 
 def flat_fields(batch: Batch, device: torch.device) -> dict[str, tuple[bool, Tensor]]:
-    """Fields on the device: (is per token, values)."""
+    """Return a batch's fields, flat, on the device: (is per token, values)."""
     out = {}
     for name, value in batch.items():
         if name == "input_ids":
@@ -56,7 +56,7 @@ def flat_fields(batch: Batch, device: torch.device) -> dict[str, tuple[bool, Ten
 
 
 def fields_of(fields: dict[str, tuple[bool, Tensor]], targets: TargetSet) -> dict[str, Tensor]:
-    """Fields at a micro-batch's N targets; per-sample ones are repeated for each token.
+    """Return the fields at a micro-batch's N targets; per-sample ones are repeated for each token.
 
     `sample` tells the tokens' samples apart: positions in the rank's batch.
     """

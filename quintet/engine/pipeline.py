@@ -30,7 +30,7 @@ Use = Callable[[Any, MicroBatch], tuple[Tensor, dict[str, Any]]]
 
 
 class Pipeline:
-    """What one rank computes of each micro-batch. chunks: its parts of the model; wrapped: the same, as they are trained."""
+    """The computation of one rank of each micro-batch. chunks: its parts of the model; wrapped: the same, as they are trained."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Pipeline:
         *,
         forward_only: bool,
     ) -> None:
-        """All micro-batches, forward and, unless `forward_only`, backward; the last stage's ranks use what comes out.
+        """Run all micro-batches, forward and, unless `forward_only`, backward; the last stage's ranks use what comes out.
         cells: this rank's, samples as positions in `batch`; every rank has as many. Collective."""
         for chunk in self._chunks:
             chunk.train(not forward_only)
@@ -82,7 +82,7 @@ class Pipeline:
         )
 
     def rows(self, batch: Batch, cells: Sequence[RankCell]) -> Iterator[tuple[MicroBatch, PackedRow]]:
-        """This rank's part of each micro-batch, packed when its turn comes."""
+        """Yield this rank's part of each micro-batch, packed when its turn comes."""
         values = batch["input_ids"].values()
         trained = batch["loss_mask"].values() > 0
         ends = offsets(batch)

@@ -24,7 +24,8 @@ from quintet.packing import RankCell
 
 
 class AdapterReference:
-    """What a frozen Engine is to a model without adapters, as far as a reference policy needs it."""
+    """The reference policy of a model with adapters: what a frozen Engine is to one without, as far as it
+    is needed."""
 
     def __init__(self, engine: Engine) -> None:
         assert engine.lora is not None
@@ -42,7 +43,7 @@ class AdapterReference:
         self._kept = [replace(one, view=one.view.clone()) for one in present] if learned > 0 else None
 
     def forward(self, batch: Batch, cells: Sequence[RankCell], temperature: float = 1.0) -> Any:
-        """As `Engine.forward`."""
+        """Return the outputs of the reference policy, as `Engine.forward`."""
         in_place = self.engine.without_adapters() if self._kept is None else self._swapped(self._kept)
         with in_place:
             return self.engine.forward(batch, cells, temperature)
@@ -54,7 +55,7 @@ class AdapterReference:
             self.engine.save_adapters(path, base=None)
 
     def save_finished(self, wait: bool) -> bool:
-        """Nothing is written in the background."""
+        """Return True: nothing is written in the background."""
         return True
 
     def load(self, path: Path) -> None:
@@ -64,10 +65,10 @@ class AdapterReference:
         self._kept = kept
 
     def offload(self, *, params: float = 0.0) -> None:
-        """It has no memory of its own worth moving."""
+        """Do nothing: a reference of adapters has no memory of its own worth moving."""
 
     def reload(self) -> None:
-        """It has no memory of its own worth moving."""
+        """Do nothing: a reference of adapters has no memory of its own worth moving."""
 
     def _present(self) -> list[Shard]:
         return lora.split_adapters(self.engine.shard_map())[1]

@@ -78,7 +78,7 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens on this rank."""
+        """Tokens of the micro-batch on this rank."""
         return self.input_ids.shape[1]
 
     @property
@@ -168,7 +168,7 @@ def attention_metadata(
     group: dist.ProcessGroup | None = None,
     comm: str = "all_gather",
 ) -> PackedRow:
-    """The `PackedRow` of a micro-batch, without rotary tables (the model adds them).
+    """Return the `PackedRow` of a micro-batch, without rotary tables (the model adds them).
 
     rectangles: whether the attention kernel wants them; the varlen kernels read offsets instead.
     group: the ranks that share the row. comm: how they share attention, `engine.cp_comm`.

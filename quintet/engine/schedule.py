@@ -8,7 +8,7 @@ from quintet.recipe.schema import Optimizer
 
 
 def learning_rate(step: int, total_steps: int, recipe: Optimizer) -> float:
-    """Learning rate of the optimizer step number `step` (counted from 1) of `total_steps`.
+    """Return the learning rate of the optimizer step number `step` (counted from 1) of `total_steps`.
 
     Warm-up rises linearly and reaches lr at step `warmup_steps`; the first step never has rate 0. The minimum is
     reached at the end of the decay. WSD decays linearly (Hu et al. 2024, https://arxiv.org/abs/2404.06395).

@@ -154,7 +154,7 @@ def meet(a: Box, b: Box) -> Box | None:
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of the boxes that share elements, if any do."""
+    """Return two of the boxes that share elements, if any do."""
     if not boxes or not boxes[0]:
         return (boxes[0], boxes[1]) if len(boxes) > 1 else None
     # Along the dim with the most cuts few boxes are met at a time.

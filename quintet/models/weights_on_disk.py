@@ -32,7 +32,7 @@ class Located:
     entry: Entry
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes of the tensor. Raises UserError naming a file that cannot be read."""
+        """Return the bytes of the tensor. Raises UserError naming a file that cannot be read."""
         with reading(self.file), self.file.open("rb") as file:
             file.seek(self.entry.start + start)
             return file.read(stop - start)

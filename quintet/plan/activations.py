@@ -47,7 +47,7 @@ class _Sizes:
 
 
 def of_chunk(setup: Setup, layers: range, *, ends: bool) -> int:
-    """Bytes that a micro-batch keeps in one chunk of the model. ends: the chunk has the final norm."""
+    """Return the bytes that a micro-batch keeps in one chunk of the model. ends: the chunk has the final norm."""
     sizes = _Sizes(setup)
     kept = sum(kept_in_layer(setup, layer) for layer in layers)
     if setup.lora is not None and setup.engine.recompute != "full":
@@ -56,7 +56,7 @@ def of_chunk(setup: Setup, layers: range, *, ends: bool) -> int:
 
 
 def kept_in_layer(setup: Setup, layer: int, *, whole: bool = False) -> int:
-    """Bytes that a micro-batch keeps in a layer. whole: as if nothing were recomputed."""
+    """Return the bytes that a micro-batch keeps in a layer. whole: as if nothing were recomputed."""
     engine = setup.engine
     names = [] if whole else recompute_modules(engine, setup.shape)
     sizes = _Sizes(setup, names)
@@ -104,7 +104,7 @@ def _again(name: str, recomputed: frozenset[str]) -> bool:
 
 
 def workspace(setup: Setup) -> int:
-    """An estimate of what the backward pass of one layer has alive besides: gradients of its widest activations, of the
+    """Return an estimate of what the backward pass of one layer has alive besides: gradients of its widest activations, of the
     residual stream, and of one weight (which TransformerEngine adds to the buffer at once, and adapters leave frozen); after full recompute, all that
     the layer keeps."""
     sizes, moe = _Sizes(setup), setup.shape.moe

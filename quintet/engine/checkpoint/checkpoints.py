@@ -47,7 +47,7 @@ class Checkpoints:
         self._saver.start(path, parts, random_states(), self._description(moments))
 
     def finished(self, wait: bool) -> bool:
-        """Whether this rank has written its part. No collective. Raises what went wrong."""
+        """Return whether this rank has written its part. No collective. Raises what went wrong."""
         return self._saver.finished(wait)
 
     def load(self, path: Path) -> int:

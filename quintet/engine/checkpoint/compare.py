@@ -14,7 +14,7 @@ SAME = ("steps", "optimizer", "moments", "dtype", "adapters")
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What differs, in words: weights, masters and moments bit by bit, and the steps. Empty when nothing does.
+    """Return what differs, in words: weights, masters and moments bit by bit, and the steps. Empty when nothing does.
 
     Needs memory for a tensor of each. Raises UserError for what is damaged.
     """

@@ -138,12 +138,12 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """One JSON file, on the disk when this returns."""
+    """Write one JSON file, which is on the disk when this returns."""
     write_bytes(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """One file, on the disk when this returns."""
+    """Write one file, which is on the disk when this returns."""
     with _naming(path), path.open("xb") as file:
         file.write(content)
         file.flush()

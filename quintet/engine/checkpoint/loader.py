@@ -46,7 +46,7 @@ class Load:
         self._check_names(holding)
 
     def want_weights(self, holding: Holding, *, from_masters: bool) -> None:
-        """All parameters and stored buffers. from_masters: fp32 parameters are read from fp32 masters, where stored."""
+        """Ask for all parameters and stored buffers. from_masters: fp32 parameters are read from fp32 masters, where stored."""
         for part in holding.weights():
             key = part.key
             master = state_key(MASTER, key)
@@ -55,7 +55,7 @@ class Load:
             self._want(key, part.shape, part.box, part.flat.dtype, _flat(part))
 
     def want_states(self, parts: Iterable[StatePart], moments: Sequence[str]) -> None:
-        """Masters and moments. Where a checkpoint has no masters, its weights are fp32 and are the masters."""
+        """Ask for masters and moments. Where a checkpoint has no masters, its weights are fp32 and are the masters."""
         for one in parts:
             if one.slot.master is not None:
                 master = state_key(MASTER, one.key)

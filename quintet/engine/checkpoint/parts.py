@@ -34,7 +34,7 @@ class Part:
     saved: bool
 
     def pieces(self) -> Iterator[Part]:
-        """The part in pieces of whole rows, of at most PIECE_BYTES where a row is not larger."""
+        """Yield the part in pieces of whole rows, of at most PIECE_BYTES where a row is not larger."""
         first, last = self.box[0]
         row = volume(self.box[1:])
         rows = max(PIECE_BYTES // (row * self.flat.element_size()), 1)
@@ -56,13 +56,13 @@ class StatePart:
     saved: bool
 
     def part(self, kind: str, tensor: Tensor) -> Part:
-        """The box in one of the slot's tensors."""
+        """Return the box in one of the slot's tensors."""
         flat = tensor.detach().view(-1)[self.start : self.start + volume(self.box)]
         return Part(state_key(kind, self.key), self.shape, self.box, flat, self.saved)
 
 
 def state_key(kind: str, key: str) -> str:
-    """Where the optimizer's state of a tensor is: `kind` is fp32_param, exp_avg, …"""
+    """Return where the optimizer's state of a tensor is: `kind` is fp32_param, exp_avg, …"""
     return f"{STATE_PREFIX}{kind}.{key}"
 
 
@@ -88,14 +88,14 @@ class Holding:
                     self._blocks.append(_Placed(parameter, shifted, order[name], split, copy))
 
     def weights(self) -> Iterator[Part]:
-        """Every parameter, and the buffers that are stored with them."""
+        """Yield every parameter, and the buffers that are stored with them."""
         for one in self._blocks:
             flat = one.tensor.detach().view(-1)[one.block.start : one.block.stop]
             saved = one.saved_by(self.mesh, sliced=False)
             yield Part(one.block.key, one.block.shape, one.block.box, flat, saved)
 
     def states(self, slots: Iterable[Slot], *, distributed: bool) -> Iterator[StatePart]:
-        """What each slot holds of the blocks. distributed: slots are slices that differ between data-parallel ranks."""
+        """Yield what each slot holds of the blocks. distributed: slots are slices that differ between data-parallel ranks."""
         by_parameter = {id(slot.parameter): slot for slot in slots}
         for one in self._blocks:
             slot = by_parameter.get(id(one.tensor))

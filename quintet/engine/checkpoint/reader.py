@@ -66,15 +66,15 @@ class Reader:
         return bool(self._sums)
 
     def state(self) -> dict[str, Any]:
-        """Content of state.json; empty where megatron-core wrote the checkpoint."""
+        """Return the content of state.json; empty where megatron-core wrote the checkpoint."""
         return self.json(STATE) if _size(self.path / STATE) is not None else {}
 
     def json(self, name: str) -> dict[str, Any]:
-        """One of the JSON files."""
+        """Return one of the JSON files."""
         return _json(self.path / name, self._bytes(name))
 
     def meeting(self, key: str, box: Box) -> Iterator[tuple[Chunk, Box]]:
-        """Chunks that share elements with a box of a tensor, and what they share.
+        """Yield the chunks that share elements with a box of a tensor, and what they share.
 
         Raises UserError when they do not make up the whole box, each element once.
         """
@@ -89,7 +89,7 @@ class Reader:
             raise UserError(f"{self.path / INDEX}: {missing} elements of {key} in {box} are in no file")
 
     def read(self, chunk: Chunk) -> Tensor:
-        """All of a chunk, in its box's shape.
+        """Return all of a chunk, in its box's shape.
 
         Raises DamagedCheckpoint naming file and tensor when the bytes are not those that were written.
         """
@@ -115,7 +115,7 @@ class Reader:
         return tensor
 
     def read_box(self, key: str, box: Box) -> Tensor:
-        """A box of a tensor, in the type it was written in."""
+        """Return a box of a tensor, in the type it was written in."""
         out = torch.empty(box_sizes(box), dtype=self.tensors[key].dtype)
         for chunk, part in self.meeting(key, box):
             within(out, box, part).copy_(within(self.read(chunk), chunk.box, part))
@@ -192,7 +192,7 @@ class Reader:
 
 
 def within(tensor: Tensor, box: Box, part: Box) -> Tensor:
-    """View of the part of a box, given the box's tensor."""
+    """Return the view of the part of a box, given the box's tensor."""
     return tensor[slices(box, part)]
 
 

@@ -9,7 +9,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """As JSON can hold them."""
+    """Return the states of all random number generators, as JSON can hold them."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": _text(torch.get_rng_state())}
     if torch.cuda.is_available():
         states["cuda"] = _text(torch.cuda.get_rng_state())

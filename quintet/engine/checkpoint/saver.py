@@ -108,7 +108,7 @@ class Saver:
         threading.Thread(target=_write, args=(self._job, store), name="checkpoint", daemon=True).start()
 
     def finished(self, wait: bool) -> bool:
-        """Whether this rank's part is on the disk; on rank 0, whether the whole checkpoint is. No collective.
+        """Return whether this rank's part is on the disk; on rank 0, whether the whole checkpoint is. No collective.
 
         Raises UserError naming path and reason when it could not be written; the next save may then begin.
         """

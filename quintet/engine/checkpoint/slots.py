@@ -37,12 +37,12 @@ class Slot:
     index: Tensor
 
     def tensors(self, moments: Iterable[str]) -> dict[str, Tensor]:
-        """The master, if there is one, and the moments of these names: each [stop - start], or of the whole's shape."""
+        """Return the master, if there is one, and the moments of these names: each [stop - start], or of the whole's shape."""
         master = {} if self.master is None else {MASTER: self.master}
         return master | {name: self.inner.state[self.index][name] for name in moments}
 
     def begin(self, names: Iterable[str], steps: int) -> None:
-        """Zero moments of these names, and the count of steps, as after `steps` steps. None of it when steps is 0."""
+        """Set moments of these names to zero, and the count of steps as after `steps` steps. None of it when steps is 0."""
         self.inner.state.pop(self.index, None)
         if hasattr(self.inner, "initialize_state"):  # TransformerEngine's, which counts steps by group
             for group in self.inner.param_groups:
@@ -60,14 +60,14 @@ class Slot:
 
 
 def moment_names(recipe: OptimizerRecipe) -> tuple[str, ...]:
-    """What an optimizer keeps for each element beside its master."""
+    """Return what an optimizer keeps for each element beside its master."""
     if recipe.name == "sgd":
         return ("momentum_buffer",) if recipe.momentum else ()
     return ("exp_avg", "exp_avg_sq")
 
 
 def slots(optimizer: Any, parameters: Iterable[Tensor]) -> Iterator[Slot]:
-    """Every slot of megatron-core's optimizer (a chain of them). parameters: the model's on this rank."""
+    """Yield every slot of megatron-core's optimizer (a chain of them). parameters: the model's on this rank."""
     by_index = {id(getattr(p, "main_param", p)): p for p in parameters}
     for one in optimizer.chained_optimizers:
         if isinstance(one, DistributedOptimizer):

@@ -22,7 +22,7 @@ class Staging:
         self._stream: Any = None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A copy of each on the CPU, which owns its storage; valid until the next call. Waits for what computes them.
+        """Return a copy of each on the CPU, which owns its storage; valid until the next call. Waits for what computes them.
 
         On a GPU machine tensors may be on either side; those on the GPU are copied on a stream of their own.
         """

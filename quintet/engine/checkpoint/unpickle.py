@@ -30,7 +30,7 @@ class _Restricted(pickle.Unpickler):
 
 
 def unpickle(data: bytes) -> Any:
-    """The objects of a pickle that names nothing but `ADMITTED`.
+    """Return the objects of a pickle that names nothing but `ADMITTED`.
 
     Raises pickle.UnpicklingError for any other name, before it is looked up, and whatever damaged data leads to.
     """

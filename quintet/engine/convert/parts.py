@@ -40,14 +40,14 @@ class Converted:
 
 
 def wanted_dtype(dtype: str | None) -> torch.dtype | None:
-    """Raises UserError for a name that is none of DTYPES."""
+    """Return the type that a name of DTYPES means, None for None. Raises UserError for a name that is none of DTYPES."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype {dtype}: expected one of {', '.join(DTYPES)}")
     return None if dtype is None else DTYPES[dtype]
 
 
 def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The type that holds all values of tensors that become one parameter."""
+    """Return the type that holds all values of tensors that become one parameter."""
     found, *others = dtypes
     for one in others:
         found = torch.promote_types(found, one)
@@ -73,5 +73,5 @@ class Parameter:
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return math.prod(shape) * dtype.itemsize

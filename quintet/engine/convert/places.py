@@ -28,7 +28,7 @@ class Places:
         self.ranks = self._stage_ranks * layout.pp
 
     def check(self) -> None:
-        """Raises UserError in the words of the command line for sizes that the model does not divide by."""
+        """Raise UserError in the words of the command line for sizes that the model does not divide by."""
         recipe = Recipe(model=Model(), layout=self._layout, cluster=Cluster(ranks=self.ranks))
         facts = Facts(recipe, "train", self._shape)
         for rule in (vpp_needs_pp, model_divides, expert_axes_need_experts, experts_divide):
@@ -36,7 +36,7 @@ class Places:
                 raise UserError(problem.message.replace("layout.", "--"))
 
     def of(self, weight: Weight) -> Iterator[tuple[int, Part, Part]]:
-        """Ranks that write parts of a weight, with their places on the axes tp and etp."""
+        """Yield ranks that write parts of a weight, with their places on the axes tp and etp."""
         tp, etp = self._layout.tp, self._etp
         first = self._stage(weight.name) * self._stage_ranks
         if weight.split.startswith("expert_"):

@@ -124,7 +124,7 @@ def _carried(companions: Path, shape: ModelShape, reader: Reader) -> tuple[Carri
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The directory with the tensors: `path` itself, its `policy`, or the step that Megatron-LM's tracker file names.
+    """Return the directory with the tensors: `path` itself, its `policy`, or the step that Megatron-LM's tracker file names.
 
     Raises UserError when there is none.
     """

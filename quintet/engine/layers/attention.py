@@ -22,7 +22,7 @@ from quintet.engine.row import PackedRow
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, halves convention, of a head's first dims. x: [T, 1, heads, d]; cos, sin: [T, 1, 1, r / 2] of the
+    """Apply rotary embedding, halves convention, of a head's first dims. x: [T, 1, heads, d]; cos, sin: [T, 1, 1, r / 2] of the
     r <= d dims that are turned."""
     if runs_fused(x):
         from quintet.engine.triton import rotary as rotary_kernels
@@ -39,7 +39,7 @@ class PackedSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the projected output like `hidden_states`, and the projection's bias or None, yet to be added."""
+        """Return the projected output like `hidden_states`, and the projection's bias or None, yet to be added."""
         row: PackedRow = kwargs["packed_seq_params"]
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         assert row.cos is not None
@@ -91,7 +91,7 @@ class CoreAttention(torch.nn.Module):
 
     @property
     def weighing(self) -> AttentionParams:
-        """With the sinks of all heads of this rank."""
+        """The `AttentionParams`, with the sinks of all heads of this rank."""
         return AttentionParams(self.scale, self.window, self.softmax_offset)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
@@ -101,7 +101,7 @@ class CoreAttention(torch.nn.Module):
         return self.within(query, key, value, row)
 
     def within(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
-        """Attention among the tokens of the row."""
+        """Compute attention among the tokens of the row."""
         assert row.spans is not None
         how = self.weighing
         kernel = choose_kernel(query.device, query.dtype, self.backend, sinks=how.sinks is not None)
@@ -114,6 +114,6 @@ class CoreAttention(torch.nn.Module):
 
 
 class TransformerEngineAttention(CoreAttention):
-    """The same, with TransformerEngine's kernel where it can serve."""
+    """The attention of `CoreAttention`, with TransformerEngine's kernel where it can serve."""
 
     backend = "transformer_engine"

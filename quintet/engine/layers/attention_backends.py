@@ -54,12 +54,12 @@ class AttentionParams:
     sinks: Tensor | None = None
 
     def scale_of(self, query: Tensor) -> float:
-        """The scale as a number. query: [..., d]."""
+        """Return the scale as a number. query: [..., d]."""
         return query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
     def reach(self) -> tuple[int, int]:
-        """How many keys before and after its own place a query sees, in the flash kernels' words."""
+        """The number of keys before and after its own place a query sees, in the flash kernels' words."""
         return (-1 if self.window is None else self.window - 1), 0
 
 
@@ -75,8 +75,8 @@ class Rectangle:
     _masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
 
     def mask(self, how: AttentionParams, dtype: torch.dtype) -> Tensor | None:
-        """What is added to scores, 0 or -inf: [B or 1, 1, Lq, Lk], with sinks [B or 1, 1, Lq, 1 + Lk]; None where causality
-        is all there is. Made once: of a mask of true and false, SDPA keeps a copy a layer."""
+        """Return what is added to scores, 0 or -inf: [B or 1, 1, Lq, Lk], with sinks [B or 1, 1, Lq, 1 + Lk]; None where
+        causality is all there is. Made once: of a mask of true and false, SDPA keeps a copy a layer."""
         key = (how.window, how.sinks is not None)
         if self.same and key == (None, False):
             return None
@@ -112,7 +112,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Spans, AttentionParams], Tensor]
 
 
 def spans(q: Sequence[int], k: Sequence[int], device: torch.device, *, rectangles: bool) -> Spans:
-    """Spans of given lengths. q and k are the same object where queries and keys are the same tokens."""
+    """Return the spans of given lengths. q and k are the same object where queries and keys are the same tokens."""
     starts_q = torch.tensor([0, *q]).cumsum(0)
     starts_k = starts_q if k is q else torch.tensor([0, *k]).cumsum(0)
     cu_q = upload(starts_q.int(), device)
@@ -157,19 +157,19 @@ def _make_rectangles(
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, backend: str, *, sinks: bool = False) -> Kernel:
-    """The kernel for a device, a type and a back end of layers. Which one is logged once."""
+    """Return the kernel for a device, a type and a back end of layers. Which one is logged once."""
     name = _best(device, dtype, backend, sinks)
     _tell(name, device.type, str(dtype))
     return _KERNELS[name]
 
 
 def kernel_title(device: torch.device, dtype: torch.dtype, backend: str, *, sinks: bool = False) -> str:
-    """What `choose_kernel` would take, in words."""
+    """Return what `choose_kernel` would take, in words."""
     return _TITLES[_best(device, dtype, backend, sinks)]
 
 
 def reads_offsets(device: torch.device, dtype: torch.dtype, *, sinks: bool = False) -> bool:
-    """Whether the kernel reads offsets (`cu_q`, `cu_k`) and needs no rectangles."""
+    """Return whether the kernel reads offsets (`cu_q`, `cu_k`) and needs no rectangles."""
     return _best(device, dtype, "portable", sinks) != "sdpa"
 
 

@@ -26,16 +26,16 @@ class Flash(Protocol):
     """A flash kernel on query [T, heads, d], key and value [T_k, kv heads, d], without sinks."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns out [T, heads, d] and lse [heads, T] in fp32."""
+        """Return out [T, heads, d] and lse [heads, T] in fp32."""
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
+        """Return the gradients of query, key and value."""
 
 
 def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, flash: Flash) -> Tensor:
-    """A flash kernel's attention, with sinks [heads]: [T, heads, d]."""
+    """Compute a flash kernel's attention, with sinks [heads]: [T, heads, d]."""
     out: Tensor = _WithSinks.apply(query.contiguous(), key.contiguous(), value.contiguous(), sinks, flash)
     return out
 
@@ -59,7 +59,7 @@ class _WithSinks(torch.autograd.Function):
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """What out [T, heads, d] and lse [heads, T] become with sinks [heads]."""
+    """Return what out [T, heads, d] and lse [heads, T] become with sinks [heads]."""
     with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return (out * torch.exp(lse - with_sink).t()[..., None]).to(out.dtype), with_sink
 
@@ -71,7 +71,7 @@ SPARE = 8
 def sink_as_key(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value [..., tokens, d] with SPARE more dims, and the sink as a first key: its product with a query,
+    """Return query, key and value [..., tokens, d] with SPARE more dims, and the sink as a first key: its product with a query,
     times the scale, is that query's sink. sinks: broadcast to the query's rows [..., tokens]."""
     logit = (sinks / scale).to(query.dtype).expand(query.shape[:-1])[..., None]
     query = torch.cat((query, F.pad(logit, (0, SPARE - 1))), -1)

@@ -22,20 +22,21 @@ from torch import Tensor
 
 
 class Exchange(Protocol):
-    """Before the kernel, every rank's part of q, k and v → what this rank attends with; after it, the way back."""
+    """An exchange between context-parallel ranks: before the kernel, every rank's part of q, k and v → what this rank attends
+    with; after it, the way back."""
 
     def before(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def after(self, context: Tensor) -> Tensor: ...
 
     def of_heads(self, values: Tensor) -> Tensor:
-        """Of a value a head [heads], those of the heads that this rank attends with."""
+        """Return, of a value a head [heads], those of the heads that this rank attends with."""
 
 
 @dataclass
 class AllGather:
-    """keys: [K] positions, in the gathered row, of what the held chunks see. early, late: which of the K the earlier and
-    the later chunks of the sequences see; within either a position occurs once."""
+    """An exchange that gathers keys and values. keys: [K] positions, in the gathered row, of what the held chunks see. early,
+    late: which of the K the earlier and the later chunks of the sequences see; within either a position occurs once."""
 
     group: dist.ProcessGroup
     keys: Tensor
@@ -43,7 +44,7 @@ class AllGather:
     late: Tensor
 
     def before(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """query [T / cp, heads, d] stays; key and value [T / cp, kv heads, …] become [K, kv heads, …]."""
+        """Gather keys and values: query [T / cp, heads, d] stays; key and value [T / cp, kv heads, …] become [K, kv heads, …]."""
         key, value = _GatherKeys.apply(key, value, self)
         return query, key, value
 
@@ -80,7 +81,8 @@ class _GatherKeys(torch.autograd.Function):
 
 @dataclass
 class AllToAll:
-    """order: [T] for each row position, where it lies once the ranks' parts stand one after another."""
+    """An exchange of heads for tokens. order: [T] for each row position, where it lies once the ranks' parts stand one after
+    another."""
 
     group: dist.ProcessGroup
     order: Tensor
@@ -90,7 +92,7 @@ class AllToAll:
         self.back[self.order] = torch.arange(len(self.order), device=self.order.device)
 
     def before(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T / cp, heads, d] each → [T, heads / cp, d], in row order."""
+        """Exchange tokens for heads: [T / cp, heads, d] each → [T, heads / cp, d], in row order."""
         ranks = self.group.size()
         parts = [t.reshape(len(t), ranks, -1) for t in (query, key, value)]
         rows = _Swap.apply(torch.cat(parts, -1).transpose(0, 1), self.group).flatten(0, 1)
@@ -103,7 +105,7 @@ class AllToAll:
         return q, k, v
 
     def after(self, context: Tensor) -> Tensor:
-        """[T, heads / cp, d] in row order → [T / cp, heads, d]."""
+        """Exchange heads for tokens: [T, heads / cp, d] in row order → [T / cp, heads, d]."""
         ranks, d = self.group.size(), context.shape[-1]
         rows = _Permute.apply(context.flatten(1), self.back, self.order)
         mine = _Swap.apply(rows.view(ranks, len(rows) // ranks, -1), self.group)
@@ -143,7 +145,7 @@ class _Permute(torch.autograd.Function):
 
 
 def gather_places(values: Tensor, place: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    """What the ranks know of a row's `count` trained tokens, put together: the same [..., count] on each of them.
+    """Return what the ranks know of a row's `count` trained tokens, put together: the same [..., count] on each of them.
 
     values: [..., M] of the tokens at `place` [M]; every token has one rank. Each rank computes the same loss from the
     result, so the gradient of a value is what its own rank's loss says: nothing is summed.

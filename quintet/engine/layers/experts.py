@@ -72,7 +72,8 @@ class GroupedExperts(MegatronModule):
         """What is done to the products linear_fc1 and linear_fc2: (input, output, tokens of each expert) → output."""
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """tokens: [T, hidden] sorted by expert; tokens_per_expert: [experts here], on the CPU; probs: [T].
+        """Compute the experts' outputs. tokens: [T, hidden] sorted by expert; tokens_per_expert: [experts here], on the CPU;
+        probs: [T].
 
         Returns [T, hidden], under etp this rank's share of the sum. T and any of the counts may be 0.
         """
@@ -123,7 +124,7 @@ def mark_expert(weight: torch.nn.Parameter, groups: Any, *, dim: int, vectors: b
 
 
 def can_group(weight: Tensor) -> bool:
-    """Whether grouped_mm takes this weight [E, out, in] in both passes."""
+    """Return whether grouped_mm takes this weight [E, out, in] in both passes."""
     if weight.device.type == "cuda" and weight.dtype != torch.bfloat16:
         return False
     return hasattr(F, "grouped_mm") and all(n * weight.element_size() % 16 == 0 for n in weight.shape[1:])
@@ -150,13 +151,13 @@ class _Groups:
 
 
 def group_rows(counts: Tensor | list[int], device: torch.device, *weights: Tensor) -> _Groups:
-    """Rows sorted by expert, for products with these weights [E, out, in]."""
+    """Return the rows sorted by expert, for products with these weights [E, out, in]."""
     grouped = all(can_group(weight) for weight in weights)
     return _Groups.of(torch.as_tensor(counts), device if grouped else None)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: _Groups) -> Tensor:
-    """Rows x [T, in] of group e times weight[e]ᵀ: [T, out]. weight: [E, out, in]."""
+    """Return the rows x [T, in] of group e times weight[e]ᵀ: [T, out]. weight: [E, out, in]."""
     return _GroupedLinear.apply(x, weight, groups)
 
 
@@ -181,7 +182,7 @@ class _GroupedLinear(torch.autograd.Function):
 def add_bias(
     x: Tensor, bias: Tensor, groups: _Groups, weights: Tensor | None = None, ranks: int = 1
 ) -> Tensor:
-    """Rows x [T, n] of group e plus bias[e], times a weight a row [T, 1] where given. bias: [E, n].
+    """Return the rows x [T, n] of group e plus bias[e], times a weight a row [T, 1] where given. bias: [E, n].
 
     ranks: how many ranks add it to their shares of one sum: each adds as large a part, and learns its whole gradient.
     """

@@ -23,7 +23,7 @@ class PackedLayer(TransformerLayer):
     """A transformer layer whose `packed_seq_params` is a `PackedRow`, for its MLP or experts as well."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [T (/tp under SP), 1, hidden] → the same, and core's context for cross attention (None)."""
+        """Transform hidden states [T (/tp under SP), 1, hidden] → the same, and core's context for cross attention (None)."""
         hidden, context = self._forward_attention(*args, **kwargs)
         normed = self._forward_pre_mlp_layernorm(hidden)
         feed_forward = partial(self.mlp, row=kwargs["packed_seq_params"])
@@ -39,7 +39,7 @@ class PackedMoELayer(MoELayer):
     """Core's experts layer, whose router is handed the row."""
 
     def forward(self, hidden_states: Tensor, row: PackedRow) -> tuple[Tensor, None]:
-        """[T (/tp under SP), 1, hidden] → the same, and no bias."""
+        """Transform hidden states [T (/tp under SP), 1, hidden] → the same, and no bias."""
         compute = partial(self._compute, row=row)
         if self.moe_layer_recompute:
             out: tuple[Tensor, None] = tensor_parallel.checkpoint(compute, False, hidden_states)

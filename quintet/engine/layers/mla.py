@@ -32,7 +32,7 @@ LATENT_NORM_EPS = 1e-6
 
 @dataclass
 class LatentAttentionSubmodules:
-    """What a back end gives: `linear` is replicated; a norm that is None is part of `up_proj`."""
+    """What a back end gives latent attention: `linear` is replicated; a norm that is None is part of `up_proj`."""
 
     linear: Any
     column_parallel_linear: Any

@@ -15,7 +15,7 @@ from quintet.models.shape import SWIGLU, Glu
 
 
 def gated(x: Tensor, weights: Tensor | None = None, glu: Glu = SWIGLU) -> Tensor:
-    """The gated activation of gate and up, times a weight a row where given: [..., 2w] → [..., w] in the type of x.
+    """Return the gated activation of gate and up, times a weight a row where given: [..., 2w] → [..., w] in the type of x.
 
     x: gate beside up along the last dim. weights: [..., 1]. The default is SwiGLU, silu(gate) · up (Shazeer 2020,
     https://arxiv.org/abs/2002.05202); `Glu` tells the others.
@@ -72,10 +72,10 @@ def _parts(x: Tensor, glu: Glu) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class GatedMLP(MLP):
-    """W2 (silu(G x) ⊙ U x), W1 = [G; U]. Without biases."""
+    """A gated feed-forward part: W2 (silu(G x) ⊙ U x), W1 = [G; U]. Without biases."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[T (/tp under SP), 1, hidden] → the same, and the projection's bias (None)."""
+        """Transform hidden states [T (/tp under SP), 1, hidden] → the same, and the projection's bias (None)."""
         hidden, _ = self.linear_fc1(hidden_states)
         out, bias = self.linear_fc2(gated(hidden))
         return out, bias

@@ -94,8 +94,9 @@ class MtpLayer(torch.nn.Module):
         self.final_layernorm = build_module(norm, **sizes)
 
     def forward(self, hidden: Tensor, embeddings: Tensor, row: PackedRow) -> Tensor:
-        """hidden: [T (/tp under SP), 1, H], as the family's trunk or the layer before gives them (see the family's file on
-        whether its final norm is applied). embeddings: of each token's next one, like `hidden`. Returns the same shape."""
+        """Compute the layer's hidden states. hidden: [T (/tp under SP), 1, H], as the family's trunk or the layer before gives
+        them (see the family's file on whether its final norm is applied). embeddings: of each token's next one, like `hidden`.
+        Returns the same shape."""
         both = torch.cat((self.enorm(embeddings), self.hnorm(hidden)), -1)
         joined, _ = self.eh_proj(both)
         joined = gather_from_tensor_model_parallel_region(joined, group=self.tp)

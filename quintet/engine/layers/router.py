@@ -30,14 +30,14 @@ class Router(TopKRouter):
             self.register_buffer("expert_bias", zeros)
 
     def forward(self, input: Tensor, row: PackedRow | None = None) -> tuple[Tensor, Tensor]:
-        """Weights and choices [T, experts] of the tokens that this rank has of the row."""
+        """Return the weights and choices [T, experts] of the tokens that this rank has of the row."""
         weights, chosen = super().forward(input)
         return weights, chosen
 
 
 @contextmanager
 def record_routes(chunks: Iterable[torch.nn.Module], hear: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Within the context, `hear` is told what each router of a model chooses: the layer's number (from 0, dense ones
+    """Tell `hear`, within the context, what each router of a model chooses: the layer's number (from 0, dense ones
     counted) and the experts [T, top-k] of the tokens that the router sees, those of the largest weight first."""
 
     def listen(router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:

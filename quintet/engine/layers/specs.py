@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_backend(name: str) -> str:
-    """The back end of layers that engine.backend asks for: "auto" is TransformerEngine on GPUs where it imports.
+    """Return the back end of layers that engine.backend asks for: "auto" is TransformerEngine on GPUs where it imports.
 
     Raises UserError where TransformerEngine is asked for and cannot be had.
     """
@@ -94,7 +94,7 @@ class PortableProvider(LocalSpecProvider):
         return CoreAttention
 
     def linear(self) -> type:
-        """Replicated over tp."""
+        """Return the linear layer that is replicated over tp."""
         return ReplicatedLinear
 
     def grouped_mlp_modules(
@@ -104,7 +104,7 @@ class PortableProvider(LocalSpecProvider):
 
 
 def provider_of(backend: str) -> Any:
-    """The spec provider of a back end that `choose_backend` named."""
+    """Return the spec provider of a back end that `choose_backend` named."""
     if backend == "portable":
         return PortableProvider()
     from quintet.engine.layers.te import TransformerEngineProvider
@@ -115,7 +115,7 @@ def provider_of(backend: str) -> Any:
 def block_spec(
     shape: ModelShape, config: TransformerConfig, mesh: Mesh, backend: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage, or of one of its interleaved parts, and the final norm."""
+    """Return the layers of this rank's pipeline stage, or of one of its interleaved parts, and the final norm."""
     provider, stage = provider_of(backend), mesh.at("pp")
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=stage)
@@ -131,7 +131,7 @@ def block_spec(
 def layer_spec(
     shape: ModelShape, provider: Any, groups: ProcessGroupCollection, *, moe: bool, window: int | None
 ) -> ModuleSpec:
-    """One layer. Where a provider fuses a norm into the linear layer after it, the norm's own place is empty."""
+    """Return the spec of one layer. Where a provider fuses a norm into the linear layer after it, the norm's own place is empty."""
     norm = provider.layer_norm(rms_norm=True)
     fuses = provider.fuse_layernorm_and_linear()
     attention = _latent_attention(shape, provider) if shape.mla else _attention(shape, provider, window)

@@ -27,7 +27,7 @@ class TransformerEngineProvider(TESpecProvider):
         return TransformerEngineAttention
 
     def linear(self) -> type:
-        """Replicated over tp."""
+        """Return the linear layer that is replicated over tp."""
         return ReplicatedLinear
 
     def grouped_mlp_modules(

@@ -102,7 +102,7 @@ def _sum_kernel(
 
 
 def sums(parts: list[tuple[Tensor, Walk]]) -> Tensor:
-    """Fingerprints of tensors on one GPU: int64 [n] there."""
+    """Return fingerprints of tensors on one GPU: int64 [n] there."""
     groups: dict[tuple[int, int], tuple[list[int], array[int]]] = {}
     for place, (tensor, walk) in enumerate(parts):
         start, size = tensor.data_ptr(), tensor.element_size()

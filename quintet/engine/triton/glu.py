@@ -17,7 +17,8 @@ BLOCK = 1024
 
 
 def gated(x: Tensor, weights: Tensor | None, glu: Glu) -> Tensor:
-    """x: [T, 2w] with contiguous rows; weights: [T] or None. Returns [T, w]."""
+    """Compute `quintet.engine.layers.mlp.gated` in one kernel. x: [T, 2w] with contiguous rows; weights: [T] or None. Returns
+    [T, w]."""
     out: Tensor = _Gated.apply(x, weights, glu)
     return out
 

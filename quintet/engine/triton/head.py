@@ -78,7 +78,8 @@ def _gradient_kernel(
 
 
 def statistics(z: Tensor, targets: Tensor, valid: int, temperature: float, out: Tensor) -> None:
-    """See `quintet.engine.head._statistics`. z: [n, rows], out: fp32 [4, n], both of stride 1 in their last dim."""
+    """Compute the statistics of a head's logits: see `quintet.engine.head._statistics`. z: [n, rows], out: fp32 [4, n], both of
+    stride 1 in their last dim."""
     if len(z):
         _statistics_kernel[(len(z),)](
             z,
@@ -103,7 +104,7 @@ def to_gradient_(
     grad_log_prob: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
-    """See `quintet.engine.head._to_gradient_`. z: [n, rows], the others [n]."""
+    """Turn logits into their gradient in place: see `quintet.engine.head._to_gradient_`. z: [n, rows], the others [n]."""
     if not z.numel():
         return
     n, size = z.shape

@@ -62,7 +62,7 @@ class Walk:
     dims: tuple[Dim, ...]
 
     def halves(self) -> tuple[Walk, Walk]:
-        """Two walks, cut along the longest dim."""
+        """Return the two halves of the walk, cut along the longest dim."""
         at = max(range(len(self.dims)), key=lambda i: self.dims[i].size)
         dim, half = self.dims[at], self.dims[at].size // 2
         first = list(self.first)
@@ -76,7 +76,7 @@ class Walk:
 
 
 def fingerprint(tensor: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
-    """Of one part: int64 scalar on the tensor's device.
+    """Return the fingerprint of one part: int64 scalar on the tensor's device.
 
     tensor: the elements of `box` in its order, with any strides and, where the shard map interleaves, more dims than the
     box. shape: of the full tensor. Raises ValueError for a tensor that cannot be the box's.
@@ -87,7 +87,8 @@ def fingerprint(tensor: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
 
 
 def fingerprints(items: Iterable[tuple[str, tuple[int, ...], Box, Tensor]]) -> Fingerprints:
-    """Of many parts, (name, shape, box, tensor) each as in `fingerprint`; the device is waited for once, at the end.
+    """Return fingerprints of many parts, (name, shape, box, tensor) each as in `fingerprint`; the device is waited for once, at
+    the end.
 
     Empty parts are left out. A part that comes twice must be the same: SyncMismatch names it otherwise.
     """
@@ -133,7 +134,7 @@ def _agreeing(found: Iterable[tuple[tuple[str, Box], int]]) -> Fingerprints:
 
 
 def walk_of(shape: tuple[int, ...], box: Box, tensor: Tensor) -> Walk:
-    """How a tensor that holds a box of a full tensor is walked through. Raises ValueError when it cannot hold it."""
+    """Return how a tensor that holds a box of a full tensor is walked through. Raises ValueError when it cannot hold it."""
     return _walk(tuple(shape), box, tuple(tensor.shape), tensor.stride())
 
 

@@ -24,7 +24,7 @@ CHUNK_BLOCKS = 1024
 
 
 def quantized_names(shape: ModelShape) -> set[str]:
-    """The tensors of a model that are quantized: the linear layers of attention, feed-forward parts and experts.
+    """Return the tensors of a model that are quantized: the linear layers of attention, feed-forward parts and experts.
 
     Raises UserError for a model whose experts are one tensor a layer, for which there is no such format.
     """
@@ -55,18 +55,18 @@ def quantize(matrix: Tensor, quantized: Tensor, scales: Tensor) -> None:
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """The scales of blocks of these largest magnitudes, fp32."""
+    """Return the scales of blocks of these largest magnitudes, fp32."""
     return torch.where(largest > 0, largest / LARGEST, 1.0)
 
 
 def rounded(numbers: Tensor, scale: Tensor) -> Tensor:
-    """fp32 numbers, which are overwritten, in 8 bits, given each one's scale."""
+    """Return fp32 numbers, which are overwritten, in 8 bits, given each one's scale."""
     # Rounding of the scale may put the largest a little beyond the type's range, where it would be NaN.
     return numbers.div_(scale).clamp_(-LARGEST, LARGEST).to(DTYPE)
 
 
 def dequantize(quantized: Tensor, scales: Tensor) -> Tensor:
-    """The matrix in fp32."""
+    """Return the matrix in fp32."""
     rows, columns = quantized.shape
     by_row = scales.repeat_interleave(BLOCK, 0)[:rows]
     return quantized.float() * by_row.repeat_interleave(BLOCK, 1)[:, :columns]

@@ -12,12 +12,12 @@ SECOND = -0x6B2FB644ECCEEE15
 
 
 def mix(x: Tensor) -> Tensor:
-    """The hash of each number of an int64 tensor."""
+    """Return the hash of each number of an int64 tensor."""
     x = (x ^ shift(x, 30)) * FIRST
     x = (x ^ shift(x, 27)) * SECOND
     return x ^ shift(x, 31)
 
 
 def shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Return logical right shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -27,7 +27,7 @@ GATHERED_BYTES = 256 << 20
 
 
 def check_hf(shape: ModelShape, path: Path) -> WeightsOnDisk:
-    """All that headers and config.json can tell of a directory, before anything is written. Collective.
+    """Check all that headers and config.json can tell of a directory, before anything is written. Collective.
 
     Raises UserError on every rank when one finds fault with a file.
     """
@@ -68,7 +68,7 @@ def _checked(shape: ModelShape, path: Path) -> WeightsOnDisk:
 def full_tensors(
     shards: list[Shard], planned: Sequence[Planned], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """The planned tensors in full, in their order; what is no parameter in fp32. Collective; rank 0 gets them on the
+    """Yield the planned tensors in full, in their order; what is no parameter in fp32. Collective; rank 0 gets them on the
     CPU, others get nothing.
 
     Some GATHERED_BYTES are gathered at a time, and never less than a tensor: that and its shards are rank 0's memory.
@@ -112,7 +112,7 @@ def _by_name(held: Holdings) -> dict[str, list[tuple[str, Box]]]:
 
 
 def planned_tensors(shape: ModelShape, dtype: torch.dtype) -> list[Planned]:
-    """Every tensor of a model's directory in the family's order: parameters as `dtype`, buffers in fp32."""
+    """Return every tensor of a model's directory in the family's order: parameters as `dtype`, buffers in fp32."""
     found = {  # by name: several weights may be parts of one tensor
         name: Planned(name, full, dtype if weight.trained else torch.float32)
         for weight in family_named(shape.family).weights(shape)

@@ -33,8 +33,8 @@ COMPANIONS = (
 def saved_config(
     config: dict[str, Any], shape: ModelShape, dtype: torch.dtype, mtp_layers: int
 ) -> dict[str, Any]:
-    """config.json of a model saved as `dtype`, from that of the model it was made of. mtp_layers: layers for multi-token
-    prediction that are saved with it."""
+    """Return the config.json of a model saved as `dtype`, from that of the model it was made of. mtp_layers: layers for
+    multi-token prediction that are saved with it."""
     saved = {key: value for key, value in config.items() if key != "torch_dtype"}
     saved["dtype"] = str(dtype).removeprefix("torch.")
     if not mtp_layers:
@@ -53,7 +53,7 @@ def copy_companions(source: Path, directory: Path) -> None:
 
 
 def write_companions(directory: Path, companions: Path, config: dict[str, Any]) -> None:
-    """config.json as given, and copies of what else stands beside the weights in `companions`."""
+    """Write config.json as given, and copies of what else stands beside the weights in `companions`."""
     _copy(companions, directory)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -55,7 +55,7 @@ class Piece:
 
     @property
     def cuts_columns(self) -> bool:
-        """Whether the bytes hold more than the box."""
+        """Whether the piece's bytes hold more than the box."""
         return math.prod(b - a for a, b in self.box) * DTYPES[self.entry.dtype] != self.stop - self.start
 
 
@@ -91,7 +91,7 @@ def _pieces(shard: Shard, weights: WeightsOnDisk) -> Iterator[Piece]:
 
 
 def same_bytes(one: Located, other: Located) -> bool:
-    """Whether two tensors are the same, bit by bit.
+    """Return whether two tensors are the same, bit by bit.
 
     Raises UserError naming the file when one cannot be read.
     """

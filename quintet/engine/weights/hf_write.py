@@ -32,7 +32,7 @@ DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16",
 
 @dataclass(frozen=True)
 class Planned:
-    """One tensor that will come."""
+    """One tensor that will be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Planned:
 
 
 def in_order(planned: Iterable[Planned], most_bytes: int) -> Iterator[list[Planned]]:
-    """The tensors in groups of at most so many bytes, or of a single one that is larger."""
+    """Yield the tensors in groups of at most so many bytes, or of a single one that is larger."""
     group: list[Planned] = []
     held = 0
     for one in planned:

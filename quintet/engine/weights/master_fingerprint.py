@@ -17,7 +17,8 @@ COLUMNS = 4096
 
 
 def master_fingerprint(optimizer: Any, parameters: Iterable[Tensor]) -> int | None:
-    """Over all masters of megatron-core's optimizer, wherever they are; None where parameters are their own masters.
+    """Return a fingerprint over all masters of megatron-core's optimizer, wherever they are; None where parameters are their own
+    masters.
 
     parameters: the model's on this rank. The number means something only beside another of the same rank and layout.
     """

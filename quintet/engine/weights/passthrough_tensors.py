@@ -25,8 +25,9 @@ from quintet.models.weights_on_disk import WeightsOnDisk, find_weights, held_sha
 
 @dataclass(frozen=True)
 class Carried:
-    """copies: by tensor of the saved model, the names under which it is written again. tensors: of the source, written as
-    they are. mtp_layers: layers for multi-token prediction that the saved directory has."""
+    """Tensors of the source that a saved model takes along. copies: by tensor of the saved model, the names under which it is
+    written again. tensors: of the source, written as they are. mtp_layers: layers for multi-token prediction that the saved
+    directory has."""
 
     source: WeightsOnDisk | None
     copies: dict[str, list[str]]
@@ -34,7 +35,7 @@ class Carried:
     mtp_layers: int
 
     def planned(self, model: Sequence[Planned]) -> list[Planned]:
-        """What comes beside the saved model's own tensors."""
+        """Return what comes beside the saved model's own tensors."""
         found = [replace(one, name=copy) for one in model for copy in self.copies.get(one.name, ())]
         for name in self.tensors:
             assert self.source is not None
@@ -43,7 +44,7 @@ class Carried:
         return found
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """The source's tensors, one at a time.
+        """Yield the source's tensors, one at a time.
 
         Raises UserError naming file and tensor when one cannot be read.
         """
@@ -58,7 +59,7 @@ class Carried:
 
 
 def carried_from(source: Path, shape: ModelShape) -> Carried:
-    """What a model of this shape, saved, takes along from the directory it came from. A value model takes nothing: its
+    """Return what a model of this shape, saved, takes along from the directory it came from. A value model takes nothing: its
     trunk has no head that could predict.
 
     Raises UserError when the directory's weights cannot be read.
@@ -80,8 +81,8 @@ def carried_from(source: Path, shape: ModelShape) -> Carried:
 
 
 def refuse_other_copies(weights: WeightsOnDisk, shape: ModelShape) -> None:
-    """Layers for multi-token prediction share embedding and head with the model: what a directory holds of them a second
-    time is the same.
+    """Refuse a directory whose copies differ: layers for multi-token prediction share embedding and head with the model: what a
+    directory holds of them a second time is the same.
 
     Raises UserError naming the file and the tensor where it is not.
     """
@@ -94,6 +95,6 @@ def refuse_other_copies(weights: WeightsOnDisk, shape: ModelShape) -> None:
 
 
 def held_copies(weights: WeightsOnDisk, shape: ModelShape) -> Iterator[tuple[str, str]]:
-    """Each tensor that a directory holds a second time: its name, and that of the copy."""
+    """Yield each tensor that a directory holds a second time: its name, and that of the copy."""
     for weight in family_named(shape.family).weights(shape):
         yield from ((weight.hf[0], copy) for copy in weight.copies if copy in weights.tensors)

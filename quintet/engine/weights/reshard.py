@@ -44,7 +44,7 @@ class Transfer:
 def plan_transfers(
     sources: Sequence[Sequence[Holding]], targets: Sequence[Sequence[Holding]]
 ) -> list[Transfer]:
-    """Transfers that fill every target box, ordered by target index so that buckets follow the model.
+    """Return transfers that fill every target box, ordered by target index so that buckets follow the model.
 
     A part comes from its own rank where that rank holds it; otherwise the owners of a box share the work.
 
@@ -86,7 +86,7 @@ _HOLDINGS: Typed[Holdings] = Typed(Holdings, "what a rank holds of tensors")
 
 
 def gather_holdings(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[Holdings]:
-    """Every rank's, in rank order. Collective."""
+    """Return every rank's holdings, in rank order. Collective."""
     both = [*sources, *targets]
     mine = Holdings(
         [(one.name, one.box) for one in sources],
@@ -98,7 +98,7 @@ def gather_holdings(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[
 
 
 def units_of(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
-    """The `Holdings.units` of shards."""
+    """Return the `Holdings.units` of shards."""
     found: dict[str, tuple[int, ...]] = {}
     for one in shards:
         units = tuple(one.unit(dim) for dim in range(len(one.box)))
@@ -108,7 +108,7 @@ def units_of(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
 
 
 def all_units(held: Iterable[Holdings]) -> dict[str, tuple[int, ...]]:
-    """Where every rank's shards of a tensor can be cut, by name; a tensor that is not named, anywhere."""
+    """Return where every rank's shards of a tensor can be cut, by name; a tensor that is not named, anywhere."""
     found: dict[str, tuple[int, ...]] = {}
     for one in held:
         for name, units in one.units.items():
@@ -126,7 +126,7 @@ def in_rounds(
     units: dict[str, tuple[int, ...]],
     limit: int,
 ) -> list[list[Transfer]]:
-    """Transfers, cut where they must be, in rounds in which a rank sends at most `limit` bytes and gets as many.
+    """Return the transfers, cut where they must be, in rounds in which a rank sends at most `limit` bytes and gets as many.
 
     The first round has all that stays on its rank. The same on every rank: it follows from the plan alone.
     """
@@ -183,7 +183,8 @@ class Round:
         write: Callable[[Transfer], Tensor],
         device: torch.device,
     ) -> None:
-        """Collective where any rank's part crosses. read, write: views of a transfer's part on either side."""
+        """Make the round's transfers. Collective where any rank's part crosses. read, write: views of a transfer's part on either
+        side."""
         copy_all((write(t), read(t)) for t in self.own)
         if not self.crosses:
             return

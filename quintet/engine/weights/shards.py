@@ -67,12 +67,12 @@ class Shard:
         return counts
 
     def unit(self, dim: int = 0) -> int:
-        """How much of the full tensor's dim is one step of the view: a part has whole units of it, or is within one."""
+        """Return how much of the full tensor's dim is one step of the view: a part has whole units of it, or is within one."""
         first = sum(self._dims[:dim])
         return math.prod(self.view.shape[first + 1 : first + self._dims[dim]])
 
     def part(self, box: Box) -> Tensor:
-        """View of a box (in the full tensor's coordinates) that lies within this shard's.
+        """Return the view of a box (in the full tensor's coordinates) that lies within this shard's.
 
         Raises ValueError when the box is neither whole interleaved groups nor within one.
         """
@@ -87,7 +87,7 @@ class Shard:
         return view
 
     def read(self) -> Tensor:
-        """The piece in the box's shape; a copy where the view is interleaved."""
+        """Return the piece in the box's shape; a copy where the view is interleaved."""
         return self.view.reshape(self.box_shape)
 
     def write(self, piece: Tensor) -> None:
@@ -114,7 +114,7 @@ def _narrowed(view: Tensor, dims: range, start: int, stop: int) -> Tensor:
 def shard_map(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh, of: str = "param"
 ) -> list[Shard]:
-    """Shards of one pipeline stage, in the family's order. chunks: the stage, or its interleaved parts.
+    """Return the shards of one pipeline stage, in the family's order. chunks: the stage, or its interleaved parts.
 
     of: "param" for the weights, buffers that are stored with them and adapters included; "main_grad" for the gradients
     behind those in training (same boxes).
@@ -135,12 +135,13 @@ def shard_map(
 
 
 def shard_fingerprints(shards: Sequence[Shard]) -> Fingerprints:
-    """Of the live weights behind shards, which may be temporary (merged adapters): see `quintet.engine.weights.fingerprint`."""
+    """Return fingerprints of the live weights behind shards, which may be temporary (merged adapters): see
+    `quintet.engine.weights.fingerprint`."""
     return fingerprints((one.name, one.shape, one.box, one.view) for one in shards)
 
 
 def table(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> Mapping[str, Weight]:
-    """The entries of all weights of a model, by megatron-core's name, on whichever rank they are."""
+    """Return the entries of all weights of a model, by megatron-core's name, on whichever rank they are."""
     adapters: Any = getattr(chunks[0], "adapters", None)
     known = _tables.get(chunks[0])
     if known is None or known[:2] != (shape, adapters):
@@ -156,7 +157,7 @@ _tables: WeakKeyDictionary[torch.nn.Module, tuple[ModelShape, Any, dict[str, Wei
 
 
 def stored_table(chunks: Sequence[Any], shape: ModelShape) -> Mapping[str, Weight]:
-    """The entries of what a checkpoint holds: the model, or of one with adapters what is trained."""
+    """Return the entries of what a checkpoint holds: the model, or of one with adapters what is trained."""
     weights = table(chunks, shape)
     if getattr(chunks[0], "adapters", None) is None:
         return weights
@@ -164,7 +165,7 @@ def stored_table(chunks: Sequence[Any], shape: ModelShape) -> Mapping[str, Weigh
 
 
 def global_tensors(model: torch.nn.Module, mesh: Mesh, of: str = "param") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model under their names in the family's table, whatever the back end of layers calls them.
+    """Yield the tensors of a model under their names in the family's table, whatever the back end of layers calls them.
 
     A layer's number is that in the whole model, an expert's that among all experts. of: see `shard_map`.
     """
@@ -173,7 +174,7 @@ def global_tensors(model: torch.nn.Module, mesh: Mesh, of: str = "param") -> Ite
 
 
 def held_tensors(model: torch.nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor, int]]:
-    """Parameters and the buffers stored with them under their names in the table: name, the module's own tensor, and
+    """Yield parameters and the buffers stored with them under their names in the table: name, the module's own tensor, and
     where in it, flattened, the named one begins (an expert's among all that a rank holds)."""
     for name, tensor in [*model.named_parameters(), *_stored_buffers(model)]:
         for entry, view in _renamed(model, mesh, name, tensor.detach()):
@@ -242,7 +243,7 @@ def _experts_apart(name: str, tensor: Tensor, first: int) -> Iterator[tuple[str,
 
 
 def whole(weight: Weight, tensor: Tensor, shape: ModelShape) -> list[Shard]:
-    """The shards of one parameter that is held in full."""
+    """Return the shards of one parameter that is held in full."""
     return _cut(weight, tensor, shape, alone())
 
 
