@@ -23,6 +23,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -92,9 +93,11 @@ class Pool:
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
-        """End every process now; the next `run` starts new ones."""
+        """End every process now, and what it started; the next `run` starts new ones."""
         for process, pipe in self._workers:
             process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also of one that has died itself
             pipe.close()
         for process, _ in self._workers:
             process.join()
@@ -149,6 +152,8 @@ class Pool:
 def _serve(pipe: Connection, stacks: Path) -> None:
     """A worker's life: receive a call, run it in a process group of its size, send the outcome back."""
     joined = (0, 0)
+    # Of this group is what a call starts, too: megatron's saves leave a process that serves a queue until it is killed.
+    os.setpgid(0, 0)
     # Up to eight compute at once: tests that start processes beside them would get a ninth of the machine, and those that
     # start Ray, whose workers run at 15, a twentieth.
     os.nice(19)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
+from multiprocessing.managers import SyncManager
 from types import FrameType
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.oracle.pool import Pool, PoolError
+from tests.patience import BUSY
 
 
 def total(scale: float) -> tuple[int, int, float]:
@@ -34,6 +38,30 @@ def die_on(rank: int) -> None:
 
 def sleep_forever() -> None:
     time.sleep(1000)
+
+
+def serve_a_queue() -> int:
+    """As megatron's saves do."""
+    manager = multiprocessing.get_context("spawn").Manager()
+    kept.append(manager)
+    return manager._process.pid
+
+
+kept: list[SyncManager] = []
+
+
+@pytest.mark.parametrize("dies_first", [False, True])
+def test_what_ranks_started_ends_with_them(dies_first: bool) -> None:
+    pool = Pool(size=1)
+    (pid,) = pool.run(serve_a_queue, 1)
+    if dies_first:
+        with pytest.raises(PoolError):
+            pool.run(die_on, 1, 0)
+    pool.close()
+    deadline = time.monotonic() + 10 * BUSY
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_group_has_the_world_size_asked_for(pool: Pool) -> None:
