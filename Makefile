@@ -40,21 +40,23 @@ test-slow: $(STAMP)  ## the tests that take minutes each and guard most (about 1
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not nightly" -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
 
 # Its versions of torch and transformers are those that vLLM for CPU was built for, so it has an environment of its own.
-test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 11 minutes on two cores)
+OF_VLLM := vllm and not nightly
+test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 8 minutes on two cores)
 	@export QUINTET_TORCH=cpu; $(BOOTSTRAP) --venv .venv-vllm --constraints tests/vllm-constraints.txt -- --no-deps -r tests/vllm-constraints.txt -e .
-	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 -m vllm -o timeout=600 $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 -m "$(OF_VLLM)" -o timeout=600 $(ARGS)
 
-# What each part of the nightly tests runs; "rest" is all that no other part does.
-PARTS := oracle demo saves kills rest
+# What each part of the nightly tests runs; "rest" is all that no other part does without vLLM.
+PARTS := oracle demo saves kills rest vllm
 OF_oracle := tests/oracle
 OF_demo := tests/end_to_end/test_recipes.py
 OF_saves := tests/end_to_end/test_resume.py tests/end_to_end/test_damaged_checkpoint.py
 OF_kills := tests/security/test_kills.py
 OF_rest := tests $(foreach part,oracle demo saves kills,$(addprefix --ignore ,$(OF_$(part))))
 PART := $(PARTS)
-test-nightly: $(STAMP)  ## at most 25 minutes a part, on two cores: PART=oracle, demo, saves, kills or rest (all unless named)
-	@failed=; $(foreach part,$(PART),echo "=== nightly: $(part)"; \
-	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(OF_$(part)) -m nightly -o timeout=7200 $(ARGS) || [ $$? -eq 5 ] || failed="$$failed $(part)";) \
+test-nightly: $(STAMP)  ## at most 25 minutes a part, on two cores: PART=oracle, demo, saves, kills, rest or vllm (all unless named)
+	@failed=; $(foreach part,$(filter-out vllm,$(PART)),echo "=== nightly: $(part)"; \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(OF_$(part)) -m "nightly and not vllm" -o timeout=7200 $(ARGS) || [ $$? -eq 5 ] || failed="$$failed $(part)";) \
+	  $(if $(filter vllm,$(PART)),echo "=== nightly: vllm"; make --no-print-directory test-vllm OF_VLLM="vllm and nightly" || failed="$$failed vllm";) \
 	  [ -z "$$failed" ] || { echo "=== failed:$$failed"; exit 1; }
 
 # PYTHON, where named, runs it as it is, with the packages that it has: a GPU machine may reach no package index.

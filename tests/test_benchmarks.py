@@ -255,6 +255,7 @@ def test_native_generation_is_measured_on_a_cpu() -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly
 def test_vllm_generation_is_measured_beside_it() -> None:
     told = generates()
     assert all(re.search(rf"tiny/1gpu/{side}: [\d,]+ tokens/s", told) for side in ("native", "vllm"))

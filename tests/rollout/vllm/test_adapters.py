@@ -74,10 +74,13 @@ def differing(rollout: Any, named: dict[str, Tensor]) -> list[str]:
     return [d.name for d in compare([engine], [found], shapes, unreadable)]
 
 
-CASES = [("offline", 1), ("server", 2)]
+CASES = [
+    pytest.param(("offline", 1), id="offline"),
+    pytest.param(("server", 2), marks=pytest.mark.nightly, id="server-tp2"),
+]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["offline", "server-tp2"])
+@pytest.fixture(scope="module", params=CASES)
 def rollout(request: pytest.FixtureRequest, start: Any) -> Any:
     mode, tp = request.param
     tp = min(tp, torch.cuda.device_count()) if DEVICE == "cuda" else tp

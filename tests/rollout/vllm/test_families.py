@@ -12,7 +12,7 @@ from tests.rollout.vllm.greedy import greedy_by_transformers, logprobs_by_transf
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("name", [pytest.param("qwen2", marks=pytest.mark.nightly), "qwen3_moe"])
 def test_greedy_equals_transformers(start, name):
     rollout = start(name)
     rows = rollout.generate([Request(p) for p in PROMPTS], Sampling(temperature=0, max_response_tokens=8))

@@ -25,14 +25,23 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize(
     "placement",
     [
-        [
-            *("cluster.ranks=2", "layout.tp=2", "rollout.layout.tp=2"),
-            *("engine.offload_params=1", "engine.offload_optimizer=1"),
-        ],
-        ["cluster.ranks=1", "rollout.placement=separate", "rollout.ranks=1"],
-        ["cluster.ranks=1", "lora.rank=4", "rollout.adapter_sync=separate", "optimizer.lr=1.0e-3"],
+        pytest.param(
+            [
+                *("cluster.ranks=2", "layout.tp=2", "rollout.layout.tp=2"),
+                *("engine.offload_params=1", "engine.offload_optimizer=1"),
+            ],
+            id="colocated",
+        ),
+        pytest.param(
+            ["cluster.ranks=1", "rollout.placement=separate", "rollout.ranks=1"],
+            marks=pytest.mark.nightly,
+            id="separate",
+        ),
+        pytest.param(
+            ["cluster.ranks=1", "lora.rank=4", "rollout.adapter_sync=separate", "optimizer.lr=1.0e-3"],
+            id="adapters",
+        ),
     ],
-    ids=["colocated", "separate", "adapters"],
 )
 def test_a_run_trains_on_what_vllm_generates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], placement: list[str]
