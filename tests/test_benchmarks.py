@@ -139,7 +139,7 @@ def test_shapes_are_those_of_the_models(name, billions, active) -> None:
     assert shape.active_parameter_count / 1e9 == pytest.approx(active, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_engine_and_raw_loop_train_the_same_on_a_cpu() -> None:
     """The whole benchmark on a tiny model: the command itself fails when the sides' losses or gradients differ."""
     options = ["--shape", "tiny", "--rounds", "1", "--steps", "1", "--steps-per-turn", "1", "--profile"]

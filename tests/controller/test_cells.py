@@ -22,13 +22,14 @@ from quintet.rollout import Sampling
 from quintet.train.steps import Update
 
 
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    tokenizer = build_char_tokenizer("0123456789", tmp_path)
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = build_char_tokenizer("0123456789", path)
     sizes = schema.BuildModel(layers=2, hidden_size=32, ffn_hidden_size=32, heads=2, kv_heads=2, head_dim=16)
     ids = {"eos_id": tokenizer.eos_token_id, "pad_id": tokenizer.pad_token_id}
-    write_fresh_model(sizes, tmp_path, vocab_size=len(tokenizer), seed=1, **ids)
-    return tmp_path
+    write_fresh_model(sizes, path, vocab_size=len(tokenizer), seed=1, **ids)
+    return path
 
 
 def prompt(number: int, response: list[int]) -> Prompt:

@@ -9,6 +9,7 @@ import pytest
 
 from quintet.cluster.cluster import Cluster
 from quintet.controller.controller import Controller
+from quintet.controller.engines import Engines
 from quintet.errors import WorkerFailure
 from quintet.models import trained_shape
 from quintet.recipe import schema
@@ -17,6 +18,7 @@ from quintet.rollout import Sampling
 from quintet.train.algorithms import algorithm_of
 from quintet.train.steps import Step
 from tests.controller.test_cells import model_dir, prompt  # noqa: F401  (a fixture)
+from tests.oracle.pool import Pool, PoolError
 
 
 def recipe_of(
@@ -64,22 +66,39 @@ def two_steps(cluster: Cluster, recipe: schema.Recipe) -> tuple[list[float], Con
     return told, controller
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("critic", [{"tp": 2}, {"cp": 2}, {"pp": 2}], ids=["tp2", "cp2", "pp2"])
+@pytest.fixture(scope="module")
+def of_one_layout(ray_cluster: Cluster, model_dir: Path) -> list[float]:  # noqa: F811
+    """What two steps tell where the critic has the policy's layout."""
+    told, controller = two_steps(ray_cluster, recipe_of(model_dir, None))
+    controller.workers.close()
+    return told
+
+
+@pytest.mark.parametrize(
+    "critic",
+    [
+        pytest.param({"tp": 2}, marks=pytest.mark.slow, id="tp2"),
+        pytest.param({"cp": 2}, marks=pytest.mark.nightly, id="cp2"),
+        pytest.param({"pp": 2}, marks=pytest.mark.nightly, id="pp2"),
+    ],
+)
 def test_a_critic_of_another_layout(
     ray_cluster: Cluster,
     model_dir: Path,  # noqa: F811
+    of_one_layout: list[float],
     critic: dict[str, int],
 ) -> None:
-    expected, same = two_steps(ray_cluster, recipe_of(model_dir, None))
-    same.workers.close()
     found, controller = two_steps(ray_cluster, recipe_of(model_dir, critic, offload_optimizer=1.0))
     with controller.workers:
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert found == pytest.approx(of_one_layout, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
-def test_a_critic_of_another_layout_with_adapters(ray_cluster: Cluster, model_dir: Path) -> None:  # noqa: F811
+def test_a_critic_of_another_layout_with_adapters(
+    ray_cluster: Cluster,
+    model_dir: Path,  # noqa: F811
+    of_one_layout: list[float],
+) -> None:
     """Both roles train adapters, the critic its value head too; the reference is the policy without them."""
     lora = schema.Lora(rank=4, alpha=8.0)
     expected, same = two_steps(ray_cluster, recipe_of(model_dir, None, lora))
@@ -87,7 +106,7 @@ def test_a_critic_of_another_layout_with_adapters(ray_cluster: Cluster, model_di
     found, controller = two_steps(ray_cluster, recipe_of(model_dir, {"tp": 2}, lora, offload_optimizer=1.0))
     with controller.workers:
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        assert expected != two_steps(ray_cluster, recipe_of(model_dir, None))[0]
+        assert expected != of_one_layout
 
 
 def test_two_batches_and_mistakes_with_them(ray_cluster: Cluster, model_dir: Path) -> None:  # noqa: F811
@@ -127,11 +146,10 @@ def test_two_batches_and_mistakes_with_them(ray_cluster: Cluster, model_dir: Pat
             policy.forward_backward(first.minibatches[1], objective)
 
 
-def test_a_step_needs_gradients(ray_cluster: Cluster, model_dir: Path) -> None:  # noqa: F811
-    recipe = recipe_of(model_dir, None)
-    controller = Controller(ray_cluster, recipe, model_dir, trained_shape(model_dir))
-    with (
-        controller.workers,
-        pytest.raises(WorkerFailure, match="critic: optimizer_step without forward_backward"),
-    ):
-        controller.roles["critic"].optimizer_step()
+def step_without_gradients(recipe: schema.Recipe, path: Path) -> None:
+    Engines(recipe, trained_shape(path), path, "train", "fp32").optimizer_step("critic")
+
+
+def test_a_step_needs_gradients(pool: Pool, model_dir: Path) -> None:  # noqa: F811
+    with pytest.raises(PoolError, match="critic: optimizer_step without forward_backward"):
+        pool.run(step_without_gradients, 2, recipe_of(model_dir, None), model_dir)

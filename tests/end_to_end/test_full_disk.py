@@ -14,7 +14,7 @@ from quintet.runs.ledger import read_metrics
 from tests.disks import fill, mounted
 from tests.end_to_end.test_resume import SMALL, only, start
 
-STEPS = 40
+STEPS = 24
 TALKATIVE = """\
 def score(prompt, response, answer):
     print("x" * 5000)
@@ -50,7 +50,7 @@ def test_steps_are_taken_while_nothing_can_be_written(tmp_path: Path, disk: Path
     said = until(process, rf"^ +3/{STEPS} ")
     filler = fill(disk)
     said += until(process, "^warning: .* cannot be written: No space left on device") + until(
-        process, rf"^ +20/{STEPS} "
+        process, rf"^ +12/{STEPS} "
     )
     filler.unlink()
     said += until(process, "^the disk takes records again; left out were ")

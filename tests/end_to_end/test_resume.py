@@ -38,7 +38,7 @@ SMALL = [
     "optimizer.warmup_steps=1",
     "checkpoint.every_steps=1",
 ]
-STEPS = 10
+STEPS = 6
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -279,9 +279,20 @@ def fill(disk: Path) -> None:
         file.write(b"x" * max(0, free - 300_000))
 
 
-@pytest.mark.slow
-def test_verify_resume_proves_it(tmp_path):
-    recipe = [*SMALL[:-1], f"run.dir={tmp_path}", "cluster.ranks=1"]
+OF_PPO = [
+    *("algorithm.name=ppo", "algorithm.kl_coef=0.01", "algorithm.kl_in=reward", "critic.warmup_steps=1"),
+    *("train.mini_batches_per_step=2", "engine.offload_optimizer=1"),
+    "rollout.own_processes=true",  # so that weights travel, and their masters are looked at right after loading
+]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(OF_PPO, marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.nightly)],
+    ids=["ppo", "grpo"],
+)
+def test_verify_resume_proves_it(tmp_path, algorithm):
+    recipe = [*SMALL[:-1], f"run.dir={tmp_path}", "cluster.ranks=1", *algorithm]
     output = run("verify-resume", *recipe, "--steps", "2")
     assert "identical: every step and every weight, bit for bit" in output
     assert re.search(r"resumed\s+rl 3 .*the same", output)
@@ -296,19 +307,6 @@ def test_verify_resume_in_another_layout(tmp_path):
         "the same up to rounding: what was loaded is what was saved, bit for bit; in the other layout"
         in output
     )
-
-
-OF_PPO = [
-    *("algorithm.name=ppo", "algorithm.kl_coef=0.01", "algorithm.kl_in=reward", "critic.warmup_steps=1"),
-    *("train.mini_batches_per_step=2", "engine.offload_optimizer=1", "cluster.ranks=1"),
-    "rollout.own_processes=true",  # so that weights travel, and their masters are looked at right after loading
-]
-
-
-@pytest.mark.slow
-def test_a_critic_is_resumed_too(tmp_path):
-    output = run("verify-resume", *SMALL[:-1], f"run.dir={tmp_path}", *OF_PPO, "--steps", "2")
-    assert "identical: every step and every weight, bit for bit" in output
 
 
 @pytest.mark.nightly

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+from quintet.cli import main
 from quintet.data.prompts import alphabet_of
 from quintet.data.tokenizer import build_char_tokenizer
 from quintet.recipe.schema import Data
@@ -43,12 +43,8 @@ def lines_of(case: str, directory: Path) -> list[dict[str, Any]]:
     asked = [*RECIPE, *CASES[case], f"run.dir={directory / 'runs'}", f"run.name={case}"]
     if "model.build=null" in asked:
         asked.append(f"model.path={_experts(directory / 'model')}")
-    command = [sys.executable, "-m", "quintet", "train", *asked]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        assert main(["train", str(ROOT / asked[0]), *asked[1:]]) == 0
     (run,) = sorted((directory / "runs").iterdir())[-1:]
     lines = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
     return [{k: v for k, v in line.items() if not k.startswith(CLOCK_KEYS)} for line in lines]

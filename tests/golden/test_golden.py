@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from quintet.cluster.cluster import Cluster
 from tests.golden.runs import CASES, STEPS, WRITTEN, lines_of, written
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_first_steps(case: str, tmp_path: Path) -> None:
+def test_first_steps(ray_cluster: Cluster, case: str, tmp_path: Path) -> None:
     """Where a change is meant to change them: python -m tests.golden."""
     lines = lines_of(case, tmp_path)
     assert lines_of(case, tmp_path) == lines

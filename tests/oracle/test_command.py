@@ -26,7 +26,7 @@ def test_cases_fit_the_gpus(gpus: int) -> None:
     assert {case.family for case in command.chosen(gpus, "all", "|".join(THOROUGH))} >= set(THOROUGH)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_on_the_cpu(pool: Pool, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(c.backend == "portable" and not c.cpu_optimizer for c in command.chosen(0, "all", ""))
     cases = command.chosen(0, "portable", r"^qwen3$|^qwen3-bf16$")

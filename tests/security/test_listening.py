@@ -30,7 +30,7 @@ TINY = [
         "model.build.hidden_size=64",
         "sft=null",
         "train.eval_prompts=0",
-        "train.steps=20",
+        "train.steps=8",
     ),
     *("train.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_response_tokens=6"),
     *(

@@ -71,11 +71,21 @@ def test_check_imports_nothing_from_there(hostile: Path, quintet: list[str]) -> 
     assert "is a sound recipe" in run(hostile, *quintet, "check", RECIPE, *TINY)
 
 
+@pytest.fixture
+def my_reward(hostile: Path) -> str:
+    """A reward that lies there, named as a file."""
+    (hostile / "my_reward.py").write_text("def score(prompt, response, answer):\n    return 1.0\n")
+    return "reward.function=my_reward.py:score"
+
+
 @pytest.mark.parametrize(
     "quintet", [MODULE, pytest.param(SCRIPT, marks=pytest.mark.nightly)], ids=["python -m", "script"]
 )
-def test_no_process_of_a_run_imports_anything_from_there(hostile: Path, quintet: list[str]) -> None:
-    assert "Run finished after 1 steps" in run(hostile, *quintet, "train", RECIPE, *TINY)
+def test_no_process_of_a_run_imports_anything_from_there(
+    hostile: Path, quintet: list[str], my_reward: str
+) -> None:
+    """But for the reward that is asked for."""
+    assert "Run finished after 1 steps" in run(hostile, *quintet, "train", RECIPE, *TINY, my_reward)
 
 
 @pytest.mark.nightly
@@ -85,13 +95,11 @@ def test_nor_do_those_of_verify_resume(hostile: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("my_reward")
 def test_a_reward_there_is_named_as_a_file_or_put_on_the_path(hostile: Path) -> None:
-    (hostile / "my_reward.py").write_text("def score(prompt, response, answer):\n    return 1.0\n")
-    recipe = [*MODULE, "train", RECIPE, *TINY]
-    said = run(hostile, *recipe, "reward.function=my_reward:score", code=2)
+    said = run(hostile, *MODULE, "train", RECIPE, *TINY, "reward.function=my_reward:score", code=2)
     assert "there is no module 'my_reward'; it is here as my_reward.py" in said
     assert "write my_reward.py:function, or put the directory into PYTHONPATH" in said
-    run(hostile, *recipe, "reward.function=my_reward.py:score")
 
 
 @pytest.mark.vllm
