@@ -14,7 +14,8 @@ AT_MOST_EVERY_S = 60.0
 
 
 class Losses:
-    """Of one run. goes_on: whether the run does, or ends with the first record that is refused. say: shows a line."""
+    """Records of one run that the disk refused. goes_on: whether the run does, or ends with the first record that is refused.
+    say: shows a line."""
 
     def __init__(self, goes_on: bool, say: Callable[[str], None]) -> None:
         self.total = 0
@@ -27,7 +28,7 @@ class Losses:
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
-        """Within, a record of `what` is written, such as "metrics.jsonl".
+        """Note the loss where the disk refuses a record of `what` ("metrics.jsonl") that is written within the block.
 
         Raises UserError naming the file where the disk refuses it and the run is to end with that.
         """

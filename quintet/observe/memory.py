@@ -24,14 +24,14 @@ WALK_S = 2.0
 
 
 def memory_peaks() -> dict[str, float | None]:
-    """Peaks so far: `host_gib` (resident, of this process and those below it that are there now), `device_gib` (allocated by
-    torch in this process; None without CUDA); and what is resident now, RESTING."""
+    """Return the peaks so far: `host_gib` (resident, of this process and those below it that are there now), `device_gib`
+    (allocated by torch in this process; None without CUDA); and what is resident now, RESTING."""
     tree = Tree()
     return {"host_gib": tree.sum_of(_peak_of), "device_gib": device_peak(), RESTING: tree.resident()}
 
 
 class Tree:
-    """This process and all below it: what vLLM has started counts. Pages that several of them map count for each."""
+    """The tree of this process and all below it: what vLLM has started counts. Pages that several of them map count for each."""
 
     def __init__(self, every_s: float = WALK_S) -> None:
         self.peak_gib = 0.0
@@ -40,13 +40,13 @@ class Tree:
         self._processes: list[psutil.Process] = []
 
     def resident(self) -> float:
-        """What they hold in memory now, GiB."""
+        """Return what the processes hold in memory now, GiB."""
         now = self.sum_of(_resident_of)
         self.peak_gib = max(now, self.peak_gib)
         return now
 
     def sum_of(self, measure: Callable[[psutil.Process], float]) -> float:
-        """The sum of a measure of each process."""
+        """Return the sum of a measure of each process."""
         if time.monotonic() - self._walked >= self._every_s:
             this = psutil.Process()
             self._processes, self._walked = [this, *this.children(recursive=True)], time.monotonic()
@@ -58,7 +58,7 @@ class Tree:
 
 
 def combine_peaks(peaks: Iterable[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """The peaks of several processes as metrics, memory/ before each name; host_gib and device_gib are always there.
+    """Return the peaks of several processes as metrics, memory/ before each name; host_gib and device_gib are always there.
 
     Host memory is summed: an upper bound of what was needed at once, since peaks need not coincide. Device
     memory is the largest of any rank, the one that runs out first. Ranks that had no part in a phase are there meanwhile:
@@ -78,7 +78,7 @@ def combine_peaks(peaks: Iterable[Mapping[str, float | None]]) -> dict[str, floa
 
 
 def device_peak() -> float | None:
-    """Peak of what torch allocated on its fullest CUDA device; None where torch was not imported or has no CUDA."""
+    """Return the peak of what torch allocated on its fullest CUDA device; None where torch was not imported or has no CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
@@ -122,7 +122,7 @@ class PhasePeaks:
             self._phase = None
 
     def take(self) -> dict[str, float | None]:
-        """`<phase>_host_gib` and `<phase>_device_gib` of the phases since the last call, which starts them anew."""
+        """Return `<phase>_host_gib` and `<phase>_device_gib` of the phases since the last call, which starts them anew."""
         with self._lock:
             peaks, self._peaks = self._peaks, {}
         told: dict[str, float | None] = {}
@@ -147,7 +147,7 @@ class PhasePeaks:
 
 
 def device_in_use(device: str) -> float | None:
-    """GiB in use on a CUDA device, by all processes; None for a CPU, and before this process has started CUDA."""
+    """Return GiB in use on a CUDA device, by all processes; None for a CPU, and before this process has started CUDA."""
     torch = sys.modules.get("torch")
     if device == "cpu" or torch is None or not torch.cuda.is_initialized():
         return None

@@ -6,7 +6,7 @@ import math
 
 
 def short(value: float | None) -> str:
-    """About three digits: 0.412, 12.3k, 4.5e-5; "–" for nothing."""
+    """Return a number in about three digits: 0.412, 12.3k, 4.5e-5; "–" for nothing."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -25,23 +25,23 @@ def short(value: float | None) -> str:
 
 
 def scientific(value: float, digits: int = 1) -> str:
-    """1.2e-7: no padding in the exponent."""
+    """Return a number as 1.2e-7: no padding in the exponent."""
     mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 
 
 def percent(share: float | None) -> str:
-    """0.7183 as "71.8%"."""
+    """Return a share as percentage: 0.7183 as "71.8%"."""
     return "–" if share is None else f"{100 * share:.1f}%"
 
 
 def points(before: float | None, after: float | None) -> str:
-    """The difference of two shares in percentage points: "+30.6"."""
+    """Return the difference of two shares in percentage points: "+30.6"."""
     return "–" if before is None or after is None else f"{100 * (after - before):+.1f}"
 
 
 def duration(seconds: float) -> str:
-    """0.47 s, 12.3 s, 4 min 12 s, 2 h 05 min."""
+    """Return seconds as text: 0.47 s, 12.3 s, 4 min 12 s, 2 h 05 min."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 60:

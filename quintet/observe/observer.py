@@ -33,7 +33,7 @@ from quintet.runs.ledger import Ledger, read_metrics
 
 
 class Observer:
-    """Use as a context manager around a whole run.
+    """What is recorded and shown of a run: a context manager around the whole of it.
 
     `directory` is the run directory, `progress` shows long phases, `extra` is added to summary.json.
 
@@ -102,11 +102,11 @@ class Observer:
         return aside
 
     def begin_steps(self) -> None:
-        """A loop begins: what has passed since the last step or evaluation, such as the start of the ranks, is no step's."""
+        """Begin a loop: what has passed since the last step or evaluation, such as the start of the ranks, is no step's."""
         self.phases.lap()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """`with observer.phase("generate"): …` counts the seconds inside to that phase."""
+        """Count the seconds inside to a phase: `with observer.phase("generate"): …`."""
         return self.phases(name)
 
     def step(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """`with phases("generate"): …` adds to that phase's seconds, of this lap and in total.
+    """A timer of phases: `with phases("generate"): …` adds to that phase's seconds, of this lap and in total.
 
     A lap is what lies between two calls of `lap`: one training step, or one evaluation.
     """
@@ -38,14 +38,14 @@ class PhaseTimer:
             self._open.pop()
 
     def lap(self) -> tuple[dict[str, float], float]:
-        """Seconds by phase since the last lap, and all seconds since then, in no phase or in one."""
+        """Return the seconds by phase since the last lap, and all seconds since then, in no phase or in one."""
         self._settle()
         seconds, elapsed = self._lap, self._mark - self._lap_start
         self._lap, self._lap_start = {}, self._mark
         return seconds, elapsed
 
     def elapsed(self) -> float:
-        """Seconds since the timer was made, and those of earlier starts of the run."""
+        """Return the seconds since the timer was made, and those of earlier starts of the run."""
         return self._earlier + self._clock() - self.started
 
     def add(self, seconds: float, by_phase: Mapping[str, float]) -> None:

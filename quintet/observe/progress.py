@@ -37,7 +37,7 @@ class Task:
             self._bar = progress.bars.add_task(name, total=total, note="", unit=unit)
 
     def advance(self, count: int = 1) -> None:
-        """`count` more units are done."""
+        """Count `count` more units as done."""
         self.done += count
         if self._progress.bars is not None and self._bar is not None:
             self._progress.bars.advance(self._bar, count)

@@ -52,12 +52,12 @@ def _trained(lines: list[dict[str, Any]]) -> int:
 
 
 def main_stage(lines: list[dict[str, Any]]) -> str:
-    """rl where the run got that far, otherwise sft."""
+    """Return the main stage: rl where the run got that far, otherwise sft."""
     return "rl" if not lines or any(line.get("stage") == "rl" for line in lines) else "sft"
 
 
 def closing_table(summary: Mapping[str, Any]) -> Table:
-    """The table a run ends with: before and after, what it took, and where everything is."""
+    """Return the table a run ends with: before and after, what it took, and where everything is."""
     table = Table(
         title=_title(summary), title_justify="left", title_style="bold", show_header=True, expand=False
     )
@@ -77,7 +77,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
 
 def where_to_look(directory: RunDirectory) -> list[str]:
-    """Lines that say where the run's results are and how to open them; only what exists."""
+    """Return the lines that say where the run's results are and how to open them; only what exists."""
     lines = [f"run directory   {directory.path}"]
     if directory.checkpoint.exists():
         lines.append(f"trained model   {directory.checkpoint}")
@@ -104,7 +104,7 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def peaks(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The memory peaks there are, each with its label."""
+    """Return the memory peaks there are, each with its label."""
     labels = {"host_gib_peak": "host memory peak", "device_gib_peak": "device memory peak"}
     return [
         (label, f"{summary[key]:.1f} GiB") for key, label in labels.items() if summary.get(key) is not None

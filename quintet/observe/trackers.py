@@ -22,17 +22,17 @@ class Tracker(Protocol):
     name: str
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Metrics that are None are left out."""
+        """Log a step's metrics; those that are None are left out."""
 
     def go_on(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """The run is resumed: of what was logged, these lines hold."""
+        """Go on with a resumed run: of what was logged, these lines hold."""
 
     def close(self) -> None:
-        """Everything logged is written out when this returns."""
+        """Close the tracker: everything logged is written out when this returns."""
 
 
 def make_trackers(recipe: Recipe, directory: Path) -> list[Tracker]:
-    """The trackers of `run.trackers`, started.
+    """Return the trackers of `run.trackers`, started.
 
     Raises UserError naming the extra to install when a package is missing.
     """
@@ -78,7 +78,7 @@ class TensorBoard:
         self._write(step=step, summary=Summary(value=values))
 
     def go_on(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Written anew: TensorBoard's own way to drop later steps would drop those of the other stage too."""
+        """Write the event file anew: TensorBoard's own way to drop later steps would drop those of the other stage too."""
         self._file.close()
         for file in self._directory.iterdir():
             file.unlink()
@@ -133,7 +133,7 @@ class WeightsAndBiases:
         self._run.log({**_named(stage, metrics), step_key: step})
 
     def go_on(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """What W&B has it keeps: steps that are taken again appear twice there."""
+        """Go on with the W&B run, which keeps what it has: steps that are taken again appear twice there."""
 
     def close(self) -> None:
         self._run.finish()

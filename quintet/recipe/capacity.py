@@ -7,7 +7,7 @@ from quintet.recipe.schema import Recipe
 
 
 def overflow(recipe: Recipe, tokens: int) -> str | None:
-    """None when a sample of `tokens` fits a micro-batch of the layout, padding included; else why not.
+    """Return None when a sample of `tokens` fits a micro-batch of the layout, padding included; else why not.
 
     The sentence continues "N tokens are …": "more than …" or "N with padding to a multiple of …, more than …".
     """

@@ -6,7 +6,7 @@ from quintet.recipe.schema import Optimizer, Recipe
 
 
 def optimizers(recipe: Recipe) -> dict[str, Optimizer]:
-    """The optimizer sections of a recipe, by key."""
+    """Return the optimizer sections of a recipe, by key."""
     found = {"optimizer": recipe.optimizer}
     if recipe.sft is not None:
         found["sft.optimizer"] = recipe.sft.optimizer
@@ -16,11 +16,11 @@ def optimizers(recipe: Recipe) -> dict[str, Optimizer]:
 
 
 def expert_tp(recipe: Recipe) -> int:
-    """Size of the expert tensor-parallel axis."""
+    """Return the size of the expert tensor-parallel axis."""
     return recipe.layout.tp if recipe.layout.etp is None else recipe.layout.etp
 
 
 def data_parallel(recipe: Recipe) -> int:
-    """Size of the data-parallel axis; meaningful once the layout divides the ranks."""
+    """Return the size of the data-parallel axis; meaningful once the layout divides the ranks."""
     layout = recipe.layout
     return max(1, recipe.cluster.ranks // (layout.tp * layout.pp * layout.cp))

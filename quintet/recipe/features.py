@@ -44,12 +44,12 @@ def _has_experts(shape: ModelShape | None) -> bool:
 
 
 def any_optimizer(is_on: Callable[[Optimizer], bool]) -> IsOn:
-    """On where it is of any of the recipe's optimizers."""
+    """Return a test that is true where `is_on` is true of any of the recipe's optimizers."""
     return lambda recipe, shape: any(is_on(one) for one in optimizers(recipe).values())
 
 
 def of_optimizers(name: str) -> tuple[str, ...]:
-    """The keys of this name in all optimizer sections."""
+    """Return the keys of this name in all optimizer sections."""
     return f"optimizer.{name}", f"sft.optimizer.{name}", f"critic.optimizer.{name}"
 
 
@@ -208,5 +208,5 @@ FEATURES: dict[str, Feature] = {
 
 
 def features_on(recipe: Recipe, shape: ModelShape | None = None) -> set[str]:
-    """Ids of what a recipe switches on. What depends on the model is off without its shape."""
+    """Return the ids of what a recipe switches on. What depends on the model is off without its shape."""
     return {one.id for one in FEATURES.values() if one.is_on(recipe, shape)}

@@ -57,7 +57,7 @@ OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in 
 
 
 def section_type(field: FieldInfo) -> type[Section] | None:
-    """The section class of a field (also of an optional section), or None for a leaf key."""
+    """Return the section class of a field (also of an optional section), or None for a leaf key."""
     for candidate in (field.annotation, *get_args(field.annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
@@ -66,13 +66,13 @@ def section_type(field: FieldInfo) -> type[Section] | None:
 
 @functools.cache
 def leaf_keys() -> dict[str, FieldInfo]:
-    """Every key that takes a value, dotted, in schema order."""
+    """Return every key that takes a value, dotted, in schema order."""
     return {key: field for key, field in all_keys().items() if section_type(field) is None}
 
 
 @functools.cache
 def all_keys() -> dict[str, FieldInfo]:
-    """Every key, sections included, dotted, in schema order."""
+    """Return every key, sections included, dotted, in schema order."""
     return _collect(Recipe, ())
 
 
@@ -87,7 +87,7 @@ def _collect(section: type[Section], prefix: tuple[str, ...]) -> dict[str, Field
 
 
 def nearest_key(unknown: str) -> str:
-    """The valid dotted key that `unknown` most probably meant.
+    """Return the valid dotted key that `unknown` most probably meant.
 
     The last word decides most; where the key stands decides between equal words.
     """
@@ -106,7 +106,7 @@ def _ratio(a: str, b: str) -> float:
 
 
 def expected(field: FieldInfo) -> str:
-    """What a key accepts, in words: "a whole number greater than 0, or null"."""
+    """Return what a key accepts, in words: "a whole number greater than 0, or null"."""
     if section_type(field) is not None:
         return "a section (its keys, indented below it)" + (
             ", or null" if _optional(field.annotation) else ""

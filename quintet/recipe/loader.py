@@ -79,7 +79,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, command: Com
 
 
 def dump_resolved(recipe: Recipe) -> str:
-    """The recipe as YAML with every key written out; `load_recipe` reads it back to an equal recipe."""
+    """Return the recipe as YAML with every key written out; `load_recipe` reads it back to an equal recipe."""
     return write_yaml(recipe.model_dump(mode="json"))
 
 

@@ -13,7 +13,7 @@ RANK = 16
 
 
 def lora_shape(recipe: Recipe, shape: ModelShape) -> LoraShape | None:
-    """The adapters that a recipe asks for; None without a section `lora`. Reads lora.path's config and headers.
+    """Return the adapters that a recipe asks for; None without a section `lora`. Reads lora.path's config and headers.
 
     Raises UserError for targets that fit no linear layer, and for what lora.path has otherwise than the recipe says.
     """

@@ -9,12 +9,12 @@ from quintet.errors import UserError
 
 
 def first_match(name: str, multipliers: Mapping[str, float]) -> str | None:
-    """The pattern that counts for a Hugging Face name, None where none matches. `*` matches dots too."""
+    """Return the pattern that counts for a Hugging Face name, None where none matches. `*` matches dots too."""
     return next((pattern for pattern in multipliers if fnmatchcase(name, pattern)), None)
 
 
 def lr_factor(names: Sequence[str], multipliers: Mapping[str, float]) -> float:
-    """Factor of one tensor of the engine; `names` are the Hugging Face tensors it is made of.
+    """Return the factor of one tensor of the engine; `names` are the Hugging Face tensors it is made of.
 
     Raises UserError when they have different factors: q, k and v are one tensor to the optimizer, so are gate and
     up, and so may be all experts of a layer.

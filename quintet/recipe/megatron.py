@@ -170,7 +170,7 @@ FREE = frozenset(
 
 @functools.cache
 def transformer_config_fields() -> frozenset[str]:
-    """Names of TransformerConfig's fields, from the source of the installed megatron-core; empty if it is not found."""
+    """Return the names of TransformerConfig's fields, from the source of the installed megatron-core; empty if it is not found."""
     classes = {
         "ModelParallelConfig": "model_parallel_config.py",
         "TransformerConfig": "transformer/transformer_config.py",

@@ -6,7 +6,7 @@ import os.path
 
 
 def expanded(path: str) -> str:
-    """`path` with "~" for the home directory. Raises ValueError for one that no file system takes."""
+    """Return `path` with "~" for the home directory. Raises ValueError for one that no file system takes."""
     path = os.path.expanduser(path)  # noqa: PTH111
     if "\0" in path or any(len(os.fsencode(part)) > 255 for part in path.split("/")) or len(path) > 4000:
         raise ValueError("no file system takes such a path")
@@ -14,5 +14,5 @@ def expanded(path: str) -> str:
 
 
 def is_file(path: str) -> bool:
-    """Whether there is such a file, "~" being the home directory."""
+    """Return whether there is such a file, "~" being the home directory."""
     return os.path.isfile(os.path.expanduser(path))  # noqa: PTH111, PTH113

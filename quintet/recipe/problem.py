@@ -28,6 +28,6 @@ class Problem:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The dotted keys that take part in it, for where they were written."""
+        """The dotted keys that take part in the problem, for where they were written."""
         named = _KEY.findall(self.message.partition("; ")[0])
         return (*(key for key in named if key in all_keys() or key.startswith(_BELOW)), *self.more)

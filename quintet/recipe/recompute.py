@@ -23,7 +23,7 @@ around them do not keep as well."""
 
 
 def recompute_modules(engine: Engine, shape: ModelShape) -> list[str]:
-    """Modules that are computed again: those the recipe names, or else what serves this model best."""
+    """Return modules that are computed again: those the recipe names, or else what serves this model best."""
     if engine.recompute != "selective":
         return []
     if engine.recompute_modules is not None:

@@ -26,7 +26,7 @@ class RefusedPair:
     commands: tuple[str, ...] = ("train", "sft", "generate", "eval")
 
     def sentence(self, recipe: Recipe | None = None) -> str:
-        """What the user is told; without a recipe, with "…" for its sizes."""
+        """Return what the user is told; without a recipe, with "…" for its sizes."""
         a, b = FEATURES[self.first], FEATURES[self.second]
         sizes = {name: getattr(recipe.layout, name) if recipe else "…" for name in ("tp", "pp")}
         instead = self.instead.format(**sizes)
@@ -115,7 +115,7 @@ REFUSED_PAIRS = [
 
 
 def refused_pair(first: str, second: str) -> str | None:
-    """The sentence with which two features, by id, are refused together; None where they can be combined."""
+    """Return the sentence with which two features, by id, are refused together; None where they can be combined."""
     for pair in REFUSED_PAIRS:
         if {first, second} == {pair.first, pair.second}:
             return pair.sentence()

@@ -13,7 +13,7 @@ from quintet.recipe.schema import Recipe
 
 
 def decided_options(key: str, options: Iterable[str], decided: Mapping[str, str]) -> Iterator[Problem]:
-    """Those of the options under `key` that quintet decides: the recipe key, and the sentence that refuses it.
+    """Yield those of the options under `key` that quintet decides: the recipe key, and the sentence that refuses it.
 
     decided: which they are, and what decides each.
     """
@@ -25,7 +25,7 @@ def decided_options(key: str, options: Iterable[str], decided: Mapping[str, str]
 def unknown_options(
     key: str, options: Iterable[str], decided: Collection[str], known: Collection[str], fields: str
 ) -> Iterator[Problem]:
-    """Those that the back end does not know, with the nearest that it does: the recipe key, and a sentence.
+    """Yield those options that the back end does not know, with the nearest that it does: the recipe key, and a sentence.
 
     known: the names that it knows; `fields` says whose they are. What quintet decides is refused for that.
     """
@@ -39,7 +39,7 @@ def unknown_options(
 def unknown_here(
     recipe: Recipe, backend: str, title: str, file: str, cls: str, decided: Collection[str]
 ) -> Iterator[Problem]:
-    """`unknown_options` of a recipe that generates with `backend`, by what is installed here, where ranks run here.
+    """Yield `unknown_options` of a recipe that generates with `backend`, by what is installed here, where ranks run here.
 
     title: what messages call it; file, cls: where in its package its options are declared.
     """
@@ -53,7 +53,7 @@ def unknown_here(
 
 
 def declared_fields(package: str, file: str, cls: str) -> frozenset[str] | None:
-    """The fields of a dataclass in a package that is installed here, read without importing it, which takes seconds; None
+    """Return the fields of a dataclass in a package that is installed here, read without importing it, which takes seconds; None
     where it is not installed, or keeps no such class there."""
     spec = importlib.util.find_spec(package)  # of a package's own name it imports nothing
     folders = (spec.submodule_search_locations or ()) if spec is not None else ()

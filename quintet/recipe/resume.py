@@ -63,7 +63,7 @@ WARM_UP_LENGTH = ("sft.steps", "sft.stop_at_loss")
 
 
 def changed_keys(then: Mapping[str, Any], now: Recipe, stage: str) -> list[tuple[str, Any, Any]]:
-    """Keys that may not change and did: (key, value in the checkpoint, value now).
+    """Return the keys that may not change and did: (key, value in the checkpoint, value now).
 
     then: the recipe that a checkpoint holds, as JSON; a key that it lacks, because its quintet did not have it yet, counts as
     the default. stage: where the checkpoint is, "sft" or "rl".
@@ -85,7 +85,7 @@ def _compare(
 
 
 def may_change(key: str, stage: str) -> bool:
-    """Whether a dotted key may change when a run is resumed in `stage`."""
+    """Return whether a dotted key may change when a run is resumed in `stage`."""
     if any(_within(key, one) for one in MAY_NOT):
         return False
     free = (*MAY_CHANGE, *WARM_UP_LENGTH) if stage == "sft" else MAY_CHANGE

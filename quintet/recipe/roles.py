@@ -6,7 +6,7 @@ from quintet.recipe.schema import Layout, Optimizer, Recipe
 
 
 def roles_of(recipe: Recipe) -> tuple[str, ...]:
-    """Roles that `quintet train` needs beside the policy, in the order in which they are made."""
+    """Return the roles that `quintet train` needs beside the policy, in the order in which they are made."""
     algorithm = recipe.algorithm
     return (
         *(("reference",) if algorithm.kl_coef > 0 else ()),
@@ -15,11 +15,11 @@ def roles_of(recipe: Recipe) -> tuple[str, ...]:
 
 
 def layout_of(recipe: Recipe, role: str) -> Layout:
-    """A role's layout: its own, or the policy's."""
+    """Return a role's layout: its own, or the policy's."""
     own = {"reference": recipe.reference.layout, "critic": recipe.critic.layout}.get(role)
     return own or recipe.layout
 
 
 def optimizer_of(recipe: Recipe, role: str) -> Optimizer:
-    """A trained role's optimizer: its own, or the policy's."""
+    """Return a trained role's optimizer: its own, or the policy's."""
     return (recipe.critic.optimizer if role == "critic" else None) or recipe.optimizer

@@ -10,7 +10,7 @@ from quintet.recipe.schema import Recipe, RolloutLayout
 
 @dataclass(frozen=True)
 class RolloutPlacement:
-    """Where rollouts run. `copies` is meaningful once `devices_per_copy` divides the devices."""
+    """The place where rollouts run. `copies` is meaningful once `devices_per_copy` divides the devices."""
 
     own_processes: bool
     """Whether they have processes of their own; otherwise the trainer's ranks generate."""

@@ -46,12 +46,12 @@ DECIDED = {
 
 
 def deterministic(rollout: Rollout) -> bool:
-    """Whether requests' seeds count: SGLang reads them in its deterministic mode alone, which is on unless switched off."""
+    """Return whether requests' seeds count: SGLang reads them in its deterministic mode alone, which is on unless switched off."""
     return bool(rollout.sglang.get("enable_deterministic_inference", True))
 
 
 def refusals(rollout: Rollout) -> Iterator[Problem]:
-    """What SGLang cannot do of a recipe's rollout: a sentence each."""
+    """Yield what SGLang cannot do of a recipe's rollout: a sentence each."""
     if rollout.mode == "server":
         yield Problem(
             "rollout.mode=server is of vllm: SGLang's engine takes a step's requests together; use rollout.mode=offline"

@@ -18,7 +18,7 @@ from quintet.recipe.time_limit import no_time_limit
 
 
 def load_named(key: str, spec: str, kind: str, fits: Callable[[Any], bool]) -> tuple[Any, str]:
-    """What `spec` names, and the spec by which other processes find it too: a file by its absolute path.
+    """Return what `spec` names, and the spec by which other processes find it too: a file by its absolute path.
 
     Args:
         key: the recipe's key, for messages.

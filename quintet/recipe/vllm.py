@@ -68,7 +68,7 @@ _DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 def refusals(rollout: Rollout) -> Iterator[Problem]:
-    """What vLLM cannot do of a recipe's rollout: a sentence each."""
+    """Yield what vLLM cannot do of a recipe's rollout: a sentence each."""
     uncut = {"top_p": 1, "top_k": 0, "min_p": 0}
     cuts = {key: value for key, none in uncut.items() if (value := getattr(rollout, key)) != none}
     said = " and ".join(f"rollout.{key}={value}" for key, value in cuts.items())

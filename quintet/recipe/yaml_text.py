@@ -126,7 +126,7 @@ def read_yaml(text: str, name: str) -> Document:
 
 
 def write_yaml(data: Any) -> str:
-    """Plain data as YAML that `read_yaml` reads back to equal data; the order of keys is kept."""
+    """Return the plain data as YAML that `read_yaml` reads back to equal data; the order of keys is kept."""
     return yaml.dump(
         data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=False
     )

@@ -38,7 +38,7 @@ class RewardResult:
 
     @property
     def worth(self) -> float:
-        """What is learnt from: the reward less the penalty."""
+        """The reward that is learnt from: the reward less the penalty."""
         return self.reward - self.penalty
 
 
@@ -98,7 +98,7 @@ class RewardFunction:
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The reward `spec` names.
+    """Return the reward `spec` names.
 
     Args:
         spec: "math", "gsm8k", "exact_match", "length", a built-in task's name, "module:function", or

@@ -128,7 +128,7 @@ def _child(pid: int) -> _Child:
 
 @lru_cache(maxsize=4096)
 def equivalent(gold: str, answer: str) -> bool | None:
-    """Whether two expressions (LaTeX or plain) are equal as mathematics; None where that takes too long to tell.
+    """Return whether two expressions (LaTeX or plain) are equal as mathematics; None where that takes too long to tell.
 
     Cached: samples of one prompt repeat their answers. Loading takes seconds, a question milliseconds.
 

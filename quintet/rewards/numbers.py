@@ -37,7 +37,7 @@ class FinalAnswer(NamedTuple):
 
 
 def final_answer(response: str) -> FinalAnswer | None:
-    """What a response gives as its final answer.
+    """Return what a response gives as its final answer.
 
     The last "#### …", "\\boxed{…}" or "the answer is …" counts, and nothing before it. Without any mark it is the last line.
 
@@ -63,7 +63,7 @@ def final_answer(response: str) -> FinalAnswer | None:
 
 
 def final_number(response: str) -> Fraction | None:
-    """The number a response ends up with, or None.
+    """Return the number a response ends up with, or None.
 
     In "#### …" and "the answer is …" it is the first number (behind the last "="), a box must hold just one, and
     an unmarked response gives its last.
@@ -83,13 +83,13 @@ def final_number(response: str) -> Fraction | None:
 
 
 def to_number(text: str) -> Fraction | None:
-    """The number that `text` is as a whole, with or without currency, % or a full stop; None if it is anything else."""
+    """Return the number that `text` is as a whole, with or without currency, % or a full stop; None if it is anything else."""
     match = _NUMBER.fullmatch(_plain(text).strip().rstrip(".% "))
     return _value(match) if match else None
 
 
 def numbers_in(text: str) -> list[Fraction]:
-    """All numbers in `text` in order: 1,234.50, -5, -$5, 3/4, \\frac{3}{4}, 1.5e3, 2 million."""
+    """Return all numbers in `text` in order: 1,234.50, -5, -$5, 3/4, \\frac{3}{4}, 1.5e3, 2 million."""
     values = (_value(match) for match in _NUMBER.finditer(_plain(text)))
     return [value for value in values if value is not None]
 

@@ -51,7 +51,7 @@ class Scoring:
 
     @property
     def done(self) -> bool:
-        """Whether all of them are scored."""
+        """Whether all of the samples are scored."""
         return self._left == 0
 
     def put(self, number: int, result: RewardResult) -> None:
@@ -72,7 +72,7 @@ class _Job:
 
 
 class RewardPool:
-    """`with RewardPool(reward, settings, log_dir) as pool:` scores samples for the length of the block.
+    """Processes that score: `with RewardPool(reward, settings, log_dir) as pool:` scores samples for the length of the block.
 
     Processes start at `start`, or with the first samples, in the background; what they print is in reward-N.log of `log_dir`. They
     compute on one thread each and see no GPU. They end with the block, and with this process, however it ends.

@@ -48,7 +48,8 @@ class ProcessEnded(Exception):
 
 
 class RewardProcess:
-    """One process, asked by one thread; `kill` is for every thread. Not started by being made, and started anew after its end."""
+    """One process that scores, asked by one thread; `kill` is for every thread. Not started by being made, and started anew after
+    its end."""
 
     def __init__(self, spec: str, log: Path) -> None:
         self.log = log
@@ -63,11 +64,11 @@ class RewardProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process can be asked."""
         return self._process is not None and not self.killed
 
     def start(self) -> None:
-        """Start it, after `forget`; the first answer tells that it has loaded."""
+        """Start the process, after `forget`; the first answer tells that it has loaded."""
         asked, self._asked = os.pipe()
         self._answered, answered = os.pipe()
         script = str(Path(__file__).with_name("pool_worker.py"))
@@ -91,12 +92,12 @@ class RewardProcess:
         self._out, self._in = bytearray(_line({"function": self._spec, "path": path})), bytearray()
 
     def ask(self, samples: Iterable[tuple[str, str, str]]) -> None:
-        """Have it score samples (prompt, response, answer); each is one `answer`, in order."""
+        """Have the process score samples (prompt, response, answer); each is one `answer`, in order."""
         for sample in samples:
             self._out += _line(sample)
 
     def answer(self, timeout_s: float | None) -> Answer:
-        """The next answer. Raises AnswerLate, or ProcessEnded."""
+        """Return the next answer of the process. Raises AnswerLate, or ProcessEnded."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._in:
             left = deadline - time.monotonic()
@@ -120,7 +121,7 @@ class RewardProcess:
             raise ProcessEnded(f"wrote into the pipe that its process answers by ({error})") from None
 
     def tell_stacks(self) -> None:
-        """Have it write its stacks to its log, if it still can."""
+        """Have the process write its stacks to its log, if it still can."""
         if self._process is None:
             return
         with contextlib.suppress(OSError):  # someone took the log away
@@ -132,14 +133,14 @@ class RewardProcess:
                 time.sleep(_STACKS_STEP_S)  # and once more for the rest
 
     def kill(self) -> None:
-        """End it, with all it has started. Wait for `forget` before its number is used again."""
+        """End the process, with all it has started. Wait for `forget` before its number is used again."""
         if self._process is not None and not self.killed:
             self.killed = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def forget(self) -> None:
-        """Clear up after one that has ended, or was killed."""
+        """Clear up after a process that has ended, or was killed."""
         if self._process is None:
             return
         self._process.wait()

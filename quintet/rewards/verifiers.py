@@ -15,17 +15,17 @@ class TimedOut(float):
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
-    """1 if the response is the answer, up to blanks around it."""
+    """Return 1 if the response is the answer, up to blanks around it."""
     return float(response.strip() == answer.strip())
 
 
 def length(prompt: str, response: str, answer: str) -> float:
-    """Between 0 and 1, and larger the shorter the response: 100 / (100 + characters). For trying things out."""
+    """Return a number between 0 and 1, and larger the shorter the response: 100 / (100 + characters). For trying things out."""
     return 100 / (100 + len(response))
 
 
 def gsm8k(prompt: str, response: str, answer: str) -> float:
-    """1 if the response's final number equals the answer exactly: "#### 18", "\\boxed{18}", "The answer is $18.00."
+    """Return 1 if the response's final number equals the answer exactly: "#### 18", "\\boxed{18}", "The answer is $18.00."
 
     See `numbers.final_number` for what counts as final. An answer that is no number never matches.
     """
@@ -34,7 +34,7 @@ def gsm8k(prompt: str, response: str, answer: str) -> float:
 
 
 def math(prompt: str, response: str, answer: str) -> float:
-    """1 if the response's final answer is mathematically equal to the answer (text or LaTeX).
+    """Return 1 if the response's final answer is mathematically equal to the answer (text or LaTeX).
 
     Plain numbers and equal texts are compared at once and exactly; the rest goes to the math-verify library, in a
     process of its own that is ended after 0.2 s of processor time (then `TimedOut`, which is 0).

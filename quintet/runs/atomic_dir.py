@@ -27,7 +27,7 @@ LOCK = "lock"
 
 @contextmanager
 def atomic_directory(path: Path, nbytes: int) -> Iterator[Path]:
-    """The temporary directory to write about `nbytes` to; `path` is there once the block is left without an error, and
+    """Yield the temporary directory to write about `nbytes` to; `path` is there once the block is left without an error, and
     nothing is left after one. path: not there yet, or an empty directory.
 
     Raises UserError when `path` is there already, and for every OSError: it has to come from the disk that is written to.
@@ -94,7 +94,7 @@ def _remove_left_behind(target: Path) -> None:
 
 
 def refusal(path: Path, nbytes: int, error: OSError) -> UserError:
-    """What a disk's error means to who wanted `path` written."""
+    """Return what a disk's error means to who wanted `path` written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         parents = (one for one in path.absolute().parents if one.exists())
         free = shutil.disk_usage(next(parents)).free

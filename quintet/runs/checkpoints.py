@@ -100,7 +100,8 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises Damaged with the reason when it is not whole. For the reference policy there is `check_reference`."""
+        """Return the checkpoint in a directory. Raises Damaged with the reason when it is not whole. For the reference policy
+        there is `check_reference`."""
         return cls(path, _read_manifest(path))
 
     def check_reference(self) -> None:
@@ -114,28 +115,28 @@ class Damaged(Exception):
 
 
 def name_of(stage: Stage, step: int) -> str:
-    """Name of a checkpoint's directory."""
+    """Return the name of a checkpoint's directory."""
     return f"{_PREFIX[stage]}-{step:06d}"
 
 
 def place_of(stage: str, step: int) -> tuple[int, int]:
-    """Where in the run a step is: SFT comes before RL."""
+    """Return where in the run a step is, to sort by: SFT comes before RL."""
     return (0 if stage == "sft" else 1), step
 
 
 def later_than(checkpoint: Checkpoint, directory: Path) -> list[Path]:
-    """Directories in `directory` that are named after later steps than a checkpoint's, the newest first."""
+    """Return the directories in `directory` that are named after later steps than a checkpoint's, the newest first."""
     mine = place_of(checkpoint.manifest.stage, checkpoint.manifest.step)
     return [path for place, path in _named(directory) if place > mine]
 
 
 def adapter_directory(model: Path) -> Path:
-    """Where the adapters of a saved model are: adapter/ beside checkpoint/, step-000012-adapter/ beside step-000012/."""
+    """Return where the adapters of a saved model are: adapter/ beside checkpoint/, step-000012-adapter/ beside step-000012/."""
     return model.with_name("adapter" if model.name == "checkpoint" else f"{model.name}-adapter")
 
 
 class Checkpoints:
-    """RUN/checkpoints. One process writes there: who holds the run directory's lock."""
+    """The checkpoints of a run, in RUN/checkpoints. One process writes there: who holds the run directory's lock."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -193,11 +194,11 @@ class Checkpoints:
         return [path.name for path in old]
 
     def published(self) -> list[Path]:
-        """Directories with a manifest, the newest first; whether they are whole is not looked at."""
+        """Return the directories with a manifest, the newest first; whether they are whole is not looked at."""
         return [path for path in self._all() if (path / MANIFEST).exists()]
 
     def latest(self, damaged: Mapping[Path, str] | None = None) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and what was wrong with those newer than it.
+        """Return the newest checkpoint that is whole, and what was wrong with those newer than it.
 
         damaged: of which it is known already, with what is wrong: files of the right size are not looked into here.
         """
@@ -212,7 +213,7 @@ class Checkpoints:
         return None, skipped
 
     def before(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """The newest whole checkpoint of an earlier step."""
+        """Return the newest whole checkpoint of an earlier step."""
         mine = place_of(checkpoint.manifest.stage, checkpoint.manifest.step)
         for place, path in _named(self.directory):
             if place < mine:
@@ -221,7 +222,7 @@ class Checkpoints:
         return None
 
     def newer_than(self, checkpoint: Checkpoint) -> list[Path]:
-        """Published directories of later steps, and a reference policy that is stored only later."""
+        """Return published directories of later steps, and a reference policy that is stored only later."""
         newer = [path for path in later_than(checkpoint, self.directory) if (path / MANIFEST).exists()]
         stored = self.directory / REFERENCE
         if checkpoint.manifest.stage == "sft" and (stored / MANIFEST).exists():

@@ -85,7 +85,7 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """The directory of a run that is to go on. Raises UserError when another process uses it."""
+        """Return the directory of a run that is to go on. Raises UserError when another process uses it."""
         return cls(path, RunLock(path / LOCK))
 
     def cut_back(self, recipe: Recipe, stage: str, step: int, later: Iterable[Path] = ()) -> Path:
@@ -130,7 +130,7 @@ class RunDirectory:
         self.environment.write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
 
     def starts(self) -> list[str]:
-        """When the run was started, and each time that it went on."""
+        """Return when the run was started, and each time that it went on."""
         files = [p / self.environment.name for p in self._set_aside()] + [self.environment]
         return [json.loads(one.read_text(encoding="utf-8"))["started"] for one in files if one.exists()]
 
@@ -169,12 +169,12 @@ class RunDirectory:
 
 
 def replay_name(step: int) -> str:
-    """Name of the file with a step's samples for replay."""
+    """Return the name of the file with a step's samples for replay."""
     return f"step-{step:06d}.safetensors"
 
 
 def replays(run: Path) -> dict[int, Path]:
-    """Files with samples for replay of a run directory, by step, the oldest first."""
+    """Return the files with samples for replay of a run directory, by step, the oldest first."""
     files = (run / "replay").glob("step-*.safetensors")
     found = {int(number): file for file in files if (number := file.stem[5:]).isdecimal()}
     return dict(sorted(found.items()))
@@ -199,7 +199,7 @@ def _cut(file: Path, aside: Path, keep: Callable[[dict[str, Any]], bool]) -> Non
 
 
 def environment() -> dict[str, Any]:
-    """What the run ran on: versions, machine, command line."""
+    """Return what the run ran on: versions, machine, command line."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -211,7 +211,7 @@ def environment() -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that decide what a run computes, of those that are installed."""
+    """Return the versions of the packages that decide what a run computes, of those that are installed."""
     versions = {}
     for package in PACKAGES:
         try:

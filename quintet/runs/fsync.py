@@ -72,7 +72,7 @@ def lossy(descriptor: int) -> TextIO:
 
 
 class Scratch(tempfile.TemporaryDirectory[str]):
-    """Make a directory that only this user can enter, for as long as this process needs it.
+    """A directory that only this user can enter, for as long as this process needs it.
 
     Whoever makes one first removes those beside it that killed processes have left, of the same user, since this machine started.
     A child that is forked from this process may use it, and neither keeps nor removes it.

@@ -42,7 +42,8 @@ class Ledger:
 
 
 def open_to_append(path: Path) -> FileIO:
-    """Without a buffer: what a full disk refuses is told by the write and not once more when the file is closed."""
+    """Open a file to append to it, without a buffer: what a full disk refuses is told by the write and not once more when the
+    file is closed."""
     return path.open("ab", buffering=0)
 
 
@@ -59,7 +60,7 @@ def append(file: FileIO, data: bytes) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ledger. A last line cut short by the end of its run is left out; a missing file has none."""
+    """Return the lines of a ledger. A last line cut short by the end of its run is left out; a missing file has none."""
     return [
         {key: float(value) if value in ("inf", "-inf", "nan") else value for key, value in line.items()}
         for line in read_jsonl(path)
@@ -67,7 +68,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """JSON objects of a file, one a line, up to the first line that is not whole."""
+    """Return JSON objects of a file, one a line, up to the first line that is not whole."""
     lines: list[dict[str, Any]] = []
     if not path.exists():
         return lines

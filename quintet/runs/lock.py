@@ -27,7 +27,7 @@ WATCH_S = 20.0
 
 
 def holder_of(path: Path) -> str | None:
-    """Who holds the lock file at `path` at this moment, in words; None when nobody does. The file is left as it is.
+    """Return who holds the lock file at `path` at this moment, in words; None when nobody does. The file is left as it is.
 
     Where the file names another machine, that takes up to WATCH_S.
     """
@@ -48,7 +48,7 @@ def holder_of(path: Path) -> str | None:
 
 
 class RunLock:
-    """Held from its making until `release`, or until the process ends.
+    """The lock of a run directory, held from its making until `release`, or until the process ends.
 
     Raises UserError naming the holder when another process has it, and for a directory that cannot be written.
     """

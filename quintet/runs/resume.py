@@ -19,7 +19,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Resume:
-    """What `resume` came to. checkpoint: None for a new run. notes: what the user should know of the choice."""
+    """What the recipe's `resume` came to. checkpoint: None for a new run. notes: what the user should know of the choice."""
 
     checkpoint: Checkpoint | None = None
     notes: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ def check_again(
 
 
 def nothing_left(recipe: Recipe, command: str) -> Path | None:
-    """The run directory, when the run to go on with has finished and the recipe asks for no more steps of it."""
+    """Return the run directory, when the run to go on with has finished and the recipe asks for no more steps of it."""
     found = find_resume(recipe, command)
     if found.checkpoint is None or found.run is None:
         return None
@@ -163,12 +163,13 @@ def _named(path: Path, damaged: Mapping[Path, str] | None) -> Resume:
 
 
 def is_named(resume: str | None, checkpoint: Path) -> bool:
-    """Whether `resume` names this checkpoint and no run that may have others."""
+    """Return whether `resume` names this checkpoint and no run that may have others."""
     return resume not in (None, AUTO) and Path(str(resume)).absolute() == checkpoint.absolute()
 
 
 def reference_lost(found: Checkpoint, why: object) -> UserError:
-    """The error for a stored reference policy that cannot be loaded. It is no fault of the checkpoint, which stays as it is."""
+    """Return the error for a stored reference policy that cannot be loaded. It is no fault of the checkpoint, which stays as it
+    is."""
     directory = found.path.parent
     warm = next((path for path in Checkpoints(directory).published() if path.name.startswith("sft-")), None)
     instead = f"resume={warm} begins RL anew" if warm else "resume=null begins a new run"

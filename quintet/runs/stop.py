@@ -21,7 +21,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """For the length of the block SIGTERM, but where `StopRequest.on_sigterm` takes it, raises Terminated, as Ctrl-C does
+    """Raise Terminated on SIGTERM for the length of the block, but where `StopRequest.on_sigterm` takes it, as Ctrl-C does
     KeyboardInterrupt; and that is what the block ends with, whatever errors it leads to on the way: some libraries make another of
     it, or fail to be imported once more. A signal that the caller handles, or ignores, is left alone."""
     if threading.current_thread() is not threading.main_thread():
@@ -50,7 +50,7 @@ def interruptible() -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether the run is to stop at the end of a step.
+    """The request that the run stop at the end of a step.
 
     after_step: stop there, of the stage that ends the run, without being asked.
     """
@@ -64,7 +64,7 @@ class StopRequest:
         return "SIGTERM" if self.signalled else "the caller"
 
     def after(self, stage: str, step: int) -> bool:
-        """Whether to stop now that this step is done."""
+        """Return whether to stop now that this step is done."""
         return self.signalled or self._after_step == (stage, step)
 
     @contextmanager

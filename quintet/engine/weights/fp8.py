@@ -38,7 +38,7 @@ def quantized_names(shape: ModelShape) -> set[str]:
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of the scales of a matrix [rows, columns]."""
+    """Return the shape of the scales of a matrix [rows, columns]."""
     rows, columns = shape
     return -(-rows // BLOCK), -(-columns // BLOCK)
 

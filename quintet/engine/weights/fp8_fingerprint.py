@@ -29,8 +29,8 @@ Item = tuple[str, tuple[int, ...], Box, Tensor]
 def quantized_fingerprints(
     shards: Sequence[Shard], shape: ModelShape, device: torch.device
 ) -> tuple[Fingerprints, dict[str, tuple[int, ...]]]:
-    """Of this rank's shards as they are brought, and the whole shapes of those tensors; scales are told by every rank that
-    holds some of their matrix. Collective over the default group."""
+    """Return fingerprints of this rank's shards as they are brought, and the whole shapes of those tensors; scales are told by
+    every rank that holds some of their matrix. Collective over the default group."""
     largest = _Largest(shape, device)
     for shard in shards:
         if shard.name in largest.shapes:

@@ -12,7 +12,7 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 def main_plots(lines: Lines) -> list[Plot]:
-    """Plots of the main stage: what was learned first, then how soundly, then how fast."""
+    """Return plots of the main stage: what was learned first, then how soundly, then how fast."""
     accuracy = {"sampled": "eval/accuracy", "greedy": "eval/greedy", "well-formed": "eval/well_formed"}
     gap = {"mean": "mismatch/logprob_gap_mean", "largest": "mismatch/logprob_gap_max"}
     kl = {"rollout ↔ trainer": "mismatch/kl_k3", "to the reference": "kl/reference"}
@@ -45,7 +45,7 @@ def main_plots(lines: Lines) -> list[Plot]:
 
 
 def warm_up_plots(lines: Lines) -> list[Plot]:
-    """Plots of the supervised warm-up."""
+    """Return plots of the supervised warm-up."""
     return _of_updates(lines)
 
 
@@ -81,7 +81,7 @@ _REST_COLOR, _COLORS = 5, 8
 
 
 def phase_colors(lines: Lines) -> dict[str, int]:
-    """A colour for each phase, the same wherever it is shown: step phases first, then the others."""
+    """Return a colour for each phase, the same wherever it is shown: step phases first, then the others."""
     ordered = sorted(lines, key=lambda line: "seconds/step" not in line)
     keys = dict.fromkeys(key for line in ordered for key in line if key.startswith("seconds/"))
     names = [key.removeprefix("seconds/") for key in keys if key != "seconds/step"]

@@ -28,7 +28,7 @@ class Run:
 
 
 def page(run: Run) -> str:
-    """The whole report."""
+    """Return the whole report as HTML."""
     stage = main_stage(list(run.lines))
     main = [line for line in run.lines if line.get("stage") == stage]
     warm_up = [line for line in run.lines if line.get("stage") == "sft" and stage != "sft"]

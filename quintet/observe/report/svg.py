@@ -50,7 +50,7 @@ class Plot:
 
 
 def render(plot: Plot) -> str:
-    """A <figure> with title, latest values as legend, and the SVG; "" when there is nothing to draw."""
+    """Return a <figure> with title, latest values as legend, and the SVG; "" when there is nothing to draw."""
     drawn = [one for one in plot.series if _finite_of(one.y)]
     series = [
         replace(one, color=index if one.color is None else one.color) for index, one in enumerate(drawn)
@@ -199,7 +199,7 @@ def _path(points: Iterable[tuple[float, Value]], x: _Scale, y: _Scale) -> str:
 
 
 def running_mean(values: Sequence[Value], width: int) -> list[Value]:
-    """Mean of the finite values within `width // 2` places on either side; None where there is none.
+    """Return the mean of the finite values within `width // 2` places on either side; None where there is none.
 
     Centred, so that it does not lag behind what it smooths.
     """

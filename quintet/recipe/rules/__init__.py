@@ -36,8 +36,8 @@ __all__ = ["RULES", "Command", "Facts", "Problem", "broken_rules", "shape_of"]
 
 
 def shape_of(recipe: Recipe) -> ModelShape | None:
-    """Shape of the model that the recipe trains; None when it names none, or two. A built model's vocabulary is left open
-    (1).
+    """Return the shape of the model that the recipe trains; None when it names none, or two. A built model's vocabulary is left
+    open (1).
 
     Raises UserError for a directory that cannot be read, a model that is not supported or a family that is none.
     """
@@ -49,7 +49,7 @@ def shape_of(recipe: Recipe) -> ModelShape | None:
 
 
 def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
-    """Every problem of a recipe that has passed the type checks, in the order of `RULES`."""
+    """Return every problem of a recipe that has passed the type checks, in the order of `RULES`."""
     problems: list[Problem] = []
     shape = None
     try:

@@ -28,7 +28,7 @@ class Facts:
         return self.shape if self.recipe.model.path is not None else None
 
     def said(self, key: str) -> str | None:
-        """`key=value` where a key has another value than its default, which the resolved recipe writes out."""
+        """Return `key=value` where a key has another value than its default, which the resolved recipe writes out."""
         section: Any = self.recipe
         *path, name = key.split(".")
         for part in path:
@@ -60,7 +60,7 @@ def rule(function: Rule) -> Rule:
 
 
 def shape_of_built(build: BuildModel) -> ModelShape:
-    """Shape of a model to be built, but for its vocabulary, for which 1 stands: it follows from the data."""
+    """Return the shape of a model to be built, but for its vocabulary, for which 1 stands: it follows from the data."""
     return ModelShape(
         family="qwen3",
         layers=build.layers,
