@@ -22,7 +22,7 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Entry:
-    """`box` of the tensor `name`, whose full shape is `shape`, in a bucket from byte `offset` on."""
+    """A part of a tensor in a bucket: `box` of the tensor `name`, whose full shape is `shape`, in a bucket from byte `offset` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +51,8 @@ class Bucket:
     nbytes: int
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """Of each entry, in the shape of its box. memory: bytes, a multiple of ALIGNMENT, from the bucket's first on."""
+        """Return a view of each entry, in the shape of its box. memory: bytes, a multiple of ALIGNMENT, from the bucket's first
+        on."""
         typed: dict[torch.dtype, Tensor] = {}
         found = []
         for one in self.entries:
@@ -66,7 +67,7 @@ class Bucket:
 def in_buckets(
     wanted: Iterable[Entry], bucket_bytes: int, units: Mapping[str, tuple[int, ...]] | None = None
 ) -> list[Bucket]:
-    """Everything wanted, once and in order, in buckets of at most `bucket_bytes`.
+    """Return everything wanted, once and in order, in buckets of at most `bucket_bytes`.
 
     units: None keeps each entry whole. Otherwise one that is larger than a bucket is cut into boxes, at multiples of its
     units where it has any (`quintet.engine.weights.reshard.Holdings`). What cannot be cut has a bucket of its own, as large as it is.
@@ -95,7 +96,7 @@ def _pieces(whole: Entry, bucket_bytes: int, units: Mapping[str, tuple[int, ...]
 
 
 def laid_out(entries: Iterable[Entry]) -> Bucket:
-    """A bucket of these entries, one behind another."""
+    """Return a bucket of these entries, one behind another."""
     placed, end = [], 0
     for one in entries:
         placed.append(replace(one, offset=_aligned(end)))
@@ -108,7 +109,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def slots(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[int], tuple[int, int]]:
-    """Which of the two stretches of memory each bucket of a sequence is in, and how large the two must be.
+    """Return which of the two stretches of memory each bucket of a sequence is in, and how large the two must be.
 
     They take turns, so that one is packed while another is read; but what is larger than a bucket is always in the first:
     memory then holds one large bucket and one of the usual size, never two large ones.

@@ -41,22 +41,22 @@ class PackedBucket:
 
     @cached_property
     def gathered(self) -> list[Entry]:
-        """What comes from the ranks' shards."""
+        """The entries that come from the ranks' shards."""
         return [*(self.sent.entries[i] for i in self._plain), *self.raw.entries]
 
     def fill(self, sent: Sequence[Tensor], raw: Sequence[Tensor]) -> list[Tensor]:
-        """Where it is gathered, given the views of both buckets."""
+        """Return the views to gather into, given the views of both buckets."""
         return [*(sent[i] for i in self._plain), *raw]
 
     def finish(self, sent: Sequence[Tensor], raw: Sequence[Tensor]) -> None:
-        """Quantize what has been gathered beside."""
+        """Quantize what has been gathered beside the bucket."""
         views = {one.name: view for one, view in zip(self.sent.entries, sent, strict=True)}
         for one, matrix in zip(self.raw.entries, raw, strict=True):
             fp8.quantize(matrix, views[one.name], views[one.name + fp8.SCALE])
 
 
 def made(bucket: Bucket, quantized: Collection[str] = ()) -> PackedBucket:
-    """How a bucket of the engine's tensors is sent, those of the names given in 8 bits."""
+    """Return the way a bucket of the engine's tensors is sent, those of the names given in 8 bits."""
     raw = [one for one in bucket.entries if one.name in quantized]
     if not raw:
         return PackedBucket(bucket, Bucket((), 0))

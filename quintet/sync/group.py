@@ -78,7 +78,7 @@ class TransferGroup:
         return self._group.broadcast([data], options)
 
     def wait(self, work: Any, alive: Callable[[], bool]) -> None:
-        """Until it is done, or the others are not `alive`: what goes by way of a third member would not notice."""
+        """Wait until a transfer is done, or the others are not `alive`: what goes by way of a third member would not notice."""
         if self.group.backend == "gloo":
             _watched(lambda: work.wait(timedelta(seconds=self.timeout_s)), self.timeout_s, alive)
             return
@@ -92,8 +92,8 @@ class TransferGroup:
         work.wait()  # what the device does next comes after it
 
     def close(self) -> None:
-        """Leave, whatever the others do. NCCL lets go of the memory of what is under way; with gloo that ends by itself, within
-        the time limit, and holds its memory until then."""
+        """Leave the group, whatever the others do. NCCL lets go of the memory of what is under way; with gloo that ends by
+        itself, within the time limit, and holds its memory until then."""
         if self.group.backend == "gloo":
             self._drop_aside()
         else:

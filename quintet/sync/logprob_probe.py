@@ -39,14 +39,14 @@ Scores = list[list[float]]
 
 
 def default_tolerance(dtype: str, *, experts: bool, quantized: bool) -> float:
-    """What recipe key rollout.probe_tolerance is when it is null. dtype: fp32 or bf16."""
+    """Return what recipe key rollout.probe_tolerance is when it is null. dtype: fp32 or bf16."""
     if quantized:
         return OF_EIGHT_BITS
     return OF_EXPERTS_IN_BF16 if experts and dtype == "bf16" else TOLERANCES[dtype]
 
 
 def sequences(vocab_size: int, most_tokens: int) -> list[list[int]]:
-    """The fixed sequences. most_tokens: that the rollout takes at once.
+    """Return the fixed sequences that both sides score. most_tokens: that the rollout takes at once.
 
     Raises ValueError for fewer than 2: then nothing can be told.
     """
@@ -57,7 +57,7 @@ def sequences(vocab_size: int, most_tokens: int) -> list[list[int]]:
 
 
 def engine_scores(engine: Engine, sequences: Sequence[list[int]]) -> Scores | None:
-    """What the engine says of sequences, all ranks of it the same ones. Ranks of the last stage return it, others None.
+    """Return what the engine says of sequences, all ranks of it the same ones. Ranks of the last stage return it, others None.
     Collective."""
     from quintet.data.batch import make_batch
     from quintet.packing import RankCell, alignment_of
@@ -81,7 +81,7 @@ def engine_scores(engine: Engine, sequences: Sequence[list[int]]) -> Scores | No
 def check(
     engine: Scores, rollout: Scores, sequences: Sequence[list[int]], tolerance: float, name: str
 ) -> float:
-    """The largest difference of a log-prob.
+    """Return the largest difference of a log-prob between engine and rollout.
 
     Raises SyncMismatch saying where it is, when it is above the tolerance or no number, or the mean difference is above MEAN of
     the tolerance. name: the rollout's.
@@ -107,8 +107,8 @@ def check(
 
 
 class Movement:
-    """Whether rollouts that are brought new weights compute something new: one that never loads them agrees for many small
-    steps."""
+    """A check of whether rollouts that are brought new weights compute something new: one that never loads them agrees for many
+    small steps."""
 
     def __init__(self) -> None:
         self._moved: dict[str, tuple[Scores, Scores]] = {}

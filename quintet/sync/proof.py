@@ -42,7 +42,7 @@ def compare(
     shapes: Mapping[str, tuple[int, ...]],
     unreadable: Collection[str] = (),
 ) -> list[Difference]:
-    """The tensors that differ, in the order of `shapes`, then those that only the rollout has.
+    """Return the tensors that differ, in the order of `shapes`, then those that only the rollout has.
 
     engine, rollout: of each rank. shapes: of every tensor that the engine sends. unreadable: tensors that the rollout
     cannot read back: nothing can be told of them here but whether they arrived right, where it has fingerprints of that.
@@ -62,7 +62,7 @@ def compare(
 
 
 def mismatch(differences: Sequence[Difference], rollout: str) -> SyncMismatch:
-    """The error that says which tensors differ. rollout: its name, such as "rollout-0"."""
+    """Return the error that says which tensors differ. rollout: its name, such as "rollout-0"."""
     count = len(differences)
     kinds = Counter(one.kind for one in differences)
     named = "; ".join(f"{one.name} ({one.kind}): {one.what}" for one in differences[:NAMED])
@@ -79,7 +79,7 @@ Exported = tuple[Sequence[RankFingerprints], Sequence[int | None]]
 
 
 def exported_weights_unchanged(before: Exported, now: Exported) -> str | None:
-    """What to say when masters have changed since the last sync and no exported tensor has; None otherwise."""
+    """Return what to say when masters have changed since the last sync and no exported tensor has; None otherwise."""
     changed = sum(a != b for a, b in zip(before[1], now[1], strict=True))
     if not changed or list(before[0]) != list(now[0]):
         return None
@@ -91,8 +91,8 @@ def exported_weights_unchanged(before: Exported, now: Exported) -> str | None:
 
 
 class Comparison:
-    """Of what ranks of the trainer hold with what those of a rollout hold: made once of their indexes, it tells of any values in a
-    few steps over arrays which tensors differ."""
+    """A comparison of what ranks of the trainer hold with what those of a rollout hold: made once of their indexes, it tells of
+    any values in a few steps over arrays which tensors differ."""
 
     def __init__(self, engine: Sequence[ShardIndex], rollout: Sequence[ShardIndex]) -> None:
         self._sides = _Side("trainer", engine), _Side("rollout", rollout)
@@ -120,7 +120,7 @@ class Comparison:
     def differences(
         self, engine: Sequence[RankFingerprints], rollout: Sequence[RankFingerprints]
     ) -> list[Difference]:
-        """The tensors that differ, in order: see `compare`. engine, rollout: of the ranks that this was made of.
+        """Return the tensors that differ, in order: see `compare`. engine, rollout: of the ranks that this was made of.
 
         Raises SyncMismatch where a rank tells of other parts than those of its index.
         """
@@ -229,7 +229,7 @@ def _cover(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> str:
 
 
 def tensor_classes(names: Iterable[str]) -> dict[str, str]:
-    """Of each tensor of a model its class: adapter, scale, mtp, router, expert, embedding, norm, bias or dense.
+    """Return of each tensor of a model its class: adapter, scale, mtp, router, expert, embedding, norm, bias or dense.
 
     All names of the model together: whether a layer is for multi-token prediction shows in the tensors beside it.
     """

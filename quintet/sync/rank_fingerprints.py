@@ -31,7 +31,7 @@ class RankFingerprints:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Which parts a rank tells fingerprints of, sorted, none of them empty.
+    """The parts that a rank tells fingerprints of, sorted, none of them empty.
 
     shapes: of the whole tensors, where the trainer tells. unreadable: tensors that a rollout cannot read back.
     """
@@ -43,7 +43,7 @@ class ShardIndex:
 
 
 class RankIndexer:
-    """One rank's own: it makes vectors of fingerprints, and keeps the index of the last one."""
+    """The maker of one rank's `RankFingerprints`: it makes vectors of fingerprints, and keeps the index of the last one."""
 
     def __init__(self) -> None:
         self._seen: tuple[list[Part], dict[str, tuple[int, ...]], list[str]] | None = None
@@ -56,7 +56,7 @@ class RankIndexer:
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         unreadable: Iterable[str] = (),
     ) -> RankFingerprints:
-        """These fingerprints. shapes, unreadable: as in `ShardIndex`."""
+        """Return these fingerprints as a rank tells them. shapes, unreadable: as in `ShardIndex`."""
         seen = list(prints), dict(shapes or {}), sorted(unreadable)
         if seen != self._seen:  # once in a run, mostly: to look is a tenth of the work
             self._seen = seen

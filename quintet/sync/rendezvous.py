@@ -56,7 +56,7 @@ class Rendezvous:
         self._refused = 0
 
     def address(self, colocated: bool) -> Address:
-        """Where receivers knock: a socket of this node, or one on `host`, which other nodes reach."""
+        """Return where receivers knock: a socket of this node, or one on `host`, which other nodes reach."""
         if colocated not in self._addresses:
             address: Address = local_address() if colocated else (self.host, 0)
             found = self._sockets[colocated] = listen(address)
@@ -65,7 +65,7 @@ class Rendezvous:
         return self._addresses[colocated]
 
     def expect(self, receivers: Iterable[str]) -> str:
-        """From now on these are let in, and those of older plans are not; returns the plan's name."""
+        """Let these receivers in from now on, and those of older plans no more; returns the plan's name."""
         with self._changed:
             self.plan, self._expected, self._absent = secrets.token_hex(8), set(receivers), set()
             self._refused = 0
@@ -75,8 +75,8 @@ class Rendezvous:
             return self.plan
 
     def meet(self) -> tuple[dict[str, tuple[Connection, Hello]], dict[str, str]]:
-        """Whoever is expected and comes within the time limit; and why each of the others is not here. Those are not waited for
-        of whom it is known that they do not come."""
+        """Return whoever is expected and comes within the time limit; and why each of the others is not here. Those are not
+        waited for of whom it is known that they do not come."""
         deadline = time.monotonic() + self.timeout_s
         with self._changed:
             while self._expected - self._absent - set(self._here):
@@ -88,7 +88,7 @@ class Rendezvous:
         return found, missing
 
     def close(self) -> None:
-        """Nobody is let in any more."""
+        """Let nobody in any more."""
         self._closed = True
         self.expect(())
         for one in self._sockets.values():

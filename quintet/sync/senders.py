@@ -47,7 +47,7 @@ GONE = "its connection closed: it died, or gave up, before everything had arrive
 
 
 class SharedMemorySender:
-    """One set of buckets, for all receivers that want it. Through memory that both see."""
+    """A sender of one set of buckets, to all receivers that want it, through memory that both see."""
 
     shows_memory = True
 
@@ -61,7 +61,7 @@ class SharedMemorySender:
         """To receivers that were given up, and may still look at the memory they were shown."""
 
     def meet(self, here: dict[str, tuple[Connection, Hello]], missing: dict[str, str]) -> None:
-        """These came, and those did not, and why. From here on `close` is owed."""
+        """Take note of the receivers that came, and of those that did not, and why. From here on `close` is owed."""
         self.lost = {one: missing[one] for one in self.receivers if one in missing}
         self._lines = {one: here[one][0] for one in self.receivers if one in here}
         self._hellos = {one: here[one][1] for one in self._lines}
@@ -87,7 +87,7 @@ class SharedMemorySender:
             self._say(one, Offer(number, slot))
 
     def wait(self, number: int) -> None:
-        """Until everyone has taken that bucket: its memory is free then."""
+        """Wait until everyone has taken that bucket: its memory is free then."""
         self._hear(number)
 
     def finish(self) -> None:
@@ -106,7 +106,7 @@ class SharedMemorySender:
         self._lines = {}
 
     def leave(self) -> None:
-        """There is no next sync: give up what was kept."""
+        """Give up what was kept: there is no next sync."""
 
     def _hear(self, wanted: int) -> None:
         """Every receiver's word that it has taken that bucket; of earlier ones it came before."""
@@ -144,8 +144,8 @@ class SharedMemorySender:
 
 
 class ProcessGroupSender(SharedMemorySender):
-    """The same, through a process group of the sender (rank 0) and the receivers that came, which stays while these are the
-    same. Where one receiver goes, the group is broken, and all in it are lost to this sync."""
+    """A sender as `SharedMemorySender`, through a process group of the sender (rank 0) and the receivers that came, which stays
+    while these are the same. Where one receiver goes, the group is broken, and all in it are lost to this sync."""
 
     shows_memory = False
 
@@ -195,7 +195,7 @@ class ProcessGroupSender(SharedMemorySender):
                 self._break(error)
 
     def wait(self, number: int) -> None:
-        """Until that bucket has left: its memory is free then."""
+        """Wait until that bucket has left: its memory is free then."""
         work = self._work.pop(number, None)
         if work is not None and self._group is not None:
             try:
@@ -204,7 +204,7 @@ class ProcessGroupSender(SharedMemorySender):
                 self._break(error)
 
     def leave(self) -> None:
-        """As `SharedMemorySender.leave`: the group."""
+        """Leave the group: there is no next sync."""
         if self._group is not None:
             self._group.close()
         self._group, self._work = None, {}
@@ -230,7 +230,8 @@ class ProcessGroupSender(SharedMemorySender):
 
 
 class Store:
-    """Where the members of this rank's groups find each other, on one address of this node; made when it is first needed."""
+    """The store where the members of this rank's groups find each other, on one address of this node; made when it is first
+    needed."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self.host, self._timeout_s = host, timeout_s

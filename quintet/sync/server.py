@@ -45,7 +45,7 @@ STAGED_SHARE = 8
 
 @dataclass(frozen=True)
 class ReceiverSpec:
-    """Who takes weights: `id` names it in messages, `wanted` is what `Rollout.receivers` says, `colocated` whether it is on
+    """A receiver of weights: `id` names it in messages, `wanted` is what `Rollout.receivers` says, `colocated` whether it is on
     the device of the trainer rank that serves it."""
 
     id: str
@@ -70,7 +70,8 @@ class Served:
 
 
 class WeightServer:
-    """One trainer rank's. `plan` and `serve` are collective over the default process group, whose ranks are the trainer's.
+    """The server of one trainer rank's weights. `plan` and `serve` are collective over the default process group, whose ranks are
+    the trainer's.
 
     engine_shards: what this rank holds, asked for at each plan (adapters merged, or alone, as receivers want it). shape: the
     model's. dtype: what parameters travel as; buffers are fp32. quantization: of the matrices of whole tensors, see

@@ -23,7 +23,7 @@ PAGE = 2 << 20
 
 
 class SharedBuffer:
-    """`nbytes` of the device's memory; `bytes` is the tensor of them."""
+    """A buffer of `nbytes` of the device's memory; `bytes` is the tensor of them."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._on_gpu = nbytes, device.type == "cuda"
@@ -37,14 +37,14 @@ class SharedBuffer:
             self.bytes = _mapped(self._file, nbytes)
 
     def send_handle(self, connection: Connection) -> None:
-        """Let the process at the other end `see` it."""
+        """Send the handle by which the process at the other end maps the buffer."""
         if self._on_gpu:
             connection.send_bytes(self._handle)
         else:
             send_handle(connection, self._file, 0)  # a pid counts on Windows alone
 
     def close(self) -> None:
-        """Give it back. Host memory stays until nobody has a view of it; a GPU's must have no reader any more."""
+        """Give the memory back. Host memory stays until nobody has a view of it; a GPU's must have no reader any more."""
         del self.bytes
         if self._on_gpu:
             _check(_driver().cuMemFree_v2(ctypes.c_uint64(self._address)), "free memory")
@@ -53,7 +53,7 @@ class SharedBuffer:
 
 
 class MappedBuffer:
-    """What another process sends the handle of. Good until `close`."""
+    """A buffer that another process sent the handle of. Good until `close`."""
 
     def __init__(self, connection: Connection, nbytes: int, device: torch.device) -> None:
         self._address: int | None = None
@@ -66,7 +66,7 @@ class MappedBuffer:
             os.close(file)
 
     def close(self) -> None:
-        """Whoever has a view of a GPU's memory must not use it any more."""
+        """Let go of the buffer: whoever has a view of a GPU's memory must not use it any more."""
         del self.bytes
         if self._address is not None:
             _check(_driver().cuIpcCloseMemHandle(ctypes.c_uint64(self._address)), "unmap memory")

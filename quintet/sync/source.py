@@ -46,18 +46,18 @@ class ControlChannel:
         self._connection, self._ticket, self._end = connection, ticket, False
 
     def poll(self) -> bool:
-        """Always true; raises SyncFailure once no more weights come, saying why."""
+        """Return True, always; raises SyncFailure once no more weights come, saying why."""
         while not self._end and self._connection.poll(0):
             self._end = isinstance(_next(self._connection, self._ticket), End)
         return True
 
     def raise_cause(self) -> None:
-        """After the weights have broken off: raises SyncFailure if the trainer says why, and does so soon."""
+        """Raise SyncFailure, after the weights have broken off, if the trainer says why, and does so soon."""
         if not self._end and self._connection.poll(SAYS_S):
             self.poll()
 
     def wait_end(self) -> bool:
-        """Whether these were all the weights that the trainer had."""
+        """Return whether these were all the weights that the trainer had."""
         return self._end or isinstance(_next(self._connection, self._ticket), End)
 
 
@@ -70,7 +70,7 @@ class ReceiverState:
     group: TransferGroup | None = None
 
     def joined(self, group: Group, timeout_s: float, words: ControlChannel) -> TransferGroup:
-        """The group, which may be the last sync's."""
+        """Return the joined group, which may be the last sync's."""
         if self.group is None or self.group.group.name != group.name:
             self.leave()
             self.group = TransferGroup(group, timeout_s, words.poll)
@@ -93,7 +93,7 @@ class ChannelSource:
         self.tickets = list(tickets)
 
     def words(self) -> str:
-        """As `WeightSource.words`."""
+        """Return the source as text: see `WeightSource.words`."""
         return _TICKETS.dump(self.tickets).decode()
 
     @classmethod
@@ -102,7 +102,7 @@ class ChannelSource:
         return cls(_TICKETS.load(words.encode(), "the rollout"))
 
     def pieces(self, receiver: int) -> Iterator[Piece]:
-        """All that receiver takes, once: see `WeightSource`. A piece is good until the next is asked for.
+        """Yield all that receiver takes, once: see `WeightSource`. A piece is good until the next is asked for.
 
         Raises SyncFailure naming the receiver when the trainer refuses the ticket, ends, or is silent for too long.
         """
@@ -110,8 +110,8 @@ class ChannelSource:
             yield from batch
 
     def batches(self, receiver: int) -> Iterator[list[Piece]]:
-        """The same, a bucket at a time: its pieces are good until the next list is asked for. On a GPU all that has been
-        queued on the current stream by then is waited for."""
+        """Yield all that a receiver takes, a bucket at a time: its pieces are good until the next list is asked for. On a GPU all
+        that has been queued on the current stream by then is waited for."""
         ticket = self.tickets[receiver]
         known = _RECEIVERS.get(ticket.receiver)
         if known is not None and known.plan != ticket.plan:

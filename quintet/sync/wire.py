@@ -62,7 +62,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class ReceiverGone:
-    """Said in a receiver's place by whoever knows that it ended: it is not to be waited for."""
+    """What is said in a receiver's place by whoever knows that it ended: it is not to be waited for."""
 
     receiver: str
     plan: str
@@ -96,7 +96,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Offer:
-    """The bucket of this number is in memory, in this slot of it."""
+    """The message that the bucket of this number is in memory, in this slot of it."""
 
     number: int
     slot: int
@@ -105,7 +105,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class End:
-    """Said by the sender after the last bucket."""
+    """What is said by the sender after the last bucket."""
 
     kind: Literal["end"] = "end"
 
@@ -130,7 +130,7 @@ MOST_BYTES = 1 << 30
 
 
 def local_address() -> str:
-    """A new one on this node. On Linux it has no file, and is gone with the process."""
+    """Return a new address on this node. On Linux it has no file, and is gone with the process."""
     if os.uname().sysname == "Linux":
         return f"\0quintet-sync-{secrets.token_hex(8)}"
     return str(Path(tempfile.mkdtemp(prefix="quintet-sync-")) / "socket")
@@ -153,8 +153,8 @@ def listen(address: Address) -> socket.socket:
 
 
 def bounded(channel: socket.socket, timeout_s: float) -> Connection:
-    """A connection on which no read or write takes longer; a message that stops halfway, or that a stopped process does not
-    read, raises BlockingIOError, an OSError."""
+    """Return a connection on which no read or write takes longer; a message that stops halfway, or that a stopped process does
+    not read, raises BlockingIOError, an OSError."""
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     channel.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -174,7 +174,7 @@ def hear(connection: Connection, kind: Typed[T], source: str) -> T:
 
 
 def call(ticket: Ticket, said: Hello | ReceiverGone) -> Connection:
-    """The receiver's side of a greeting. Raises SyncFailure naming the receiver."""
+    """Return the receiver's side of a greeting. Raises SyncFailure naming the receiver."""
     who = f"receiver {ticket.receiver}"
     family = socket.AF_UNIX if isinstance(ticket.address, str) else socket.AF_INET
     channel = socket.socket(family)
@@ -215,7 +215,7 @@ def shutdown_write(connection: Connection) -> None:
 
 
 def ended(connection: Connection, *, drop: bool = False) -> bool:
-    """Whether the other end is closed, or its process gone. drop: what it said before, and nobody will hear."""
+    """Return whether the other end is closed, or its process gone. drop: what it said before, and nobody will hear."""
     how = socket.MSG_DONTWAIT | (0 if drop else socket.MSG_PEEK)
     with socket.socket(fileno=os.dup(connection.fileno())) as channel:
         try:
