@@ -39,8 +39,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a job. logprobs: the policy's, one a response token; prompt_logprobs: one a prompt token but the first,
-    where asked; finish: as `Sample.finish`. routes: the experts of tokens, where the engine tells them with its answers."""
+    """What became of a job of an engine. logprobs: the policy's, one a response token; prompt_logprobs: one a prompt token but
+    the first, where asked; finish: as `Sample.finish`. routes: the experts of tokens, where the engine tells them with its
+    answers."""
 
     response_ids: list[int]
     logprobs: list[float]
@@ -56,14 +57,14 @@ _Told = TypeVar("_Told", covariant=True)
 
 
 class Engine(Protocol[_Asked, _Told]):
-    """What does the jobs. Its methods may be called from several threads."""
+    """The engine that does the jobs. Its methods may be called from several threads."""
 
     def run(self, jobs: Sequence[_Asked], progress: Progress) -> Sequence[_Told]:
         """Do all jobs; returns when each is done or aborted. Raises WorkerFailure when a process of the engine dies."""
         ...
 
     def pause(self) -> None:
-        """No more tokens until `resume`."""
+        """Pause: draw no more tokens until `resume`."""
         ...
 
     def resume(self) -> None: ...
@@ -78,7 +79,7 @@ class Engine(Protocol[_Asked, _Told]):
 
 
 def longest(recipe: schema.Recipe) -> int:
-    """Most tokens of a sequence in an engine: the recipe's longest sample, and one more, which scoring it may ask for."""
+    """Return the most tokens of a sequence in an engine: the recipe's longest sample, and one more, which scoring it may ask for."""
     return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + 1
 
 
@@ -146,7 +147,7 @@ class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
         return [[next(samples) for _ in range(request.samples)] for request in requests]
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
+        """Return the log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
         for at, ids in enumerate(sequences):
             if len(ids) >= self._longest:
                 raise UserError(
@@ -225,7 +226,7 @@ class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
         self._engine.abort()
 
     def metrics(self) -> dict[str, float]:
-        """What was counted since the last call: prefix cache tokens asked for and found; with speculation, drafts, their
+        """Return what was counted since the last call: prefix cache tokens asked for and found; with speculation, drafts, their
         tokens, and those accepted."""
         now, before = self._counts(), self._counted
         self._counted = now

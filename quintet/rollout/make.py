@@ -30,7 +30,7 @@ def make_rollout(
     decode: Callable[[list[int]], str],
     progress: Callable[[int], None] = lambda done: None,
 ) -> Rollout:
-    """The rollout of this process. Its weights are good from the first `update_weights` on.
+    """Return the rollout of this process. Its weights are good from the first `update_weights` on.
 
     model_dir: a Hugging Face directory. device: cpu, or the cuda device of this process. decode: token ids → text.
     progress: told how many samples of a call are done. Native takes part in the default process group, whose ranks are its

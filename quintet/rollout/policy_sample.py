@@ -16,7 +16,7 @@ def policy_sample(
     sampling: Sampling,
     decode: Callable[[list[int]], str],
 ) -> Sample:
-    """The sample, with what follows from the policy's log-probs (the temperature applied, nothing cut).
+    """Return the sample, with what follows from the policy's log-probs (the temperature applied, nothing cut).
 
     The model's own are the same at temperature 1, and where sampling is greedy; those sampled under are the same where
     nothing is cut, and 0 where sampling is greedy. What does not follow is None.

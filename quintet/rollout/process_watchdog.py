@@ -73,14 +73,14 @@ class ProcessWatchdog:
             raise
 
     def wait_for(self, future: Future[T]) -> T:
-        """Its result. Raises the WorkerFailure that names the process if one dies meanwhile: an engine may wait for ever for the
-        answer of one that did."""
+        """Return a future's result. Raises the WorkerFailure that names the process if one dies meanwhile: an engine may wait for
+        ever for the answer of one that did."""
         while not wait([future], CHECK_EVERY_S).done:
             self.check()
         return future.result()
 
     def call(self, function: Callable[[], T]) -> T:
-        """What it returns, in another thread, as `wait_for` waits."""
+        """Call a function in another thread, and return what it returns; waits as `wait_for`."""
         future: Future[T] = Future()
 
         def work() -> None:

@@ -35,7 +35,7 @@ _ENVIRONMENT = {
 
 
 def installed() -> str | None:
-    """Version of the SGLang that is installed, or None."""
+    """Return the version of the SGLang that is installed, or None."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -43,7 +43,7 @@ def installed() -> str | None:
 
 
 def require() -> str:
-    """Version of the installed SGLang. Raises UserError where there is none, or one that is not supported."""
+    """Return the version of the installed SGLang. Raises UserError where there is none, or one that is not supported."""
     supported, found = ", ".join(SUPPORTED), installed()
     if found is None:
         raise UserError(
@@ -80,7 +80,7 @@ def prepare(device: str) -> str:
 
 
 def engine_fields() -> frozenset[str]:
-    """Names of the fields of SGLang's ServerArgs."""
+    """Return the names of the fields of SGLang's ServerArgs."""
     import dataclasses
 
     from sglang.srt.server_args import ServerArgs
@@ -97,7 +97,7 @@ def stay_on_loopback() -> None:
 
 
 def make_engine(arguments: Mapping[str, Any]) -> Any:
-    """SGLang's offline engine. Its event loop is `loop`, which is that of the calling thread."""
+    """Return SGLang's offline engine. Its event loop is `loop`, which is that of the calling thread."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
@@ -108,7 +108,7 @@ def make_engine(arguments: Mapping[str, Any]) -> Any:
 
 
 def was_aborted(error: BaseException) -> bool:
-    """Whether this is how SGLang ends a request that is aborted before its scheduler has it."""
+    """Return whether this is how SGLang ends a request that is aborted before its scheduler has it."""
     return type(error).__name__ == "RequestAbortedError"
 
 

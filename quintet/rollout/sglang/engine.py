@@ -203,7 +203,7 @@ class SglangEngine:
         self._ask(compat.restore(self._engine, parts))
 
     def load(self, flat: Any, entries: Sequence[Any]) -> None:
-        """A bucket of weights, see `compat.load`; returns when all workers have taken it."""
+        """Load a bucket of weights, see `compat.load`; returns when all workers have taken it."""
         success, message = self._ask(compat.load(self._engine, flat, entries, self._ranks))
         if not success:
             raise QuintetError(f"SGLang did not take new weights: {message}")

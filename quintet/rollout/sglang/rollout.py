@@ -94,7 +94,8 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
     # weights and memory
 
     def receivers(self) -> list[list[Wanted] | None]:
-        """One, which takes whole tensors: it hands them to all of SGLang's workers, whose own loading cuts out its part."""
+        """Return one receiver, which takes whole tensors: it hands them to all of SGLang's workers, whose own loading cuts out
+        its part."""
         return [None]
 
     def update_weights(self, source: WeightSource) -> None:
@@ -111,7 +112,7 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
             self._engine.forget_prefixes()
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
-        """None: SGLang joins tensors as it loads them, and tells checksums of the joined ones alone."""
+        """Return no fingerprints: SGLang joins tensors as it loads them, and tells checksums of the joined ones alone."""
         return {}, sorted(self._taken)
 
     def sleep(self, level: int) -> None:

@@ -52,7 +52,7 @@ COUNTS = {
 
 
 def parameters(sampling: Sampling, request: Request, number: int, seed: int) -> dict[str, Any]:
-    """SGLang's sampling parameters for sample `number` of a request."""
+    """Return SGLang's sampling parameters for sample `number` of a request."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -69,7 +69,7 @@ def parameters(sampling: Sampling, request: Request, number: int, seed: int) -> 
 
 
 def answer(result: Mapping[str, Any], job: Job) -> Answer:
-    """The answer in a result of SGLang's `Engine.async_generate`, as its `TokenizerManager` makes it
+    """Return the answer in a result of SGLang's `Engine.async_generate`, as its `TokenizerManager` makes it
     (sglang 0.5.17, srt/managers/tokenizer_manager.py: `_handle_batch_output`, `_handle_abort_req`)."""
     meta, ids = result["meta_info"], list(result["output_ids"])
     reason = meta["finish_reason"]
@@ -105,7 +105,7 @@ def _routes(text: str) -> np.ndarray:
 
 
 def routes_of(flat: np.ndarray, shape: ModelShape, tokens: int) -> np.ndarray:
-    """`Sample.routes` of a sequence of `tokens` tokens: int16 [tokens - 1, layers with experts, top-k].
+    """Return `Sample.routes` of a sequence of `tokens` tokens: int16 [tokens - 1, layers with experts, top-k].
 
     SGLang tells of every layer and every token but the last; where a layer has no experts, its numbers say nothing.
     """

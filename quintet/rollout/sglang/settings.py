@@ -18,7 +18,7 @@ _KEPT_BACK = 8
 
 
 def engine_arguments(recipe: schema.Recipe, model_dir: Path) -> dict[str, Any]:
-    """Arguments of SGLang's ServerArgs. Raises UserError for an option in rollout.sglang that SGLang does not know."""
+    """Return the arguments of SGLang's ServerArgs. Raises UserError for an option in rollout.sglang that SGLang does not know."""
     rollout = recipe.rollout
     layout = placement_of(recipe).layout
     arguments: dict[str, Any] = {

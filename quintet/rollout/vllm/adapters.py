@@ -31,7 +31,7 @@ ADAPTER = 1
 
 
 def adapter_arguments(shape: ModelShape, lora: LoraShape) -> dict[str, Any]:
-    """Arguments of vLLM's EngineArgs with which it has a slot for these adapters, beside the layers that have some."""
+    """Return the arguments of vLLM's EngineArgs with which it has a slot for these adapters, beside the layers that have some."""
     layers = linears(list(family_named(shape.family).weights(shape)))
     keys = {part.name.rpartition(".")[2] for linear in layers for part in adapted(linear, lora)}
     return {
@@ -44,14 +44,14 @@ def adapter_arguments(shape: ModelShape, lora: LoraShape) -> dict[str, Any]:
 
 
 def adapter_request() -> Any:
-    """What a request names the adapter by. Its path is never read: the adapter is there before any request."""
+    """Return what a request names the adapter by. Its path is never read: the adapter is there before any request."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", ADAPTER, "policy")
 
 
 def pieces_on_disk(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Iterator[Piece]:
-    """The weights in a Hugging Face directory, as the engine has them."""
+    """Yield the weights in a Hugging Face directory, as the engine has them."""
     shape = trained_shape(model_dir)
     names = {name for weight in family_named(shape.family).weights(shape) for name in weight.hf}
     by_file: dict[Path, list[str]] = {}
@@ -78,16 +78,16 @@ class LoraSlots:
         return self._frozen.take(pieces)
 
     def wanted(self) -> list[Wanted] | None:
-        """As `Weights.wanted`, of adapters."""
+        """Return the parts of adapters that this worker reads: see `Weights.wanted`."""
         return self._adapters.wanted()
 
     def take(self, pieces: Iterator[Piece]) -> LoadReport:
-        """As `Weights.take`, of adapters."""
+        """Take new weights of adapters: see `Weights.take`."""
         self._slot.occupy()
         return self._adapters.take(pieces)
 
     def read(self) -> Reading:
-        """As `Weights.read`, of both."""
+        """Return fingerprints of adapters and frozen weights: see `Weights.read`."""
         alone, beside = self._adapters.read(), self._frozen.read()
         return Reading(
             beside.fingerprints | alone.fingerprints,

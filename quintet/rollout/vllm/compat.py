@@ -59,7 +59,7 @@ _ON_CPU = {
 
 
 def installed() -> tuple[str, str] | None:
-    """Distribution and version of the vLLM that is installed, or None."""
+    """Return distribution and version of the vLLM that is installed, or None."""
     for name in SUPPORTED:
         try:
             return name, importlib.metadata.version(name)
@@ -69,7 +69,7 @@ def installed() -> tuple[str, str] | None:
 
 
 def require() -> str:
-    """Version of the installed vLLM. Raises UserError where there is none, or one that is not supported."""
+    """Return the version of the installed vLLM. Raises UserError where there is none, or one that is not supported."""
     tested = " or ".join(f"{name} {', '.join(versions)}" for name, versions in SUPPORTED.items())
     found = installed()
     if found is None:
@@ -122,7 +122,7 @@ def stores_on_loopback() -> None:
 
 
 def engine_fields() -> frozenset[str]:
-    """Names of the fields of vLLM's EngineArgs."""
+    """Return the names of the fields of vLLM's EngineArgs."""
     import dataclasses
 
     from vllm.engine.arg_utils import EngineArgs
@@ -132,8 +132,8 @@ def engine_fields() -> frozenset[str]:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Where an engine is made. Raises UserError saying what vLLM has against its arguments or the machine, WorkerFailure where
-    its processes do not start."""
+    """Raise, where an engine is made within the block, UserError saying what vLLM has against its arguments or the machine,
+    WorkerFailure where its processes do not start."""
     try:
         with _code_refused():
             yield
@@ -172,7 +172,7 @@ def _code_refused() -> Iterator[None]:
 
 
 def make_offline(arguments: Mapping[str, Any], *, processes: bool) -> Any:
-    """vLLM's synchronous engine; `processes`: with its core and workers in processes of their own.
+    """Return vLLM's synchronous engine; `processes`: with its core and workers in processes of their own.
 
     Sizes that the arguments leave open are those that vLLM takes for its own `LLM`: prompts are read 16,384 tokens a step where
     a bare engine reads 2,048.
@@ -210,7 +210,7 @@ def settle(engine: Any) -> None:
 
 
 def unfinished(engine: Any, name: str) -> tuple[list[int], Any]:
-    """Token ids and log-probs of what a request of the synchronous engine has come to so far.
+    """Return token ids and log-probs of what a request of the synchronous engine has come to so far.
 
     vLLM 0.20.2 to 0.32.0 tell of a request that is aborted only in the asynchronous engine
     (tests/rollout/vllm/test_offline.py::test_abort_ends_what_is_under_way).
@@ -222,7 +222,7 @@ def unfinished(engine: Any, name: str) -> tuple[list[int], Any]:
 
 
 def asked_as(name: str) -> str:
-    """The name that a request was added by, of the one that workers know it by: vLLM adds a dash and letters of its own."""
+    """Return the name that a request was added by, of the one that workers know it by: vLLM adds a dash and letters of its own."""
     return name.rsplit("-", 1)[0]
 
 
@@ -293,7 +293,7 @@ def release_kv_cache() -> None:
 
 @contextmanager
 def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
-    """While weights are loaded again, experts' kernels are made as at the first load; afterwards the first ones are back.
+    """Keep experts' kernels while weights are loaded again: made as at the first load; afterwards the first ones are back.
 
     vLLM 0.32.0 for CPU packs experts only where no kernel exists yet, and otherwise keeps them unpacked in silence
     (tests/rollout/vllm/test_worker.py::test_new_weights). vLLM 0.20.2 makes a new kernel each time, which refers to
@@ -343,7 +343,7 @@ def _pack_shared(model: torch.nn.Module) -> None:
 
 
 def name_beside_adapters(manager: Any, name: str) -> str:
-    """A Hugging Face name as loaders know it where layers have slots for adapters. manager: vLLM's, of the adapters.
+    """Return a Hugging Face name as loaders know it where layers have slots for adapters. manager: vLLM's, of the adapters.
 
     vLLM 0.20.2 has parameters of such layers one deeper, where its loaders do not look (test_adapters.py, on a GPU); 0.32.0
     looks there itself.

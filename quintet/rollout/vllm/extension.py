@@ -29,7 +29,7 @@ ANSWER, RAISED = b"answer", b"raised"
 
 
 class Extension(WeightWorker):
-    """Called by `Engine.rpc`, in each worker. Its names are apart from those of vLLM's worker."""
+    """The methods that `Engine.rpc` calls in each worker. Its names are apart from those of vLLM's worker."""
 
     device: torch.device
     _kv_bytes: list[tuple[torch.UntypedStorage, int]]

@@ -9,8 +9,8 @@ from quintet.models import ModelShape, family_named
 
 
 def fp8_arguments(shape: ModelShape) -> dict[str, Any]:
-    """Arguments of vLLM's EngineArgs with which it makes FP8 layers. The model's directory holds no FP8 weights, so none are
-    loaded from it: the first sync brings them.
+    """Return the arguments of vLLM's EngineArgs with which it makes FP8 layers. The model's directory holds no FP8 weights, so
+    none are loaded from it: the first sync brings them.
 
     Not quantised are embedding, head and routers, as in the FP8 models on the hub.
     """

@@ -39,7 +39,7 @@ class Engine(served.Engine[Job, Answer], Protocol):
 
 
 def answer(output: Any) -> Answer:
-    """The answer in a finished RequestOutput of vLLM."""
+    """Return the answer in a finished RequestOutput of vLLM."""
     (one,) = output.outputs
     if one.finish_reason not in ("stop", "length", "abort"):
         raise QuintetError(f"vLLM ended a request with {one.finish_reason!r}: {one.stop_reason}")

@@ -25,7 +25,7 @@ from quintet.models.mcore import Box, box_sizes, meet, volume, whole_box
 
 @dataclass(frozen=True)
 class Region:
-    """`box` of the Hugging Face tensor `name` (of `shape`) is `held` of the parameter `parameter`.
+    """The place of a part: `box` of the Hugging Face tensor `name` (of `shape`) is `held` of the parameter `parameter`.
 
     dims: for each dim of `box` longer than one, the parameter's dim it lies along; None for the others. dtype: what it
     arrived in; kept: what the parameter has.
@@ -46,7 +46,7 @@ class Region:
         return torch.promote_types(self.dtype, self.kept) == self.kept
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The region in a tensor of the parameter's shape, with the dims of `box`."""
+        """Return the region in a tensor of the parameter's shape, with the dims of `box`."""
         offset = parameter.storage_offset() + sum(
             start * step for (start, _), step in zip(self.held, parameter.stride(), strict=True)
         )
@@ -74,7 +74,7 @@ class Record:
     loaded: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
     def unwritten(self, parameter: str) -> tuple[int, int]:
-        """How many of a parameter's elements the load did not write, and how many it has. What is computed counts as all."""
+        """Return how many of a parameter's elements the load did not write, and how many it has. What is computed counts as all."""
         elements = math.prod(self.loaded[parameter][0])
         if parameter in self.computed:
             return 0, elements
@@ -106,7 +106,7 @@ class _Part:
 
 
 def part_of(view: Tensor, sizes: Sequence[int], steps: Sequence[int], offset: int) -> _Part | None:
-    """Where a view lies in a tensor of this geometry; None where it is no box of it."""
+    """Return where a view lies in a tensor of this geometry; None where it is no box of it."""
     rest = int(view.storage_offset()) - offset
     if rest < 0:
         return None
@@ -142,7 +142,7 @@ class Trace(TorchDispatchMode):
         self._parameters: dict[int, tuple[StorageWeakRef, str, _Tensor]] = {}
 
     def follow(self, name: str, tensor: Tensor) -> None:
-        """From now on copies of this tensor, which is the whole of `name` and alone in its storage, are recorded."""
+        """Record copies of this tensor from now on; it is the whole of `name` and alone in its storage."""
         shape = tuple(tensor.shape)
         whole = whole_box(shape)
         self._keep(
@@ -316,7 +316,7 @@ def _aligned(origin: _Tensor, source: Tensor, region: Region) -> Tensor:
 def named_tensors(
     models: Iterable[tuple[str, torch.nn.Module]], *, buffers: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of models, by the models' prefixes and their own names."""
+    """Yield parameters and buffers of models, by the models' prefixes and their own names."""
     for prefix, model in models:
         for name, tensor in [*model.named_parameters(), *(model.named_buffers() if buffers else ())]:
             yield prefix + name, tensor

@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 
 class OfflineEngine:
-    """See `jobs.Engine`. `arguments` are those of vLLM's EngineArgs. With one device the engine lives in this process, with
-    more its core and its workers have processes of their own."""
+    """A synchronous vLLM engine: see `jobs.Engine`. `arguments` are those of vLLM's EngineArgs. With one device the engine lives
+    in this process, with more its core and its workers have processes of their own."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         devices = arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"]

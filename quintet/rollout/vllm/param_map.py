@@ -68,7 +68,7 @@ class Live:
         self.copyable = not record.mixed and all(form and form.plain for form in self._forms.values())
 
     def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Box]]:
-        """The parts of tensors that the load read, by name; they do not overlap. shapes: of all tensors that came."""
+        """Return the parts of tensors that the load read, by name; they do not overlap. shapes: of all tensors that came."""
         found = {}
         for name in {*self.regions, *self._mixed}:
             parts = sorted({r.box for r in self.regions.get(name, ())})
@@ -78,7 +78,7 @@ class Live:
         return found
 
     def read(self) -> tuple[Fingerprints, set[str]]:
-        """Fingerprints of all that can be read; and the names of tensors that cannot, or not in every copy that is used.
+        """Return fingerprints of all that can be read; and the names of tensors that cannot, or not in every copy that is used.
 
         Raises SyncMismatch where two copies of a part differ.
         """
@@ -138,7 +138,7 @@ class Live:
         return Copying(targets)
 
     def end(self) -> None:
-        """After new weights were written in place: what layers derive from theirs follows, also in place."""
+        """Renew in place what layers derive from their weights, after new ones were written."""
         for _, model in self._models:
             for _, copies in _absorbed(model):
                 for copy, source in copies or ():
@@ -162,12 +162,12 @@ class Copying:
                 self._left[piece.name] -= volume(both)
 
     def missing(self) -> list[str]:
-        """Tensors that did not come, or not all of them."""
+        """Return tensors that did not come, or not all of them."""
         return sorted(name for name, left in self._left.items() if left > 0)
 
 
 def owner(models: Models, name: str) -> tuple[Any, str]:
-    """The layer that a parameter belongs to, and its name there."""
+    """Return the layer that a parameter belongs to, and its name there."""
     for prefix, model in models:
         if name.startswith(prefix):
             path, _, attribute = name.removeprefix(prefix).rpartition(".")

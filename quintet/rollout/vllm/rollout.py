@@ -108,8 +108,8 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
     # weights and memory
 
     def receivers(self) -> list[list[Wanted] | None]:
-        """One a device: whole tensors, out of which vLLM's own loading cuts its part; or, once that has shown which parts
-        those are, the parts. Quantised tensors travel whole, with their scales."""
+        """Return one receiver a device: whole tensors, out of which vLLM's own loading cuts its part; or, once that has shown
+        which parts those are, the parts. Quantised tensors travel whole, with their scales."""
         wanted = self._engine.rpc(Extension.wanted_weights)
         return wanted if self._recipe.quantization is None else [None] * len(wanted)
 
@@ -123,7 +123,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
             self._engine.forget_prefixes()
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
-        """Fingerprints of the workers' live weights, and the names of tensors that vLLM keeps in another form."""
+        """Return fingerprints of the workers' live weights, and the names of tensors that vLLM keeps in another form."""
         return combine(self._engine.rpc(Extension.read_fingerprints))
 
     def sleep(self, level: int) -> None:

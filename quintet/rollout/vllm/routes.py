@@ -46,7 +46,7 @@ class Listener:
         self._of: dict[str, np.ndarray] = {}
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
-        """Called by a router in the middle of a step, with the experts of all its tokens [tokens, top-k]: those of one
+        """Take from a router, in the middle of a step, the experts of all its tokens [tokens, top-k]: those of one
         request after another, each from its first token that was not computed before."""
         chosen = topk_ids.cpu().numpy()
         batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
@@ -58,8 +58,8 @@ class Listener:
             ] = rows
 
     def take(self) -> dict[str, np.ndarray]:
-        """int16 [tokens, layers with experts, top-k] of each request since the last call, by vLLM's names for them; -1 where a
-        token was not seen."""
+        """Return the routes, int16 [tokens, layers with experts, top-k] of each request since the last call, by vLLM's names for
+        them; -1 where a token was not seen."""
         found, self._of = self._of, {}
         return found
 
@@ -75,7 +75,7 @@ class Listener:
 
 
 def heard(workers: Sequence[dict[str, Told]], tp: int) -> dict[str, np.ndarray]:
-    """The routes of all layers, of what each worker heard: one stage after another, whose tp workers hear the same."""
+    """Return the routes of all layers, of what each worker heard: one stage after another, whose tp workers hear the same."""
     stages = workers[::tp]
     return {
         request: np.concatenate([stage[request].routes() for stage in stages], axis=1)
@@ -84,7 +84,7 @@ def heard(workers: Sequence[dict[str, Told]], tp: int) -> dict[str, np.ndarray]:
 
 
 def routes_of(told: np.ndarray, shape: ModelShape, tokens: int) -> np.ndarray:
-    """`Sample.routes` of a sequence of `tokens` tokens: int16 [tokens - 1, layers with experts, top-k].
+    """Return `Sample.routes` of a sequence of `tokens` tokens: int16 [tokens - 1, layers with experts, top-k].
 
     told: [at least tokens - 1, layers, top-k], where layers without experts may be among them, whose numbers say nothing.
     Raises QuintetError where a token's routes are not known.

@@ -17,7 +17,7 @@ Mode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 def mode_of(recipe: schema.Rollout) -> Mode:
-    """Which log-prob vLLM is to tell: raw where the temperature is 1 or greedy, which is the policy's own whatever is cut."""
+    """Return which log-prob vLLM is to tell: raw where the temperature is 1 or greedy, which is the policy's own whatever is cut."""
     return "raw_logprobs" if recipe.temperature in (0, 1) else "processed_logprobs"
 
 
@@ -35,7 +35,7 @@ def check(sampling: Sampling, mode: Mode) -> None:
 
 
 def parameters(sampling: Sampling, request: Request, number: int, seed: int) -> dict[str, Any]:
-    """Arguments of vLLM's SamplingParams for sample `number` of a request."""
+    """Return the arguments of vLLM's SamplingParams for sample `number` of a request."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -53,7 +53,7 @@ def parameters(sampling: Sampling, request: Request, number: int, seed: int) -> 
 
 
 def told(logprobs: Any) -> list[float]:
-    """The tokens' own log-probs out of vLLM's flat form, in which each position begins with its own token. The first of a
+    """Return the tokens' own log-probs out of vLLM's flat form, in which each position begins with its own token. The first of a
     prompt has none."""
     if logprobs is None:
         return []

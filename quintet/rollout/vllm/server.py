@@ -21,7 +21,7 @@ ABORTS_AGAIN_S = 0.02
 
 
 class ServerEngine:
-    """See `jobs.Engine`. `arguments` are those of vLLM's EngineArgs."""
+    """An asynchronous vLLM engine: see `jobs.Engine`. `arguments` are those of vLLM's EngineArgs."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._loop = asyncio.new_event_loop()

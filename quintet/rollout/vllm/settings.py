@@ -28,7 +28,7 @@ _BATCHED_TOKENS = 2048  # of a step on CPU, if that is enough for the longest se
 
 
 def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dict[str, Any]:
-    """Arguments of vLLM's EngineArgs. Raises UserError for an option in rollout.vllm that vLLM does not know."""
+    """Return the arguments of vLLM's EngineArgs. Raises UserError for an option in rollout.vllm that vLLM does not know."""
     rollout = recipe.rollout
     layout = placement_of(recipe).layout
     if device == "cpu" and layout.ep > 1:

@@ -67,14 +67,14 @@ class Weights:
         self._arrived: dict[tuple[str, Box], Tensor] = {}
 
     def wanted(self) -> list[Wanted] | None:
-        """The parts of tensors that this worker reads, known after a first `take`; None for whole tensors, also where it reads
-        all of them. What no model here uses because none drafts comes all the same, so that it is proved to have come."""
+        """Return the parts of tensors that this worker reads, known after a first `take`; None for whole tensors, also where it
+        reads all of them. What no model here uses because none drafts comes all the same, so that it is proved to have come."""
         if all(self._boxes.get(name) == [whole_box(shape)] for name, shape in self._shapes.items()):
             return None
         return [Wanted(name, box) for name in sorted(self._boxes) for box in self._boxes[name]]
 
     def take(self, pieces: Iterator[Piece]) -> LoadReport:
-        """New weights. What is wrong with them is told, not raised: `check` sees all workers' answers."""
+        """Take new weights. What is wrong with them is told, not raised: `check` sees all workers' answers."""
         start = time.perf_counter()
         with torch.no_grad():
             if self._live and self._live.copyable:
@@ -86,7 +86,7 @@ class Weights:
         return taken
 
     def read(self) -> Reading:
-        """Fingerprints of the live weights. Raises SyncMismatch before any were taken, and where two copies differ."""
+        """Return fingerprints of the live weights. Raises SyncMismatch before any were taken, and where two copies differ."""
         if self._live is None:
             raise SyncMismatch("this vLLM worker has not taken any weights yet: there is nothing to compare")
         live, unreadable = self._live.read()
@@ -181,7 +181,7 @@ def check(answers: Sequence[LoadReport]) -> None:
 
 
 def combine(readings: Sequence[Reading]) -> tuple[Fingerprints, list[str]]:
-    """Fingerprints of all workers' weights, and the names of the unreadable ones; as `Rollout.fingerprints` tells.
+    """Return fingerprints of all workers' weights, and the names of the unreadable ones; as `Rollout.fingerprints` tells.
 
     Of unreadable tensors, and of those that no worker has a place for, there are fingerprints of what arrived.
     Raises SyncMismatch where workers differ.

@@ -21,7 +21,7 @@ from quintet.rollout.vllm.weights import LoadReport, Reading, Weights
 
 
 class WeightWorker:
-    """Mixed into vLLM's worker: takes weights and tells what it has. Its names are apart from the worker's own."""
+    """A class mixed into vLLM's worker: takes weights and tells what it has. Its names are apart from the worker's own."""
 
     vllm_config: Any
     model_runner: Any
@@ -44,22 +44,22 @@ class WeightWorker:
         return taken
 
     def read_fingerprints(self) -> Reading:
-        """Fingerprints of the live weights of this worker. See `weights.combine`."""
+        """Return fingerprints of the live weights of this worker. See `weights.combine`."""
         return self._held().read()
 
     def wanted_weights(self) -> list[Wanted] | None:
-        """The parts of tensors that this worker takes: see `Weights.wanted`."""
+        """Return the parts of tensors that this worker takes: see `Weights.wanted`."""
         return self._held().wanted()
 
     def listen_for_routes(self) -> None:
-        """From now on write down the experts of every token of every request (on CPU: see `routes`)."""
+        """Begin to write down the experts of every token of every request (on CPU: see `routes`)."""
         runner = self.model_runner
         self._routes_heard = compat.listen_to_routers(
             runner.get_model(), lambda layers: Listener(runner, layers)
         )
 
     def take_routes(self) -> dict[str, Told]:
-        """Routes of the requests since the last call: see `routes.heard`."""
+        """Return the routes of the requests since the last call: see `routes.heard`."""
         return {request: Told.of(routes) for request, routes in self._routes_heard.take().items()}
 
     def read_frozen(self) -> LoadReport:
@@ -112,6 +112,6 @@ _SHARED = ("embed_tokens.weight", "lm_head.weight")
 
 
 def only_drafts(name: str, layers: int) -> bool:
-    """Whether a Hugging Face name is of a layer for multi-token prediction, of a model with so many other layers."""
+    """Return whether a Hugging Face name is of a layer for multi-token prediction, of a model with so many other layers."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return name.startswith("model.mtp_layers.") or (found is not None and int(found[1]) >= layers)
