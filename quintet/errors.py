@@ -33,7 +33,7 @@ class UserError(QuintetError):
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Within, a file is read: what the system has against that is a UserError naming the file."""
+    """Raise UserError naming a file that is read within the block for what the system has against that."""
     try:
         yield
     except OSError as error:

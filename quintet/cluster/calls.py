@@ -94,12 +94,12 @@ class PendingCall(Generic[R_co]):
 
     @property
     def died(self) -> bool:
-        """Whether a process of it is gone."""
+        """Whether a process of the call is gone."""
         return any(failure.died for failure in self._failures)
 
     @property
     def echoes(self) -> bool:
-        """Whether all that failed in it may come of another group's failure."""
+        """Whether all that failed in the call may come of another group's failure."""
         return all(failure.communication for failure in self._failures)
 
     def look(self) -> None:
@@ -114,7 +114,7 @@ class PendingCall(Generic[R_co]):
                 self._note(failure)
 
     def error(self) -> QuintetError:
-        """What to tell of the ranks that failed."""
+        """Return the error that tells of the ranks that failed."""
         if self._error is None and self.echoes:
             self._error = self.others()
         if self._error is None:
@@ -124,7 +124,7 @@ class PendingCall(Generic[R_co]):
         return self._error
 
     def value(self) -> R_co:
-        """The caller's value, once every rank has answered."""
+        """Return the caller's value, once every rank has answered."""
         told: Any = [
             (self._values[rank], *refs) if (refs := self._refs[rank][1:]) else self._values[rank]
             for rank in self._owners
@@ -148,7 +148,7 @@ class PendingCall(Generic[R_co]):
 
 
 def first_answers(refs: Sequence[Any], group: str, others: Callable[[], QuintetError | None]) -> list[Any]:
-    """What processes answer before they are ranks, when Ray's word is all that is known of one that ends.
+    """Return what processes answer before they are ranks, when Ray's word is all that is known of one that ends.
 
     `others` is asked about twice a second whether the start is given up, and why.
     """
@@ -173,7 +173,7 @@ def first_answers(refs: Sequence[Any], group: str, others: Callable[[], QuintetE
 
 
 def results(calls: Sequence[PendingCall[R]], watch: Callable[[], None] | None = None) -> list[R]:
-    """The values of calls to several groups that work at once.
+    """Return the values of calls to several groups that work at once.
 
     Raises the error of the first that fails; a process that died is the cause rather than what others say of it, and any
     other failure rather than weights that stopped coming.
@@ -188,7 +188,7 @@ def results(calls: Sequence[PendingCall[R]], watch: Callable[[], None] | None = 
 def outcomes(
     calls: Sequence[PendingCall[R]], watch: Callable[[], None] | None = None
 ) -> list[R | QuintetError]:
-    """The values of calls to several groups, each waited for to its end; of one that failed, its error."""
+    """Return the values of calls to several groups, each waited for to its end; of one that failed, its error."""
     _wait(calls, watch, patient=True)
     return [call.error() if call.failed else call.value() for call in calls]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Cluster:
-    """`with Cluster(recipe.cluster) as cluster:` is Ray for the length of the block.
+    """Ray for a run: `with Cluster(recipe.cluster) as cluster:` has it for the length of the block.
 
     Starts a local Ray when `settings.address` is null, unless this process is connected already. On exit, also by
     Ctrl-C or an error, closes its worker groups and stops what it started, and nothing else.
@@ -49,7 +49,7 @@ class Cluster:
 
     @property
     def log_dir(self) -> Path:
-        """Where the ranks' logs go."""
+        """The directory that the ranks' logs go to."""
         assert self._log_dir is not None, "the cluster is not started"
         return self._log_dir
 

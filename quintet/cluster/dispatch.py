@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One part for each position on the axes `parts`, one result for each on `results`, in their order.
+    """A dispatch protocol: one part for each position on the axes `parts`, one result for each on `results`, in their order.
 
     tellers: where the ranks whose results count are on other axes; -1 is the last position.
     """

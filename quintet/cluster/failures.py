@@ -66,7 +66,7 @@ class Failure:
 
     @staticmethod
     def of_exception(rank: int, error: BaseException, skip_file: str) -> Failure:
-        """From an exception caught in the worker; frames of `skip_file` at the outer end are left out."""
+        """Make a failure from an exception caught in the worker; frames of `skip_file` at the outer end are left out."""
         for told in _TOLD:
             if isinstance(error, told):
                 # Weights stop coming when the trainer fails, which then says why.
@@ -89,7 +89,7 @@ class Failure:
 
     @staticmethod
     def of_death(rank: int, report: Report, ray_says: str = "") -> Failure:
-        """From the end of its process, with what the probe found."""
+        """Make a failure from the end of its process, with what the probe found."""
         ended = report.state
         if "running low on memory" in ray_says:
             ended = "killed by Ray, because its node was running low on memory"
@@ -107,7 +107,7 @@ def _is_communication(error: BaseException) -> bool:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The failure to name, from those known in the order in which they came; None when it is a hang."""
+    """Return the failure to name, from those known in the order in which they came; None when it is a hang."""
     for failure in failures:
         if not failure.communication:
             return failure
@@ -125,8 +125,8 @@ def explain(
     returned: Sequence[int],
     group: str = "",
 ) -> QuintetError:
-    """The error to raise. `reports` are of the ranks still at work and `returned` those already done, for a hang. `group` is
-    named before its ranks, where that is wanted."""
+    """Return the error to raise. `reports` are of the ranks still at work and `returned` those already done, for a hang. `group`
+    is named before its ranks, where that is wanted."""
     cause = root_cause(failures)
     if cause is None:
         return _hang(failures, phase, timeout_s, reports, returned, group)

@@ -94,7 +94,7 @@ class WorkerGroup(Ranks):
         self.close()
 
     def coords(self) -> list[dict[str, int]]:
-        """Each rank's position on the mesh axes, as its worker tells it; asked once."""
+        """Return each rank's position on the mesh axes, as its worker tells it; asked once."""
         if self._coords is None:
             self._coords = self.all(Worker.coords)()
         return self._coords
@@ -108,8 +108,8 @@ class WorkerGroup(Ranks):
         ray_compat.forget_counts(self._posts)
 
     def stalled(self, ranks: Sequence[int], phase: str) -> list[Failure]:
-        """Failures of those ranks that have been stopped for longer than a collective may wait; the first time that one is
-        seen stopped, the user is told."""
+        """Return the failures of those ranks that have been stopped for longer than a collective may wait; the first time that
+        one is seen stopped, the user is told."""
         limit, now, failures = self.cluster.settings.collective_timeout_s, time.monotonic(), []
         found = self._on_nodes(ranks, probe.stopped)
         self._stopped = {rank: self._stopped.get(rank, now) for rank in found}
@@ -125,11 +125,11 @@ class WorkerGroup(Ranks):
         return failures
 
     def answered(self, rank: int) -> None:
-        """A rank that goes on: a later stop of it is another one."""
+        """Note that a rank goes on: a later stop of it is another one."""
         self._stopped.pop(rank, None)
 
     def inspect(self, ranks: Sequence[int] | None = None, wait_s: float = 1.5) -> dict[int, probe.Report]:
-        """Stacks, state and log tail of each rank, whatever it is doing; answers within a few seconds."""
+        """Return the stacks, state and log tail of each rank, whatever it is doing; answers within a few seconds."""
         asked = list(self._processes) if ranks is None else list(ranks)
         found: dict[int, probe.Report] = self._on_nodes(asked, probe.inspect, wait_s)
         return {rank: found.get(rank, _NODE_GONE) for rank in asked}
@@ -155,7 +155,7 @@ class WorkerGroup(Ranks):
         self.forget()
 
     def forget(self) -> None:
-        """The cluster is going, and the processes with it."""
+        """Forget the processes, which go with the cluster."""
         self._seats, self._placement = [], None
 
     # --- starting ---
@@ -303,7 +303,7 @@ class WorkerGroup(Ranks):
         )
 
     def death(self, rank: int, error: ray.exceptions.RayError) -> Failure:
-        """What is known of a rank whose process is gone."""
+        """Return what is known of a rank whose process is gone."""
         process = self._processes[rank]
         report = _on_node(process.node_id, probe.death_report, process)() or _NODE_GONE
         return Failure.of_death(rank, report, str(error))
@@ -311,7 +311,7 @@ class WorkerGroup(Ranks):
     def fail(
         self, failures: list[Failure], phase: str, at_work: Sequence[int], returned: Sequence[int]
     ) -> QuintetError:
-        """The error for these failures; `at_work` ranks are asked for their stacks if it is a hang."""
+        """Return the error for these failures; `at_work` ranks are asked for their stacks if it is a hang."""
         hang = all(failure.communication for failure in failures) and any(f.timed_out for f in failures)
         error = explain(
             failures,

@@ -46,7 +46,8 @@ rm -rf "$directory"
 
 
 class Guardian:
-    """Kill all other processes of a run, and remove its scratch directory, when this process ends, however it does, or at `finish`.
+    """A process that kills all others of a run, and removes its scratch directory, when this process ends, however it does, or at
+    `finish`.
 
     To be made before the directory's name is in the environment. `programs`: what a run runs besides this process's own program,
     files or directories of them. It finds them where there is /proc; elsewhere it removes the directory alone.

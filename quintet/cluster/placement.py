@@ -16,7 +16,7 @@ LOCAL_CPU_SHARE = 0.001
 
 
 def rank_resources(device: str, is_local: bool, devices: int = 1) -> dict[str, float]:
-    """What one rank asks of Ray: GPUs, or a core (a token share of one on a local CPU cluster)."""
+    """Return what one rank asks of Ray: GPUs, or a core (a token share of one on a local CPU cluster)."""
     if device == "cuda":
         return {"GPU": float(devices)}
     return {"CPU": LOCAL_CPU_SHARE if is_local else 1.0}
@@ -25,7 +25,7 @@ def rank_resources(device: str, is_local: bool, devices: int = 1) -> dict[str, f
 def bundles(
     n_ranks: int, ranks_per_node: int | None, resources: Mapping[str, float]
 ) -> tuple[list[dict[str, float]], str]:
-    """Bundles and strategy of the placement group: one bundle a rank packed on as few nodes as hold them, or one
+    """Return bundles and strategy of the placement group: one bundle a rank packed on as few nodes as hold them, or one
     bundle for each `ranks_per_node` ranks, every bundle on a node of its own."""
     if ranks_per_node is None:
         return [dict(resources)] * n_ranks, "PACK"
@@ -69,7 +69,7 @@ def check_fits(
 
 
 def rank_order(locations: Sequence[Location]) -> list[int]:
-    """Indices of the actors in the order of ranks: node by node, and by GPU within a node.
+    """Return the indices of the actors in the order of ranks: node by node, and by GPU within a node.
 
     Neighbouring ranks are the ones that talk most (tp is the innermost axis), so they belong on one node. Nodes
     keep the order in which they first appear.
@@ -82,7 +82,7 @@ def rank_order(locations: Sequence[Location]) -> list[int]:
 
 
 def local_ranks(locations: Sequence[Location]) -> list[tuple[int, int]]:
-    """For locations in rank order: each rank's position on its node, and the number of ranks there."""
+    """Return, for locations in rank order, each rank's position on its node, and the number of ranks there."""
     totals = Counter(location.node_id for location in locations)
     seen: Counter[str] = Counter()
     result = []
@@ -93,5 +93,5 @@ def local_ranks(locations: Sequence[Location]) -> list[tuple[int, int]]:
 
 
 def needs_single_cuda_connection(device: str, layout: Any) -> bool:
-    """Whether kernels must be issued in one queue so that communication is not overtaken (tp or cp on CUDA)."""
+    """Return whether kernels must be issued in one queue so that communication is not overtaken (tp or cp on CUDA)."""
     return device == "cuda" and layout is not None and (layout.tp > 1 or layout.cp > 1)

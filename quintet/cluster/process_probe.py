@@ -77,7 +77,7 @@ def inspect(processes: list[RankProcess], wait_s: float = 1.5) -> dict[int, Repo
 
 
 def stopped(processes: list[RankProcess]) -> dict[int, str]:
-    """Which of these processes of this node, or of those that they started, the kernel does not let run: by rank, how."""
+    """Return which of these processes of this node, or of those that they started, the kernel does not let run: by rank, how."""
     found = {}
     for process in processes:
         root, family = _find(process), []
@@ -121,7 +121,7 @@ def _exit_status(pid: int) -> str | None:
 
 
 def kernel_oom_kills() -> int | None:
-    """Processes that this node's kernel has killed for memory since boot (Linux; else None)."""
+    """Return processes that this node's kernel has killed for memory since boot (Linux; else None)."""
     with contextlib.suppress(OSError):
         found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
         return int(found.group(1)) if found else None
@@ -171,7 +171,7 @@ def _how_it_ended(process: RankProcess, written: str) -> str:
 
 
 def tidy(dump: str) -> str:
-    """A faulthandler dump without the threads and frames of Ray; the thread that runs the worker comes first."""
+    """Return a faulthandler dump without the threads and frames of Ray; the thread that runs the worker comes first."""
     blocks = re.split(r"^(?=(?:Current thread|Thread) 0x)", dump, flags=re.MULTILINE)
     main, others = "", []
     for block in blocks:
@@ -193,7 +193,7 @@ def _is_machinery(frame: str) -> bool:
 
 
 def size(path: Path) -> int:
-    """Bytes of a file; 0 where there is none."""
+    """Return the bytes of a file; 0 where there is none."""
     with contextlib.suppress(OSError):
         return path.stat().st_size
     return 0

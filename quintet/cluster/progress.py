@@ -22,7 +22,7 @@ def group_prefix(job: str, group: str) -> str:
 
 
 class Progress:
-    """A rank's side: `begin` with each call, then call it with the units done so far.
+    """The counter of a rank's finished units: `begin` with each call, then call it with the units done so far.
 
     Outside a worker group it does nothing.
     """
@@ -35,7 +35,7 @@ class Progress:
         self._next = clock()
 
     def begin(self) -> None:
-        """A new call begins."""
+        """Begin to count for a new call."""
         self._next = self._clock() + FIRST_POST_S
 
     def __call__(self, done: int) -> None:

@@ -48,7 +48,7 @@ class Location:
 
 @dataclass(frozen=True)
 class RankSetup:
-    """All that a seat needs to become a rank."""
+    """All that a process needs to become a rank."""
 
     place: Place
     env: dict[str, str]
@@ -178,7 +178,7 @@ def rank_environment(place: Place, location: Location, is_local: bool) -> dict[s
 
 
 def resolve(value: Any) -> Any:
-    """`value` with each ray.ObjectRef within its lists, tuples and dicts replaced by its object.
+    """Return `value` with each ray.ObjectRef within its lists, tuples and dicts replaced by its object.
 
     All are fetched in one `ray.get`, straight from the node that has them; the controller never sees them.
     """

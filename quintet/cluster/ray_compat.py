@@ -261,7 +261,7 @@ class LocalRay:
         threading.Thread(target=wait, name="ray-watch", daemon=True).start()
 
     def death(self) -> RayFailure | None:
-        """What to tell of the first process of Ray's own that has died, if one has."""
+        """Return what to tell of the first process of Ray's own that has died, if one has."""
         if self._death is None and self._node is not None and not self._stopping.is_set():
             for name, (one, *_) in list(self._node.all_processes.items()):
                 if (code := one.process.poll()) is not None:
@@ -297,7 +297,7 @@ _local: LocalRay | None = None
 
 
 def death() -> RayFailure | None:
-    """What to tell if a process of Ray's own has died, of a Ray that was started here."""
+    """Return what to tell if a process of Ray's own has died, of a Ray that was started here."""
     return None if _local is None else _local.death()
 
 
@@ -347,7 +347,7 @@ def _name(process: psutil.Process) -> str:
 
 @contextlib.contextmanager
 def signals_pass() -> Iterator[None]:
-    """What a signal's handler raises while Ray waits goes on as itself."""
+    """Let what a signal's handler raises while Ray waits go on as itself."""
     try:
         yield
     except SystemError as error:
@@ -357,7 +357,7 @@ def signals_pass() -> Iterator[None]:
 
 
 def free_resources() -> list[dict[str, float]]:
-    """What is free on each node, by node."""
+    """Return what is free on each node, by node."""
     per_node: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
     return list(per_node.values())
 
@@ -387,7 +387,7 @@ def forget_counts(prefix: str) -> None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C or SIGTERM must not break the clearing up that the first one began."""
+    """Keep a second Ctrl-C or SIGTERM from breaking the clearing up that the first one began."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -37,7 +37,7 @@ class Place:
 
 
 class Worker:
-    """One rank. Subclasses take `place` first, add keyword arguments, and do their building in `setup`.
+    """The worker of one rank. Subclasses take `place` first, add keyword arguments, and do their building in `setup`.
 
     Methods are called through `WorkerGroup`, one at a time, in the process's main thread.
     """
@@ -82,7 +82,7 @@ class Worker:
         )
 
     def coords(self) -> dict[str, int]:
-        """Position on each mesh axis (`tp`, `pp`, `cp`, `dp`), for the dispatch protocols; here: all ranks are dp."""
+        """Return the position on each mesh axis (`tp`, `pp`, `cp`, `dp`), for the dispatch protocols; here: all ranks are dp."""
         return {"tp": 0, "pp": 0, "cp": 0, "dp": self.rank}
 
     def ping(self, value: Any = None) -> Any:
