@@ -14,8 +14,8 @@ _one_at_a_time = threading.RLock()
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Without a GPU: what is imported within the block may use `torch.compile` and `torch.compiler`'s marks as
-    decorators, and they do nothing. TORCHDYNAMO_DISABLE=0 in the environment asks for the compiler, and gets it.
+    """Skip torch's compiler without a GPU: what is imported within the block may use `torch.compile` and `torch.compiler`'s marks
+    as decorators, and they do nothing. TORCHDYNAMO_DISABLE=0 in the environment asks for the compiler, and gets it.
 
     torch (2.10 to 2.13) imports its compiler with the first such mark: 1,700 modules, a third of what a process of a run
     takes to start on a CPU, where quintet compiles nothing (`quintet.engine.megatron_compat`).

@@ -28,7 +28,7 @@ class Command:
     """Whether it takes RECIPE and key=value, among which options may stand anywhere."""
 
     def parser(self) -> argparse.ArgumentParser:
-        """RECIPE, overrides and the command's own options."""
+        """Return the parser of RECIPE, overrides and the command's own options."""
         parser = argparse.ArgumentParser(
             prog=f"quintet {self.name}",
             usage=f"quintet {self.name} {self.usage}",
@@ -49,6 +49,6 @@ class Command:
         return parser
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Bad options end the program with code 2."""
+        """Parse the arguments of a command; bad options end the program with code 2."""
         parser = self.parser()
         return (parser.parse_intermixed_args if self.of_recipe else parser.parse_args)(list(arguments))

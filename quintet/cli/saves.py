@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def describe_saves(recipe: Recipe, command: str) -> Iterator[str]:
-    """Raises UserError when the recipe cannot go on with the run that it names."""
+    """Describe checkpoints and what is resumed. Raises UserError when the recipe cannot go on with the run that it names."""
     from quintet.plan.describe import checkpoints
     from quintet.runs.resume import find_resume
 

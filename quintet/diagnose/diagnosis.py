@@ -100,12 +100,12 @@ class Diagnosis:
 
     @property
     def advice(self) -> str:
-        """What to do."""
+        """The advice on what to do."""
         return "" if self.place is None else ADVICE[self.place]
 
 
 def judge(e: Evidence) -> Diagnosis:
-    """The first place where the sides part, by the evidence."""
+    """Return the first place where the sides part, by the evidence."""
     bf16 = _mean(e.bf16, e.plain)
     rounding = max(ROUNDING * bf16, BF16)
     allowed = FP32 if e.dtype == "fp32" else rounding
@@ -235,7 +235,7 @@ def _tried(e: Evidence, allowed: float, rounding: float) -> list[Line]:
 
 
 def shifted(logprobs: Tensor, lengths: list[int], by: int) -> Tensor:
-    """Each response's log-probs one position later (by=1) or earlier (by=-1); the end that is left repeats its neighbour."""
+    """Return each response's log-probs one position later (by=1) or earlier (by=-1); the end that is left repeats its neighbour."""
     rows = []
     for row in logprobs.split(lengths):
         at = (torch.arange(len(row)) - by).clamp(0, max(len(row) - 1, 0))

@@ -23,7 +23,7 @@ class Weights:
 
 
 def starting_model(run: Path, recipe: Recipe) -> Path:
-    """The Hugging Face directory that the run began with."""
+    """Return the Hugging Face directory that the run began with."""
     if recipe.model.build is not None:
         return run / "model"
     assert recipe.model.path is not None
@@ -31,8 +31,8 @@ def starting_model(run: Path, recipe: Recipe) -> Path:
 
 
 def find_weights(run: Path, recipe: Recipe, step: int) -> Weights | None:
-    """The weights after `step` steps of RL, if they are there: a checkpoint, an export, the trained model, or what RL began
-    with."""
+    """Return the weights after `step` steps of RL, if they are there: a checkpoint, an export, the trained model, or what RL
+    began with."""
     model = starting_model(run, recipe)
     name = name_of("rl", step)
     if step == 0:

@@ -48,7 +48,7 @@ class Ask(Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """A diagnosis, and what it is of."""
+    """A diagnosis, and the step and samples that it is of."""
 
     step: int
     samples: int
@@ -88,7 +88,8 @@ def diagnose(run: Path, step: int | None, say: Callable[[str], None]) -> Found:
 
 
 def recorded_gaps(run: Path) -> dict[int, float]:
-    """Mean |Δ log-prob| of rollout and trainer in the samples kept of each step, as recorded, whether or not they can be replayed."""
+    """Return the mean |Δ log-prob| of rollout and trainer in the samples kept of each step, as recorded, whether or not they can
+    be replayed."""
     gaps = {}
     for step, file in replays(run).items():
         with suppress(UserError):
@@ -204,7 +205,7 @@ def _beside_plain(
 def gather(
     ask: Ask, replay: Replay, weights: Weights, before: Weights | None, own: OwnLayout, *, temperature: float
 ) -> Evidence:
-    """All evidence: what was recorded, what the recipe's own layout came to, and what the plain model comes to."""
+    """Return all evidence: what was recorded, what the recipe's own layout came to, and what the plain model comes to."""
     samples = replay.samples
     ids, prompts = [s.generated.ids for s in samples], [s.generated.prompt_tokens for s in samples]
     policy = Sampling(temperature=temperature)

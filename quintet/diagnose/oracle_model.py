@@ -62,7 +62,7 @@ class OracleModel:
 
     @torch.no_grad()
     def logits(self, ids: list[int], prompt: int, routes: Any = None) -> Tensor:
-        """What predicts the response's tokens: fp32 [tokens - prompt, vocabulary]. routes: prescribed, [tokens - 1,
+        """Return what predicts the response's tokens: fp32 [tokens - prompt, vocabulary]. routes: prescribed, [tokens - 1,
         layers with experts, top-k], for all tokens but the last, which predicts nothing."""
         values, model = torch.tensor(ids), self._model
         align = alignment_of(self._engine.layout, cp=1)
@@ -77,7 +77,7 @@ class OracleModel:
         return (rows @ model.head_weight().t()).float()[:, : self._shape.vocab_size]
 
     def routes(self, tokens: int) -> Tensor | None:
-        """Experts of the first tokens in the last call of `logits`, int64 [tokens, layers with experts, top-k]."""
+        """Return experts of the first tokens in the last call of `logits`, int64 [tokens, layers with experts, top-k]."""
         if not self._taps:
             return None
         return torch.stack([tap.chosen[:tokens].cpu() for tap in self._taps], 1)
@@ -109,13 +109,13 @@ class PlainWorker(Worker):
         self.model.load(weights)
 
     def logprobs(self, ids: list[list[int]], prompts: list[int], samplings: list[Sampling]) -> list[Tensor]:
-        """Of the responses' tokens, under each sampling: fp32 [response tokens] all samples after one another."""
+        """Return log-probs of the responses' tokens, under each sampling: fp32 [response tokens] all samples after one another."""
         return scored(self.model, ids, prompts, samplings)
 
     def in_bf16(
         self, weights: Weights, ids: list[list[int]], prompts: list[int], sampling: Sampling
     ) -> Tensor:
-        """The same of a model in bf16."""
+        """Return log-probs as `logprobs`, of a model in bf16."""
         model = self._make("bf16")
         model.load(weights)
         return scored(model, ids, prompts, [sampling])[0]
@@ -123,18 +123,19 @@ class PlainWorker(Worker):
     def routed(
         self, ids: list[list[int]], prompts: list[int], routes: list[Any], sampling: Sampling
     ) -> tuple[Tensor, float]:
-        """Log-probs with prescribed routes; and the share of them, by token and layer, where the model itself chooses others."""
+        """Return the log-probs with prescribed routes; and the share of them, by token and layer, where the model itself chooses
+        others."""
         return routed(self.model, ids, prompts, routes, sampling)
 
     def temperature(self, ids: list[int], prompt: int, logprobs: list[float]) -> float:
-        """The temperature that explains a response's log-probs best."""
+        """Return the temperature that explains a response's log-probs best."""
         return fit_temperature(self.model.logits(ids, prompt), torch.tensor(ids[prompt:]), logprobs)
 
 
 def scored(
     model: OracleModel, ids: Sequence[list[int]], prompts: Sequence[int], samplings: Sequence[Sampling]
 ) -> list[Tensor]:
-    """See `PlainWorker.logprobs`."""
+    """Return log-probs of the responses' tokens: see `PlainWorker.logprobs`."""
     rows: list[list[Tensor]] = [[] for _ in samplings]
     for one, prompt in zip(ids, prompts, strict=True):
         logits = model.logits(one, prompt)
@@ -146,7 +147,7 @@ def scored(
 def routed(
     model: OracleModel, ids: list[list[int]], prompts: list[int], routes: list[Any], sampling: Sampling
 ) -> tuple[Tensor, float]:
-    """See `PlainWorker.routed`."""
+    """Return log-probs with prescribed routes: see `PlainWorker.routed`."""
     found, other, total = [], 0, 0
     for one, prompt, told in zip(ids, prompts, routes, strict=True):
         model.logits(one, prompt)
@@ -164,7 +165,7 @@ def routed(
 
 
 def fit_temperature(logits: Tensor, chosen: Tensor, logprobs: Sequence[float]) -> float:
-    """The temperature at which log-probs of the chosen tokens come nearest to the given ones."""
+    """Return the temperature at which log-probs of the chosen tokens come nearest to the given ones."""
     wanted = torch.tensor(logprobs, device=logits.device)
 
     def gap(log_temperature: float) -> float:

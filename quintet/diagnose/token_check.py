@@ -10,7 +10,7 @@ NEAR = 1e-6
 
 
 def token_faults(replay: Replay, tokenizer: Tokenizer, *, special: bool) -> list[str]:
-    """What is wrong, a sentence a sample. special: whether prompts get the tokenizer's special tokens around them."""
+    """Return what is wrong, a sentence a sample. special: whether prompts get the tokenizer's special tokens around them."""
     return [
         f"Sample {number}: {fault}."
         for number, sample in enumerate(replay.samples)

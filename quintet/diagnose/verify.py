@@ -66,7 +66,7 @@ class Outcome:
     """What the resumed run held right after loading that was not as it was saved."""
 
     def pairs(self) -> Iterator[tuple[Step, Step]]:
-        """Steps side by side, up to where one run has no more."""
+        """Yield steps side by side, up to where one run has no more."""
         return zip(self.straight, self.resumed, strict=False)
 
     @property
@@ -76,11 +76,11 @@ class Outcome:
         )
 
     def resumed_pairs(self) -> list[tuple[Step, Step]]:
-        """Those of steps after the save."""
+        """Return the pairs of steps after the save."""
         return [(a, b) for a, b in self.pairs() if a.stage == self.stage and a.step > self.half]
 
     def first_half(self) -> list[tuple[Step, Step]]:
-        """Those before it: the same computation, done twice."""
+        """Return the pairs of steps before the save: the same computation, done twice."""
         return [(a, b) for a, b in self.pairs() if not (a.stage == self.stage and a.step > self.half)]
 
 
@@ -114,7 +114,7 @@ def verify(
 
 
 def judge(outcome: Outcome, *, same_layout: bool, gpu: bool, bf16: bool) -> tuple[bool, str]:
-    """Whether resuming is sound, and why, in words."""
+    """Return whether resuming is sound, and why, in words."""
     if outcome.identical:
         return True, "identical: every step and every weight, bit for bit"
     if outcome.state:
@@ -166,7 +166,7 @@ def _judge_gpu(outcome: Outcome) -> tuple[bool, str]:
 
 
 def first_difference(outcome: Outcome) -> str:
-    """The first thing that is not the same in both runs."""
+    """Return the first thing that is not the same in both runs."""
     if outcome.state:
         more = f", and {len(outcome.state) - 1} more" if len(outcome.state) > 1 else ""
         return f"right after loading, against what was saved: {outcome.state[0]}{more}"

@@ -61,7 +61,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How groups are selected, which scores are needed, which advantage, which updates, in this order."""
+    """An algorithm of RL: how groups are selected, which scores are needed, which advantage, which updates, in this order."""
 
     select: Callable[[Samples, Source], Samples]
     scores: tuple[Score, ...]
@@ -69,12 +69,12 @@ class Algorithm:
     trained: tuple[Trained, ...]
 
     def updates(self, step: int) -> list[Update]:
-        """The roles that take an optimizer step on each mini-batch of this step."""
+        """Return the roles that take an optimizer step on each mini-batch of this step."""
         return [(one.role, one.objective) for one in self.trained if step >= one.first_step]
 
 
 def as_they_came(samples: Samples, source: Source) -> Samples:
-    """All groups, whatever they teach."""
+    """Return all groups of samples, whatever they teach."""
     return samples
 
 
@@ -101,7 +101,7 @@ class Refill:
 
 
 def algorithm_of(recipe: Recipe, roles: Mapping[str, Role]) -> Algorithm:
-    """The algorithm that a recipe asks for, with the roles that take part."""
+    """Return the algorithm that a recipe asks for, with the roles that take part."""
     wanted, policy = recipe.algorithm, roles["policy"]
     temperature, steps = recipe.rollout.temperature or 1.0, recipe.train.steps
     critic = roles.get("critic")

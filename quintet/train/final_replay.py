@@ -29,7 +29,7 @@ def closing_replay(s: Session, step: int) -> None:
 
 
 def keep_final_replay(s: Session, step: int) -> None:
-    """`closing_replay` of a run whose model is written: a process that dies now costs only the samples."""
+    """Run `closing_replay` of a run whose model is written: a process that dies now costs only the samples."""
     try:
         closing_replay(s, step)
     except (WorkerFailure, RayFailure, SyncFailure) as failure:

@@ -10,7 +10,7 @@ from quintet.train.session import session
 
 
 def generate(recipe: Recipe, prompts: list[str]) -> list[dict[str, Any]]:
-    """Responses to texts: one dict a sample with prompt, response, response_tokens, finish and log-probs (sums)."""
+    """Return responses to texts: one dict a sample with prompt, response, response_tokens, finish and log-probs (sums)."""
     with session(recipe, "generate", texts=prompts) as s:
         with s.controller.generating():
             samples = s.controller.generate(
@@ -33,6 +33,6 @@ def generate(recipe: Recipe, prompts: list[str]) -> list[dict[str, Any]]:
 
 
 def evaluate(recipe: Recipe) -> dict[str, float]:
-    """Accuracy on the recipe's held-out prompts."""
+    """Return the accuracy on the recipe's held-out prompts."""
     with session(recipe, "eval") as s:
         return evaluate_session(s, 0)

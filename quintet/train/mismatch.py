@@ -17,7 +17,7 @@ PERCENTILES = {"ratio_p1": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99, "ratio_p99
 
 
 def mismatch_metrics(tally: Tally) -> dict[str, float]:
-    """What a step tells of it: the metrics `mismatch/…` of docs/mismatch.md."""
+    """Return what a step tells of the mismatch of rollout and trainer: the metrics `mismatch/…` of docs/mismatch.md."""
     means, maxima = tally.means(), tally.maxima()
     log_ratios = tally.quantiles("rollout_log_ratio", PERCENTILES.values())
     ratios = {name: math.exp(value) for name, value in zip(PERCENTILES, log_ratios, strict=True)}

@@ -33,7 +33,7 @@ def train(recipe: Recipe, stop_after: int | None = None) -> Path:
 
 
 def run_training(s: Session) -> Path:
-    """Both stages, the trained model, and samples of it; returns the run directory."""
+    """Run both stages, and write the trained model and samples of it; returns the run directory."""
     if s.recipe.sft is not None and not s.saver.skips("sft"):
         run_sft(s, s.recipe.sft, s.recipe.sft.optimizer)
     reinforce(s)
@@ -43,7 +43,7 @@ def run_training(s: Session) -> Path:
 
 
 def reinforce(s: Session) -> None:
-    """The loop, over the steps that are left."""
+    """Run the loop of RL over the steps that are left."""
     assert s.inputs.train is not None
     algorithm = algorithm_of(s.recipe, s.controller.roles)
     source = Source(s, PromptStream(s.inputs.train, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle))
@@ -58,7 +58,7 @@ def reinforce(s: Session) -> None:
 
 
 def take_step(s: Session, algorithm: Algorithm, source: Source, step: Step) -> None:
-    """One step: everything between two verbs is a value."""
+    """Take one step: everything between two verbs is a value."""
     with source.awake(step):
         groups = algorithm.select(source.take(), source)
     batch = s.scatter(groups)

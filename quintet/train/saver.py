@@ -92,7 +92,7 @@ class Saver:
             )
 
     def skips(self, stage: Stage) -> bool:
-        """Whether the run goes on from a later stage than this one."""
+        """Return whether the run goes on from a later stage than this one."""
         return self._resumed is not None and self._resumed.manifest.stage == "rl" and stage == "sft"
 
     def begin(self, stage: Stage, stream: PromptStream) -> tuple[int, dict[str, float]]:
@@ -110,7 +110,7 @@ class Saver:
         return 0, {}
 
     def after_step(self, step: int, *, last: bool, **loop: float) -> None:
-        """What is due after a step: publish, save, export; and stop, if that is asked.
+        """Do what is due after a step: publish, save, export; and stop, if that is asked.
 
         last: whether the stage ends with it. loop: numbers that its loop carries to the next step.
 
@@ -197,7 +197,7 @@ class Saver:
         return parts
 
     def trained_roles(self, stage: Stage) -> tuple[str, ...]:
-        """Roles that learn in a stage, and that its checkpoints hold."""
+        """Return the roles that learn in a stage, and that its checkpoints hold."""
         return POLICY, *((CRITIC,) if stage == "rl" and CRITIC in self.controller.roles else ())
 
     def _instead_of(self, found: Checkpoint) -> str:

@@ -196,7 +196,7 @@ class Session:
         return self._saver
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
-        """The recipe's sampling."""
+        """Return the recipe's sampling."""
         return Sampling.of(self.recipe.rollout, self.inputs.end_ids, greedy=greedy)
 
     def scatter(self, samples: Samples) -> BatchRef:
@@ -206,7 +206,7 @@ class Session:
 
     @property
     def temperature(self) -> float:
-        """Of the policy that is trained: the sampling temperature, 1 when sampling is greedy."""
+        """The temperature of the policy that is trained: the sampling temperature, 1 when sampling is greedy."""
         return self.recipe.rollout.temperature or 1.0
 
     def finish(self) -> Path:

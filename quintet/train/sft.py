@@ -30,7 +30,7 @@ def sft(recipe: Recipe, stop_after: int | None = None) -> Path:
 
 
 def run_tuning(s: Session) -> Path:
-    """SFT alone, and the trained model; returns the run directory."""
+    """Run SFT alone, and write the trained model; returns the run directory."""
     assert s.recipe.sft is not None
     run_sft(s, s.recipe.sft, s.recipe.sft.optimizer)
     return s.finish()

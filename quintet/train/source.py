@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """Of one run. The order of prompts, and with it all else, follows from the seed and the steps taken."""
+    """The source of one run's samples. The order of prompts, and with it all else, follows from the seed and the steps taken."""
 
     def __init__(self, s: Session, stream: PromptStream) -> None:
         self._s, self.stream = s, stream
@@ -26,17 +26,17 @@ class Source:
 
     @contextmanager
     def awake(self, step: Step) -> Iterator[None]:
-        """Rollouts are awake for what a step takes: see `Controller.generating`."""
+        """Keep rollouts awake for what a step takes: see `Controller.generating`."""
         self._step, self._taken = step, 0
         with self._s.observer.phase("generate"), self._s.controller.generating():
             yield
 
     def take(self) -> Samples:
-        """The step's prompts, responses to them, and their rewards."""
+        """Return the step's prompts, responses to them, and their rewards."""
         return self.more(self._s.recipe.train.prompts_per_step)
 
     def more(self, prompts: int) -> Samples:
-        """The same for this many prompts more."""
+        """Return samples of this many prompts more for the step."""
         s, step = self._s, self._step
         assert step is not None
         seed = f"{s.recipe.run.seed}/train/{step.number}" + (f"/{self._taken}" if self._taken else "")
@@ -53,7 +53,7 @@ class Source:
         return samples
 
     def tell(self, metric: str, value: float) -> None:
-        """A metric of the step."""
+        """Set a metric of the step."""
         assert self._step is not None
         self._step.metrics[metric] = value
 

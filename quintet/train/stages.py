@@ -12,7 +12,8 @@ from quintet.train.steps import Step
 
 
 def rl_steps(s: Session, done: int) -> Iterator[Step]:
-    """The steps that are left. After each: its metrics, a look at rollout and trainer, the evaluation and the save that are due."""
+    """Yield the steps that are left. After each: its metrics, a look at rollout and trainer, the evaluation and the save that are
+    due."""
     recipe = s.recipe
     if done == 0:
         evaluate(s, 0)
