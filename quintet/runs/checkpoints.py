@@ -105,7 +105,7 @@ class Checkpoint:
         return cls(path, _read_manifest(path))
 
     def check_reference(self) -> None:
-        """Raises Damaged with the reason when the stored reference policy, which others need as well, is not whole."""
+        """Raise Damaged with the reason when the stored reference policy, which others need as well, is not whole."""
         if self.reference is not None:
             _read_manifest(self.reference.parent)
 

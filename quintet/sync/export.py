@@ -111,7 +111,7 @@ class Export:
         self._storages = _storages(sources)
 
     def check(self) -> None:
-        """Raises UserError when weights are not on the device."""
+        """Raise UserError when weights are not on the device."""
         for storage, nbytes in self._storages:
             if storage.nbytes() != nbytes:
                 raise UserError("weights are offloaded: they must be on the device to be handed to a rollout")

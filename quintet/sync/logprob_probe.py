@@ -114,7 +114,7 @@ class Movement:
         self._moved: dict[str, tuple[Scores, Scores]] = {}
 
     def check(self, engine: Scores, rollout: Scores, tolerance: float, name: str) -> None:
-        """Raises SyncMismatch when the trainer has moved since this rollout last did, which tells the very same."""
+        """Raise SyncMismatch when the trainer has moved since this rollout last did, which tells the very same."""
         before = self._moved.get(name)
         if before is None or before[1] != rollout:
             self._moved[name] = engine, rollout

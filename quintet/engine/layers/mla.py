@@ -124,7 +124,7 @@ class PackedLatentAttention(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the projected output like `hidden_states`, and the projection's bias (None)."""
+        """Return the projected output like `hidden_states`, and the projection's bias (None)."""
         row: PackedRow = kwargs["packed_seq_params"]
         latents = self._down(hidden_states)
 
