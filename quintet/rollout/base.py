@@ -147,8 +147,13 @@ class Rollout(Protocol):
     levels 1 and 2 `wake("weights")`, `update_weights`, `wake("kv_cache")`, `resume`.
     """
 
+    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
+        """Each request's responses as soon as the last of them is there: its place among the requests, and these. Ranks that
+        share requests (tp, pp) all get them. `pause`, `resume` and `abort` may come from another thread meanwhile."""
+        ...
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        """Responses of each request, in order. Ranks that share requests (tp, pp) all get the result."""
+        """`stream`, waited for: responses of each request, in order."""
         ...
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
@@ -194,3 +199,11 @@ class Rollout(Protocol):
     def abort(self) -> None:
         """Give up requests that are under way: their samples end with finish "abort"."""
         ...
+
+
+def in_order(groups: Iterator[tuple[int, list[Sample]]], count: int) -> list[list[Sample]]:
+    """Wait for all groups of a `stream` of so many requests."""
+    rows: list[list[Sample]] = [[] for _ in range(count)]
+    for number, samples in groups:
+        rows[number] = samples
+    return rows

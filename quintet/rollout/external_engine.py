@@ -8,9 +8,10 @@ weights and memory change hands.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from quintet.errors import QuintetError, UserError
 from quintet.models import read_shape
 from quintet.recipe import schema
-from quintet.rollout.base import Part, Request, Sample, Sampling
+from quintet.rollout.base import Part, Request, Sample, Sampling, in_order
 from quintet.rollout.policy_sample import policy_sample
 from quintet.rollout.seeds import positive_seeds
 
@@ -59,8 +60,9 @@ _Told = TypeVar("_Told", covariant=True)
 class Engine(Protocol[_Asked, _Told]):
     """The engine that does the jobs. Its methods may be called from several threads."""
 
-    def run(self, jobs: Sequence[_Asked], progress: Progress) -> Sequence[_Told]:
-        """Do all jobs; returns when each is done or aborted. Raises WorkerFailure when a process of the engine dies."""
+    def run(self, jobs: Sequence[_Asked]) -> Generator[tuple[int, _Told]]:
+        """Do all jobs; tells each, by its place, as it is done or aborted. Raises WorkerFailure when a process of the engine dies.
+        Closed before its end, it gives the rest up."""
         ...
 
     def pause(self) -> None:
@@ -92,6 +94,8 @@ class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
 
     title: str
     """What errors call the engine."""
+    _routes_at_end = False
+    """Whether routes can be told only when all requests of a call are done."""
 
     def __init__(
         self,
@@ -137,14 +141,39 @@ class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
         """Responses of each request, in order. Raises WorkerFailure when a process of the engine dies."""
+        return in_order(self.stream(requests, sampling), len(requests))
+
+    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
+        """Each request's responses as they finish: see `Rollout.stream`. Raises WorkerFailure when a process of the engine dies."""
         self._check(sampling)
-        jobs = [job for at, request in enumerate(requests) for job in self._jobs(at, request, sampling)]
-        answers = self._run(jobs, self._progress)
-        made = [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in answers]
-        if self._recipe.return_routes:
-            self._add_routes(made, answers, [len(job.prompt_ids) for job in jobs])
+        by_request = [self._jobs(at, request, sampling) for at, request in enumerate(requests)]
+        jobs = [(at, number) for at, some in enumerate(by_request) for number in range(len(some))]
+        answers: list[dict[int, AnswerT]] = [{} for _ in requests]
+        held_back = []
+        with closing(self._run([job for some in by_request for job in some])) as told:
+            for done, (job, answer) in enumerate(told, 1):
+                at, number = jobs[job]
+                answers[at][number] = answer
+                self._progress(done)
+                if len(answers[at]) < len(by_request[at]):
+                    continue
+                if self._recipe.return_routes and self._routes_at_end:
+                    held_back.append(at)
+                else:
+                    ((_, samples),) = self._made({at: by_request[at]}, answers, sampling)
+                    yield at, samples
+        yield from self._made({at: by_request[at] for at in held_back}, answers, sampling)
+
+    def _made(
+        self, jobs: Mapping[int, list[JobT]], answers: Sequence[Mapping[int, AnswerT]], sampling: Sampling
+    ) -> list[tuple[int, list[Sample]]]:
+        """The samples of requests that are done."""
+        told = [answers[at][number] for at, some in jobs.items() for number in range(len(some))]
+        made = [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in told]
+        if self._recipe.return_routes and made:
+            self._add_routes(made, told, [len(job.prompt_ids) for some in jobs.values() for job in some])
         samples = iter(made)
-        return [[next(samples) for _ in range(request.samples)] for request in requests]
+        return [(at, list(itertools.islice(samples, len(some)))) for at, some in jobs.items()]
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Return the log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
@@ -155,10 +184,10 @@ class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
                     "data.max_prompt_tokens or rollout.max_response_tokens"
                 )
         jobs = [self._to_score(list(ids)) for ids in sequences if len(ids) > 1]
-        done = self._run(jobs, lambda done: None)
-        if any(one.finish == "abort" for one in done):
+        done = dict(self._run(jobs))
+        if any(one.finish == "abort" for one in done.values()):
             raise QuintetError("scoring was given up by `abort`: there are no log-probs")
-        answers = iter(done)
+        answers = (done[job] for job in range(len(jobs)))
         return [next(answers).prompt_logprobs if len(ids) > 1 else [] for ids in sequences]
 
     def _jobs(self, at: int, request: Request, sampling: Sampling) -> list[JobT]:
@@ -175,7 +204,7 @@ class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
         seeds = positive_seeds(request.seed, request.samples)
         return [self._to_write(request, number, seed, sampling) for number, seed in enumerate(seeds)]
 
-    def _run(self, jobs: list[JobT], progress: Progress) -> list[AnswerT]:
+    def _run(self, jobs: list[JobT]) -> Generator[tuple[int, AnswerT]]:
         if self._asleep:
             raise QuintetError(
                 f"the rollout's {' and '.join(sorted(self._asleep))} are asleep: wake them before it generates"
@@ -185,7 +214,8 @@ class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
                 "the rollout's weights are undefined: it forgot them when it slept, was made without, or the last ones did not "
                 "arrive whole; it generates after update_weights"
             )
-        return list(self._engine.run(jobs, progress)) if jobs else []
+        if jobs:
+            yield from self._engine.run(jobs)
 
     # requests under way
 

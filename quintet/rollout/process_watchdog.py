@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 import psutil
 
@@ -78,6 +79,25 @@ class ProcessWatchdog:
         while not wait([future], CHECK_EVERY_S).done:
             self.check()
         return future.result()
+
+    def each(self, future: Future[Any], came: SimpleQueue[T | None]) -> Iterator[T]:
+        """Yield what another thread puts into a queue until the future is done.
+
+        Raises the future's error, or as `wait_for` does. Left before its end, it cancels the future."""
+        future.add_done_callback(lambda _: came.put(None))
+        try:
+            while True:
+                try:
+                    one = came.get(timeout=CHECK_EVERY_S)
+                except Empty:
+                    self.check()
+                    continue
+                if one is None:
+                    future.result()
+                    return
+                yield one
+        finally:
+            future.cancel()
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in another thread, and return what it returns; waits as `wait_for`."""

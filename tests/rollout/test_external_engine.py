@@ -23,11 +23,15 @@ class Counting:
 
     def __init__(self):
         self.jobs, self.log, self.tokens, self.finish = [], [], 0, "length"
+        self.order = list  # of places
+        self.closed = False
 
-    def run(self, jobs, progress):
+    def run(self, jobs):
         self.jobs += jobs
-        progress(len(jobs))
-        return [self._one(job) for job in jobs]
+        try:
+            yield from ((place, self._one(jobs[place])) for place in self.order(range(len(jobs))))
+        finally:
+            self.closed = True
 
     def _one(self, job):
         ids = [job.prompt_ids[-1] + 1 + at for at in range(job.parameters["most"])]
@@ -94,6 +98,40 @@ def test_each_sample_is_a_job_with_its_own_seed_and_limit(make):
     assert first[0].text == "[3]"
     asked = [job.parameters["seed"] for job in rollout._engine.jobs]
     assert asked == [*positive_seeds(7, 2), *positive_seeds(9, 1)]
+
+
+THREE = [Request([at], samples=2, seed=at) for at in (10, 20, 30)]
+
+
+def test_a_group_is_told_when_its_last_sample_is_done(make):
+    rollout = make()
+    rollout._engine.order = lambda places: [4, 0, 2, 5, 3, 1]
+    counted = []
+    rollout._progress = counted.append
+    groups = [(number, len(counted), samples) for number, samples in rollout.stream(THREE, SHORT)]
+    assert [(number, done) for number, done, _ in groups] == [(2, 4), (1, 5), (0, 6)]
+    in_order = make().generate(THREE, SHORT)
+    assert {number: samples for number, _, samples in groups} == dict(enumerate(in_order))
+    assert rollout.generate(THREE, SHORT) == in_order
+
+
+def test_who_stops_listening_gives_the_rest_up(make):
+    rollout = make()
+    groups = rollout.stream(THREE, SHORT)
+    next(groups)
+    assert not rollout._engine.closed
+    groups.close()
+    assert rollout._engine.closed
+
+
+def test_groups_wait_for_routes_that_come_at_the_end(make):
+    rollout = make(return_routes=True)
+    rollout._routes_at_end = True
+    rollout._engine.order = lambda places: list(reversed(places))
+    for number, samples in rollout.stream(THREE, SHORT):
+        assert rollout._engine.closed
+        assert [sample.response_ids[0] for sample in samples] == [10 * number + 11] * 2
+        assert [sample.routes for sample in samples] == [1, 1]
 
 
 def test_routes_are_asked_for_where_the_recipe_does(make):

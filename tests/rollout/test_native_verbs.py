@@ -170,6 +170,60 @@ def test_abort_ends_all_ranks_at_the_same_token(pool, tmp_path, layout):
         assert {len(s.response_ids) for row in after for s in row} == {12}
 
 
+def held_together(path: Path, layout: dict[str, Any]) -> Any:
+    """On one rank: what the requests come to; and again, held and let go by a thread of the rank that owns the output, and how often
+    it was asked meanwhile."""
+    rollout = loaded(path, layout)
+    requests = [Request(p, samples=4, seed=i) for i, p in enumerate(PROMPTS)]
+    want = rollout.generate(requests, LONG)
+    asked: list[float] = []
+    agreed = rollout._stage.agreed
+    rollout._stage.agreed = lambda state: (asked.append(time.monotonic()), agreed(state))[1]
+    if rollout.mesh.owns_output:
+
+        def hold() -> None:
+            rollout.pause()
+            threading.Timer(1.0, rollout.resume).start()
+
+        rollout._decode = Interrupted(50, hold)
+    found = rollout.generate(requests, LONG)
+    return want, found, asked[-1] - asked[1]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_pause_holds_all_ranks_at_the_same_token(pool, tmp_path, layout):
+    world, sizes = LAYOUTS[layout]
+    for want, found, held_s in pool.run(held_together, world, save("qwen3", tmp_path), sizes):
+        assert found == want
+        assert held_s > 0.5  # no rank sat in one collective all the while
+
+
+def streamed(path: Path, layout: dict[str, Any], return_routes: bool) -> Any:
+    """On one rank: groups in the order in which they finished, with the longest response that was under way then; all in order."""
+    rollout = loaded(path, layout, return_routes=return_routes)
+    limits = [(9, 9), (3, 20), (2, 4), (1, 1)]
+    requests = [
+        Request(PROMPTS[i], samples=2, seed=i, max_response_tokens=most) for i, most in enumerate(limits)
+    ]
+    sampling = Sampling(ignore_end=True)
+    came = list(rollout.stream(requests, sampling))
+    return came, rollout.generate(requests, sampling)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "routes"),
+    [("qwen3", "one", False), ("qwen3", "pp2", False), ("qwen3_moe", "tp2-sp", True)],
+)
+def test_a_group_is_told_when_its_last_sample_is_done(pool, tmp_path, name, layout, routes):
+    world, sizes = LAYOUTS[layout]
+    for came, in_order in pool.run(streamed, world, save(name, tmp_path), sizes, routes):
+        assert [number for number, _ in came] == [3, 2, 0, 1]
+        for number, samples in came:
+            for one, other in zip(samples, in_order[number], strict=True):
+                assert (one.response_ids, one.text) == (other.response_ids, other.text)
+                assert np.array_equal(one.routes, other.routes) if routes else one.routes is None
+
+
 def held(path: Path) -> None:
     """Another thread generates; this one holds it."""
     rollout = loaded(path, {})

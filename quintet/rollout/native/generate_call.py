@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,11 @@ from quintet.rollout.native.scheduler import Scheduler, SequenceState
 from quintet.rollout.native.stage import Stage
 from quintet.rollout.seeds import sample_seeds
 
+GOES_ON, PAUSED, ABORTED = range(3)
+"""What becomes of requests, as the rank that owns the output has it."""
+HELD_S = 0.01
+"""How often ranks that are paused look whether they still are."""
+
 
 class GenerateCall:
     """One `generate` under way: the rows it computes and the tokens it draws."""
@@ -30,12 +36,12 @@ class GenerateCall:
         sampling: Sampling,
         *,
         decode: Callable[[list[int]], str],
-        given_up: Callable[[], bool],
+        state: Callable[[], int],
         progress: Callable[[int], None],
         routes: Routes | None,
     ) -> None:
         self.stage, self.scheduler, self.cache, self.sampling = stage, scheduler, cache, sampling
-        self.routes, self._decode, self._given_up, self._progress = routes, decode, given_up, progress
+        self.routes, self._decode, self._state, self._progress = routes, decode, state, progress
         self.device = stage.model.device
         self._stops = set() if sampling.ignore_end else set(sampling.stop_token_ids)
         self._tail = max((len(s) for s in sampling.stop), default=0)
@@ -46,6 +52,8 @@ class GenerateCall:
             for k, seed in enumerate(sample_seeds(seeds[r], torch.arange(request.samples)).tolist())
         }
         self._done = 0
+        self.paused = False
+        """Whether all ranks that share the requests are to hold them."""
 
     def prefill(self, groups: list[list[SequenceState]]) -> None:
         """Compute new prompts, once each, keep them in their samples' slots, and draw first tokens."""
@@ -106,8 +114,8 @@ class GenerateCall:
             self._progress(self._done)
 
     def _draw(self, hidden: Tensor | None, rows: Tensor, drafts: list[SequenceState]) -> None:
-        """Draw the next token of each draft from the hidden state at its row. Whether the requests are given up travels with
-        the tokens, so that all ranks end at the same one."""
+        """Draw the next token of each draft from the hidden state at its row. Whether the requests are held or given up travels
+        with the tokens, so that all ranks do it at the same one."""
         count = len(drafts)
         picked = torch.zeros((4, count + 1), dtype=torch.float64, device=self.device)
         if hidden is not None:
@@ -119,7 +127,7 @@ class GenerateCall:
             seeds = torch.tensor([self._seeds[d.request, d.number] for d in drafts], device=self.device)
             at = torch.tensor([d.prompt_length + len(d.response_ids) for d in drafts], device=self.device)
             picked[:, :count] = torch.stack([x.double() for x in draw(z, self.sampling, seeds, at)])
-            picked[0, count] = float(self._given_up())
+            picked[0, count] = float(self._state())
         *drawn, last_column = zip(*self.stage.share(picked).tolist(), strict=True)
         for draft, (token, *logprobs) in zip(drafts, drawn, strict=True):
             draft.response_ids.append(int(token))
@@ -127,7 +135,18 @@ class GenerateCall:
             draft.policy_logprobs.append(logprobs[1])
             draft.raw_logprobs.append(logprobs[2])
             self._check_end(draft)
-        if last_column[0]:
+        self._heed(int(last_column[0]))
+
+    def hold(self) -> None:
+        """Draw nothing until the rank that owns the output goes on, or gives up; the others ask it again and again, so that no
+        collective waits for as long as that takes."""
+        while self.paused:
+            time.sleep(HELD_S)
+            self._heed(self.stage.agreed(self._state()))
+
+    def _heed(self, state: int) -> None:
+        self.paused = state == PAUSED
+        if state == ABORTED:
             self.scheduler.give_up()
 
     def _check_end(self, draft: SequenceState) -> None:

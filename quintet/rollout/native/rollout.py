@@ -4,14 +4,13 @@ With the training layout it runs on the engine's own parameters; with another it
 its weights shard by shard. All ranks that share requests (tp, pp) run the same schedule; sampled tokens come
 from one of them, so they cannot part.
 
-`generate` returns when all is done. What other threads (or a signal's handler) may call meanwhile are `pause`, which holds it
-before its next token, `resume`, and `abort`, which ends it at its next token. With several ranks it is `abort` on the one that
-owns the output that counts. What frees or changes weights or cache is refused while requests are under way.
+`generate` returns when all is done. What other threads may call meanwhile are `pause`, which holds it after its next token,
+`resume`, and `abort`, which ends it at its next token. With several ranks the one that owns the output is asked, and the others
+hear it with the tokens. What frees or changes weights or cache is refused while requests are under way.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -21,9 +20,18 @@ from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
 from quintet.engine.weights.fingerprint import Fingerprints
 from quintet.errors import UserError
-from quintet.rollout.base import Part, Request, Sample, Sampling, Wanted, WeightSource, parts_of
+from quintet.rollout.base import (
+    Part,
+    Request,
+    Sample,
+    Sampling,
+    Wanted,
+    WeightSource,
+    in_order,
+    parts_of,
+)
 from quintet.rollout.native.cache import SlotCache
-from quintet.rollout.native.generate_call import GenerateCall
+from quintet.rollout.native.generate_call import ABORTED, GOES_ON, PAUSED, GenerateCall
 from quintet.rollout.native.routes import Routes
 from quintet.rollout.native.scheduler import Scheduler, SequenceState
 from quintet.rollout.native.stage import Stage
@@ -31,8 +39,6 @@ from quintet.rollout.native.weights import Weights
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens in one prefill row."""
-HELD_S = 0.01
-"""How often one that is paused looks whether it still is."""
 
 
 class NativeRollout:
@@ -65,35 +71,41 @@ class NativeRollout:
         self._return_routes = return_routes
         self._cache: SlotCache | None = None
         self._asleep: set[Part] = set()
-        # Plain flags, not locks: a signal's handler may set them in the thread that reads them.
+        # Plain flags, each written by one thread at a time. Of several ranks those of the owner of the output count.
         self._under_way = self._paused = self._given_up = False
 
-    @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
         """Responses of each request, in order; every rank of the same dp rank gets them."""
+        return in_order(self.stream(requests, sampling), len(requests))
+
+    @torch.no_grad()
+    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
+        """Each request's responses as they finish, at the same token on every rank of the same dp rank: see `Rollout.stream`."""
         if not requests:
-            return []
+            return
         with self._computing("weights", "kv_cache"):
             scheduler = Scheduler(requests, sampling, self.slots, PREFILL_TOKENS)
             cache = self._cache_for(scheduler)
             routes = Routes(self.model, self.mesh) if self._return_routes else None
             run = GenerateCall(
-                self._stage, scheduler, cache, sampling, decode=self._decode, given_up=lambda: self._given_up,
+                self._stage, scheduler, cache, sampling, decode=self._decode, state=self._state,
                 progress=self._progress, routes=routes,
             )  # fmt: skip
             with routes.listening(self.model) if routes is not None else nullcontext():
                 while not scheduler.done:
-                    self._hold()
-                    fresh = scheduler.admit()
-                    if fresh:
+                    if run.paused:
+                        run.hold()
+                    elif fresh := scheduler.admit():
                         run.prefill(fresh)
                     else:
                         run.decode()
                     run.retire()
-            samples = [[self._sample(draft, sampling) for draft in row] for row in scheduler.sequences]
-            if routes is not None:
-                routes.tell(scheduler.sequences, samples)
-        return samples
+                    for number in scheduler.take_finished():
+                        drafts = scheduler.sequences[number]
+                        samples = [self._sample(draft, sampling) for draft in drafts]
+                        if routes is not None:
+                            routes.tell(drafts, samples)
+                        yield number, samples
 
     @torch.no_grad()
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
@@ -109,15 +121,16 @@ class NativeRollout:
     def _computing(self, *parts: Part) -> Iterator[None]:
         """Within it requests are under way. Raises RuntimeError when they cannot be."""
         self._idle("started")
-        if self._paused:
-            raise RuntimeError("the rollout is paused: resume() comes before more requests")
         self._awake(*parts)
         if self._weights.undefined is not None:
             raise RuntimeError(
                 f"the rollout has no weights, {self._weights.undefined}: update_weights() comes first"
             )
+        self._given_up = False
+        if self._stage.agreed(self._state()) == PAUSED:
+            raise RuntimeError("the rollout is paused: resume() comes before more requests")
         self.model.eval()
-        self._given_up, self._under_way = False, True
+        self._under_way = True
         try:
             yield
         finally:
@@ -136,9 +149,8 @@ class NativeRollout:
                 f"requests are under way, and nothing else can be {what}: abort() them first, and wait"
             )
 
-    def _hold(self) -> None:
-        while self._paused and not self._given_up:
-            time.sleep(HELD_S)
+    def _state(self) -> int:
+        return ABORTED if self._given_up else PAUSED if self._paused else GOES_ON
 
     def _cache_for(self, scheduler: Scheduler) -> SlotCache:
         slots, capacity = scheduler.most_active, -(-scheduler.capacity // 64) * 64
@@ -210,8 +222,8 @@ class NativeRollout:
         self._asleep.discard(part)
 
     def pause(self) -> None:
-        """Hold the call that is under way in another thread before its next token. None starts until `resume`: it is an
-        error to try, for in one thread it would wait for ever."""
+        """Hold the call that is under way in another thread after its next token. None starts until `resume`: it is an error to
+        try, for in one thread it would wait for ever."""
         self._paused = True
 
     def resume(self) -> None:

@@ -1,7 +1,7 @@
 """Which experts the tokens of each sample were sent to, put together from all ranks that share its requests.
 
 A stage knows the routes of its own layers, a rank under sequence parallelism those of its own tokens. Each rank writes what
-it alone knows into zeros, so that the sum over ranks is the whole; it is taken once, when all samples are done.
+it alone knows into zeros, so that the sum over ranks is the whole; it is taken once, when all samples of a group are done.
 """
 
 from __future__ import annotations
@@ -57,16 +57,15 @@ class Routes:
         for draft, start, stop in rows:
             self._of.setdefault(id(draft), []).append(pieces[start:stop])
 
-    def tell(self, drafts: Sequence[Sequence[SequenceState]], samples: Sequence[Sequence[Sample]]) -> None:
+    def tell(self, drafts: Sequence[SequenceState], samples: Sequence[Sample]) -> None:
         """Give each sample its draft's: int16 [tokens that were read, layers, top-k]. Collective over the ranks that share
         the requests."""
         nothing = np.zeros((0, len(self._place), self._top_k), dtype=np.int16)
         group = self._mesh.groups.mp
-        for row, answers in zip(drafts, samples, strict=True):
-            for draft, sample in zip(row, answers, strict=True):
-                sample.routes = np.concatenate([nothing, *self._of.pop(id(draft), ())])
-                if group.size() > 1:
-                    self._sum(sample.routes, group)
+        for draft, sample in zip(drafts, samples, strict=True):
+            sample.routes = np.concatenate([nothing, *self._of.pop(id(draft), ())])
+            if group.size() > 1:
+                self._sum(sample.routes, group)
 
     def _sum(self, routes: np.ndarray, group: dist.ProcessGroup) -> None:
         """In place, as bytes: of each all ranks but one have 0."""

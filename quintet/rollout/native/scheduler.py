@@ -7,7 +7,7 @@ is room, so their prompt is computed once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quintet.errors import UserError
@@ -47,6 +47,8 @@ class Scheduler:
             self.sequences.append(made)
             self._waiting.extend(made)
         self._unstarted = [len(row) for row in self.sequences]
+        self._left = [len(row) for row in self.sequences]
+        self._finished: list[int] = []
 
     @property
     def capacity(self) -> int:
@@ -89,10 +91,23 @@ class Scheduler:
         for row in self.sequences:
             for draft in row:
                 draft.finish = draft.finish or "abort"
+        self._count_finished(self._waiting)
         self._waiting.clear()
+
+    def take_finished(self) -> list[int]:
+        """Requests whose last sequence was retired since this was asked before."""
+        found, self._finished = self._finished, []
+        return found
+
+    def _count_finished(self, gone: Iterable[SequenceState]) -> None:
+        for one in gone:
+            self._left[one.request] -= 1
+            if not self._left[one.request]:
+                self._finished.append(one.request)
 
     def retire(self) -> tuple[list[int], list[int]]:
         """Drop finished sequences and close the gaps from the end. Returns moves (from slots, to slots)."""
+        self._count_finished(s for s in self.active if s.finish)
         keep = sum(not s.finish for s in self.active)
         holes = [i for i, s in enumerate(self.active[:keep]) if s.finish]
         movers = [i for i in range(keep, len(self.active)) if not self.active[i].finish]

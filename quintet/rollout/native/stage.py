@@ -52,6 +52,10 @@ class Stage:
             dist.broadcast(picked, src=owner, group=group)
         return picked
 
+    def agreed(self, state: int) -> int:
+        """What the owner of the output says, on every rank of its dp rank."""
+        return int(self.share(torch.tensor([state], device=self.model.device)).item())
+
     def score(self, sequences: Sequence[list[int]], tokens_per_row: int) -> list[list[float]]:
         """Log-probs of every token but the first of each sequence; all ranks get them.
 

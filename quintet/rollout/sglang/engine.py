@@ -10,12 +10,12 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 from quintet.errors import QuintetError
-from quintet.rollout.external_engine import Progress
 from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.sglang import compat
 from quintet.rollout.sglang.sampling import Answer, Job, answer
@@ -61,7 +61,7 @@ class SglangEngine:
             self._ready.set()
         self._loop.run_forever()
 
-    def _ask(self, coroutine: Coroutine[Any, Any, Any], progress: Callable[[], None] = lambda: None) -> Any:
+    def _ask(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run it in the loop's thread and wait; WorkerFailure when a process of SGLang dies meanwhile."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         while True:
@@ -71,28 +71,25 @@ class SglangEngine:
                 if future.done():
                     raise
                 self._watch.check()
-            finally:
-                progress()
 
     # jobs
 
-    def run(self, jobs: Sequence[Job], progress: Progress) -> list[Answer]:
-        done: list[int] = []
-        told = 0
-
-        def tell() -> None:
-            nonlocal told
-            if len(done) > told:
-                told = len(done)
-                progress(told)
-
+    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
+        done: SimpleQueue[tuple[int, Answer] | None] = SimpleQueue()
         with self._calls:
-            return list(self._ask(self._all(jobs, done), tell))
+            yield from self._watch.each(
+                asyncio.run_coroutine_threadsafe(self._all(jobs, done), self._loop), done
+            )
 
-    async def _all(self, jobs: Sequence[Job], done: list[int]) -> list[Answer]:
-        tasks = [asyncio.create_task(self._one(job, self._aborts, done)) for job in jobs]
+    async def _all(self, jobs: Sequence[Job], done: SimpleQueue[tuple[int, Answer] | None]) -> None:
+        begun = self._aborts
+
+        async def one(place: int, job: Job) -> None:
+            done.put((place, await self._one(job, begun)))
+
+        tasks = [asyncio.create_task(one(place, job)) for place, job in enumerate(jobs)]
         try:
-            return await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -100,7 +97,7 @@ class SglangEngine:
             compat.abort_all(self._engine)  # nothing of it may be left for the next call
             raise
 
-    async def _one(self, job: Job, begun: int, done: list[int]) -> Answer:
+    async def _one(self, job: Job, begun: int) -> Answer:
         """The answer of a job, through any number of pauses. begun: how often all was aborted before it."""
         made = Answer([], [], "abort")
         while True:
@@ -119,7 +116,6 @@ class SglangEngine:
                 made = replace(
                     made, response_ids=[], logprobs=[]
                 )  # the string may lie across the place of the pause
-        done.append(1)
         return made
 
     async def _send(self, job: Job, made: Answer) -> Answer:

@@ -12,7 +12,7 @@ probe stands for the fingerprints.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import torch
@@ -76,12 +76,11 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
     def _to_score(self, ids: list[int]) -> Job:
         return Job(ids, {"temperature": 1.0, "max_new_tokens": 0}, start=0)
 
-    def _run(self, jobs: list[Job], progress: Progress) -> list[Answer]:
-        answers = super()._run(jobs, progress)
-        for made in answers:
+    def _run(self, jobs: list[Job]) -> Generator[tuple[int, Answer]]:
+        for place, made in super()._run(jobs):
             for name, count in made.counts.items():
                 self._totals[name] += count
-        return answers
+            yield place, made
 
     def _add_routes(self, samples: list[Sample], answers: list[Answer], prompts: list[int]) -> None:
         for sample, made, prompt in zip(samples, answers, prompts, strict=True):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from quintet.rollout.external_engine import Job, Progress
+from quintet.rollout.external_engine import Job
 from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_request
@@ -44,13 +44,13 @@ class OfflineEngine:
         self._under_way: set[str] = set()
         self._aborted: dict[str, Answer] = {}
 
-    def run(self, jobs: Sequence[Job], progress: Progress) -> list[Answer]:
+    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
         with self._calls, self._watch.named():
             names = [f"q{next(self._numbers)}" for _ in jobs]
             try:
                 with self._turn:
                     self._add(names, jobs)
-                return self._step_through(names, progress)
+                yield from self._step_through(names)
             finally:
                 with self._turn:
                     self._aborted.clear()
@@ -69,25 +69,24 @@ class OfflineEngine:
             prompt = TokensPrompt(prompt_token_ids=job.prompt_ids)
             self._engine.add_request(name, prompt, params, lora_request=self._adapter)
 
-    def _step_through(self, names: Sequence[str], progress: Progress) -> list[Answer]:
-        answers: dict[str, Answer] = {}
-        while len(answers) < len(names):
-            before = len(answers)
+    def _step_through(self, names: Sequence[str]) -> Iterator[tuple[int, Answer]]:
+        places = {name: place for place, name in enumerate(names)}
+        left = len(names)
+        while left:
             with self._turn:
                 while self._waiting or (self._paused and not self._aborted):
                     self._turn.wait()
-                answers |= self._aborted
-                self._aborted.clear()
+                answers, self._aborted = self._aborted, {}
                 if self._under_way and not self._paused:
                     for output in self._engine.step():
                         if output.finished and output.request_id in self._under_way:
                             answers[output.request_id] = answer(output)
                             self._under_way.discard(output.request_id)
-            if len(answers) > before:
-                progress(len(answers))
-        with self._turn:
-            compat.settle(self._engine)
-        return [answers[name] for name in names]
+            left -= len(answers)
+            if not left:
+                with self._turn:
+                    compat.settle(self._engine)
+            yield from ((places[name], made) for name, made in answers.items())
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:

@@ -65,8 +65,8 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
             engine: Engine = make(arguments)
         super().__init__(recipe, model_dir, engine, decode, progress)
         self._tp = int(arguments["tensor_parallel_size"])
-        self._hears = recipe.rollout.return_routes and device == "cpu"
-        if self._hears:
+        self._routes_at_end = recipe.rollout.return_routes and device == "cpu"
+        if self._routes_at_end:
             self._engine.rpc(Extension.listen_for_routes)
         self._alone = placement_of(recipe).adapters_separate
         # The directory holds other weights, or no adapters.
@@ -95,7 +95,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
 
     def _add_routes(self, samples: list[Sample], answers: list[Answer], prompts: list[int]) -> None:
         """What was given up before it was read to its last token but one has no routes."""
-        heard_here = heard(self._engine.rpc(Extension.take_routes), self._tp) if self._hears else {}
+        heard_here = heard(self._engine.rpc(Extension.take_routes), self._tp) if self._routes_at_end else {}
         by_name = {compat.asked_as(name): routes for name, routes in heard_here.items()}
         for sample, made, prompt in zip(samples, answers, prompts, strict=True):
             told = by_name.get(made.name, made.routes)

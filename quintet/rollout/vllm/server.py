@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from quintet.rollout.external_engine import Job, Progress
+from quintet.rollout.external_engine import Job
 from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_request
@@ -37,21 +38,20 @@ class ServerEngine:
         """Run a coroutine on the engine's loop, from any thread but that one."""
         return self._watch.wait_for(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
-    def run(self, jobs: Sequence[Job], progress: Progress) -> list[Answer]:
+    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
         with self._watch.named():
-            return self._do(self._all(jobs, progress))
+            done: SimpleQueue[tuple[int, Answer] | None] = SimpleQueue()
+            yield from self._watch.each(
+                asyncio.run_coroutine_threadsafe(self._all(jobs, done), self._loop), done
+            )
 
-    async def _all(self, jobs: Sequence[Job], progress: Progress) -> list[Answer]:
-        done = itertools.count(1)
+    async def _all(self, jobs: Sequence[Job], done: SimpleQueue[tuple[int, Answer] | None]) -> None:
+        async def one(place: int, job: Job) -> None:
+            done.put((place, await self._one(job)))
 
-        async def one(job: Job) -> Answer:
-            made = await self._one(job)
-            progress(next(done))
-            return made
-
-        tasks = [asyncio.ensure_future(one(job)) for job in jobs]
+        tasks = [asyncio.ensure_future(one(place, job)) for place, job in enumerate(jobs)]
         try:
-            return list(await asyncio.gather(*tasks))
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:  # the first error ends the others
                 task.cancel()

@@ -349,18 +349,23 @@ def jobs(n, tokens=50, **changes):
     ]
 
 
+def ordered(engine, work):
+    told = dict(engine.run(work))
+    return [told[place] for place in range(len(work))]
+
+
 class Running:
     """A call of `run` in a thread of its own."""
 
     def __init__(self, engine, work):
-        self.told, self.answers = [], None
+        self.answers = None
         self._thread = threading.Thread(target=self._run, args=(engine, work))
         self._thread.start()
         while not engine.inner.requests:
             time.sleep(0.001)
 
     def _run(self, engine, work):
-        self.answers = engine.run(work, self.told.append)
+        self.answers = ordered(engine, work)
 
     def done(self):
         self._thread.join(20)
@@ -368,16 +373,16 @@ class Running:
         return self.answers
 
 
-def test_jobs_are_answered_in_order(engine):
-    told = []
-    answers = engine.run(jobs(5), told.append)
+def test_jobs_are_answered_by_their_places(engine):
+    answers = ordered(engine, jobs(5))
     assert [a.response_ids for a in answers] == [[(at + k + 1) % 100 for k in range(50)] for at in range(5)]
     assert {a.finish for a in answers} == {"length"}
-    assert told[-1] == 5
+    done = [place for place, _ in engine.run([*jobs(1, tokens=80), *jobs(1)])]
+    assert done == [1, 0], "told as they finish"
 
 
 def test_what_is_paused_goes_on_where_it_was(engine):
-    expected = engine.run(jobs(3), lambda done: None)
+    expected = ordered(engine, jobs(3))
     running = Running(engine, jobs(3))
     time.sleep(0.03)
     engine.pause()
@@ -414,7 +419,7 @@ def test_what_is_aborted_has_the_tokens_it_came_to(engine, paused):
     assert {a.finish for a in answers} == {"abort"}
     assert all(0 < len(a.response_ids) == len(a.logprobs) < 5000 for a in answers)
     with ThreadPoolExecutor(1) as pool:
-        later = pool.submit(engine.run, jobs(1), lambda done: None)
+        later = pool.submit(ordered, engine, jobs(1))
         if paused:  # and stays so
             time.sleep(0.05)
             assert not later.done()
@@ -442,9 +447,9 @@ def test_memory_is_given_up_and_weights_taken_only_without_requests(engine):
 def test_a_request_that_fails_leaves_nothing_behind(engine):
     bad = Job([1], {"max_new_tokens": 5})  # no stop_token_ids: the stand-in fails of it
     with pytest.raises(KeyError):
-        engine.run([*jobs(3, tokens=5000), bad], lambda done: None)
+        ordered(engine, [*jobs(3, tokens=5000), bad])
     assert not engine.inner.requests
-    assert len(engine.run(jobs(1), lambda done: None)) == 1
+    assert len(ordered(engine, jobs(1))) == 1
 
 
 def test_an_engine_that_does_not_start_says_why(monkeypatch):
