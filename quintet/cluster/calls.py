@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from quintet.cluster import ray_compat
@@ -65,6 +66,8 @@ class PendingCall(Generic[R_co]):
         """Once a rank has failed: how long to wait for what explains it."""
         self.others: Callable[[], QuintetError | None] = lambda: None
         """What others tell of it, once they have given it up: then no answer is waited for."""
+        self.heard: Callable[[int, Any], None] = lambda rank, piece: None
+        """Told what a rank of a streaming call yields, while it is waited for."""
 
     def result(self, watch: Callable[[], None] | None = None) -> R_co:
         """Wait for every rank, or for the first failure and a short while for what explains it.
@@ -113,6 +116,15 @@ class PendingCall(Generic[R_co]):
                 self.waiting = {ref: rank for ref, rank in self.waiting.items() if rank != failure.rank}
                 self._note(failure)
 
+    def at_work(self, within_s: float) -> list[int]:
+        """Ranks that are not done with it, after so long at most; may be asked by any thread."""
+        waiting = dict(self.waiting)
+        if not waiting:
+            return []
+        with ray_compat.signals_pass():
+            _, left = ray.wait(list(waiting), num_returns=len(waiting), timeout=within_s)
+        return [waiting[ref] for ref in left]
+
     def error(self) -> QuintetError:
         """Return the error that tells of the ranks that failed."""
         if self._error is None and self.echoes:
@@ -138,13 +150,51 @@ class PendingCall(Generic[R_co]):
 
     def _answer(self, rank: int, ref: Any) -> tuple[Failure | None, Any]:
         try:
-            outcome: tuple[Failure | None, Any] = ray.get(ref)
-            return outcome
+            return self._outcome(rank, ref)
         except ray.exceptions.RayActorError as error:
             return self._group.death(rank, error), None
         except ray.exceptions.RayError as error:
             # The outcome itself did not travel: it cannot be pickled, or an argument is lost.
             return Failure(rank, f"{type(error).__name__}: {error}".split("\n", 1)[0], str(error)), None
+
+    def _outcome(self, rank: int, ref: Any) -> tuple[Failure | None, Any]:
+        outcome: tuple[Failure | None, Any] = ray.get(ref)
+        return outcome
+
+
+class StreamingCall(PendingCall[R_co]):
+    """A call whose ranks tell of what they do on the way, to `heard`: see `RankActor.stream`."""
+
+    def __init__(
+        self, group: Group, streams: dict[int, Any], owners: Sequence[int], phase: str, single: bool = False
+    ) -> None:
+        refs = {rank: [stream.completed()] for rank, stream in streams.items()}
+        super().__init__(group, refs, owners, phase, single)
+        self._streams = streams
+        self._outcomes: dict[int, tuple[Failure | None, Any]] = {}
+
+    def look(self) -> None:
+        for rank in self.waiting.values():
+            with suppress(ray.exceptions.RayError):  # of a process that died: its end is told in another way
+                self._listen(rank)
+        super().look()
+
+    def _listen(self, rank: int) -> None:
+        """Hear what has come, and note the outcome once that has, with references to what follows it."""
+        stream = self._streams[rank]
+        while rank not in self._outcomes and ray.wait([stream], timeout=0)[0]:
+            piece = ray.get(next(stream))
+            if isinstance(piece, list):
+                self._outcomes[rank], others = piece
+                self._refs[rank] += [next(stream) for _ in range(others)]
+            else:
+                self.heard(rank, piece)
+
+    def _outcome(self, rank: int, ref: Any) -> tuple[Failure | None, Any]:
+        ray.get(ref)  # raises what ended the process
+        while rank not in self._outcomes:
+            self._listen(rank)
+        return self._outcomes[rank]
 
 
 def first_answers(refs: Sequence[Any], group: str, others: Callable[[], QuintetError | None]) -> list[Any]:

@@ -12,12 +12,13 @@ from typing import Any, Self
 
 from quintet.cluster import placement, ray_compat
 from quintet.cluster import process_probe as probe
-from quintet.cluster.calls import PendingCall, first_answers
+from quintet.cluster.calls import PendingCall, StreamingCall, first_answers
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.failures import Failure, explain
+from quintet.cluster.lane import HEARD, LANE
 from quintet.cluster.progress import KEY_VARIABLE, group_prefix
 from quintet.cluster.rank_actor import LOOPBACK, Location, RankActor, RankSetup, rank_environment
-from quintet.cluster.verbs import Call, Ranks
+from quintet.cluster.verbs import Call, Ranks, Returns
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import QuintetError, UserError, WorkerFailure
 from quintet.recipe.schema import Layout
@@ -27,9 +28,10 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 ROOM_TIMEOUT_S = 15.0
+HEARD_WITHIN_S = 0.05
 PLACEMENT_TIMEOUT_S = 120.0
 REMOTE_PROBE_TIMEOUT_S = 10.0
-_names = itertools.count()
+_names, _words = itertools.count(), itertools.count()
 
 
 class WorkerGroup(Ranks):
@@ -101,11 +103,11 @@ class WorkerGroup(Ranks):
 
     def posted(self, ranks: Sequence[int]) -> int:
         """Units that these ranks say they have done in the call under way (`quintet.cluster.progress`), summed."""
-        return sum(ray_compat.posted_counts([f"{self._posts}{rank}" for rank in ranks]))
+        return sum(int(count or 0) for count in ray_compat.posted([f"{self._posts}{rank}" for rank in ranks]))
 
     def forget_posts(self) -> None:
         """The call is over: its counts must not be taken for the next one's."""
-        ray_compat.forget_counts(self._posts)
+        ray_compat.forget_posts(self._posts)
 
     def stalled(self, ranks: Sequence[int], phase: str) -> list[Failure]:
         """Return the failures of those ranks that have been stopped for longer than a collective may wait; the first time that
@@ -278,7 +280,7 @@ class WorkerGroup(Ranks):
         calls: Mapping[int, Call],
         owners: Sequence[int],
         phase: str | None,
-        num_returns: int,
+        num_returns: Returns,
         single: bool,
     ) -> PendingCall[Any]:
         if self._broken is not None:
@@ -288,19 +290,32 @@ class WorkerGroup(Ranks):
             rank: self._remote_call(rank, name, call, phase or name, num_returns)
             for rank, call in calls.items()
         }
-        return PendingCall(self, refs, owners, phase or name, single)
+        made = StreamingCall if num_returns == "streaming" else PendingCall
+        return made(self, refs, owners, phase or name, single)
 
-    def _remote_call(
-        self, rank: int, method: str, rank_call: Call, phase: str, num_returns: int
-    ) -> list[Any]:
+    def _remote_call(self, rank: int, method: str, rank_call: Call, phase: str, num_returns: Returns) -> Any:
         args, kwargs = rank_call
         ray_compat.check()
-        seat_call = self._seats[rank].call
+        seat = self._seats[rank]
+        if num_returns == "streaming":
+            return seat.stream.options(num_returns="streaming").remote(method, args, kwargs, phase)
         if num_returns == 1:
-            return [seat_call.remote(method, args, kwargs, phase)]
-        return list(
-            seat_call.options(num_returns=num_returns).remote(method, args, kwargs, phase, num_returns)
-        )
+            return [seat.call.remote(method, args, kwargs, phase)]
+        told = seat.call.options(num_returns=num_returns).remote(method, args, kwargs, phase, num_returns)
+        return list(told)
+
+    def interject(self, call: PendingCall[Any], name: str, verb: str, ranks: Sequence[int]) -> bool:
+        """Have ranks that listen beside a call of this name run a verb (`quintet.cluster.lane`), and wait for those of `ranks` that are
+        still at work at it. Returns False when none of them is."""
+        if not call.at_work(within_s=0):
+            return False
+        word = f"{next(_words)} {verb}"
+        ray_compat.post(f"{self._posts}{LANE}{name}", word)
+        while left := [rank for rank in call.at_work(within_s=HEARD_WITHIN_S) if rank in ranks]:
+            heard = ray_compat.posted([f"{self._posts}{rank}{HEARD}" for rank in left])
+            if all(found == word for found in heard):
+                return True
+        return False
 
     def death(self, rank: int, error: ray.exceptions.RayError) -> Failure:
         """Return what is known of a rank whose process is gone."""

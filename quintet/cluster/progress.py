@@ -47,6 +47,6 @@ class Progress:
 
 
 def _post(key: str, done: int) -> None:
-    from quintet.cluster.ray_compat import post_count
+    from quintet.cluster.ray_compat import post
 
-    post_count(key, done)
+    post(key, str(done))

@@ -16,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -128,6 +129,25 @@ class RankActor:
             return outcome if num_returns == 1 else (outcome, *[None] * (num_returns - 1))
         finally:
             sys.stdout.flush()
+
+    def stream(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str) -> Iterator[Any]:
+        """Run a method that is a generator: what it yields goes to the controller as it comes. Then come, in a list, the
+        outcome and how many objects follow: those of the tuple that it returns, as of `call`, but for its first."""
+        outcome: tuple[Failure | None, Any]
+        others: Sequence[Any] = ()
+        try:
+            args, kwargs = resolve((args, kwargs))
+            with self._worker.peaks(phase):
+                value, *others = yield from attrgetter(method)(self._worker)(*args, **kwargs)
+            outcome = None, value
+        except GeneratorExit:  # nobody waits for it
+            raise
+        except BaseException as error:
+            outcome = self._failure(error), None
+        finally:
+            sys.stdout.flush()
+        yield [outcome, len(others)]
+        yield from (one for one in others)  # Ray sends to what yields, and a list's iterator takes nothing
 
     def _prepare(self, order: RankSetup) -> None:
         order.log.parent.mkdir(parents=True, exist_ok=True)

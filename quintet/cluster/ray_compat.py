@@ -32,7 +32,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -362,24 +362,24 @@ def free_resources() -> list[dict[str, float]]:
     return list(per_node.values())
 
 
-def post_count(key: str, count: int) -> None:
-    """Keep a count under a key for the whole cluster; progress is not worth failing for."""
+def post(key: str, words: str) -> None:
+    """Keep words under a key for the whole cluster; they are not worth failing for."""
     with contextlib.suppress(ray.exceptions.RayError, OSError):
-        internal_kv._internal_kv_put(key, str(count), overwrite=True)
+        internal_kv._internal_kv_put(key, words, overwrite=True)
 
 
-def posted_counts(keys: list[str]) -> list[int]:
-    """The counts kept under these keys, 0 where there is none; one request for all."""
+def posted(keys: Sequence[str]) -> list[str]:
+    """The words kept under these keys, "" where there are none; one request for all."""
     with contextlib.suppress(ray.exceptions.RayError, OSError):
         names = [key.encode() for key in keys]
         gcs = internal_kv.internal_kv_get_gcs_client()
         found = gcs.internal_kv_multi_get(names, timeout=REPLY_TIMEOUT_S)
-        return [int(found.get(name, b"0")) for name in names]
-    return [0] * len(keys)
+        return [found.get(name, b"").decode() for name in names]
+    return [""] * len(keys)
 
 
-def forget_counts(prefix: str) -> None:
-    """Drop all counts whose key begins so."""
+def forget_posts(prefix: str) -> None:
+    """Drop all words whose key begins so."""
     with contextlib.suppress(ray.exceptions.RayError, OSError):
         gcs = internal_kv.internal_kv_get_gcs_client()
         gcs.internal_kv_del(prefix.encode(), del_by_prefix=True, namespace=None, timeout=REPLY_TIMEOUT_S)

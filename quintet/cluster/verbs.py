@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from quintet.cluster.calls import PendingCall
 from quintet.cluster.dispatch import Coords, Dispatch, all_to_all
@@ -19,6 +19,7 @@ P = ParamSpec("P")
 A = TypeVar("A")
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
+Returns = int | Literal["streaming"]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a method."""
 
@@ -56,7 +57,7 @@ class Ranks(ABC):
         calls: Mapping[int, Call],
         owners: Sequence[int],
         phase: str | None,
-        num_returns: int,
+        num_returns: Returns,
         single: bool,
     ) -> PendingCall[Any]:
         """Start a method with each rank's arguments, for results of these owners: see `PendingCall`."""
@@ -92,7 +93,7 @@ class Ranks(ABC):
         *,
         phase: str | None = None,
         coords: Coords | None = None,
-        num_returns: int = 1,
+        num_returns: Returns = 1,
     ) -> Verb[Concatenate[Sequence[A], P], list[T]]:
         """Return a verb of every rank that takes a list for its first argument: each rank gets its part, by the protocol."""
         at = self._positions(by, coords)
@@ -103,6 +104,20 @@ class Ranks(ABC):
             return self.submit(verb, calls, by.owners(at), phase, num_returns, False)
 
         return Verb(start)
+
+    def stream(
+        self,
+        verb: Callable[Concatenate[Any, A, P], Generator[Any, None, tuple[T, *tuple[Any, ...]]]],
+        by: Dispatch = all_to_all,
+        *,
+        phase: str | None = None,
+    ) -> Verb[Concatenate[Sequence[A], P], list[tuple[T, *tuple[Any, ...]]]]:
+        """Return a verb as `each` does, of a method that is a generator: `PendingCall.heard` is told what it yields while it is
+        waited for. Of the tuple that it returns all but the first come back as object references."""
+        streaming: Any = self.each
+        made: Verb[Concatenate[Sequence[A], P], list[tuple[T, *tuple[Any, ...]]]]
+        made = streaming(verb, by, phase=phase, num_returns="streaming")
+        return made
 
     def some(
         self,

@@ -9,8 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from quintet.cluster.lane import listening
 from quintet.cluster.progress import Progress
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import RolloutMismatch, SyncFailure, SyncMismatch, UserError, WorkerFailure
@@ -61,6 +64,20 @@ class Light(Worker):
         for done in range(1, units + 1):
             time.sleep(seconds)
             progress(done)
+
+    def steps(self, how: str, name: str, steps: int, seconds: float) -> Iterator[Any]:
+        """Tells each step; what is said beside it; whether it runs in the main thread. how: what happens at the last but one."""
+        said: list[str] = []
+        verbs = ("pause", "resume", "abort")
+        with listening(name, {verb: partial(said.append, verb) for verb in verbs}):
+            for step in range(steps):
+                time.sleep(seconds)
+                if step == steps - 1 and how:
+                    inner_fail(how)
+                yield step, list(said), threading.current_thread() is threading.main_thread()
+                if "abort" in said:
+                    break
+        return self.rank, bytes(1_000_000)
 
     def sleep(self) -> None:
         print("about to sleep")
