@@ -306,15 +306,18 @@ class WorkerGroup(Ranks):
 
     def interject(self, call: PendingCall[Any], name: str, verb: str, ranks: Sequence[int]) -> bool:
         """Have ranks that listen beside a call of this name run a verb (`quintet.cluster.lane`), and wait for those of `ranks` that are
-        still at work at it. Returns False when none of them is."""
+        still at work at it, as long as for a collective. Returns False when none of them is, or one did not hear."""
         if not call.at_work(within_s=0):
             return False
         word = f"{next(_words)} {verb}"
         ray_compat.post(f"{self._posts}{LANE}{name}", word)
+        deadline = time.monotonic() + self.cluster.settings.collective_timeout_s
         while left := [rank for rank in call.at_work(within_s=HEARD_WITHIN_S) if rank in ranks]:
             heard = ray_compat.posted([f"{self._posts}{rank}{HEARD}" for rank in left])
             if all(found == word for found in heard):
                 return True
+            if time.monotonic() > deadline:
+                break
         return False
 
     def death(self, rank: int, error: ray.exceptions.RayError) -> Failure:

@@ -55,6 +55,8 @@ class Sleepers(Protocol):
 
     def resume(self) -> None: ...
 
+    def abort(self) -> None: ...
+
     def mark_weights_updated(self) -> None: ...
 
     def take_weights(self) -> dict[str, float]: ...
@@ -90,7 +92,7 @@ class DeviceHandover:
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Rollouts are awake with the present weights; training state is away as the recipe says, and comes back, also
-        when the body raises. After a process has died, or SIGTERM, nothing is brought back: the run ends, and whatever
+        when the body raises: what is under way is given up then. After a process has died, or SIGTERM, nothing is brought back: the run ends, and whatever
         generates is not waited for."""
         self.ready()
         try:
@@ -99,6 +101,7 @@ class DeviceHandover:
             raise
         except Exception:
             with suppress(QuintetError):  # the first error tells more
+                self._rollouts.abort()
                 self._wake_training()
             raise
         self._wake_training()

@@ -20,6 +20,7 @@ from quintet.cluster.dispatch import megatron_compute
 from quintet.cluster.group import WorkerGroup
 from quintet.controller.batch_ref import BatchRef, Lease, Placement
 from quintet.controller.colocation import DeviceHandover
+from quintet.controller.finished_groups import FinishedGroups
 from quintet.controller.messages import SampleInfo, Trained
 from quintet.controller.progress_bar import watched
 from quintet.controller.replicas import RolloutReplicas, check_room
@@ -30,6 +31,7 @@ from quintet.controller.scatter import Scatterer
 from quintet.controller.verbs import Policy
 from quintet.controller.weight_check import Proof
 from quintet.data.prompts import Prompt
+from quintet.errors import QuintetError
 from quintet.models import ModelShape
 from quintet.observe.memory import combine_peaks
 from quintet.observe.progress import Progress
@@ -37,7 +39,7 @@ from quintet.packing import split_evenly
 from quintet.recipe import schema
 from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rollout import placement_of
-from quintet.rewards.pool import RewardPool, Unscored
+from quintet.rewards.pool import RewardPool
 from quintet.rollout import Request, Sampling
 
 
@@ -118,9 +120,10 @@ class Controller:
         lengths: Sequence[Sequence[int]] | None = None,
         *,
         title: str = "rollout",
+        scored: bool = True,
     ) -> Samples:
-        """Generate `samples_per_prompt` responses to each prompt, within `generating`. `seed` keys all noise of this call. Their
-        tokens are kept where they were made, for as long as the returned samples, or a part of them, are alive.
+        """Generate `samples_per_prompt` responses to each prompt, within `generating`; each group is scored once it is finished, if
+        the command scores any, for `reward`. `seed` keys all noise of this call. Their tokens are kept where they were made, for as long as the returned samples, or a part of them, are alive.
 
         lengths: most response tokens of each sample, by prompt, where they differ from the sampling's.
         """
@@ -136,39 +139,49 @@ class Controller:
         shares = split_evenly(len(requests), self.rollouts.count)
         total = len(requests) * samples_per_prompt
         owed = {n: requests[share.start : share.stop] for n, share in enumerate(shares)}
-        answers: dict[int, list[list[SampleInfo]]] = {}
+        finished = FinishedGroups(prompts, self._rewards if scored else None)
         call = f"{seed}#{next(self._calls)}"
         forget = list(self._dropped)
+
+        def heard(rollout: int, at: int, group: list[SampleInfo]) -> None:
+            finished.add(shares[rollout].start + at, group)
+
         with watched(self._progress, title, total, "sequences", self.rollouts.posted) as watch:
+
+            def looked_at() -> None:
+                watch()
+                finished.check()
+
             while (
                 owed
             ):  # again, by rollouts made anew: their noise is keyed by request, so the samples are the same
                 self.handover.ready()
-                answers |= self.rollouts.generate(owed, sampling, call, forget, watch)
-                owed = {n: share for n, share in owed.items() if n not in answers}
+                done = self.rollouts.generate(owed, sampling, call, forget, looked_at, heard)
+                owed = {n: share for n, share in owed.items() if n not in done}
         del self._dropped[: len(forget)]
         samples = Samples(list(prompts), [], [], [], [], leases=(Lease(call, self._dropped),))
-        for rollout in range(self.rollouts.count):
-            kept = 0
-            for row in answers[rollout]:
-                for generated in row:
-                    samples.groups.append(len(samples.generated) // samples_per_prompt)
-                    samples.generated.append(generated)
-                    samples.place.append(Kept(rollout, call, kept))
-                    samples.versions.append(self.version)
-                    kept += 1
+        of_rollout = [n for n, share in enumerate(shares) for _ in share]
+        for number, (group, scoring) in enumerate(finished.in_order()):
+            rollout = of_rollout[number]
+            first = (number - shares[rollout].start) * samples_per_prompt
+            samples.scorings += [] if scoring is None else [scoring]
+            for kept, generated in enumerate(group, first):
+                samples.groups.append(number)
+                samples.generated.append(generated)
+                samples.place.append(Kept(rollout, call, kept))
+                samples.versions.append(self.version)
         return samples
 
     def reward(self, samples: Samples) -> None:
-        """Score all samples, in processes of their own; kept in `samples.rewards`."""
+        """Wait for the rewards of all samples, which processes of their own have worked at since each group was finished; kept in
+        `samples.rewards`. Raises QuintetError where samples were given up: no step and no evaluation is made of half a response."""
         assert self._rewards is not None, "this command scores nothing"
-        made = zip(samples.groups, samples.generated, strict=True)
-        groups = []
-        for group, members in itertools.groupby(made, key=lambda one: one[0]):
-            p = samples.prompts[group]
-            texts = [Unscored(p.text, info.text, p.answer, p.source) for _, info in members]
-            groups.append(self._rewards.submit(texts))
-        samples.rewards = self._rewards.results(groups)
+        if given_up := samples.aborted():
+            raise QuintetError(
+                f"{len(given_up)} of {len(samples.generated)} responses were aborted while they were generated, the first to "
+                f"{samples.prompts[samples.groups[given_up[0]]].source}: nothing is trained on or evaluated with these"
+            )
+        samples.rewards = self._rewards.results(samples.scorings)
 
     # training
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -16,12 +16,12 @@ from quintet.engine.weights.reshard import Resharder
 from quintet.engine.weights.shards import shard_map
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
-from quintet.rollout import Fingerprints, Part, Request, Sample, Sampling
+from quintet.rollout import Part
 from quintet.rollout.native import NativeRollout
 
 
-class InProcessRollout:
-    """One rank of it. Collective to make, over the trainer's ranks, and so is `sync`."""
+class InProcessRollout(NativeRollout):
+    """One rank of it. Collective to make, over the trainer's ranks, and so is `update_weights`, which needs no source."""
 
     def __init__(
         self,
@@ -32,20 +32,20 @@ class InProcessRollout:
     ) -> None:
         self._engine, self._recipe = engine, recipe
         self._copy: Offloader | None = None
-        model, self.mesh, update = engine.model, engine.mesh, lambda: None
+        model, mesh, update = engine.model, engine.mesh, lambda: None
         placement = placement_of(recipe)
         if not placement.shares_weights:
             layout = schema.Layout(tp=placement.layout.tp, pp=placement.layout.pp)
-            self.mesh = build.mesh_of(layout, dist.get_world_size())
+            mesh = build.mesh_of(layout, dist.get_world_size())
             (model,) = build.build_chunks(
-                engine.shape, layout, self.mesh, engine.dtype, recipe.engine, engine.lora
+                engine.shape, layout, mesh, engine.dtype, recipe.engine, engine.lora
             )
             model.requires_grad_(False)
             self._copy = Offloader([model])
-            update = self._transfer(model, self.mesh)
-        self._rollout = NativeRollout(
+            update = self._transfer(model, mesh)
+        super().__init__(
             model,
-            self.mesh,
+            mesh,
             slots=recipe.rollout.sequences_per_rank,
             decode=decode,
             update=update,
@@ -64,30 +64,14 @@ class InProcessRollout:
         bucket_mib = self._recipe.rollout.bucket_mib
         return Resharder(sources, targets, dtype=dtype, device=device, bucket_mib=bucket_mib).run
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        """See `Rollout.generate`."""
-        return self._rollout.generate(requests, sampling)
-
-    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """See `Rollout.score`."""
-        return self._rollout.score(sequences)
-
-    def sync(self) -> None:
-        """Bring the engine's weights to the copy."""
-        self._rollout.update_weights()
-
-    def fingerprints(self) -> tuple[Fingerprints, list[str]]:
-        """Of the live weights: see `Rollout.fingerprints`."""
-        return self._rollout.fingerprints()
-
     def sleep(self, level: int) -> None:
         """Give up the KV cache, and at levels 1 and 2 the copy; the engine's own parameters stay where they are."""
-        self._rollout.sleep(level)
+        super().sleep(level)
         if level and self._copy is not None:
             self._copy.offload(params=1.0, forget=level == 2)
 
     def wake(self, part: Part) -> None:
-        """Take memory again. A copy that was forgotten is undefined until the next `sync`."""
+        """Take memory again. A copy that was forgotten is undefined until the next `update_weights`."""
         if part == "weights" and self._copy is not None:
             self._copy.reload()
-        self._rollout.wake(part)
+        super().wake(part)

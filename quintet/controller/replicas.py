@@ -17,15 +17,15 @@ from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import megatron_compute
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.rank_actor import Location
-from quintet.controller.messages import SampleInfo
+from quintet.controller.rollouts import Generating, Heard, Rollouts
 from quintet.controller.sample_store import Place
-from quintet.controller.verbs import Policy, Rollout
+from quintet.controller.verbs import Policy, Rollout, RolloutProcess
 from quintet.controller.weight_check import Proof
 from quintet.controller.weight_sync import WeightSync
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
-from quintet.rollout import Part, Request, Sampling
+from quintet.rollout import Request, Sampling
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def check_room(cluster: Cluster, recipe: schema.Recipe, command: str) -> None:
         )
 
 
-class RolloutReplicas:
+class RolloutReplicas(Rollouts):
     """All rollouts of a run. policy: the trainer's ranks, on whose devices colocated ones sit."""
 
     apart = True
@@ -51,6 +51,7 @@ class RolloutReplicas:
     def __init__(
         self, cluster: Cluster, recipe: schema.Recipe, model_dir: Path, policy: WorkerGroup, proof: Proof
     ) -> None:
+        super().__init__()
         self._cluster, self._recipe, self._model_dir, self._policy = cluster, recipe, model_dir, policy
         self._placement = placement_of(recipe)
         self.colocated = not self._placement.separate
@@ -105,7 +106,7 @@ class RolloutReplicas:
                 self._check_node(number, beside)
             made = WorkerGroup(
                 self._cluster,
-                Rollout,
+                RolloutProcess,
                 ranks,
                 name=f"rollout-{number}",
                 named_in_messages=True,
@@ -170,36 +171,10 @@ class RolloutReplicas:
             self._lose(number, error)
         return {number: value for number, value in values.items() if not isinstance(value, QuintetError)}
 
-    # memory
-
-    def sleep(self, level: int) -> None:
-        """Give up the devices: see `Rollout.sleep`."""
-        self.ask(Rollout.sleep, phase="sleep")(level)
-
-    def wake(self, part: Part) -> None:
-        """Take the devices again: see `Rollout.wake`."""
-        self.ask(Rollout.wake, phase="wake")(part)
-
-    def pause(self) -> None:
-        """Hold what is under way."""
-        self.ask(Rollout.pause, phase="pause")()
-
-    def resume(self) -> None:
-        """Go on."""
-        self.ask(Rollout.resume, phase="resume")()
-
     def memory(self) -> list[dict[str, float | None]]:
         """Peaks of every rank that answers."""
-        found = self.ask(Rollout.memory, phase="memory")()
+        found = self.ask(RolloutProcess.memory, phase="memory")()
         return [rank for ranks in found.values() for rank in ranks]
-
-    def counts(self) -> dict[str, float]:
-        """Sums over all of them."""
-        found: dict[str, float] = {}
-        for ranks in self.ask(Rollout.counts, phase="generate")().values():
-            for name, value in ranks[0].items():
-                found[name] = found.get(name, 0.0) + value
-        return found
 
     # generation
 
@@ -210,26 +185,29 @@ class RolloutReplicas:
         call: str,
         forget: list[str],
         watch: Callable[[], None],
-    ) -> dict[int, list[list[SampleInfo]]]:
-        """What came out of these rollouts' shares, but of those that died: they are missing afterwards."""
+        heard: Heard,
+    ) -> list[int]:
+        """See `Rollouts.generate`; those that died are missing afterwards."""
         for old in forget:
             self._spares.pop(old, None)
             self._keepers.pop(old, None)
-        calls = {
-            number: self._there(number)
-            .all(Rollout.generate, phase="generate", told_by=megatron_compute, num_returns=2)
-            .submit(requests, sampling=sampling, call=call, forget=forget)
-            for number, requests in shares.items()
-        }
-        made = {}
-        for number, (answer,) in self.collect_survivors(calls, watch=watch).items():
-            made[number], self._spares.setdefault(call, {})[number] = answer
+        calls: dict[int, PendingCall[Any]] = {}
+        self._under_way = []
+        for number, requests in shares.items():
+            group = self._there(number)
+            generate = group.stream(Rollout.generate, megatron_compute, phase="generate")
+            pending = generate.submit([requests], sampling=sampling, call=call, forget=forget)
+            pending.heard = lambda rank, told, number=number: heard(number, *told)  # type: ignore[misc]
+            calls[number] = pending
+            owners = megatron_compute.owners(group.coords())
+            self._under_way.append(Generating(group, pending, call, owners))
+        made = self.collect_survivors(calls, watch=watch)
+        self._under_way = []
+        for number, ((_, spare),) in made.items():
+            self._spares.setdefault(call, {})[number] = spare
             self._keepers.setdefault(call, {})[number] = self._there(number)
             self._restarts[number] = 0
-        return made
-
-    def posted(self) -> int:
-        return sum(group.posted([group.n_ranks - 1]) for group in self.groups if group is not None)
+        return list(made)
 
     def slice_samples(self, chosen: list[list[list[Place]]]) -> list[list[Any]]:
         receivers = len(chosen[0])
@@ -248,10 +226,6 @@ class RolloutReplicas:
                 Policy.scatter_backup, phase="slice_samples", num_returns=1 + receivers
             )({call: [self._spares[call][number]] for call in made_by[number]}, chosen[number])
         return [parts_of[number] for number in range(self.count)]
-
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """By the first of them."""
-        return self._there(0).all(Rollout.score, phase="generate")(sequences)[-1]
 
     def _there(self, number: int) -> WorkerGroup:
         group = self.groups[number]

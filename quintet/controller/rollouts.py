@@ -1,32 +1,62 @@
-"""Who generates, seen from the controller: what controller and hybrid ask of rollouts, and those in the trainer's processes."""
+"""Who generates, seen from the controller: what controller and hand-over ask of rollouts, and those in the trainer's processes."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from quintet.cluster.calls import PendingCall, results
 from quintet.cluster.group import WorkerGroup
-from quintet.controller.colocation import Sleepers
 from quintet.controller.messages import SampleInfo
 from quintet.controller.sample_store import Place
-from quintet.controller.verbs import Policy
+from quintet.controller.verbs import Rollout
 from quintet.controller.weight_check import Proof
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.rollout import Part, Request, Sampling
 from quintet.sync.rank_fingerprints import RankFingerprints, ShardIndex
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Heard = Callable[[int, int, list[SampleInfo]], None]
+"""Told of a group that is finished: the rollout, its place in that one's share, and its samples."""
 
-class Rollouts(Sleepers, Protocol):
+
+class Generating(NamedTuple):
+    """A call of `generate` on its way. owners: ranks that tell what comes of it, and listen beside it."""
+
+    group: WorkerGroup
+    call: PendingCall[Any]
+    name: str
+    owners: list[int]
+
+
+class Rollouts(ABC):
     """Copies of the rollout, numbered; each keeps the samples that it generated last."""
 
+    colocated: bool
+    apart: bool
+    """Whether they have processes of their own."""
+
+    def __init__(self) -> None:
+        self._under_way: list[Generating] = []
+        self._held = False
+
     @property
+    @abstractmethod
     def count(self) -> int:
         """How many there are."""
-        ...
 
+    @abstractmethod
+    def ask(self, verb: Callable[Concatenate[Any, P], T], phase: str) -> Callable[P, dict[int, list[T]]]:
+        """Return a verb of all that are there: what each rank answers, by rollout."""
+
+    # generation
+
+    @abstractmethod
     def generate(
         self,
         shares: Mapping[int, list[Request]],
@@ -34,49 +64,119 @@ class Rollouts(Sleepers, Protocol):
         call: str,
         forget: list[str],
         watch: Callable[[], None],
-    ) -> dict[int, list[list[SampleInfo]]]:
-        """Generate each rollout's share of the requests: what came out, by rollout, request and sample. One that died
-        meanwhile, where it may, has no entry. The samples are kept under the name `call`, those of `forget` no longer."""
-        ...
+        heard: Heard,
+    ) -> list[int]:
+        """Generate each rollout's share of the requests: `heard` is told of each group as it finishes. Returns the rollouts that did;
+        one that died meanwhile, where it may, did not. The samples are kept under the name `call`, those of `forget` no longer."""
 
     def posted(self) -> int:
-        """Sequences finished in the call under way."""
-        ...
+        """Return how many sequences are finished in the call under way."""
+        return sum(one.group.posted(one.owners) for one in self._under_way)
 
+    def pause(self) -> None:
+        """Hold what is under way, beside the call that waits for it, and start nothing; of any thread."""
+        self._held = True
+        if not self._interject("pause"):
+            self.ask(Rollout.pause, phase="pause")()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        if self._held and not self._interject("resume"):
+            self.ask(Rollout.resume, phase="resume")()
+        self._held = False
+
+    def abort(self) -> None:
+        """Give up what is under way: its samples end with the tokens they have."""
+        self._interject("abort")
+
+    def _interject(self, verb: str) -> bool:
+        """Say a verb beside the calls under way; False where there are none."""
+        if not self._under_way:
+            return False
+        with ThreadPoolExecutor(len(self._under_way)) as pool:
+            return any(
+                pool.map(lambda one: one.group.interject(*one[1:3], verb, one.owners), self._under_way)
+            )
+
+    @abstractmethod
     def slice_samples(self, chosen: list[list[list[Place]]]) -> list[list[Any]]:
         """Cut kept samples: by rollout and dp rank, calls and positions; references to what each dp rank gets."""
-        ...
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """What one of them makes of these tokens: see `Rollout.score`."""
-        ...
-
-    def memory(self) -> list[dict[str, float | None]]:
-        """Memory peaks of ranks that do nothing else."""
-        ...
+        """Return what the first of them makes of these tokens: see `Rollout.score`."""
+        return self.ask(Rollout.score, phase="generate")(sequences)[0][-1]
 
     def counts(self) -> dict[str, float]:
-        """What they counted since the last time: see `Rollout.metrics`."""
-        ...
+        """Return what they counted since the last time, summed: see `Rollout.metrics`."""
+        found: dict[str, float] = {}
+        for ranks in self.ask(Rollout.counts, phase="generate")().values():
+            for name, value in ranks[0].items():
+                found[name] = found.get(name, 0.0) + value
+        return found
+
+    @abstractmethod
+    def memory(self) -> list[dict[str, float | None]]:
+        """Return memory peaks of ranks that do nothing else."""
+
+    # the devices change hands: see `quintet.controller.colocation`
+
+    @abstractmethod
+    def missing(self) -> bool:
+        """Return whether one is not there: not started yet, or lost."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start those that are missing."""
+
+    def sleep(self, level: int) -> None:
+        """Give up the devices: see `Rollout.sleep`."""
+        self.ask(Rollout.sleep, phase="sleep")(level)
+
+    def wake(self, part: Part) -> None:
+        """Take the devices again: see `Rollout.wake`."""
+        self.ask(Rollout.wake, phase="wake")(part)
+
+    @abstractmethod
+    def mark_weights_updated(self) -> None:
+        """The trainer has taken a step, or new master weights."""
+
+    @abstractmethod
+    def take_weights(self) -> dict[str, float]:
+        """Bring the present weights to all that are there, and prove it; metrics."""
+
+    @abstractmethod
+    def probe(self) -> dict[str, float]:
+        """Prove by log-probs what could not be read back."""
 
 
-class InProcessRolloutGroup:
+class InProcessRolloutGroup(Rollouts):
     """Rollouts in the trainer's processes: one a dp rank of the rollout's layout."""
 
     colocated = True
     apart = False
 
     def __init__(self, workers: WorkerGroup, recipe: schema.Recipe, proof: Proof) -> None:
+        super().__init__()
         self._workers, self._proof = workers, proof
         self._travel = not placement_of(recipe).shares_weights
-        self._coords = workers.all(Policy.rollout_coords)()
+        self._coords = workers.all(Rollout.coords)()
         last = max(c["pp"] for c in self._coords)
         owners = [r for r, c in enumerate(self._coords) if (c["tp"], c["cp"], c["pp"]) == (0, 0, last)]
         self._owners = sorted(owners, key=lambda rank: self._coords[rank]["dp"])
+        self._ranks = [
+            [rank for rank, at in enumerate(self._coords) if at["dp"] == dp] for dp in range(self.count)
+        ]
 
     @property
     def count(self) -> int:
         return len(self._owners)
+
+    def ask(self, verb: Callable[Concatenate[Any, P], T], phase: str) -> Callable[P, dict[int, list[T]]]:
+        def asked(*args: P.args, **kwargs: P.kwargs) -> dict[int, list[T]]:
+            told = self._workers.all(verb, phase=phase)(*args, **kwargs)
+            return {number: [told[rank] for rank in ranks] for number, ranks in enumerate(self._ranks)}
+
+        return asked
 
     def generate(
         self,
@@ -85,47 +185,32 @@ class InProcessRolloutGroup:
         call: str,
         forget: list[str],
         watch: Callable[[], None],
-    ) -> dict[int, list[list[SampleInfo]]]:
-        answers = self._workers.each(Policy.generate, phase="generate").submit(
+        heard: Heard,
+    ) -> list[int]:
+        pending = self._workers.stream(Rollout.generate, phase="generate").submit(
             [shares[c["dp"]] for c in self._coords], sampling=sampling, call=call, forget=forget
         )
-        told = answers.result(watch)
-        return {number: told[rank] for number, rank in enumerate(self._owners)}
-
-    def posted(self) -> int:
-        return self._workers.posted(self._owners)
+        pending.heard = lambda rank, group: heard(self._coords[rank]["dp"], *group)
+        self._under_way = [Generating(self._workers, pending, call, self._owners)]
+        pending.result(watch)
+        self._under_way = []
+        return list(shares)
 
     def slice_samples(self, chosen: list[list[list[Place]]]) -> list[list[Any]]:
         receivers = len(chosen[0])
         nothing: list[list[Any]] = [[] for _ in range(receivers)]
         by_rank = {rank: at for at, rank in enumerate(self._owners)}
         ranks = range(len(self._coords))
-        parts = self._workers.each(Policy.slice_samples, num_returns=1 + receivers)(
+        parts = self._workers.each(Rollout.slice_samples, num_returns=1 + receivers)(
             [chosen[by_rank[rank]] if rank in by_rank else nothing for rank in ranks]
         )
         return [list(parts[rank][1:]) for rank in self._owners]
-
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        by_rank = [sequences if c["dp"] == 0 else [] for c in self._coords]
-        return self._workers.each(Policy.rollout_scores, phase="generate")(by_rank)[self._owners[0]]
 
     def missing(self) -> bool:
         return False
 
     def start(self) -> None:
         """They live and die with the trainer's ranks."""
-
-    def sleep(self, level: int) -> None:
-        self._workers.all(Policy.sleep_rollout, phase="sleep")(level)
-
-    def wake(self, part: Part) -> None:
-        self._workers.all(Policy.wake_rollout, phase="wake")(part)
-
-    def pause(self) -> None:
-        """Nothing is under way between two calls."""
-
-    def resume(self) -> None:
-        """Nothing was held."""
 
     def mark_weights_updated(self) -> None:
         if self._travel:
@@ -135,28 +220,21 @@ class InProcessRolloutGroup:
         if not self._travel:  # the proof is that both are one storage
             return {}
         began = time.perf_counter()
-        self._workers.all(Policy.sync)()
+        self._workers.all(Rollout.update_weights, phase="sync")(None)
         told = {"sync/seconds": time.perf_counter() - began}
         return told | self._proof.of(self)
 
     # the copies, as the proof asks for them: see `quintet.controller.weight_check.Copies`
 
     def fingerprints(self, beside: PendingCall[Any]) -> dict[str, list[RankFingerprints]]:
-        told, _ = results([self._workers.all(Policy.rollout_fingerprints, phase="sync").submit(), beside])
-        return {name: [told[rank] for rank in ranks] for name, ranks in self._copies().items()}
+        told, _ = results([self._workers.all(Rollout.fingerprints, phase="sync").submit(), beside])
+        return {_name(dp): [told[rank] for rank in ranks] for dp, ranks in enumerate(self._ranks)}
 
     def shard_indexes(self, wanted: Mapping[str, list[int]]) -> dict[str, list[ShardIndex]]:
-        copies = self._copies()
+        copies = {_name(dp): ranks for dp, ranks in enumerate(self._ranks)}
         ranks = [copies[name][at] for name, places in wanted.items() for at in places]
-        told = iter(self._workers.some(ranks, Policy.rollout_shard_index, phase="sync")())
+        told = iter(self._workers.some(ranks, Rollout.shard_index, phase="sync")())
         return {name: [next(told) for _ in places] for name, places in wanted.items()}
-
-    def _copies(self) -> dict[str, list[int]]:
-        """The ranks of each rollout, by its name."""
-        copies: dict[str, list[int]] = {}
-        for rank, at in enumerate(self._coords):
-            copies.setdefault(f"the rollout of dp rank {at['dp']}", []).append(rank)
-        return copies
 
     def probe(self) -> dict[str, float]:
         return {}
@@ -165,4 +243,8 @@ class InProcessRolloutGroup:
         return []
 
     def counts(self) -> dict[str, float]:
-        return {}
+        return {}  # native ones count nothing: they are not asked
+
+
+def _name(dp: int) -> str:
+    return f"the rollout of dp rank {dp}"

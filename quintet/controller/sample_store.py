@@ -28,10 +28,8 @@ class SampleStore:
         self._batches: dict[str, Batch] = {}
         self._replayed = replayed
 
-    def put(
-        self, call: str, requests: Sequence[Request], answered: Sequence[Sequence[Sample]]
-    ) -> list[list[SampleInfo]]:
-        """Keep the responses to each request, and tell what the controller learns of them."""
+    def put(self, call: str, requests: Sequence[Request], answered: Sequence[Sequence[Sample]]) -> None:
+        """Keep the responses to each request."""
         flat = [(r.prompt_ids, s) for r, row in zip(requests, answered, strict=True) for s in row]
         if flat:
             self._batches[call] = make_batch(
@@ -39,21 +37,23 @@ class SampleStore:
                 [len(prompt) for prompt, _ in flat],
                 rollout_logprobs=[s.policy_logprobs for _, s in flat],
             )
-        numbers = itertools.count()
+
+    def info(self, requests: Sequence[Request], at: int, group: Sequence[Sample]) -> list[SampleInfo]:
+        """Tell what the controller learns of the responses to the request at this place."""
+        prompt, before = requests[at].prompt_ids, self._replayed
+        if at < before:  # no request is without samples
+            before = sum(request.samples for request in requests[:at])
         return [
-            [
-                SampleInfo(
-                    tokens=len(r.prompt_ids) + len(s.response_ids),
-                    response_tokens=len(s.response_ids),
-                    finish=s.finish,
-                    text=s.text,
-                    logprob=_total(s.logprobs),
-                    raw_logprob=_total(s.raw_logprobs),
-                    kept=_whole(r, s) if next(numbers) < self._replayed else None,
-                )
-                for s in row
-            ]
-            for r, row in zip(requests, answered, strict=True)
+            SampleInfo(
+                tokens=len(prompt) + len(s.response_ids),
+                response_tokens=len(s.response_ids),
+                finish=s.finish,
+                text=s.text,
+                logprob=_total(s.logprobs),
+                raw_logprob=_total(s.raw_logprobs),
+                kept=_whole(requests[at], s) if number < self._replayed else None,
+            )
+            for number, s in enumerate(group, before)
         ]
 
     def of(self, call: str) -> Batch | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from quintet.controller.messages import SampleInfo
 from quintet.data.prompts import Prompt
 from quintet.rewards.load import RewardResult
+from quintet.rewards.pool import Scoring
 
 
 class Kept(NamedTuple):
@@ -24,7 +25,8 @@ class Samples:
     """Generated samples, in order of prompts and then of samples; `place` says which rollout keeps each, and where.
 
     groups: of each sample its prompt's position in `prompts`. versions: of each sample the policy that made it, counted in
-    optimizer steps' publications. leases: what keeps their tokens alive.
+    optimizer steps' publications. leases: what keeps their tokens alive. scorings: of each group that was finished, and not given
+    up, its rewards on their way.
     """
 
     prompts: list[Prompt]
@@ -34,6 +36,7 @@ class Samples:
     rewards: list[RewardResult]
     versions: list[int] = field(default_factory=list)
     leases: tuple[Any, ...] = field(default=(), repr=False)
+    scorings: list[Scoring] = field(default_factory=list, repr=False)
 
     def mean(self, name: str = "reward") -> float:
         """Mean reward, or mean of a number the reward function returned beside it (0 where it did not)."""
@@ -75,6 +78,10 @@ class Samples:
             self.versions + other.versions,
             self.leases + other.leases,
         )
+
+    def aborted(self) -> list[int]:
+        """Samples that were given up while they were generated."""
+        return [i for i, made in enumerate(self.generated) if made.finish == "abort"]
 
     def timed_out(self, reward: str) -> str | None:
         """Say how many responses `reward`, the function of that name, could not score in time, and which is the first."""

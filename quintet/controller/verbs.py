@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from quintet.cluster.verbs import StandIn
 
 if TYPE_CHECKING:
-    from quintet.controller.rollout_worker import RolloutWorker as Rollout
+    from quintet.controller.rank_rollout import RankRollout as Rollout
+    from quintet.controller.rollout_worker import RolloutWorker as RolloutProcess
     from quintet.controller.worker import PolicyWorker as Policy
 else:
     Policy = StandIn("quintet.controller.worker:PolicyWorker")
-    Rollout = StandIn("quintet.controller.rollout_worker:RolloutWorker")
+    Rollout = StandIn("quintet.controller.rank_rollout:RankRollout", part="rollout")
+    RolloutProcess = StandIn("quintet.controller.rollout_worker:RolloutWorker")
 
-__all__ = ["Policy", "Rollout"]
+__all__ = ["Policy", "Rollout", "RolloutProcess"]

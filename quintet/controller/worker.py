@@ -18,18 +18,13 @@ from quintet.cluster.worker import Place, Worker
 from quintet.controller.engines import Engines
 from quintet.controller.held_batches import HeldBatches, SampleFields, WatchedObjective
 from quintet.controller.in_process_rollout import InProcessRollout
-from quintet.controller.messages import (
-    Assignment,
-    MiniBatchTold,
-    OptimizerTold,
-    SampleInfo,
-    Trained,
-)
+from quintet.controller.messages import Assignment, MiniBatchTold, OptimizerTold, Trained
 from quintet.controller.objective import Objective, ValueObjective
-from quintet.controller.sample_store import Place as KeptPlace
-from quintet.controller.sample_store import SampleStore, cut
+from quintet.controller.rank_rollout import RankRollout
+from quintet.controller.sample_store import Place as Kept
+from quintet.controller.sample_store import cut
 from quintet.data.batch import Batch, make_batch, offsets, set_tokens, token_count
-from quintet.data.tokenizer import load_tokenizer
+from quintet.data.tokenizer import decoder, load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES
 from quintet.engine.lora import split_adapters
@@ -42,7 +37,6 @@ from quintet.packing import Cell, rank_cells
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.user_family import use_family
-from quintet.rollout import Part, Request, Sampling
 from quintet.runs.checkpoints import adapter_directory
 from quintet.sync.logprob_probe import Scores, engine_scores
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
@@ -59,13 +53,11 @@ class PolicyWorker(Worker):
     def __init__(self, place: Place, recipe: schema.Recipe, model_dir: Path, command: str = "train") -> None:
         super().__init__(place)
         self.recipe, self.model_dir, self.command = recipe, model_dir, command
-        self.dtype: Literal["fp32", "bf16"] = recipe.model.dtype or (
-            "fp32" if place.device == "cpu" else "bf16"
-        )
+        usual: Literal["fp32", "bf16"] = "fp32" if place.device == "cpu" else "bf16"
+        self.dtype = recipe.model.dtype or usual
         self._progress = Progress()
-        self.samples = SampleStore(recipe.mismatch.replay_samples_per_step)
         self._server: WeightServer | None = None
-        self._indexer, self._rollout_indexer = RankIndexer(), RankIndexer()
+        self._indexer = RankIndexer()
         self.batches = HeldBatches()
         self.placement = placement_of(recipe)
 
@@ -79,10 +71,9 @@ class PolicyWorker(Worker):
         self.roles = Engines(recipe, self.shape, self.model_dir, self.command, self.dtype)
         self.engine = self.roles.policy
         if self.command != "sft" and not self.placement.own_processes:
-            self.rollout = InProcessRollout(self.engine, recipe, self._text, self._progress)
-
-    def _text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+            backend = InProcessRollout(self.engine, recipe, decoder(self.tokenizer), self._progress)
+            at, owns = backend.mesh.coordinates, backend.mesh.owns_output
+            self.rollout = RankRollout(backend, recipe, self._progress, at, owns_output=owns)
 
     def describe(self) -> str:
         """What the model's layers are made of here."""
@@ -92,37 +83,9 @@ class PolicyWorker(Worker):
         """Place in a role's layout."""
         return self.roles.mesh(role).coordinates
 
-    def rollout_coords(self) -> dict[str, int]:
-        """Place in the rollout layout."""
-        return self.rollout.mesh.coordinates
-
-    # generation
-
-    def generate(
-        self, requests: list[Request], *, sampling: Sampling, call: str, forget: list[str]
-    ) -> list[list[SampleInfo]]:
-        """Generate and keep the samples; the rank that owns the output tells what came out. forget: calls whose
-        samples are not needed any more."""
-        self._progress.begin()
-        self.samples.forget(forget)
-        answered = self.rollout.generate(requests, sampling)
-        if not self.rollout.mesh.owns_output:
-            return []
-        return self.samples.put(call, requests, answered)
-
-    def slice_samples(self, chosen: list[list[KeptPlace]]) -> tuple[Any, ...]:
-        """Cut what this rank keeps: see `SampleStore.slice_for`."""
-        return self.samples.slice_for(chosen)
-
-    def scatter_backup(
-        self, samples: dict[str, list[Batch]], chosen: list[list[KeptPlace]]
-    ) -> tuple[Any, ...]:
+    def scatter_backup(self, samples: dict[str, list[Batch]], chosen: list[list[Kept]]) -> tuple[Any, ...]:
         """Cut samples whose keeper died, from the copies that it left, by call."""
         return None, *cut({call: one for call, (one,) in samples.items()}, chosen)
-
-    def rollout_scores(self, sequences: list[list[int]]) -> list[list[float]]:
-        """What the rollout makes of these tokens: see `Rollout.score`."""
-        return self.rollout.score(sequences)
 
     # training
 
@@ -262,29 +225,6 @@ class PolicyWorker(Worker):
     def score(self, sequences: list[list[int]]) -> Scores | None:
         """Log-probs of fixed tokens, for rollouts whose weights cannot be read back."""
         return engine_scores(self.engine, sequences)
-
-    # the rollout in this process
-
-    def sync(self) -> None:
-        """Bring it the engine's weights."""
-        self.rollout.sync()
-
-    def sleep_rollout(self, level: int) -> None:
-        """Take its memory."""
-        self.rollout.sleep(level)
-
-    def wake_rollout(self, part: Part) -> None:
-        """Give it memory again."""
-        self.rollout.wake(part)
-
-    def rollout_fingerprints(self) -> RankFingerprints:
-        """Of its live weights."""
-        prints, unreadable = self.rollout.fingerprints()
-        return self._rollout_indexer.tell(prints, unreadable=unreadable)
-
-    def rollout_shard_index(self) -> ShardIndex:
-        """What the last fingerprints of the rollout are of."""
-        return self._rollout_indexer.index
 
     def save(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory, and its adapters as one of peft's beside it."""

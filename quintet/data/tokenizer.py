@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +20,11 @@ _PLAIN_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
+
+
+def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Return what makes text of token ids, special tokens left out."""
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def load_tokenizer(path: str | Path, settings: Model | None = None) -> Tokenizer:

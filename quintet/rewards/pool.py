@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -41,10 +41,10 @@ class Unscored:
 
 
 class Scoring:
-    """Samples that were submitted together, and their results so far."""
+    """Samples that were submitted together, and their results so far. first: the number of the first in its batch."""
 
-    def __init__(self, samples: Sequence[Unscored]) -> None:
-        self.samples = list(samples)
+    def __init__(self, samples: Sequence[Unscored], first: int = 0) -> None:
+        self.samples, self.first = list(samples), first
         self.results: list[RewardResult | None] = [None] * len(self.samples)
         self.cancelled = False
         self._left = len(self.samples)
@@ -114,15 +114,25 @@ class RewardPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, samples: Sequence[Unscored]) -> Scoring:
-        """Begin to score samples, after those that were submitted before."""
+    def submit(self, samples: Sequence[Unscored], first: int = 0) -> Scoring:
+        """Begin to score samples, after those that were submitted before. first: the number of the first in its batch."""
         self.start()
-        scoring = Scoring(samples)
+        scoring = Scoring(samples, first)
         with self._lock:
             assert not self._closed, "the pool is closed"
             self._queue.extend(_Job(scoring, number) for number in range(len(samples)))
             self._work.notify_all()
         return scoring
+
+    def check(self, scorings: Iterable[Scoring]) -> None:
+        """Raise what `results` would, if it is known by now."""
+        with self._lock:
+            self._check(scorings)
+
+    def cancel(self, scoring: Scoring) -> None:
+        """Leave unscored what nobody waits for."""
+        with self._lock:
+            self._cancel([scoring])
 
     def results(self, scorings: Sequence[Scoring]) -> list[RewardResult]:
         """Wait for what was submitted, for `step_timeout_s` at most, and return it sample by sample, in the order of `scorings`.
@@ -159,13 +169,13 @@ class RewardPool:
         for process in self._processes:
             process.forget()
 
-    def _check(self, scorings: Sequence[Scoring]) -> None:
+    def _check(self, scorings: Iterable[Scoring]) -> None:
         """Raise what ends the run."""
         if self._broken is not None:
             raise self._broken
         if self._settings.on_error == "zero":
             return
-        for number, (sample, result) in enumerate(_pairs(scorings)):
+        for number, sample, result in _numbered(scorings):
             if result is not None and result.failure is not None:
                 raise UserError(
                     f"sample {number}, {sample.response[-80:]!r}, to {sample.source}: {result.failure.rstrip()}\n"
@@ -283,9 +293,10 @@ class RewardPool:
             self._news.notify_all()
 
 
-def _pairs(scorings: Sequence[Scoring]) -> Iterator[tuple[Unscored, RewardResult | None]]:
+def _numbered(scorings: Iterable[Scoring]) -> Iterator[tuple[int, Unscored, RewardResult | None]]:
     for scoring in scorings:
-        yield from zip(scoring.samples, scoring.results, strict=True)
+        for at, result in enumerate(scoring.results):
+            yield scoring.first + at, scoring.samples[at], result
 
 
 def _cpus() -> int:

@@ -21,7 +21,8 @@ def closing_replay(s: Session, step: int) -> None:
     prompts = list(s.inputs.train)[:count]
     with s.observer.phase("replay"):
         with s.controller.generating():
-            samples = s.controller.generate(prompts, s.sampling(), 1, f"{s.recipe.run.seed}/replay")
+            seed = f"{s.recipe.run.seed}/replay"
+            samples = s.controller.generate(prompts, s.sampling(), 1, seed, scored=False)
         batch = s.controller.scatter(samples)
         batch = batch | s.controller.policy.forward(batch, "old_logprobs", s.temperature)
         trained = s.controller.replayed(batch)

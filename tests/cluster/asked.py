@@ -9,6 +9,12 @@ from typing import Any
 from quintet.cluster.verbs import Call, Ranks
 
 
+class Named(str):
+    """A call on its way, by its verb."""
+
+    heard: Any = None
+
+
 class AskedRanks(Ranks):
     """Ranks that answer at once, by `answer`."""
 

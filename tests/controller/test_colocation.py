@@ -50,6 +50,9 @@ class Asked(AskedRanks):
     def resume(self) -> None:
         self._note("resume")
 
+    def abort(self) -> None:
+        self._note("abort")
+
     def mark_weights_updated(self) -> None:
         self._note("look at masters")
 
@@ -169,7 +172,7 @@ def test_training_state_comes_back_when_the_body_raises(tmp_path: Path) -> None:
     asked.taken()
     with pytest.raises(UserError, match="a reward"), one.generating():
         raise UserError("a reward")
-    assert asked.taken() == TAKEN + GIVEN
+    assert asked.taken() == [*TAKEN, "abort", *GIVEN]
     with pytest.raises(WorkerFailure), one.generating():
         raise WorkerFailure("rank 0 died")
     assert asked.taken() == TAKEN

@@ -33,7 +33,8 @@ def samples(routes: bool) -> Samples:
         [Sample([8], [-0.5], [-0.25], [-0.125], "stop", "é", chosen)],
         [Sample([9, 4], [-1.5, -1], [-1.25, -2], [0.0, 0.0], "length", "b", chosen)] * 2,
     ]
-    told = [one for row in keeper.put("call", requests, answered) for one in row]
+    keeper.put("call", requests, answered)
+    told = [one for at, row in enumerate(answered) for one in keeper.info(requests, at, row)]
     prompts: list[Any] = [SimpleNamespace(text="p", answer=""), SimpleNamespace(text="q", answer="")]
     return Samples(prompts, [0, 1, 1], told, [Kept(0, "call", n) for n in range(3)], [])
 

@@ -16,14 +16,14 @@ from quintet.recipe import Recipe
 from quintet.recipe.schema import Cluster, RolloutLayout
 from quintet.recipe.schema import Rollout as Settings
 from quintet.train.session import _what_then
-from tests.cluster.asked import AskedRanks
+from tests.cluster.asked import AskedRanks, Named
 
 
 class Group(AskedRanks):
     """A copy that answers nothing itself: `outcomes` does."""
 
-    def submit(self, verb: Any, *call: Any) -> str:
-        return verb.__name__
+    def submit(self, verb: Any, *call: Any) -> Any:
+        return Named(verb.__name__)
 
     def close(self) -> None:
         pass
@@ -44,7 +44,7 @@ def died() -> QuintetError:
     return WorkerFailure("rollout-1 rank 0 died in generate")
 
 
-MADE = ([["made"]], "spare")
+MADE = (None, "spare")
 
 
 def test_a_copy_is_made_anew_so_often_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,16 +54,16 @@ def test_a_copy_is_made_anew_so_often_in_a_row(monkeypatch: pytest.MonkeyPatch) 
 
     def generate() -> Any:
         one.groups = [Group(), Group()]
-        return one.generate({0: [], 1: []}, None, "call", [], lambda: None)
+        return one.generate({0: [], 1: []}, None, "call", [], lambda: None, lambda *told: None)
 
     answers += [lost] * RESTARTS_IN_A_ROW
     for number in range(1, RESTARTS_IN_A_ROW + 1):
-        assert generate() == {0: [["made"]]}
+        assert generate() == [0]
         assert one.missing()
         assert said[-1].endswith(f"It is started anew ({number} of {RESTARTS_IN_A_ROW})")
     answers += [[[MADE], [MADE]], lost]  # what has generated begins to count again
-    assert generate() == {0: [["made"]], 1: [["made"]]}
-    assert generate() == {0: [["made"]]}
+    assert generate() == [0, 1]
+    assert generate() == [0]
     answers += [lost] * RESTARTS_IN_A_ROW
     for _ in range(RESTARTS_IN_A_ROW - 1):
         generate()

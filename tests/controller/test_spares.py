@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quintet.controller.replicas import RolloutReplicas
-from tests.cluster.asked import AskedRanks
+from tests.cluster.asked import AskedRanks, Named
 
 
 class Group(AskedRanks):
@@ -14,8 +14,8 @@ class Group(AskedRanks):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def submit(self, verb: Any, *call: Any) -> str:
-        return f"{self.name} {verb.__name__}"
+    def submit(self, verb: Any, *call: Any) -> Any:
+        return Named(f"{self.name} {verb.__name__}")
 
 
 class Policy(AskedRanks):
@@ -25,14 +25,18 @@ class Policy(AskedRanks):
         return None, args[0]["b"][0]
 
 
+def _nobody(rollout: int, at: int, group: list[Any]) -> None:
+    """Hears of no group."""
+
+
 def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
     replicas: Any = object.__new__(RolloutReplicas)
     first, second = Group("first"), Group("second")
     replicas.groups = [first, second]
     replicas._spares, replicas._restarts, replicas._keepers = {}, [0, 0], {}
     told = {
-        "generate": lambda who: [([["made"]], f"spare of {who}")],
-        "slice_samples": lambda who: [(None, who)],
+        "rollout.generate": lambda who: [(None, f"spare of {who}")],
+        "rollout.slice_samples": lambda who: [(None, who)],
     }
 
     def collect_survivors(calls: dict[int, str], watch: Any = None) -> dict[int, Any]:
@@ -40,8 +44,8 @@ def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
 
     replicas.collect_survivors = collect_survivors
     replicas._policy = Policy()
-    replicas.generate({0: [], 1: []}, None, "a", [], lambda: None)
-    replicas.generate({0: [], 1: []}, None, "b", ["a"], lambda: None)
+    replicas.generate({0: [], 1: []}, None, "a", [], lambda: None, _nobody)
+    replicas.generate({0: [], 1: []}, None, "b", ["a"], lambda: None, _nobody)
     assert replicas._spares.keys() == {"b"}
     wanted = [[[("b", 0)]], [[("b", 1)]]]
     assert replicas.slice_samples(wanted) == [["first"], ["second"]]

@@ -39,8 +39,8 @@ def swap(shards: Sequence[Shard]) -> None:
 
 
 def sync(rollout: InProcessRollout, engine: Engine, plant: str) -> None:
-    """`InProcessRollout.sync` with a fault. before: the engine has other weights while they travel; after: the live copy."""
-    live = rollout._rollout._weights.shards()
+    """`InProcessRollout.update_weights` with a fault. before: the engine has other weights while they travel; after: the live copy."""
+    live = rollout._weights.shards()
     what, _, when = plant.partition(" ")
     changes: dict[str, Callable[[Sequence[Shard]], None]] = {"flip": flip, "swap": swap}
     here = engine.shard_map()
@@ -48,7 +48,7 @@ def sync(rollout: InProcessRollout, engine: Engine, plant: str) -> None:
     if when == "before" and what in changes:
         changes[what](here)
     old = {shard.name: shard.read().clone() for shard in live}
-    rollout.sync()
+    rollout.update_weights()
     for shard, tensor in zip(here, kept, strict=True):
         shard.write(tensor)
     if when == "after" and what in changes:
@@ -76,7 +76,7 @@ def told(path: Path, plants: Sequence[str]) -> dict[str, tuple[Any, Any, Any]]:
             rollout = InProcessRollout(engine, recipe, str, lambda done: None)
         finally:
             in_the_trainer.Resharder = resharder  # type: ignore[misc]
-        for shard in rollout._rollout._weights.shards():
+        for shard in rollout._weights.shards():
             shard.write(torch.zeros(shard.box_shape))
         sync(rollout, engine, plant)
         exported = engine.exported()
@@ -99,8 +99,14 @@ class Flipping(PolicyWorker):
         super().__init__(place, **how)
         self.syncs = 0
 
-    def sync(self) -> None:
-        super().sync()
-        self.syncs += 1
-        if self.rank == 1 and self.syncs == 2:
-            flip(self.rollout._rollout._weights.shards())
+    def setup(self) -> None:
+        super().setup()
+        update = self.rollout.update_weights
+
+        def flipping(source: None) -> None:
+            update(source)
+            self.syncs += 1
+            if self.rank == 1 and self.syncs == 2:
+                flip(self.rollout._backend._weights.shards())  # type: ignore[attr-defined]
+
+        self.rollout.update_weights = flipping  # type: ignore[assignment]

@@ -1,0 +1,116 @@
+"""One rank's part of a rollout: a back end behind the protocol, and the samples that it generated.
+
+The controller calls its verbs (`quintet.controller.rollouts`), whether the rank trains too or has a process of its own. Ranks of a
+native rollout share requests; the engines of other back ends make their own workers, and have one rank here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from quintet.cluster.lane import listening
+from quintet.cluster.progress import Progress
+from quintet.controller.messages import SampleInfo
+from quintet.controller.sample_store import Place, SampleStore
+from quintet.data.batch import Batch
+from quintet.recipe import schema
+from quintet.rollout import Part, Request, Rollout, Sample, Sampling, Wanted, WeightSource
+from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
+
+
+class RankRollout:
+    """What the controller asks of it. at: this rank's place in the rollout's layout; owns_output: whether it tells what came out."""
+
+    def __init__(
+        self,
+        backend: Rollout,
+        recipe: schema.Recipe,
+        progress: Progress,
+        at: Mapping[str, int],
+        *,
+        owns_output: bool,
+    ) -> None:
+        self._backend, self._progress = backend, progress
+        self._at, self._owns_output = dict(at), owns_output
+        self._spare = recipe.rollout.restart
+        self.samples = SampleStore(recipe.mismatch.replay_samples_per_step)
+        self._indexer = RankIndexer()
+
+    def coords(self) -> dict[str, int]:
+        """Return this rank's place in the rollout's layout."""
+        return self._at
+
+    # generation
+
+    def generate(
+        self, requests: list[Request], *, sampling: Sampling, call: str, forget: list[str]
+    ) -> Generator[tuple[int, list[SampleInfo]], None, tuple[None, Batch | None]]:
+        """Generate and keep the samples; the rank that owns the output tells of each group as it finishes, with its place among the
+        requests. In the end it returns a copy of the samples to fall back on, if the recipe wants one, for the object store.
+        forget: calls whose samples are not needed any more. `pause`, `resume` and `abort` may be said beside it."""
+        self._progress.begin()
+        self.samples.forget(forget)
+        groups = self._backend.stream(requests, sampling)
+        if not self._owns_output:
+            for _ in groups:
+                pass
+            return None, None
+        answered: list[list[Sample]] = [[] for _ in requests]
+        with listening(call, {verb.__name__: verb for verb in (self.pause, self.resume, self.abort)}):
+            for at, group in groups:
+                answered[at] = group
+                yield at, self.samples.info(requests, at, group)
+        self.samples.put(call, requests, answered)
+        return None, self.samples.of(call) if self._spare else None
+
+    def pause(self) -> None:
+        """Hold what is under way, and start nothing new, until `resume`."""
+        self._backend.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._backend.resume()
+
+    def abort(self) -> None:
+        """Give up what is under way: its samples end with the tokens they have."""
+        self._backend.abort()
+
+    def slice_samples(self, chosen: list[list[Place]]) -> tuple[Any, ...]:
+        """Cut what this rank keeps: see `SampleStore.slice_for`."""
+        return self.samples.slice_for(chosen)
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Return log-probs of every token but the first of each sequence: see `Rollout.score`."""
+        return self._backend.score(sequences)
+
+    def counts(self) -> dict[str, float]:
+        """Return what was counted since the last time: see `Rollout.metrics`."""
+        return self._backend.metrics()
+
+    # weights and memory
+
+    def receivers(self) -> list[list[Wanted] | None]:
+        """Return who takes weights in this process: see `Rollout.receivers`."""
+        return self._backend.receivers()
+
+    def update_weights(self, source: WeightSource | Any) -> None:
+        """Take new weights; from None, those of the engine in this process."""
+        self._backend.update_weights(source)
+
+    def fingerprints(self) -> RankFingerprints:
+        """Return those of the live weights, and what cannot be read back: see `Rollout.fingerprints`."""
+        prints, unreadable = self._backend.fingerprints()
+        return self._indexer.tell(prints, unreadable=unreadable)
+
+    def shard_index(self) -> ShardIndex:
+        """Return what the last fingerprints are of."""
+        return self._indexer.index
+
+    def sleep(self, level: int) -> None:
+        """Give memory up: see `Rollout.sleep`."""
+        self._backend.sleep(level)
+
+    def wake(self, part: Part) -> None:
+        """Take memory again."""
+        self._backend.wake(part)
