@@ -54,11 +54,12 @@ def asked(tmp_path: Path) -> list[tuple[float, int]]:
     return [(float(at), int(length)) for at, length, _ in (line.split() for line in lines)]
 
 
-def generate(s: Session, seed: str = "seed", longest: int = LONG) -> Samples:
+def generate(s: Session, seed: str = "seed", longest: int = LONG, shortest: int | None = None) -> Samples:
     """Two samples of each of six prompts; the first prompt's are short, the last one's long."""
     assert s.inputs.train is not None
     prompts = list(s.inputs.train)[:6]
     lengths = [[longest * (n + 1) // 6] * 2 for n in range(6)]
+    lengths[0] = [shortest or lengths[0][0]] * 2
     sampling = replace(s.sampling(), ignore_end=True, max_response_tokens=longest)
     return s.controller.generate(prompts, sampling, 2, seed, lengths)
 
@@ -130,7 +131,7 @@ def test_a_call_under_way_is_held_let_go_and_given_up(tmp_path: Path, where: lis
 )
 def test_rewards_begin_with_the_first_group_that_is_finished(tmp_path: Path, where: list[str]) -> None:
     with run(tmp_path, "cluster.ranks=2", rewarded(tmp_path, 0.05), *where) as s, s.controller.generating():
-        samples = generate(s, longest=4 * LONG)
+        samples = generate(s, longest=2 * LONG)
         generated = time.time()
         s.controller.reward(samples)
         when = asked(tmp_path)
@@ -151,7 +152,7 @@ def test_rewards_begin_with_the_first_group_that_is_finished(tmp_path: Path, whe
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(FinishedGroups, "add", killing)
-                again = generate(s, longest=4 * LONG)
+                again = generate(s, longest=2 * LONG)
             s.controller.reward(again)
             assert heard.count(3) == 2, "it did not die half way"
             assert (again.generated, again.rewards) == (samples.generated, samples.rewards)
@@ -165,7 +166,7 @@ def test_a_reward_that_fails_ends_what_is_under_way(tmp_path: Path) -> None:
     with run(tmp_path, f"reward.function={tmp_path / 'wrong.py'}:score") as s:
         began = time.monotonic()
         with pytest.raises(UserError, match=r"sample \d+, "), s.controller.generating():
-            generate(s, longest=60 * LONG)
+            generate(s, longest=60 * LONG, shortest=20)
         assert time.monotonic() - began < 20 * BUSY
         assert len(generate_again(s)) == 12
 
