@@ -102,11 +102,11 @@ class WorkerGroup(Ranks):
         return self._coords
 
     def posted(self, ranks: Sequence[int]) -> int:
-        """Units that these ranks say they have done in the call under way (`quintet.cluster.progress`), summed."""
+        """Return units that these ranks say they have done in the call under way (`quintet.cluster.progress`), summed."""
         return sum(int(count or 0) for count in ray_compat.posted([f"{self._posts}{rank}" for rank in ranks]))
 
     def forget_posts(self) -> None:
-        """The call is over: its counts must not be taken for the next one's."""
+        """Forget the counts of a call that is over: they must not be taken for the next one's."""
         ray_compat.forget_posts(self._posts)
 
     def stalled(self, ranks: Sequence[int], phase: str) -> list[Failure]:

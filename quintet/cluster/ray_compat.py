@@ -369,7 +369,7 @@ def post(key: str, words: str) -> None:
 
 
 def posted(keys: Sequence[str]) -> list[str]:
-    """The words kept under these keys, "" where there are none; one request for all."""
+    """Return the words kept under these keys, "" where there are none; one request for all."""
     with contextlib.suppress(ray.exceptions.RayError, OSError):
         names = [key.encode() for key in keys]
         gcs = internal_kv.internal_kv_get_gcs_client()

@@ -113,5 +113,5 @@ _numbers = itertools.count(1)
 
 
 def fresh_name() -> str:
-    """A name that no batch of this process has had."""
+    """Return a name that no batch of this process has had."""
     return f"batch-{next(_numbers)}"

@@ -91,7 +91,7 @@ class DeviceHandover:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Rollouts are awake with the present weights; training state is away as the recipe says, and comes back, also
+        """Keep rollouts awake with the present weights; training state is away as the recipe says, and comes back, also
         when the body raises: what is under way is given up then. After a process has died, or SIGTERM, nothing is brought back: the run ends, and whatever
         generates is not waited for."""
         self.ready()
@@ -107,7 +107,7 @@ class DeviceHandover:
         self._wake_training()
 
     def mark_weights_updated(self) -> None:
-        """There are new weights: a rollout on its own devices takes them now, one that sleeps when it wakes."""
+        """Mark the weights as new: a rollout on its own devices takes them now, one that sleeps when it wakes."""
         self._weights_stale = True
         self._rollouts.mark_weights_updated()
         if not self._rollouts.colocated:

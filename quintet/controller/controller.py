@@ -97,7 +97,7 @@ class Controller:
             self._handover = DeviceHandover(self.workers, self.rollouts, recipe, phase, log)
 
     def describe(self) -> str:
-        """Which layers and kernels the ranks compute with."""
+        """Return which layers and kernels the ranks compute with."""
         return self.workers.one(Policy.describe)()
 
     # generation
@@ -108,7 +108,7 @@ class Controller:
         return self._handover
 
     def generating(self) -> AbstractContextManager[None]:
-        """Rollouts are awake, with the present weights, for as long as the context lasts: see `DeviceHandover`."""
+        """Keep rollouts awake, with the present weights, for as long as the context lasts: see `DeviceHandover`."""
         return self.handover.generating()
 
     def generate(
@@ -190,11 +190,11 @@ class Controller:
         return self._scatterer.samples(samples, self.rollouts)
 
     def scatter_responses(self, prompts: Sequence[Prompt]) -> BatchRef:
-        """The same for prompts with responses to imitate, as one mini-batch."""
+        """Scatter prompts with the responses to imitate, as one mini-batch."""
         return self._scatterer.responses(prompts)
 
     def replayed(self, batch: BatchRef) -> dict[int, Trained]:
-        """The first samples of a batch, with their old log-probs as scored, by number."""
+        """Return the first samples of a batch, with their old log-probs as scored, by number."""
         where = self.policy.placement
         batch.need(["old_logprobs"], where.name)
         parts = self.workers.all(Policy.replayed, phase="logprob", told_by=megatron_compute)(
@@ -203,7 +203,7 @@ class Controller:
         return {number: one for part in parts for number, one in part.items()}
 
     def logprobs(self, ids: list[list[int]], prompts: list[int], temperature: float) -> list[Tensor]:
-        """Of these samples' responses under the present policy, fp32 [response tokens] each."""
+        """Return log-probs of these samples' responses under the present policy, fp32 [response tokens] each."""
         dp = self.policy.placement.dp
         plan = self._scatterer.plan([len(one) for one in ids], self.policy.placement)
         shares = [plan.samples_of(d) for d in range(dp)]
@@ -219,13 +219,13 @@ class Controller:
         return [found[i] for i in range(len(ids))]
 
     def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int, role: str = "policy") -> None:
-        """A fresh optimizer on a role's present weights: see `Engines.start_optimizer`."""
+        """Start a fresh optimizer on a role's present weights: see `Engines.start_optimizer`."""
         self.roles[role].start_optimizer(optimizer, total_steps)
         if role == "policy" and self._handover is not None:
             self.rollouts.mark_weights_updated()  # the masters: what the first step does to them is looked at as well
 
     def mark_weights_updated(self) -> None:
-        """There are new weights for the rollout: see `DeviceHandover.mark_weights_updated`."""
+        """Mark the weights as new for the rollout: see `DeviceHandover.mark_weights_updated`."""
         if self._handover is not None:
             self._handover.mark_weights_updated()
 
@@ -240,21 +240,22 @@ class Controller:
     # checkpoints
 
     def dtype(self) -> Literal["fp32", "bf16"]:
-        """What `model.dtype` comes to on the ranks."""
+        """Return what `model.dtype` comes to on the ranks."""
         return self.workers.one(Policy.parameter_type)()
 
     def checkpoint_finished(self, roles: Sequence[str], *, wait: bool) -> tuple[bool, list[str]]:
-        """Whether all ranks are done with the writing of these roles that was begun, and what went wrong where they are."""
+        """Return whether all ranks are done with the writing of these roles that was begun, and what went wrong where they are."""
         answers = self.workers.all(Policy.checkpoint_finished, phase="checkpoint")(wait, roles)
         return all(done for done, _ in answers), [error for _, error in answers if error is not None]
 
     def memory(self) -> dict[str, float | None]:
-        """Memory peaks over the ranks, as metrics."""
+        """Return the memory peaks over the ranks, as metrics."""
         ranks = self.workers.all(Policy.memory)()
         return combine_peaks(ranks if self._handover is None else ranks + self.rollouts.memory())
 
     def counted(self) -> dict[str, float]:
-        """Metrics of what rollouts counted since the last time: shares of the prefix cache's and of the drafts' tokens."""
+        """Return the metrics of what rollouts counted since the last time: shares of the prefix cache's and of the drafts'
+        tokens."""
         counts = {} if self._handover is None else self.rollouts.counts()
         told = {}
         if counts.get("prefix_cache_queries"):

@@ -73,13 +73,13 @@ class Engines(Mapping[str, Engine | AdapterReference]):
         return engine
 
     def mesh(self, role: str) -> Mesh:
-        """The mesh of a role's layout."""
+        """Return the mesh of a role's layout."""
         return self._behind(role).mesh
 
     # whose turn it is
 
     def use(self, role: str) -> Engine | AdapterReference:
-        """The role's engine, on its device; the others leave it, as far as the recipe says. No collective."""
+        """Return the role's engine, on its device; the others leave it, as far as the recipe says. No collective."""
         mine = self._behind(role)
         for name in self._roles:
             if self._behind(name) is not mine:
@@ -114,7 +114,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
     # training
 
     def start_optimizer(self, role: str, optimizer: schema.Optimizer, total_steps: int) -> None:
-        """A fresh optimizer on the present weights. Collective. With the policy's, the reference policy becomes the present
+        """Start a fresh optimizer on the present weights. Collective. With the policy's, the reference policy becomes the present
         policy; with the critic's, its trunk does, where it has no directory of its own."""
         engine = self._trained(role)
         self._due.discard(role)
@@ -133,7 +133,8 @@ class Engines(Mapping[str, Engine | AdapterReference]):
     def forward_backward(
         self, role: str, mini: HeldMiniBatch, loss: Loss, temperature: float
     ) -> MiniBatchResult | None:
-        """See `Engine.forward_backward`. Raises RuntimeError when the gradients of the mini-batch before had no step yet."""
+        """Compute the gradients of a mini-batch: see `Engine.forward_backward`. Raises RuntimeError when the gradients of the
+        mini-batch before had no step yet."""
         if role in self._due:
             raise RuntimeError(
                 f"{role}: forward_backward before optimizer_step. A mini-batch's gradients take the place of the last one's, which "
@@ -144,7 +145,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
         return result
 
     def optimizer_step(self, role: str) -> dict[str, float]:
-        """See `Engine.optimizer_step`. Raises RuntimeError where there are no gradients to take it on."""
+        """Take an optimizer step: see `Engine.optimizer_step`. Raises RuntimeError where there are no gradients to take it on."""
         if role not in self._due:
             raise RuntimeError(
                 f"{role}: optimizer_step without forward_backward: there are no gradients that no step was taken on"

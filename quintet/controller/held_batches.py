@@ -32,11 +32,11 @@ class HeldMiniBatch:
     cells: list[RankCell]
 
     def counted(self) -> set[int]:
-        """Positions of the samples that this rank tells of: those of the cells it is the first rank of."""
+        """Return the positions of the samples that this rank tells of: those of the cells it is the first rank of."""
         return {i for cell in self.cells if cell.first for i in cell.samples}
 
     def replayed(self) -> dict[int, int]:
-        """Samples to be told once they are trained on, and told by this rank: number and position."""
+        """Return the samples to be told once they are trained on, and told by this rank: number and position."""
         here = self.counted()
         return {number: at for number, at in self.assignment.replayed.items() if at in here}
 
@@ -73,7 +73,7 @@ class HeldBatch:
                     one.batch[name] = values_here
 
     def told(self, fields: Sequence[str]) -> SampleFields:
-        """These fields of the samples that this rank tells of."""
+        """Return these fields of the samples that this rank tells of."""
         found: SampleFields = {}
         for one in self:
             ends = offsets(one.batch).tolist()
@@ -95,7 +95,7 @@ class HeldBatch:
                 set_tokens(one.batch, name, torch.cat(rows) if rows else torch.empty(0))
 
     def replayed(self) -> dict[int, Trained]:
-        """The samples whose number is asked for, with the old log-probs as scored."""
+        """Return the samples whose number is asked for, with the old log-probs as scored."""
         told: dict[int, Trained] = {}
         for one in self:
             on = tokens(one.batch, "loss_mask") > 0

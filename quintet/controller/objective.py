@@ -63,7 +63,7 @@ class ValueObjective:
 def policy_objective(
     recipe: schema.Algorithm, mismatch: schema.Mismatch, temperature: float = 1.0
 ) -> Objective:
-    """The objective of an RL step."""
+    """Return the objective of an RL step."""
     return Objective(
         load_loss(
             "clipped",
@@ -79,10 +79,10 @@ def policy_objective(
 
 
 def sft_objective() -> Objective:
-    """Negative log-likelihood of the responses."""
+    """Return the negative log-likelihood of the responses."""
     return Objective(load_loss("sft"))
 
 
 def value_objective(clip: float | None) -> ValueObjective:
-    """The clipped value loss of PPO; reads the fields `old_values`, `returns`, `loss_mask` and `weights`."""
+    """Return the clipped value loss of PPO; reads the fields `old_values`, `returns`, `loss_mask` and `weights`."""
     return ValueObjective(load_loss("value", clip=clip))

@@ -12,7 +12,7 @@ from quintet.observe.progress import Progress, Task
 def watched(
     progress: Progress | None, title: str, total: int, unit: str, posted: Callable[[], int]
 ) -> Iterator[Callable[[], None]]:
-    """What to call while waiting for `total` units, of which `posted()` are done. The first call opens the bar: short
+    """Yield what to call while waiting for `total` units, of which `posted()` are done. The first call opens the bar: short
     work has none."""
     with ExitStack() as stack:
         shown: list[Task] = []

@@ -55,7 +55,7 @@ class Replay:
 
 
 def replay_of(step: int, sampling: Sampling, samples: Samples, trained: dict[int, Trained]) -> Replay:
-    """The replay of a step from what its rollouts told and what its trainers told, by number of the sample."""
+    """Return the replay of a step from what its rollouts told and what its trainers told, by number of the sample."""
     chosen = []
     for number in sorted(trained):
         made, prompt = samples.generated[number], samples.prompts[samples.groups[number]]
@@ -67,7 +67,7 @@ def replay_of(step: int, sampling: Sampling, samples: Samples, trained: dict[int
 
 
 def pack(replay: Replay) -> bytes:
-    """The content of a replay file."""
+    """Return the content of a replay file."""
     from safetensors.torch import save
 
     made, trained = [s.generated for s in replay.samples], [s.trained for s in replay.samples]
@@ -109,7 +109,7 @@ def read(path: Path) -> Replay:
 
 
 def replay_file(run: Path, step: int) -> Path:
-    """Where a run's replay of a step is."""
+    """Return where a run's replay of a step is."""
     return run / "replay" / replay_name(step)
 
 

@@ -68,7 +68,7 @@ class RolloutReplicas(Rollouts):
         return len(self.groups)
 
     def missing(self) -> bool:
-        """Whether one is not there: not started yet, or lost."""
+        """Return whether one is not there: not started yet, or lost."""
         return None in self.groups
 
     # life and death
@@ -156,7 +156,8 @@ class RolloutReplicas(Rollouts):
         beside: PendingCall[Any] | None = None,
         watch: Callable[[], None] | None = None,
     ) -> dict[int, T]:
-        """Values by rollout, of those that do not fail meanwhile. beside: what the trainer's ranks do at the same time."""
+        """Return the values by rollout, of those that do not fail meanwhile. beside: what the trainer's ranks do at the same
+        time."""
         waited = [*calls.values(), *([] if beside is None else [beside])]
         if not self._recipe.rollout.restart:
             return dict(zip(calls, results(waited, watch), strict=False))
@@ -172,7 +173,7 @@ class RolloutReplicas(Rollouts):
         return {number: value for number, value in values.items() if not isinstance(value, QuintetError)}
 
     def memory(self) -> list[dict[str, float | None]]:
-        """Peaks of every rank that answers."""
+        """Return the memory peaks of every rank that answers."""
         found = self.ask(RolloutProcess.memory, phase="memory")()
         return [rank for ranks in found.values() for rank in ranks]
 
@@ -187,7 +188,7 @@ class RolloutReplicas(Rollouts):
         watch: Callable[[], None],
         heard: Heard,
     ) -> list[int]:
-        """See `Rollouts.generate`; those that died are missing afterwards."""
+        """Generate: see `Rollouts.generate`. Rollouts that die meanwhile are missing afterwards."""
         for old in forget:
             self._spares.pop(old, None)
             self._keepers.pop(old, None)
@@ -235,7 +236,7 @@ class RolloutReplicas(Rollouts):
     # weights
 
     def mark_weights_updated(self) -> None:
-        """The trainer has taken a step, or new master weights."""
+        """Note that the trainer has taken a step, or new master weights."""
         self._proof.changed()
 
     def take_weights(self) -> dict[str, float]:
@@ -250,7 +251,7 @@ class RolloutReplicas(Rollouts):
         return self._proof.of_probe({f"rollout-{number}": ranks[-1] for number, ranks in told.items()})
 
     def ask(self, verb: Callable[Concatenate[Any, P], T], phase: str) -> Callable[P, dict[int, list[T]]]:
-        """A verb of all that are there: what each rank answers, by rollout, of those that do not die."""
+        """Ask a verb of all replicas that are there: what each rank answers, by rollout, of those that do not die."""
 
         def asked(*args: P.args, **kwargs: P.kwargs) -> dict[int, list[T]]:
             alive = {number: group for number, group in enumerate(self.groups) if group is not None}

@@ -83,7 +83,7 @@ class Role:
         return Fields(batch.name, {name: frozenset(where) for name, where in held.items()})
 
     def start_optimizer(self, optimizer: Optimizer, total_steps: int) -> None:
-        """A fresh optimizer on the present weights: see `Engines.start_optimizer`."""
+        """Start a fresh optimizer on the present weights: see `Engines.start_optimizer`."""
         self._workers.all(Policy.start_optimizer, phase="optimizer")(optimizer, total_steps, self.name)
 
     def forward_backward(self, mini: MiniBatch, objective: Objective | ValueObjective) -> list[MiniBatchTold]:
@@ -144,7 +144,7 @@ class PolicyRole(Role):
         self._mark, self._moved = mark, False
 
     def optimizer_step(self) -> OptimizerTold:
-        """See `Role.optimizer_step`."""
+        """Take one step on the gradients of the mini-batch before: see `Role.optimizer_step`."""
         self._moved = True
         return super().optimizer_step()
 

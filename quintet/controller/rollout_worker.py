@@ -16,7 +16,7 @@ from quintet.rollout.make import make_rollout
 
 
 class RolloutWorker(Worker):
-    """One rank. `model_dir` is a Hugging Face directory that this rank's node can read."""
+    """The worker of one rank of a rollout. `model_dir` is a Hugging Face directory that this rank's node can read."""
 
     def __init__(self, place: Place, recipe: schema.Recipe, model_dir: Path) -> None:
         super().__init__(place)

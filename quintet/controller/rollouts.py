@@ -48,7 +48,7 @@ class Rollouts(ABC):
     @property
     @abstractmethod
     def count(self) -> int:
-        """How many there are."""
+        """The number of rollouts."""
 
     @abstractmethod
     def ask(self, verb: Callable[Concatenate[Any, P], T], phase: str) -> Callable[P, dict[int, list[T]]]:
@@ -138,7 +138,7 @@ class Rollouts(ABC):
 
     @abstractmethod
     def mark_weights_updated(self) -> None:
-        """The trainer has taken a step, or new master weights."""
+        """Note that the trainer has taken a step, or new master weights."""
 
     @abstractmethod
     def take_weights(self) -> dict[str, float]:
@@ -210,7 +210,7 @@ class InProcessRolloutGroup(Rollouts):
         return False
 
     def start(self) -> None:
-        """They live and die with the trainer's ranks."""
+        """Do nothing: these rollouts live and die with the trainer's ranks."""
 
     def mark_weights_updated(self) -> None:
         if self._travel:

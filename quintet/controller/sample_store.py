@@ -57,7 +57,7 @@ class SampleStore:
         ]
 
     def of(self, call: str) -> Batch | None:
-        """What a call made, if anything."""
+        """Return what a call made, if anything."""
         return self._batches.get(call)
 
     def forget(self, calls: Sequence[str]) -> None:
@@ -81,7 +81,7 @@ def _whole(request: Request, sample: Sample) -> ReplayTokens:
 def trained_samples(
     batch: Batch, wanted: dict[int, int], seen: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> dict[int, Trained]:
-    """Samples as they were trained on, by number; wanted: number → position in the batch.
+    """Return the samples as they were trained on, by number; wanted: number → position in the batch.
 
     seen: of each micro-batch the sample of each trained token, and its old log-prob; a sample's tokens are in order.
     """
@@ -101,7 +101,7 @@ def trained_samples(
 
 
 def cut(batches: Mapping[str, Batch], chosen: Sequence[Sequence[Place]]) -> list[Batch | None]:
-    """The part of each receiver; None for one that gets nothing."""
+    """Return the part of each receiver; None for one that gets nothing."""
     parts: list[Batch | None] = []
     for places in chosen:
         pieces = [

@@ -39,12 +39,13 @@ class Samples:
     scorings: list[Scoring] = field(default_factory=list, repr=False)
 
     def mean(self, name: str = "reward") -> float:
-        """Mean reward, or mean of a number the reward function returned beside it (0 where it did not)."""
+        """Return the mean reward, or mean of a number the reward function returned beside it (0 where it did not)."""
         values = [r.reward if name == "reward" else r.metrics.get(name, 0.0) for r in self.rewards]
         return sum(values) / max(len(values), 1)
 
     def groups_with_signal(self) -> list[int]:
-        """Groups whose samples did not all get the same reward: the others teach nothing. What could not be scored says nothing."""
+        """Return groups whose samples did not all get the same reward: the others teach nothing. What could not be scored says
+        nothing."""
         seen: dict[int, set[float]] = {}
         for group, scored in zip(self.groups, self.rewards, strict=True):
             if scored.failure is None:
@@ -52,7 +53,7 @@ class Samples:
         return [group for group, rewards in seen.items() if len(rewards) > 1]
 
     def select(self, groups: Sequence[int]) -> Samples:
-        """These groups alone, in this order."""
+        """Return these groups alone, in this order."""
         of_group: dict[int, list[int]] = {}
         for i, group in enumerate(self.groups):
             of_group.setdefault(group, []).append(i)
@@ -80,7 +81,7 @@ class Samples:
         )
 
     def aborted(self) -> list[int]:
-        """Samples that were given up while they were generated."""
+        """Return the samples that were given up while they were generated."""
         return [i for i, made in enumerate(self.generated) if made.finish == "abort"]
 
     def timed_out(self, reward: str) -> str | None:
@@ -89,7 +90,7 @@ class Samples:
         return self._named(late, reward, "took too long to score and got 0") if late else None
 
     def failed(self, reward: str) -> str | None:
-        """The same of those that it could not score at all, and why it could not score the first."""
+        """Say how many responses `reward` could not score at all, and why it could not score the first."""
         lost = [i for i, scored in enumerate(self.rewards) if scored.failure is not None]
         if not lost:
             return None
@@ -104,7 +105,7 @@ class Samples:
         )
 
     def shown(self, count: int) -> list[dict[str, Any]]:
-        """The first `count` samples, as they are written to samples.jsonl."""
+        """Return the first `count` samples, as they are written to samples.jsonl."""
         return [
             {
                 "prompt": self.prompts[g].text,

@@ -27,16 +27,16 @@ class Copies(Protocol):
     trainer's ranks do at the same time, waited for too."""
 
     def fingerprints(self, beside: PendingCall[Any]) -> dict[str, list[RankFingerprints]]:
-        """Of each copy, by its ranks."""
+        """Return fingerprints of each copy, by its ranks."""
         ...
 
     def shard_indexes(self, wanted: Mapping[str, list[int]]) -> dict[str, list[ShardIndex]]:
-        """What the last fingerprints of some ranks are of, by copy."""
+        """Return what the last fingerprints of some ranks are of, by copy."""
         ...
 
 
 class Proof:
-    """Of one run's syncs. say: tells the user what is odd, and ends nothing."""
+    """The proof of one run's syncs. say: tells the user what is odd, and ends nothing."""
 
     def __init__(
         self, policy: WorkerGroup, recipe: schema.Recipe, shape: ModelShape, say: Callable[[str], None]
@@ -60,7 +60,7 @@ class Proof:
         return self._recipe.rollout.sync_proof
 
     def changed(self) -> None:
-        """The trainer has taken a step, or new master weights, and its optimizer state is there to be looked at."""
+        """Note that the trainer has taken a step, or new master weights, and its optimizer state is there to be looked at."""
         if self.asked:
             self._masters, self._due = self._policy.all(Policy.masters, phase="sync")(), True
 

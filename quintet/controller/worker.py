@@ -48,7 +48,7 @@ SYNC_TIMEOUT_S = 60.0
 
 
 class PolicyWorker(Worker):
-    """One rank. `model_dir` is a Hugging Face directory that this rank's node can read."""
+    """The worker of one rank of the trainer. `model_dir` is a Hugging Face directory that this rank's node can read."""
 
     def __init__(self, place: Place, recipe: schema.Recipe, model_dir: Path, command: str = "train") -> None:
         super().__init__(place)
@@ -76,11 +76,11 @@ class PolicyWorker(Worker):
             self.rollout = RankRollout(backend, recipe, self._progress, at, owns_output=owns)
 
     def describe(self) -> str:
-        """What the model's layers are made of here."""
+        """Return what the model's layers are made of here."""
         return self.engine.describe()
 
     def coords(self, role: str = "policy") -> dict[str, int]:
-        """Place in a role's layout."""
+        """Return the place in a role's layout."""
         return self.roles.mesh(role).coordinates
 
     def scatter_backup(self, samples: dict[str, list[Batch]], chosen: list[list[Kept]]) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ class PolicyWorker(Worker):
     # training
 
     def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int, role: str) -> None:
-        """A fresh optimizer on the present weights; with the policy's, other roles become what they begin as."""
+        """Start a fresh optimizer on the present weights; with the policy's, other roles become what they begin as."""
         self.roles.start_optimizer(role, optimizer, total_steps)
 
     def receive(
@@ -122,8 +122,8 @@ class PolicyWorker(Worker):
     def tell_fields(
         self, *, batch: str, placement: str, fields: list[str], wanted: list[list[int]]
     ) -> tuple[Any, ...]:
-        """Fields of the samples that this rank tells of, for the dp ranks of another layout: the numbers each wants. The first
-        value travels to the controller and is empty, the others do not."""
+        """Return the fields of the samples that this rank tells of, for the dp ranks of another layout: the numbers each wants.
+        The first value travels to the controller and is empty, the others do not."""
         mesh = self.roles.mesh(placement)
         tells = mesh.last_stage and mesh.at("tp") == 0
         found = self.batches[batch, placement].told(fields) if tells else {}
@@ -136,14 +136,14 @@ class PolicyWorker(Worker):
         self.batches[batch, placement].take(parts, fields)
 
     def replayed(self, *, batch: str, placement: str) -> dict[int, Trained]:
-        """Samples of a batch whose number is asked for, with the old log-probs as scored."""
+        """Return the samples of a batch whose number is asked for, with the old log-probs as scored."""
         return self.batches[batch, placement].replayed()
 
     def logprobs(
         self, samples: tuple[list[list[int]], list[int], list[list[Cell]]], temperature: float
     ) -> dict[int, torch.Tensor]:
-        """Of these samples' responses under the present policy, by sample, each told by one rank; unread before the last
-        stage. samples: tokens of each, of which so many are the prompt, and the cells that they are computed in."""
+        """Return log-probs of these samples' responses under the present policy, by sample, each told by one rank; unread before
+        the last stage. samples: tokens of each, of which so many are the prompt, and the cells that they are computed in."""
         ids, prompts, rounds = samples
         batch = make_batch(ids, prompts)
         cells = rank_cells(rounds, self.engine.mesh.at("cp"))
@@ -155,14 +155,14 @@ class PolicyWorker(Worker):
     def forward_backward(
         self, *, batch: str, number: int, role: str, placement: str, objective: Objective | ValueObjective
     ) -> MiniBatchTold | None:
-        """The gradients of a mini-batch. Ranks of the last stage tell what it came to."""
+        """Compute the gradients of a mini-batch. Ranks of the last stage tell what it came to."""
         mini = self.batches[batch, placement].minis[number]
         loss = WatchedObjective(objective, mini, self._progress)
         result = self.roles.forward_backward(role, mini, loss, objective.temperature)
         return None if result is None else MiniBatchTold(result.loss, result.tally, loss.replayed())
 
     def optimizer_step(self, *, role: str) -> OptimizerTold:
-        """One step on the gradients of the mini-batch before."""
+        """Take one step on the gradients of the mini-batch before."""
         step = self.roles.optimizer_step(role)
         return OptimizerTold(step["grad_norm"], step["lr"])
 
@@ -179,12 +179,12 @@ class PolicyWorker(Worker):
         self.roles.use("policy")
 
     def masters(self) -> int | None:
-        """A fingerprint of the fp32 master weights: see `Engine.master_fingerprint`."""
+        """Return a fingerprint of the fp32 master weights: see `Engine.master_fingerprint`."""
         self.roles.use("policy")
         return self.engine.master_fingerprint()
 
     def plan_sync(self, assignments: list[list[ReceiverSpec]]) -> list[Ticket]:
-        """Who takes weights from which rank from now on: tickets for those that take them from this one."""
+        """Plan who takes weights from which rank from now on: tickets for those that take them from this one."""
         if self._server is None:
             self._server = WeightServer(
                 self._exported,
@@ -209,8 +209,8 @@ class PolicyWorker(Worker):
         return self._server.serve()
 
     def fingerprints(self) -> RankFingerprints:
-        """Of what this rank hands out, to be compared with what rollouts hold; beside adapters that travel alone, also of the
-        frozen weights, which the rollout has from elsewhere."""
+        """Return fingerprints of what this rank hands out, to be compared with what rollouts hold; beside adapters that travel
+        alone, also of the frozen weights, which the rollout has from elsewhere."""
         shards = self._exported()
         if self.placement.adapters_separate:
             shards = [*split_adapters(self.engine.shard_map())[0], *shards]
@@ -219,11 +219,11 @@ class PolicyWorker(Worker):
         return self._indexer.tell(shard_fingerprints(shards), {one.name: one.shape for one in shards})
 
     def shard_index(self) -> ShardIndex:
-        """What the last fingerprints are of."""
+        """Return what the last fingerprints are of."""
         return self._indexer.index
 
     def score(self, sequences: list[list[int]]) -> Scores | None:
-        """Log-probs of fixed tokens, for rollouts whose weights cannot be read back."""
+        """Return the log-probs of fixed tokens, for rollouts whose weights cannot be read back."""
         return engine_scores(self.engine, sequences)
 
     def save(self, path: Path) -> None:
@@ -236,7 +236,7 @@ class PolicyWorker(Worker):
     # checkpoints
 
     def parameter_type(self) -> Literal["fp32", "bf16"]:
-        """fp32 or bf16."""
+        """Return the parameters' type, fp32 or bf16."""
         return self.dtype
 
     def save_checkpoint(self, path: Path, role: str) -> str | None:
@@ -248,7 +248,7 @@ class PolicyWorker(Worker):
         return None
 
     def checkpoint_finished(self, wait: bool, roles: Sequence[str]) -> tuple[bool, str | None]:
-        """Whether this rank has written its parts of these roles, and what went wrong."""
+        """Return whether this rank has written its parts of these roles, and what went wrong."""
         done, wrong = True, None
         for role in roles:  # all of them, also when one failed: what was begun is collected
             try:
@@ -263,7 +263,7 @@ class PolicyWorker(Worker):
             self.roles.use(role).load(path)
 
     def memory(self) -> dict[str, float | None]:
-        """Peak memory of this rank so far, and of each phase since the last time it was asked."""
+        """Return the peak memory of this rank so far, and of each phase since the last time it was asked."""
         return memory_peaks() | self.peaks.take()
 
 

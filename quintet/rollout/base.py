@@ -20,7 +20,7 @@ Part = Literal["weights", "kv_cache"]
 
 
 def parts_of(level: int) -> set[Part]:
-    """What sleeps at a level of `Rollout.sleep`."""
+    """Return what sleeps at a level of `Rollout.sleep`."""
     return {"weights", "kv_cache"} if level else {"kv_cache"}
 
 
@@ -41,7 +41,7 @@ class Sampling:
 
     @staticmethod
     def of(recipe: schema.Rollout, end_ids: Sequence[int], *, greedy: bool = False) -> Sampling:
-        """The sampling of a recipe; `end_ids` are the tokenizer's end-of-sequence ids."""
+        """Return the sampling of a recipe; `end_ids` are the tokenizer's end-of-sequence ids."""
         return Sampling(
             temperature=0.0 if greedy else recipe.temperature,
             top_p=recipe.top_p,
@@ -64,7 +64,7 @@ class Request:
     max_response_tokens: tuple[int, ...] | None = None
 
     def limits(self, sampling: Sampling) -> tuple[int, ...]:
-        """Most tokens of each sample."""
+        """Return the most tokens of each sample."""
         if self.max_response_tokens is None:
             return (sampling.max_response_tokens,) * self.samples
         return self.max_response_tokens
@@ -109,19 +109,19 @@ class Piece:
 
 
 class WeightSource(Protocol):
-    """Where a rollout gets new weights from, opened in the process that takes them."""
+    """The source that a rollout gets new weights from, opened in the process that takes them."""
 
     def words(self) -> str:
-        """What `opened` makes it of again in another process."""
+        """Return the text that `opened` makes it of again in another process."""
         ...
 
     def pieces(self, receiver: int) -> Iterator[Piece]:
-        """All that the receiver of this number takes (its place in `Rollout.receivers`), once, in any order. Exhausting
+        """Yield all that the receiver of this number takes (its place in `Rollout.receivers`), once, in any order. Exhausting
         the iterator tells the sender that all has arrived; closing it early tells that it has not."""
         ...
 
     def batches(self, receiver: int) -> Iterator[list[Piece]]:
-        """The same, as many pieces at a time as are there: they are good until the next list is asked for."""
+        """Yield all that a receiver takes, as many pieces at a time as are there: they are good until the next list is asked for."""
         ...
 
 
@@ -148,20 +148,20 @@ class Rollout(Protocol):
     """
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
-        """Each request's responses as soon as the last of them is there: its place among the requests, and these. Ranks that
-        share requests (tp, pp) all get them. `pause`, `resume` and `abort` may come from another thread meanwhile."""
+        """Yield each request's responses as soon as the last of them is there: its place among the requests, and these. Ranks
+        that share requests (tp, pp) all get them. `pause`, `resume` and `abort` may come from another thread meanwhile."""
         ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        """`stream`, waited for: responses of each request, in order."""
+        """Return `stream`, waited for: responses of each request, in order."""
         ...
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
+        """Return the log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
         ...
 
     def receivers(self) -> list[list[Wanted] | None]:
-        """Who takes weights in this process, one entry a device: the parts it wants, or None for whole tensors."""
+        """Return who takes weights in this process, one entry a device: the parts it wants, or None for whole tensors."""
         ...
 
     def update_weights(self, source: WeightSource) -> None:
@@ -170,7 +170,7 @@ class Rollout(Protocol):
         ...
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
-        """Fingerprints of the live weights, of all receivers of this process; and the names of the tensors that cannot be
+        """Return fingerprints of the live weights, of all receivers of this process; and the names of the tensors that cannot be
         read back, because the back end keeps them in another form: of those there may be fingerprints of what arrived. Two
         receivers that hold one part must agree, or it raises SyncMismatch."""
         ...
@@ -193,7 +193,7 @@ class Rollout(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What was counted since the last call, under the names of `COUNTS`; {} of a back end that counts nothing."""
+        """Return what was counted since the last call, under the names of `COUNTS`; {} of a back end that counts nothing."""
         ...
 
     def abort(self) -> None:

@@ -61,8 +61,8 @@ class Engine(Protocol[_Asked, _Told]):
     """The engine that does the jobs. Its methods may be called from several threads."""
 
     def run(self, jobs: Sequence[_Asked]) -> Generator[tuple[int, _Told]]:
-        """Do all jobs; tells each, by its place, as it is done or aborted. Raises WorkerFailure when a process of the engine dies.
-        Closed before its end, it gives the rest up."""
+        """Run all jobs; tells each, by its place, as it is done or aborted. Raises WorkerFailure when a process of the engine
+        dies. Closed before its end, it gives the rest up."""
         ...
 
     def pause(self) -> None:
@@ -140,11 +140,12 @@ class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
     # generation
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        """Responses of each request, in order. Raises WorkerFailure when a process of the engine dies."""
+        """Return responses of each request, in order. Raises WorkerFailure when a process of the engine dies."""
         return in_order(self.stream(requests, sampling), len(requests))
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
-        """Each request's responses as they finish: see `Rollout.stream`. Raises WorkerFailure when a process of the engine dies."""
+        """Yield each request's responses as they finish: see `Rollout.stream`. Raises WorkerFailure when a process of the engine
+        dies."""
         self._check(sampling)
         by_request = [self._jobs(at, request, sampling) for at, request in enumerate(requests)]
         jobs = [(at, number) for at, some in enumerate(by_request) for number in range(len(some))]

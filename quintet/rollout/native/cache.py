@@ -52,12 +52,12 @@ class SlotCache:
         return self.slots >= slots and self.capacity >= capacity
 
     def prefill(self, source: Tensor, slot: Tensor, position: Tensor) -> None:
-        """The next row holds prompts: row token `source[i]` is kept at (slot[i], position[i])."""
+        """Prepare for a row of prompts: row token `source[i]` is kept at (slot[i], position[i])."""
         self._decoding, self._source = 0, source
         self._write = slot * self.capacity + position
 
     def decode(self, positions: Tensor, longest: int) -> None:
-        """The next row holds one token of each of the first slots, at `positions` [active]; longest = their max + 1."""
+        """Prepare for a row of one token of each of the first slots, at `positions` [active]; longest = their max + 1."""
         self._decoding, self._source = len(positions), None
         slots = torch.arange(len(positions), device=positions.device)
         self._write = slots * self.capacity + positions

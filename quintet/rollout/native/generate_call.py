@@ -83,7 +83,7 @@ class GenerateCall:
         self._draw(hidden, torch.tensor(last), fresh)
 
     def decode(self) -> None:
-        """One token for every active sequence."""
+        """Draw one token for every active sequence."""
         active = self.scheduler.active
         positions = torch.tensor([s.prompt_length + len(s.response_ids) - 1 for s in active])
         ids = torch.tensor([s.response_ids[-1] for s in active])
@@ -162,7 +162,7 @@ class GenerateCall:
 
 
 def prompt_row(prompts: list[list[int]], align: Alignment) -> MicroBatch:
-    """Prompts as a row of the one packer, with nothing trained."""
+    """Return prompts as a row of the one packer, with nothing trained."""
     values = torch.tensor([token for prompt in prompts for token in prompt])
     ends = torch.tensor([0, *(len(prompt) for prompt in prompts)]).cumsum(0)
     return pack(values, ends, torch.zeros(len(values), dtype=torch.bool), range(len(prompts)), align)

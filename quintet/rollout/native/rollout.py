@@ -75,12 +75,13 @@ class NativeRollout:
         self._under_way = self._paused = self._given_up = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        """Responses of each request, in order; every rank of the same dp rank gets them."""
+        """Return responses of each request, in order; every rank of the same dp rank gets them."""
         return in_order(self.stream(requests, sampling), len(requests))
 
     @torch.no_grad()
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
-        """Each request's responses as they finish, at the same token on every rank of the same dp rank: see `Rollout.stream`."""
+        """Yield each request's responses as they finish, at the same token on every rank of the same dp rank: see
+        `Rollout.stream`."""
         if not requests:
             return
         with self._computing("weights", "kv_cache"):
@@ -109,7 +110,7 @@ class NativeRollout:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probs (temperature 1, nothing cut) of every token but the first of each sequence; every rank gets them."""
+        """Return the log-probs (temperature 1, nothing cut) of every token but the first of each sequence; every rank gets them."""
         if not all(sequences):
             raise UserError("a sequence has no tokens: there is nothing to score")
         if not sequences:
@@ -178,7 +179,7 @@ class NativeRollout:
     # weights
 
     def receivers(self) -> list[list[Wanted] | None]:
-        """The parts that this rank's model holds; nobody takes weights where `update` brings them."""
+        """Return the parts that this rank's model holds; nobody takes weights where `update` brings them."""
         return [] if self._update is not None else [self._weights.wanted()]
 
     def update_weights(self, source: WeightSource | None = None) -> None:
@@ -199,7 +200,7 @@ class NativeRollout:
             )
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
-        """Of this rank's live weights; all can be read back."""
+        """Return fingerprints of this rank's live weights; all can be read back."""
         self._awake("weights")
         return self._weights.fingerprints(), []
 
@@ -231,7 +232,7 @@ class NativeRollout:
         self._paused = False
 
     def metrics(self) -> dict[str, float]:
-        """Nothing is counted here."""
+        """Return {}: nothing is counted here."""
         return {}
 
     def abort(self) -> None:

@@ -45,7 +45,8 @@ class Routes:
             yield
 
     def keep(self, rows: Sequence[tuple[SequenceState, int, int]], total: int) -> None:
-        """What was heard belongs to drafts: to each the row tokens start:stop. total: of the row, padding included."""
+        """Keep what was heard for the sequences that it belongs to: to each the row tokens start:stop. total: of the row, padding
+        included."""
         mesh = self._mesh
         pieces = np.zeros((total, len(self._place), self._top_k), dtype=np.int16)
         if self._heard and (self._sliced or mesh.at("tp") == 0):  # without slices tp ranks hear the same

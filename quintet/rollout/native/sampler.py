@@ -15,7 +15,7 @@ from quintet.rollout.base import Sampling
 
 
 def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Exponential(1) noise, fp32 [n, vocab], a function of (seed, position, token) alone. seeds, positions: int64 [n]."""
+    """Return Exponential(1) noise, fp32 [n, vocab], a function of (seed, position, token) alone. seeds, positions: int64 [n]."""
     key = mix(seeds + mix(positions * GOLDEN))
     tokens = torch.arange(vocab_size, device=seeds.device, dtype=torch.int64) * GOLDEN
     bits = shift(
@@ -50,7 +50,7 @@ def draw(
 
 
 def keep_mask(log_p: Tensor, sampling: Sampling) -> Tensor | None:
-    """Which tokens survive top-k, top-p and min-p, bool [n, vocab]; None when all do.
+    """Return which tokens survive top-k, top-p and min-p, bool [n, vocab]; None when all do.
 
     Each rule looks at what the ones before it left, renormalised; the most likely token always survives.
     """

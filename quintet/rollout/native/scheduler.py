@@ -52,12 +52,12 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Most tokens any sequence may come to hold."""
+        """The most tokens any sequence may come to hold."""
         return max(s.prompt_length + s.most_tokens for row in self.sequences for s in row)
 
     @property
     def most_active(self) -> int:
-        """Most sequences ever active at once."""
+        """The most sequences ever active at once."""
         return min(self.slots, len(self._waiting) + len(self.active))
 
     @property
@@ -87,7 +87,7 @@ class Scheduler:
         return groups
 
     def give_up(self) -> None:
-        """All that are not done end here, the waiting ones without a token."""
+        """End all sequences that are not done, the waiting ones without a token."""
         for row in self.sequences:
             for draft in row:
                 draft.finish = draft.finish or "abort"
@@ -95,7 +95,7 @@ class Scheduler:
         self._waiting.clear()
 
     def take_finished(self) -> list[int]:
-        """Requests whose last sequence was retired since this was asked before."""
+        """Return requests whose last sequence was retired since this was asked before."""
         found, self._finished = self._finished, []
         return found
 

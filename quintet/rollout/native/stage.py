@@ -27,7 +27,7 @@ class Stage:
         self.align = alignment_of(layout, cp=1)
 
     def forward(self, input_ids: Tensor, row: PackedRow) -> Tensor | None:
-        """Hidden states [T, hidden] on the last stage, passed from stage to stage; None before it."""
+        """Return the hidden states [T, hidden] on the last stage, passed from stage to stage; None before it."""
         pp, group = self.mesh.at("pp"), self.mesh.groups.pp
         if not self.mesh.first_stage:
             tokens = input_ids.shape[1] // (self.mesh.sizes.tp if self.model.config.sequence_parallel else 1)
@@ -45,7 +45,7 @@ class Stage:
         return None
 
     def share(self, picked: Tensor) -> Tensor:
-        """What the owner of the output drew, on every rank of its dp rank."""
+        """Return what the owner of the output drew, on every rank of its dp rank."""
         group = self.mesh.groups.mp
         if group.size() > 1:
             owner = dist.get_global_rank(group, group.size() - self.mesh.sizes.tp)
@@ -53,11 +53,11 @@ class Stage:
         return picked
 
     def agreed(self, state: int) -> int:
-        """What the owner of the output says, on every rank of its dp rank."""
+        """Return what the owner of the output says, on every rank of its dp rank."""
         return int(self.share(torch.tensor([state], device=self.model.device)).item())
 
     def score(self, sequences: Sequence[list[int]], tokens_per_row: int) -> list[list[float]]:
-        """Log-probs of every token but the first of each sequence; all ranks get them.
+        """Return the log-probs of every token but the first of each sequence; all ranks get them.
 
         tokens_per_row: most tokens that are computed together; a longer sequence has a row of its own.
         """

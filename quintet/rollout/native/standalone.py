@@ -27,7 +27,7 @@ def native_rollout(
     decode: Callable[[list[int]], str],
     progress: Callable[[int], None],
 ) -> NativeRollout:
-    """One rank of the rollout, whose ranks are those of the default process group. Collective.
+    """Return one rank of the rollout, whose ranks are those of the default process group. Collective.
 
     Its weights come with the first sync. With adapters the frozen rest is read from `model_dir`, and adapters alone come.
     """

@@ -20,8 +20,8 @@ from quintet.rollout.base import Piece, Wanted, WeightSource
 
 
 class Weights:
-    """One rank's. brought: whether a source brings them. Of a model with adapters these alone are brought; the rest is the
-    model's from the start, and is proved with them: it was read elsewhere, and sleeps and wakes."""
+    """The weights of one rank. brought: whether a source brings them. Of a model with adapters these alone are brought; the rest
+    is the model's from the start, and is proved with them: it was read elsewhere, and sleeps and wakes."""
 
     def __init__(self, model: PolicyModel, mesh: Mesh, *, brought: bool) -> None:
         self._model, self._mesh = model, mesh
@@ -33,15 +33,15 @@ class Weights:
         self._standing = self._map() if brought else None
 
     def wanted(self) -> list[Wanted]:
-        """The parts that this rank holds."""
+        """Return the parts that this rank holds."""
         return [Wanted(shard.name, shard.box) for shard in self.shards()]
 
     def fingerprints(self) -> Fingerprints:
-        """Of all live weights, those that are not brought included."""
+        """Return fingerprints of all live weights, those that are not brought included."""
         return shard_fingerprints(self._held())
 
     def shards(self) -> list[Shard]:
-        """What is brought of the model, as far as this rank holds any of it."""
+        """Return what is brought of the model, as far as this rank holds any of it."""
         held = self._held()
         return held if self._model.adapters is None else split_adapters(held)[1]
 
@@ -66,7 +66,7 @@ class Weights:
         self.undefined = None
 
     def sleep(self, level: int) -> None:
-        """Off the device. The frozen part of a model with adapters is not brought again: it is never forgotten."""
+        """Move the weights off the device. The frozen part of a model with adapters is not brought again: it is never forgotten."""
         forget = level == 2 and self._model.adapters is None
         assert self._offloader is not None
         self._offloader.offload(params=1.0, forget=forget)
@@ -74,7 +74,7 @@ class Weights:
             self.undefined = "they were forgotten in sleep (level 2)"
 
     def wake(self) -> None:
-        """On the device again."""
+        """Move the weights to the device again."""
         assert self._offloader is not None
         self._offloader.reload()
 
