@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import logging
 import os
 import resource
@@ -54,6 +55,7 @@ _FIRST = [
 
 
 Verify = Callable[[str, str], bool]
+_EQUAL, _OTHER = b"1", b"0"
 
 
 class _Child:
@@ -68,9 +70,9 @@ class _Child:
         if self.pid is None or os.waitpid(self.pid, os.WNOHANG)[0]:
             self._fork(_math_verify())
         with suppress(EOFError, OSError):
-            self._questions.send((gold, answer))
+            self._questions.send_bytes(json.dumps([gold, answer]).encode())
             if self._questions.poll(TIMEOUT_S):
-                return bool(self._questions.recv())
+                return self._questions.recv_bytes(len(_EQUAL)) == _EQUAL
         self.end()
         return None
 
@@ -108,7 +110,7 @@ def _answer(verify: Verify, questions: Connection) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a process that ignores it hands that on
     gc.freeze()  # a collection would touch, and so copy, every page that the two share
     while True:
-        question = questions.recv()
+        question = json.loads(questions.recv_bytes())
         # The timer's signal has no handler, and so ends the process.
         signal.setitimer(signal.ITIMER_PROF, PROCESSOR_S)
         try:
@@ -116,7 +118,7 @@ def _answer(verify: Verify, questions: Connection) -> None:
         except Exception:
             equal = False
         signal.setitimer(signal.ITIMER_PROF, 0)
-        questions.send(equal)
+        questions.send_bytes(_EQUAL if equal else _OTHER)
 
 
 @cache
