@@ -312,11 +312,13 @@ class WorkerGroup(Ranks):
         word = f"{next(_words)} {verb}"
         ray_compat.post(f"{self._posts}{LANE}{name}", word)
         deadline = time.monotonic() + self.cluster.settings.collective_timeout_s
-        while left := [rank for rank in call.at_work(within_s=HEARD_WITHIN_S) if rank in ranks]:
-            heard = ray_compat.posted([f"{self._posts}{rank}{HEARD}" for rank in left])
+        while time.monotonic() < deadline:
+            left = [rank for rank in call.at_work(within_s=HEARD_WITHIN_S) if rank in ranks]
+            # Of a call that is over by now, as after an abort, ranks have said before its end what they heard.
+            heard = ray_compat.posted([f"{self._posts}{rank}{HEARD}" for rank in left or ranks])
             if all(found == word for found in heard):
                 return True
-            if time.monotonic() > deadline:
+            if not left:
                 break
         return False
 

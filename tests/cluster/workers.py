@@ -74,8 +74,9 @@ class Light(Worker):
                 time.sleep(seconds)
                 if step == steps - 1 and how:
                     inner_fail(how)
-                yield step, list(said), threading.current_thread() is threading.main_thread()
-                if "abort" in said:
+                told = list(said)
+                yield step, told, threading.current_thread() is threading.main_thread()
+                if "abort" in told:
                     break
         return self.rank, bytes(1_000_000)
 
