@@ -7,7 +7,7 @@ native rollout share requests; the engines of other back ends make their own wor
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from quintet.cluster.lane import listening
 from quintet.cluster.progress import Progress
@@ -94,9 +94,11 @@ class RankRollout:
         """Return who takes weights in this process: see `Rollout.receivers`."""
         return self._backend.receivers()
 
-    def update_weights(self, source: WeightSource | Any) -> None:
+    def update_weights(self, source: WeightSource | None) -> None:
         """Take new weights; from None, those of the engine in this process."""
-        self._backend.update_weights(source)
+        self._backend.update_weights(
+            cast(WeightSource, source)
+        )  # None comes to the native one in the trainer alone
 
     def fingerprints(self) -> RankFingerprints:
         """Return those of the live weights, and what cannot be read back: see `Rollout.fingerprints`."""
