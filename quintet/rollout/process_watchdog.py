@@ -165,8 +165,9 @@ def _began(pid: int) -> str | None:
 
 
 def _title(process: psutil.Process) -> str:
-    """vLLM gives its processes titles, such as VLLM::Worker_TP1."""
-    return (process.cmdline() or [process.name()])[0].strip()
+    """vLLM gives its processes titles, such as VLLM::Worker_TP1; of one that has none an interpreter's path would tell nothing."""
+    title = (process.cmdline() or [""])[0].strip()
+    return "its engine" if Path(title).name.startswith("python") else title
 
 
 def _of_death(error: BaseException) -> bool:

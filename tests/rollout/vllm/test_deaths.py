@@ -91,7 +91,7 @@ def test_the_samples_of_a_step_are_the_same_whatever_dies(
             assert rollout(s) != before
             (told,) = [found[1] for note in said if (found := RESTARTED.fullmatch(note))]
             assert f" in {'wake' if when == 'sleep' else when}: " in told
-            assert ("died in" if whose is rollout else "vLLM: VLLM::EngineCore") in told
+            assert ("died in" if whose is rollout else "vLLM: ") in told
 
 
 def test_without_restart_the_run_ends_by_the_process_that_died(tmp_path: Path) -> None:
@@ -106,7 +106,8 @@ def test_without_restart_the_run_ends_by_the_process_that_died(tmp_path: Path) -
 
     with pytest.raises(WorkerFailure) as caught:
         lose_it()
-    assert str(caught.value).startswith(
-        f"rollout-0 rank 0 failed in wake: vLLM: VLLM::EngineCore (process {pids[0]}) died\n\n"
-        "With rollout.restart=true it would be started anew"
+    assert re.match(
+        rf"rollout-0 rank 0 failed in wake: vLLM: (VLLM::EngineCore|its engine) \(process {pids[0]}\) died\n\n"
+        "With rollout.restart=true it would be started anew",
+        str(caught.value),
     )
