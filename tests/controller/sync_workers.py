@@ -55,6 +55,11 @@ class Serving(Worker):
 class Taking(Worker):
     """A rollout whose `tp` devices learn what they need from loading it: one device needs everything."""
 
+    @property
+    def rollout(self) -> Taking:
+        """What the verbs of a rollout are asked of."""
+        return self
+
     def __init__(self, place: Place, tp: int) -> None:
         super().__init__(place)
         self.held = [make(rank, tp)[1] for rank in range(tp)]
