@@ -123,7 +123,8 @@ class Controller:
         scored: bool = True,
     ) -> Samples:
         """Generate `samples_per_prompt` responses to each prompt, within `generating`; each group is scored once it is finished, if
-        the command scores any, for `reward`. `seed` keys all noise of this call. Their tokens are kept where they were made, for as long as the returned samples, or a part of them, are alive.
+        the command scores any, for `reward`. `seed` keys all noise of this call. Their tokens are kept where they were made, for as
+        long as the returned samples, or a part of them, are alive.
 
         lengths: most response tokens of each sample, by prompt, where they differ from the sampling's.
         """
@@ -152,9 +153,8 @@ class Controller:
                 watch()
                 finished.check()
 
-            while (
-                owed
-            ):  # again, by rollouts made anew: their noise is keyed by request, so the samples are the same
+            # Again, by rollouts made anew: their noise is keyed by request, so the samples are the same.
+            while owed:
                 self.handover.ready()
                 done = self.rollouts.generate(owed, sampling, call, forget, looked_at, heard)
                 owed = {n: share for n, share in owed.items() if n not in done}
