@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from quintet.cluster.failures import Failure, explain
 from quintet.cluster.lane import HEARD, LANE
 from quintet.cluster.progress import KEY_VARIABLE, group_prefix
 from quintet.cluster.rank_actor import LOOPBACK, Location, RankActor, RankSetup, rank_environment
-from quintet.cluster.verbs import Call, Ranks, Returns
+from quintet.cluster.verbs import Asked, Call, Ranks, Returns
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import QuintetError, UserError, WorkerFailure
 from quintet.recipe.schema import Layout
@@ -274,24 +274,17 @@ class WorkerGroup(Ranks):
 
     # --- calling ---
 
-    def submit(
-        self,
-        verb: Callable[..., Any],
-        calls: Mapping[int, Call],
-        owners: Sequence[int],
-        phase: str | None,
-        num_returns: Returns,
-        single: bool,
-    ) -> PendingCall[Any]:
+    def submit(self, asked: Asked) -> PendingCall[Any]:
         if self._broken is not None:
             raise self._broken
-        name = verb.__name__
+        name, num_returns = asked.verb.__name__, asked.num_returns
+        phase = asked.phase or name
         refs = {
-            rank: self._remote_call(rank, name, call, phase or name, num_returns)
-            for rank, call in calls.items()
+            rank: self._remote_call(rank, name, call, phase, num_returns)
+            for rank, call in asked.calls.items()
         }
         made = StreamingCall if num_returns == "streaming" else PendingCall
-        return made(self, refs, owners, phase or name, single)
+        return made(self, refs, asked.owners, phase, asked.single)
 
     def _remote_call(self, rank: int, method: str, rank_call: Call, phase: str, num_returns: Returns) -> Any:
         args, kwargs = rank_call

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 from quintet.cluster.calls import PendingCall
 from quintet.cluster.dispatch import Coords, Dispatch, all_to_all
@@ -22,6 +22,18 @@ R_co = TypeVar("R_co", covariant=True)
 Returns = int | Literal["streaming"]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a method."""
+
+
+class Asked(NamedTuple):
+    """A call of a verb, as a group carries it: each rank's arguments, and the ranks whose results count, in the order of the results;
+    single: there is one, which is no list."""
+
+    verb: Callable[..., Any]
+    calls: Mapping[int, Call]
+    owners: Sequence[int]
+    phase: str | None
+    num_returns: Returns = 1
+    single: bool = False
 
 
 class Verb(Generic[P, R_co]):
@@ -51,16 +63,8 @@ class Ranks(ABC):
         """Return each rank's position on the mesh axes."""
 
     @abstractmethod
-    def submit(
-        self,
-        verb: Callable[..., Any],
-        calls: Mapping[int, Call],
-        owners: Sequence[int],
-        phase: str | None,
-        num_returns: Returns,
-        single: bool,
-    ) -> PendingCall[Any]:
-        """Start a method with each rank's arguments, for results of these owners: see `PendingCall`."""
+    def submit(self, asked: Asked) -> PendingCall[Any]:
+        """Start a call."""
 
     def all(
         self,
@@ -82,7 +86,7 @@ class Ranks(ABC):
 
         def start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingCall[list[T]]:
             calls = dict.fromkeys(range(self.n_ranks), (args, kwargs))
-            return self.submit(verb, calls, told_by.owners(at), phase, num_returns, False)
+            return self.submit(Asked(verb, calls, told_by.owners(at), phase, num_returns))
 
         return Verb(start)
 
@@ -93,17 +97,10 @@ class Ranks(ABC):
         *,
         phase: str | None = None,
         coords: Coords | None = None,
-        num_returns: Returns = 1,
+        num_returns: int = 1,
     ) -> Verb[Concatenate[Sequence[A], P], list[T]]:
         """Return a verb of every rank that takes a list for its first argument: each rank gets its part, by the protocol."""
-        at = self._positions(by, coords)
-
-        def start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingCall[list[T]]:
-            parts, *shared = args
-            calls = {rank: ((part, *shared), kwargs) for rank, part in enumerate(by.split(at, parts))}
-            return self.submit(verb, calls, by.owners(at), phase, num_returns, False)
-
-        return Verb(start)
+        return Verb(self._split(verb, by, phase, coords, num_returns))
 
     def stream(
         self,
@@ -114,10 +111,7 @@ class Ranks(ABC):
     ) -> Verb[Concatenate[Sequence[A], P], list[tuple[T, *tuple[Any, ...]]]]:
         """Return a verb as `each` does, of a method that is a generator: `PendingCall.heard` is told what it yields while it is
         waited for. Of the tuple that it returns all but the first come back as object references."""
-        streaming: Any = self.each
-        made: Verb[Concatenate[Sequence[A], P], list[tuple[T, *tuple[Any, ...]]]]
-        made = streaming(verb, by, phase=phase, num_returns="streaming")
-        return made
+        return Verb(self._split(verb, by, phase, None, "streaming"))
 
     def some(
         self,
@@ -127,13 +121,31 @@ class Ranks(ABC):
         phase: str | None = None,
     ) -> Verb[P, list[T]]:
         """Return a verb of these ranks alone, for methods without collectives: results in the order of `ranks`."""
-        return Verb(lambda *call: self.submit(verb, dict.fromkeys(ranks, call), ranks, phase, 1, False))
+        return Verb(lambda *call: self.submit(Asked(verb, dict.fromkeys(ranks, call), ranks, phase)))
 
     def one(
         self, verb: Callable[Concatenate[Any, P], T], *, phase: str | None = None, num_returns: int = 1
     ) -> Verb[P, T]:
         """Return a verb of rank 0, for methods without collectives: its one result."""
-        return Verb(lambda *call: self.submit(verb, {0: call}, [0], phase, num_returns, True))
+        return Verb(lambda *call: self.submit(Asked(verb, {0: call}, [0], phase, num_returns, single=True)))
+
+    def _split(
+        self,
+        verb: Callable[..., Any],
+        by: Dispatch,
+        phase: str | None,
+        coords: Coords | None,
+        num_returns: Returns,
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], PendingCall[Any]]:
+        """What starts a verb that takes a list for its first argument."""
+        at = self._positions(by, coords)
+
+        def start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingCall[Any]:
+            parts, *shared = args
+            calls = {rank: ((part, *shared), kwargs) for rank, part in enumerate(by.split(at, parts))}
+            return self.submit(Asked(verb, calls, by.owners(at), phase, num_returns))
+
+        return start
 
     def _positions(self, dispatch: Dispatch, coords: Coords | None) -> Coords:
         if coords is None:

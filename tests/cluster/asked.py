@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from quintet.cluster.verbs import Call, Ranks
+from quintet.cluster.verbs import Asked, Ranks
 
 
 class Named(str):
@@ -26,17 +25,10 @@ class AskedRanks(Ranks):
     def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> Any:
         """What a rank answers to a verb."""
 
-    def submit(
-        self,
-        verb: Callable[..., Any],
-        calls: Mapping[int, Call],
-        owners: Sequence[int],
-        phase: str | None,
-        num_returns: int,
-        single: bool,
-    ) -> Any:
+    def submit(self, asked: Asked) -> Any:
         told = {
-            rank: self.answer(verb.__name__, rank, *args, **kwargs) for rank, (args, kwargs) in calls.items()
+            rank: self.answer(asked.verb.__name__, rank, *args, **kwargs)
+            for rank, (args, kwargs) in asked.calls.items()
         }
-        value = [told[rank] for rank in owners]
-        return SimpleNamespace(result=lambda watch=None: value[0] if single else value, others=None)
+        value = [told[rank] for rank in asked.owners]
+        return SimpleNamespace(result=lambda watch=None: value[0] if asked.single else value, others=None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quintet.cluster.verbs import Asked
 from quintet.controller import replicas as module
 from quintet.controller.replicas import RESTARTS_IN_A_ROW, RolloutReplicas
 from quintet.controller.verbs import Rollout
@@ -22,8 +23,8 @@ from tests.cluster.asked import AskedRanks, Named
 class Group(AskedRanks):
     """A copy that answers nothing itself: `outcomes` does."""
 
-    def submit(self, verb: Any, *call: Any) -> Any:
-        return Named(verb.__name__)
+    def submit(self, asked: Asked) -> Any:
+        return Named(asked.verb.__name__)
 
     def close(self) -> None:
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quintet.cluster.verbs import Asked
 from quintet.controller.replicas import RolloutReplicas
 from tests.cluster.asked import AskedRanks, Named
 
@@ -14,8 +15,8 @@ class Group(AskedRanks):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def submit(self, verb: Any, *call: Any) -> Any:
-        return Named(f"{self.name} {verb.__name__}")
+    def submit(self, asked: Asked) -> Any:
+        return Named(f"{self.name} {asked.verb.__name__}")
 
 
 class Policy(AskedRanks):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quintet.cluster.verbs import Asked
 from quintet.controller.weight_check import Proof
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import whole_box
@@ -49,9 +50,9 @@ class Policy(AskedRanks):
         self.called: list[str] = []
         self.ranks = Ranks([(self.prints, [])] * 2, SHAPES)
 
-    def submit(self, verb: Any, *call: Any) -> Any:
-        self.called.append(verb.__name__)
-        return super().submit(verb, *call)
+    def submit(self, asked: Asked) -> Any:
+        self.called.append(asked.verb.__name__)
+        return super().submit(asked)
 
     def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> Any:
         if name == "fingerprints":
