@@ -22,7 +22,7 @@ setup: $(STAMP)  ## make .venv with the pinned packages
 $(STAMP): constraints.txt pyproject.toml tools/bootstrap.py
 	@$(BOOTSTRAP) --venv $(VENV) && touch $@
 
-demo: $(STAMP)  ## a small model learns arithmetic by reinforcement (about 6 minutes on two cores)
+demo: $(STAMP)  ## a small model learns to add by reinforcement (about 2 minutes on two cores)
 	@$(BIN)/quintet train recipes/laptop_demo.yaml $(ARGS)
 
 # Rooms whose tests start neither ranks nor Ray, but for two files.

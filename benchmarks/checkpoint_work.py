@@ -12,7 +12,7 @@ from quintet.engine.checkpoint.format import TensorFile, publish
 from quintet.engine.checkpoint.reader import Reader
 from quintet.engine.convert.places import Places
 from quintet.engine.weights.hf import planned_tensors
-from quintet.engine.weights.hf_write import HfWriter
+from quintet.engine.weights.hf_write import hf_writer
 from quintet.models import ModelShape, family_named, family_of
 from quintet.models.mcore import CheckpointMap
 from quintet.recipe.schema import Layout
@@ -25,7 +25,7 @@ def write_model(path: Path, config: dict[str, Any], device: torch.device) -> Non
     generator = torch.Generator(device).manual_seed(0)
     family = family_of(config)
     planned = planned_tensors(family.shape_of(config), torch.bfloat16)
-    with HfWriter(path, planned) as writer:
+    with hf_writer(path, planned) as writer:
         for one in planned:
             tensor = torch.empty(one.shape, dtype=one.dtype, device=device).normal_(
                 0, 0.02, generator=generator

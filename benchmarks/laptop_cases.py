@@ -38,6 +38,7 @@ class Case:
     """Else uniform. The log-normal has its middle 95% (two standard deviations) in the range; what falls outside is redrawn."""
     warmup_steps: int
     steps: int
+    samples_per_prompt: int = SAMPLES_PER_PROMPT
 
     def prompts(self) -> list[str]:
         """Additions of one to three digits: PROMPTS_PER_STEP for each step, warm-up steps first."""
@@ -67,7 +68,7 @@ class Case:
         """The case as plain data, for another process."""
         return {
             "case": self.name,
-            "samples_per_prompt": SAMPLES_PER_PROMPT,
+            "samples_per_prompt": self.samples_per_prompt,
             "longest": self.longest,
             "warmup_steps": self.warmup_steps,
             "steps": self.steps,

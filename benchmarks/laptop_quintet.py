@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.laptop_cases import SAMPLES_PER_PROMPT, Case
+from benchmarks.laptop_cases import Case
 from benchmarks.records import ROOT, versions
 from quintet.algorithms.advantages import Advantages
 from quintet.cluster.cluster import Cluster
@@ -55,12 +55,13 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
         for step, wanted in enumerate(lengths):
             chosen = prompts[step * per_step : (step + 1) * per_step]
             by_prompt = [
-                wanted[i : i + SAMPLES_PER_PROMPT] for i in range(0, len(wanted), SAMPLES_PER_PROMPT)
+                wanted[i : i + case.samples_per_prompt]
+                for i in range(0, len(wanted), case.samples_per_prompt)
             ]
             began = time.perf_counter()
             with controller.generating():
                 samples = controller.generate(
-                    chosen, sampling, SAMPLES_PER_PROMPT, f"bench/{step}", by_prompt
+                    chosen, sampling, case.samples_per_prompt, f"bench/{step}", by_prompt
                 )
             generated = time.perf_counter()
             controller.reward(samples)

@@ -27,10 +27,10 @@ from typing import Any, Self
 import psutil
 import torch
 
+from benchmarks.compare import compare
 from benchmarks.engine_work import MODELS, parse_layout
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.sync_work import Setup, Took, serve
-from quintet.sync.proof import compare
 from quintet.sync.source import ChannelSource
 
 GB, GIB = 1e9, float(1 << 30)

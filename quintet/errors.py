@@ -49,9 +49,11 @@ class DamagedCheckpoint(UserError):
 
 
 class Stopped(QuintetError):
-    """SIGTERM ended the run, after a step whose state is saved if the recipe saves any."""
+    """SIGTERM or Ctrl-C ended the run, after a step whose state is saved if the recipe saves any, or else its policy."""
 
-    exit_code = 143
+    def __init__(self, message: str = "", exit_code: int = 143) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class WorkerFailure(QuintetError):

@@ -277,8 +277,9 @@ def test_the_proof_of_a_large_run_is_measured() -> None:
     cases = {case: (told, plain) for case, told, plain in proof.measure(run, 2)}
     assert list(cases) == ["first", "next"]
     assert all(told[0] > 0 and plain[0] > 0 for told, plain in cases.values())
-    sizes = [told[1] for told, _ in cases.values()]
-    assert sizes[1] < sizes[0] < cases["first"][1][1]
+    assert cases["next"][0][1] < cases["next"][1][1] / 4, (
+        "values alone are little beside values with their parts"
+    )
 
 
 def test_fingerprints_are_measured_on_a_cpu() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quintet.runs.checkpoints import Checkpoints
+from tests.models.directory import write_tokenizer
 from tests.runs.test_checkpoints import save
 from tests.shown import commands, run_as_shown
 
@@ -29,35 +30,27 @@ def test_the_benchmark_page_is_what_the_records_say():
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_recipe_loads(recipe, tmp_path):
+def test_every_recipe_loads(recipe, tmp_path, monkeypatch):
     from quintet.recipe import load_recipe
 
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
     needs_files = "task: gsm8k" in recipe.read_text()
     paths = [f"data.train_path={file}", f"data.eval_path={file}"] if needs_files else []
+    if "path: SmolLM2" in recipe.read_text():
+        (tmp_path / "config.json").write_text(json.dumps(MODELS["SmolLM2-135M-Instruct"]))
+        for name in ("model.safetensors", "tokenizer.json"):
+            (tmp_path / name).touch()
+        monkeypatch.setattr("quintet.recipe.rules.model.check_weights", lambda path, shape: None)
+        paths.append(f"model.path={tmp_path}")
     assert load_recipe(recipe, paths).run.name
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "CONTRIBUTING.md",
-        "benchmarks/README.md",
-        "docs/recipe.md",
-        "docs/layouts.md",
-        "docs/hybrid.md",
-        "docs/lora.md",
-        "docs/models.md",
-        "docs/checkpoints.md",
-        "docs/mismatch.md",
-        "docs/convert.md",
-        "docs/rewards.md",
-        "docs/rollout.md",
-        "docs/benchmarks.md",
-    ],
-)
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+PAGES += sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()
     assert "@@" not in text
@@ -81,8 +74,31 @@ def test_commands_in_the_readme_are_sound(tmp_path, capsys):
         assert main(["check", str(ROOT / words[0]), *words[1:]]) == 0, capsys.readouterr().err
 
 
+def test_readme_and_help_agree_on_the_demos_time():
+    line = next(one for one in (ROOT / "Makefile").read_text().splitlines() if one.startswith("demo:"))
+    said = line.partition("## ")[2]
+    assert f"make demo     # {said}" in (ROOT / "README.md").read_text()
+    wall = re.search(r"wall time +│ +│ +(\d+) min (\d+) s", (ROOT / "README.md").read_text())
+    assert wall is not None
+    minutes = int(wall[1]) + int(wall[2]) / 60
+    assert abs(minutes - int(re.search(r"about (\d+) minutes", said)[1])) < 0.5
+
+
 _QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936, "max_position_embeddings": 40960}
 MODELS = {
+    "SmolLM2-135M-Instruct": {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
     "Qwen3-8B": _QWEN3
     | {
         "architectures": ["Qwen3ForCausalLM"],
@@ -150,8 +166,8 @@ def described(tmp_path_factory):
     for name, config in MODELS.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
-        for file in ("model.safetensors", "tokenizer.json"):
-            (root / name / file).touch()
+        (root / name / "model.safetensors").touch()
+        write_tokenizer(root / name)
     return root
 
 

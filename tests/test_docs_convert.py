@@ -12,8 +12,8 @@ import torch
 
 from quintet.cli import main
 from quintet.engine.convert import hf_to_mcore
-from quintet.engine.weights.hf_write import HfWriter, Planned
-from tests.models.directory import QWEN3, shapes_of
+from quintet.engine.weights.hf_write import Planned, hf_writer
+from tests.models.directory import QWEN3, shapes_of, write_tokenizer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "convert.md").read_text()
 SAID = [
@@ -44,7 +44,7 @@ def flip(file: Path, tensor: bytes = b"") -> None:
 
 
 def write(path: Path, changes: dict[str, int] | None = None) -> None:
-    with HfWriter(path, [Planned(n, s, torch.bfloat16) for n, s in shapes_of(CONFIG).items()]) as writer:
+    with hf_writer(path, [Planned(n, s, torch.bfloat16) for n, s in shapes_of(CONFIG).items()]) as writer:
         for name, shape in shapes_of(CONFIG).items():
             writer.add(name, torch.randn(shape).to(torch.bfloat16))
         (writer.directory / "config.json").write_text(json.dumps(CONFIG | (changes or {})))
@@ -94,7 +94,7 @@ def test_python_on_the_page_runs(place, monkeypatch):
 def test_check_verifies_weights(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     for name in ("Qwen", "bit"):
-        (place / name / "tokenizer.json").write_text("{}")
+        write_tokenizer(place / name)
     (place / "my.yaml").write_text("model:\n  path: Qwen\ndata:\n  task: addition\n")
     assert main(["check", "my.yaml", "--verify-weights"]) == 0
     assert "Weights: 1 of 1 files verified by their checksums." in capsys.readouterr().err

@@ -13,6 +13,16 @@ import torch
 from quintet.skip_dynamo_import import uncompiled
 
 ROOT = Path(__file__).resolve().parent.parent
+OF_A_RANK = [
+    "torch._dynamo",
+    "torch._inductor",
+    "wandb",
+    "sympy",
+    "setuptools",
+    "tensorboard",
+    "transformers",
+]
+"""What a rank imports when it uses it, or never."""
 TORCH_FREE = ["packing", "recipe", "models", "plan"]
 
 
@@ -84,8 +94,8 @@ def test_room_does_not_use_torch_distributed(room: str) -> None:
             "quintet.train.ppo",
             ["torch._dynamo", "torch._inductor", "megatron", "quintet.controller.worker", "wandb"],
         ),
-        ("quintet.controller.worker", ["torch._dynamo", "torch._inductor", "wandb"]),
-        ("quintet.controller.rollout_worker", ["torch._dynamo", "torch._inductor", "wandb"]),
+        ("quintet.controller.worker", OF_A_RANK),
+        ("quintet.controller.rollout_worker", OF_A_RANK),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels for GPUs are compiled")
@@ -115,3 +125,28 @@ def test_marks_for_the_compiler_do_nothing_within_uncompiled_and_are_back_after(
     assert plain(1) == 2
     assert not hasattr(plain, "__wrapped__")
     assert marks == [torch.compile, torch.compiler.disable, torch.compiler.allow_in_graph]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels for GPUs are compiled")
+def test_what_is_imported_later_is_the_module_itself() -> None:
+    command = """
+import sys, torch
+from quintet.skip_dynamo_import import LATER, uncompiled
+before = [name in sys.modules for name in LATER]
+with uncompiled():
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, guard_or_false, statically_known_true
+    from torch.utils import cpp_extension
+    inside = statically_known_true(True)
+print(before, "sympy" in sys.modules, inside, guard_or_false(1 > 2), issubclass(GuardOnDataDependentSymNode, Exception))
+with uncompiled():
+    from torch.fx.experimental import symbolic_shapes as shapes
+print(hasattr(shapes, "ShapeEnv"), LATER[1] in sys.modules, cpp_extension.include_paths("cpu") != [])
+from torch.utils.cpp_extension import CUDAExtension
+print(CUDAExtension.__module__)
+"""
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "[False, False] True True False True",
+        "True False True",
+        "torch.utils.cpp_extension",
+    ], done.stderr

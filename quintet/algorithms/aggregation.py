@@ -20,7 +20,7 @@ SPREAD = frozenset({"rollout_log_ratio"})
 def token_weights(
     mask: Tensor,
     sample_ids: Tensor,
-    how: str,
+    how: str | int,
     tokens_in_mini_batch: int,
     samples_in_mini_batch: int,
     tokens_in_sample: Tensor | None = None,
@@ -28,6 +28,8 @@ def token_weights(
     """Return the weight of each token's loss in the mini-batch's loss: [tokens] float32, 0 where the mask is 0.
 
     "token_mean": 1 / tokens_in_mini_batch. "sequence_mean": 1 / (trained tokens of its sample · samples_in_mini_batch).
+    A number: 1 / (that number · samples_in_mini_batch), as if every sample had so many tokens (Dr. GRPO: Liu et al. 2025,
+    https://arxiv.org/abs/2503.20783).
 
     Args:
         mask: 1 on trained tokens, [tokens].
@@ -48,14 +50,16 @@ def token_weights(
             )
         share = tokens_in_sample.to(torch.float32).clamp(min=1)[sample_ids] * max(samples_in_mini_batch, 1)
         return on.float() / share
-    raise ValueError(f"unknown aggregation {how!r}: token_mean or sequence_mean")
+    if isinstance(how, int):
+        return on.float() / (how * max(samples_in_mini_batch, 1))
+    raise ValueError(f"unknown aggregation {how!r}: token_mean, sequence_mean or a number of tokens")
 
 
 def aggregate(
     per_token: Tensor,
     sample_ids: Tensor,
     mask: Tensor,
-    how: str,
+    how: str | int,
     tokens_in_mini_batch: int,
     samples_in_mini_batch: int,
     tokens_in_sample: Tensor | None = None,

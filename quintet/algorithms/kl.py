@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# exp of more overflows float32 sums; the clamp also bounds the gradient of a token that has run away.
+# exp of more overflows float32 sums; the clamp also bounds the gradient of a token that has run away. k1 and k2 have no exponential.
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -24,12 +24,13 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -> Tensor:
         logprobs, ref_logprobs: [tokens]; gradients flow through both.
         estimator: "k1", "k2" or "k3".
     """
-    d = (ref_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    d = ref_logprobs - logprobs
     if estimator == "k1":
         return -d
     if estimator == "k2":
         return d.square() / 2
     if estimator == "k3":
+        d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         return torch.expm1(d) - d
     raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
 

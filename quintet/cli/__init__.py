@@ -1,6 +1,6 @@
 """The command line: `quintet COMMAND RECIPE.yaml [key=value ...]`, one thin file a command.
 
-Nothing heavy is imported before a command has read its recipe: `--help` and `check` stay instant.
+Nothing heavy is imported before a command has read its recipe: `--help` and what rules refuse stay instant.
 Exit codes: 0 done, 1 a bug, 2 something for the user to put right, 3 a worker failed, 4 what was compared
 differs (verify-resume, diagnose), 5 a rollout has other weights than the trainer, 6 their log-probs part (mismatch.stop_above_kl),
 130 Ctrl-C, 143 SIGTERM.
@@ -14,7 +14,19 @@ import sys
 from collections.abc import Sequence
 
 from quintet import install
-from quintet.cli import check, convert, diagnose, eval, generate, sft, train, verify_resume
+from quintet.cli import (
+    chat,
+    check,
+    convert,
+    diagnose,
+    eval,
+    generate,
+    push,
+    report,
+    sft,
+    train,
+    verify_resume,
+)
 from quintet.cli.command import Command
 from quintet.errors import QuintetError
 from quintet.runs.stop import Terminated, interruptible
@@ -25,11 +37,14 @@ COMMANDS: dict[str, Command] = {
         train.COMMAND,
         sft.COMMAND,
         generate.COMMAND,
+        chat.COMMAND,
         eval.COMMAND,
         check.COMMAND,
         verify_resume.COMMAND,
         convert.COMMAND,
         diagnose.COMMAND,
+        report.COMMAND,
+        push.COMMAND,
     )
 }
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintet.cli.command import Command
 from quintet.errors import UserError
 
 if TYPE_CHECKING:
+    from quintet.data.prompts import PromptSet, Which
     from quintet.plan.describe import Look
     from quintet.recipe import Recipe
+    from quintet.recipe.rules import Command as RecipeCommand
 
 MOST_SECONDS = 10**6
 
@@ -26,12 +30,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with time_limit(arguments.time_limit_s):
             recipe = load_recipe(arguments.recipe, arguments.overrides, command=command)
-            notes = _look_through(_looks(recipe, command))
+            notes, whole = _look_through(_looks(recipe, command))
     except TimeUp as limit:
         raise UserError(
             f"{arguments.recipe}: {limit} did not suffice to look through it; --time-limit-s gives it more"
         ) from None
-    notes += _check_data(recipe, command)
+    if whole or recipe.data.task == "jsonl" or recipe.data.task == "gsm8k":
+        notes += _prepare(recipe, command)
     if command in ("train", "sft"):
         from quintet.cli.saves import describe_saves
 
@@ -46,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _look_through(looks: dict[str, Look]) -> list[str]:
-    """What each look has to say, and which were not taken when the time was over."""
+def _look_through(looks: dict[str, Look]) -> tuple[list[str], bool]:
+    """What each look has to say, and which were not taken when the time was over; whether all were."""
     from quintet.recipe.time_limit import TimeUp, stop_the_clock
 
     notes: list[str] = []
@@ -57,34 +62,51 @@ def _look_through(looks: dict[str, Look]) -> list[str]:
         except TimeUp as limit:
             stop_the_clock()
             left = ", ".join(list(looks)[number:])
-            return [*notes, f"Not looked through in {limit}: {left}; --time-limit-s gives it more."]
+            return [
+                *notes,
+                f"Not looked through in {limit}: {left}; --time-limit-s gives it more.",
+            ], False
         if note is not None:
             notes.append(note)
-    return notes
+    return notes, True
 
 
 def _looks(recipe: Recipe, command: str) -> dict[str, Look]:
     """What is looked at within the time limit, and the look."""
-    from quintet.data.check import chat_template, count_rows, needs
+    from quintet.data.check import chat_template, draw_problems
     from quintet.data.tasks import TASKS
     from quintet.plan import describe
 
     looks: dict[str, Look] = {"the chat template": lambda: chat_template(recipe)}
     looks |= describe.looks(recipe, command)
     if recipe.data.task in TASKS:
-        for which in needs(recipe, command):
+        sides: dict[Which, bool] = {
+            "train": command == "train" or (command == "sft" and recipe.data.sft_path is None),
+            "eval": command in ("train", "eval") and recipe.train.eval_prompts > 0,
+        }
+        for which in (one for one, read in sides.items() if read):
             name = f"{which} problems of the task {recipe.data.task}"
-            looks[name] = functools.partial(count_rows, recipe, command, which)
+            looks[name] = functools.partial(draw_problems, recipe, which)
     return looks
 
 
-def _check_data(recipe: Recipe, command: str) -> list[str]:
-    """What was not looked at with the recipe: the files of its data, and code that comes with the model."""
-    from quintet.data.check import count_rows, needs, remote_code
-    from quintet.data.tasks import TASKS
+def _prepare(recipe: Recipe, command: RecipeCommand) -> list[str]:
+    """Read and check all that the command reads before it starts anything, by its own function, and say what there is."""
+    from quintet.data.prompts import path_of
+    from quintet.train.inputs import prepare
 
-    files = [] if recipe.data.task in TASKS else needs(recipe, command)
-    return [*(count_rows(recipe, command, which) for which in files), *remote_code(recipe)]
+    with tempfile.TemporaryDirectory() as scratch:
+        inputs = prepare(recipe, command, Path(scratch), starts=False)
+    data = recipe.data
+    found: dict[Which, PromptSet | None] = {"train": inputs.train, "eval": inputs.eval}
+    if data.sft_path is not None:
+        found["sft"] = inputs.sft
+    counts = [
+        f"Data: {len(prompts)} {which} prompts in {path_of(data, which) or f'the built-in task {data.task}'}."
+        for which, prompts in found.items()
+        if prompts is not None
+    ]
+    return [*counts, *inputs.notes]
 
 
 def _verify_weights(recipe: Recipe) -> list[str]:
@@ -92,7 +114,7 @@ def _verify_weights(recipe: Recipe) -> list[str]:
     from quintet.models.checksums import verify_files
     from quintet.models.weights_on_disk import find_weights
 
-    path = recipe.model.path
+    path = recipe.model.directory
     if path is None:
         raise UserError(
             "--verify-weights: the recipe names no model.path; a model that is built has no files yet"
@@ -134,8 +156,9 @@ COMMAND = Command(
     name="check",
     summary="validate a recipe and print it in full; starts nothing",
     description="""\
-Validate a recipe without starting any process: keys, types, the layout against the model's sizes, files, and every
-row of local data files (short of tokenizing). Prints the resolved recipe, every key written out, to standard
+Validate a recipe without starting a run: all that train refuses before it starts is refused here. Keys, types, the layout
+against the model's sizes, run.dir, the reward, tokenizer and chat template, and every row of local data files, tokenized. A model of the hub is
+downloaded. Prints the resolved recipe, every key written out, to standard
 output, and notes to standard error: the model's size, the layout with its data-parallel sizes, the layers, the
 alignment of micro-batches, the memory of a rank, the data, where checkpoints go and how large one will be, and what
 `resume` comes to. The resolved recipe can be used as a recipe.""",

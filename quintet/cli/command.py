@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from quintet.errors import UserError
+
+_DASHED = re.compile(r"--?(?P<key>[a-z_0-9]+(?:\.\w+)+)(?P<value>=.*)?", re.DOTALL)
+"""No option has a dot in its name."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +25,15 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     usage: str = "RECIPE.yaml [key=value ...] [options]"
+    takes: tuple[str, str] = ("RECIPE.yaml", "the recipe file")
+    """What comes before key=value, and its help."""
     codes: str = (
         "0 done, 2 something to put right, 3 a worker failed or was not reached, 5 a rollout has other weights than the trainer, "
         "6 rollout and trainer parted, 130 Ctrl-C, 143 SIGTERM"
     )
     """Exit codes, for the help."""
     of_recipe: bool = True
-    """Whether it takes RECIPE and key=value, among which options may stand anywhere."""
+    """Whether it takes key=value, among which options may stand anywhere, and `takes` before."""
 
     def parser(self) -> argparse.ArgumentParser:
         """Return the parser of RECIPE, overrides and the command's own options."""
@@ -38,7 +46,8 @@ class Command:
             allow_abbrev=False,
         )
         if self.of_recipe:
-            parser.add_argument("recipe", metavar="RECIPE.yaml", help="the recipe file")
+            metavar, said = self.takes
+            parser.add_argument(metavar.partition(".")[0].lower(), metavar=metavar, help=said)
             parser.add_argument(
                 "overrides",
                 metavar="key=value",
@@ -49,6 +58,10 @@ class Command:
         return parser
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse the arguments of a command; bad options end the program with code 2."""
+        """Parse the arguments of a command; bad options end the program with code 2. Raises UserError for a key with dashes."""
+        for one in arguments:
+            if self.of_recipe and (dashed := _DASHED.match(one)):
+                key, value = dashed["key"], dashed["value"] or "=…"
+                raise UserError(f"{one}: keys of a recipe are set without dashes: {key}{value}")
         parser = self.parser()
         return (parser.parse_intermixed_args if self.of_recipe else parser.parse_args)(list(arguments))

@@ -1,4 +1,4 @@
-"""`quintet eval`: accuracy of a model on held-out prompts."""
+"""`quintet eval`: reward and accuracy of a model on held-out prompts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ def run(arguments: argparse.Namespace) -> int:
     from quintet.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command="eval")
-    output = Path(arguments.output) if arguments.output else None
-    if output is not None and not output.parent.is_dir():
-        raise UserError(f"--output: there is no directory {output.parent}")
+    output, samples = (Path(name) if name else None for name in (arguments.output, arguments.samples))
+    for option, file in (("--output", output), ("--samples", samples)):
+        if file is not None and not file.parent.is_dir():
+            raise UserError(f"{option}: there is no directory {file.parent}")
     from quintet.train.generate import evaluate
 
-    results = evaluate(recipe)
+    results = evaluate(recipe, samples)
     width = max(map(len, results), default=0)
     for name, value in results.items():
         print(f"{name:<{width}}  {value:.4f}" if isinstance(value, float) else f"{name:<{width}}  {value}")
@@ -31,6 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", help="also write the results there as JSON")
+    parser.add_argument(
+        "--samples",
+        metavar="FILE",
+        help="write all that was generated there, with its rewards, one JSON object a line",
+    )
 
 
 COMMAND = Command(
@@ -39,10 +45,11 @@ COMMAND = Command(
     description="""\
 Evaluate the recipe's model on its held-out prompts: data.eval_path (or the built-in task's), train.eval_prompts
 of them, train.eval_samples_per_prompt responses each at the rollout's temperature, and one greedy response each.
+--samples writes them all with their rewards. Where one rank is enough it is this process, and nothing else is started.
 Progress goes to standard error, and no run directory is left behind.""",
     examples="""\
   quintet eval my.yaml model.path=runs/demo-20261121-100000/checkpoint
-  quintet eval my.yaml data.eval_path=gsm8k_test.jsonl train.eval_prompts=64 --output result.json""",
+  quintet eval my.yaml data.eval_path=gsm8k_test.jsonl train.eval_prompts=64 --output result.json --samples samples.jsonl""",
     run=run,
     add_options=_add_options,
 )

@@ -96,7 +96,7 @@ COMMAND = Command(
     description="""\
 Generate responses with the recipe's model and `rollout` section. A prompt is rendered by the chat template
 unless data.chat is false. On a terminal the samples are printed to be read, otherwise as JSON, one object a line.
-Progress goes to standard error, and no run directory is left behind.""",
+Where one rank is enough it is this process, and nothing else is started. Progress goes to standard error, and no run directory is left behind.""",
     examples="""\
   quintet generate my.yaml --prompt "What is 12 + 30?" rollout.samples_per_prompt=1 rollout.temperature=0
   quintet generate my.yaml model.path=runs/demo-20261121-100000/checkpoint --prompts questions.txt

@@ -34,6 +34,6 @@ Fine-tune a model on given responses (supervised): the recipe's `sft` section sa
     examples="""\
   quintet sft my.yaml data.train_path=conversations.jsonl data.response_key=answer
   quintet sft my.yaml sft.steps=1000 sft.samples_per_step=128 sft.optimizer.lr=2e-5
-  quintet sft my.yaml sft={}                            take every default of the sft section""",
+  quintet sft my.yaml sft={}   # every default of the sft section""",
     run=run,
 )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from quintet.cluster import ray_compat  # sets Ray's environment before Ray is imported
 from quintet.errors import QuintetError, UserError
@@ -94,6 +94,12 @@ class Cluster:
             self._exit.close()
         if failure is not None and isinstance(error, Exception) and not isinstance(error, QuintetError):
             raise failure from error  # what a call of Ray's says then
+
+    def group(self, *args: Any, **kwargs: Any) -> WorkerGroup:
+        """Make a worker group of this cluster: see `WorkerGroup`."""
+        from quintet.cluster.group import WorkerGroup
+
+        return WorkerGroup(self, *args, **kwargs)
 
     def adopt(self, group: WorkerGroup) -> None:
         """Close `group` together with the cluster."""

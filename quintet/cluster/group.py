@@ -14,10 +14,11 @@ from quintet.cluster import placement, ray_compat
 from quintet.cluster import process_probe as probe
 from quintet.cluster.calls import PendingCall, StreamingCall, first_answers
 from quintet.cluster.cluster import Cluster
+from quintet.cluster.environment import LOOPBACK, rank_environment
 from quintet.cluster.failures import Failure, explain
 from quintet.cluster.lane import HEARD, LANE
 from quintet.cluster.progress import KEY_VARIABLE, group_prefix
-from quintet.cluster.rank_actor import LOOPBACK, Location, RankActor, RankSetup, rank_environment
+from quintet.cluster.rank_actor import Location, RankActor, RankSetup
 from quintet.cluster.verbs import Asked, Call, Ranks, Returns
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import QuintetError, UserError, WorkerFailure
@@ -248,7 +249,7 @@ class WorkerGroup(Ranks):
             )
             order = RankSetup(
                 place=place,
-                env=rank_environment(place, location, self.cluster.is_local)
+                env=rank_environment(place, location.cores, location.gpus, self.cluster.is_local)
                 | {KEY_VARIABLE: f"{self._posts}{rank}"},
                 search_path=[path for path in sys.path if path],
                 log=self._processes[rank].log,

@@ -17,17 +17,31 @@ from quintet.cluster.progress import KEY_VARIABLE
 LANE, HEARD = "lane/", "/heard"
 """Where the controller posts, after the group's prefix, with the call's name; and where a rank says what it has done, after its key."""
 LISTEN_EVERY_S = 0.1
+_here: dict[str, Mapping[str, Callable[[], None]]] = {}
+"""Calls under way that are not a worker group's: of a rank in the controller's own process."""
+
+
+def say_here(call: str, verb: str) -> bool:
+    """Run a verb beside a call of a rank in this process; False where none of this name is under way."""
+    verbs = _here.get(call)
+    if verbs is not None:
+        verbs[verb]()
+    return verbs is not None
 
 
 @contextmanager
 def listening(call: str, verbs: Mapping[str, Callable[[], None]]) -> Iterator[None]:
     """Run what is said beside this call, in another thread. A verb "abort" is run again and again: what it is to end may only begin.
 
-    Outside a worker group nothing is heard.
+    Outside a worker group they are for `say_here`.
     """
     key = os.environ.get(KEY_VARIABLE)
     if key is None:
-        yield
+        _here[call] = verbs
+        try:
+            yield
+        finally:
+            del _here[call]
         return
     done = threading.Event()
 

@@ -24,8 +24,11 @@ def group_prefix(job: str, group: str) -> str:
 class Progress:
     """The counter of a rank's finished units: `begin` with each call, then call it with the units done so far.
 
-    Outside a worker group it does nothing.
+    Outside a worker group nothing is posted.
     """
+
+    done_here = 0
+    """Of the rank in this process: what the controller reads where it is in it too."""
 
     def __init__(
         self, post: Callable[[str, int], None] | None = None, clock: Callable[[], float] = time.monotonic
@@ -36,10 +39,12 @@ class Progress:
 
     def begin(self) -> None:
         """Begin to count for a new call."""
+        Progress.done_here = 0
         self._next = self._clock() + FIRST_POST_S
 
     def __call__(self, done: int) -> None:
         """`done` units of this call are done; posted at most every `POST_EVERY_S`."""
+        Progress.done_here = done
         now = self._clock()
         if self._key is not None and now >= self._next:
             self._next = now + POST_EVERY_S

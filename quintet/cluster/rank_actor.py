@@ -25,12 +25,11 @@ from typing import Any
 import psutil
 import ray
 
+from quintet.cluster.environment import cores_here, listen
 from quintet.cluster.failures import Failure
 from quintet.cluster.process_probe import STACK_SIGNAL, kernel_oom_kills
 from quintet.cluster.worker import Place
 from quintet.runs.fsync import lossy
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class RankActor:
             node_id=context.get_node_id(),
             host=ray.util.get_node_ip_address(),
             gpus=tuple(int(gpu) for gpu in ray.get_gpu_ids()),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=cores_here(),
             pid=os.getpid(),
             created=psutil.Process().create_time(),
             oom_kills=kernel_oom_kills(),
@@ -84,7 +83,7 @@ class RankActor:
     def listen(self, host: str) -> int:
         """Find the port of rank 0's store on this address alone, and hold it: the socket is handed to the store when torch is
         there, whose own would listen on all addresses."""
-        self._listener = socket.create_server((host, 0), backlog=4096)
+        self._listener = listen(host)
         return int(self._listener.getsockname()[1])
 
     def build(self, order: RankSetup, blob: bytes) -> tuple[Failure | None, bool | None]:
@@ -172,29 +171,6 @@ class RankActor:
 
     def _failure(self, error: BaseException) -> Failure:
         return Failure.of_exception(self._rank, error, __file__)
-
-
-def rank_environment(place: Place, location: Location, is_local: bool) -> dict[str, str]:
-    """Return what a rank's environment needs beside its node's. is_local: all ranks of the run are on this machine."""
-    env = {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "MASTER_ADDR": place.master_host,
-        "MASTER_PORT": str(place.master_port),
-    }
-    if place.device == "cpu":
-        threads = max(1, location.cores // place.local_world_size)
-        env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-    else:  # as Ray sets it for ranks with devices of their own
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in location.gpus)
-    if is_local:
-        # gloo would look the host's name up, which laptops often cannot, and which may stand for an address that others reach.
-        # What the environment says for runs on a cluster does not count here.
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        env |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    return env
 
 
 def resolve(value: Any) -> Any:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
-from quintet.cluster.calls import PendingCall
 from quintet.cluster.dispatch import Coords, Dispatch, all_to_all
+
+if TYPE_CHECKING:  # it brings Ray
+    from quintet.cluster.calls import PendingCall
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -113,16 +115,6 @@ class Ranks(ABC):
         waited for. Of the tuple that it returns all but the first come back as object references."""
         return Verb(self._split(verb, by, phase, None, "streaming"))
 
-    def some(
-        self,
-        ranks: Sequence[int],
-        verb: Callable[Concatenate[Any, P], T],
-        *,
-        phase: str | None = None,
-    ) -> Verb[P, list[T]]:
-        """Return a verb of these ranks alone, for methods without collectives: results in the order of `ranks`."""
-        return Verb(lambda *call: self.submit(Asked(verb, dict.fromkeys(ranks, call), ranks, phase)))
-
     def one(
         self, verb: Callable[Concatenate[Any, P], T], *, phase: str | None = None, num_returns: int = 1
     ) -> Verb[P, T]:
@@ -165,6 +157,10 @@ class StandIn:
         if name.startswith("_"):
             raise AttributeError(f"{self.__name__} has no verb {name}")
         return _Name(self._prefix + name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make an object of the class, in a process that is a rank."""
+        return pkgutil.resolve_name(self._where)(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
         return pkgutil.resolve_name, (self._where,)

@@ -22,46 +22,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from quintet.cluster.group import WorkerGroup
+from quintet.controller.rollouts import Rollouts
 from quintet.controller.verbs import Policy
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
 from quintet.recipe.roles import roles_of
 from quintet.recipe.rollout import placement_of
-from quintet.rollout import Part
+
+if TYPE_CHECKING:  # they bring Ray
+    from quintet.cluster.group import WorkerGroup
 
 TRAINING = ("grads", "optimizer", "params")
 """What training keeps on its devices: shares of each leave, engine.offload_*."""
-
-
-class Sleepers(Protocol):
-    """Rollouts, as far as they take and give memory."""
-
-    colocated: bool
-    apart: bool
-    """Whether they have processes of their own."""
-
-    def missing(self) -> bool: ...
-
-    def start(self) -> None: ...
-
-    def sleep(self, level: int) -> None: ...
-
-    def wake(self, part: Part) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def mark_weights_updated(self) -> None: ...
-
-    def take_weights(self) -> dict[str, float]: ...
-
-    def probe(self) -> dict[str, float]: ...
 
 
 class DeviceHandover:
@@ -70,7 +44,7 @@ class DeviceHandover:
     def __init__(
         self,
         policy: WorkerGroup,
-        rollouts: Sleepers,
+        rollouts: Rollouts,
         recipe: schema.Recipe,
         phase: Callable[[str], AbstractContextManager[None]],
         log: Path,

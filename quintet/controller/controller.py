@@ -12,18 +12,16 @@ import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from quintet.cluster.dispatch import megatron_compute
-from quintet.cluster.group import WorkerGroup
 from quintet.controller.batch_ref import BatchRef, Lease, Placement
 from quintet.controller.colocation import DeviceHandover
 from quintet.controller.finished_groups import FinishedGroups
-from quintet.controller.messages import SampleInfo, Trained
+from quintet.controller.messages import SampleInfo, TrainedTokens
 from quintet.controller.progress_bar import watched
-from quintet.controller.replicas import RolloutReplicas, check_room
 from quintet.controller.roles import Phase, PolicyRole, Role
 from quintet.controller.rollouts import InProcessRolloutGroup, Rollouts
 from quintet.controller.samples import Kept, Samples
@@ -37,10 +35,14 @@ from quintet.observe.memory import combine_peaks
 from quintet.observe.progress import Progress
 from quintet.packing import split_evenly
 from quintet.recipe import schema
+from quintet.recipe.length import fitted
 from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rollout import placement_of
 from quintet.rewards.pool import RewardPool
 from quintet.rollout import Request, Sampling
+
+if TYPE_CHECKING:  # it brings Ray
+    from quintet.cluster.group import WorkerGroup
 
 
 class Controller:
@@ -57,10 +59,13 @@ class Controller:
         phase: Phase = lambda name: nullcontext(),
         rewards: RewardPool | None = None,
     ) -> None:
-        check_room(cluster, recipe, command)
+        apart = command != "sft" and placement_of(recipe).own_processes
+        if apart:  # with Ray's modules, which one rank in this process does without
+            from quintet.controller.replicas import RolloutReplicas, check_room
+
+            check_room(cluster, recipe, command)
         self.recipe, self._progress, self._rewards = recipe, progress, rewards
-        self.workers = WorkerGroup(
-            cluster,
+        self.workers: WorkerGroup = cluster.group(
             Policy,
             recipe.cluster.ranks,
             layout=recipe.layout,
@@ -90,7 +95,7 @@ class Controller:
             proof = Proof(self.workers, recipe, shape, cluster.say)
             self.rollouts: Rollouts = (
                 RolloutReplicas(cluster, recipe, model_dir.absolute(), self.workers, proof)
-                if placement_of(recipe).own_processes
+                if apart
                 else InProcessRolloutGroup(self.workers, recipe, proof)
             )
             log = cluster.log_dir / "hybrid.log"
@@ -193,7 +198,7 @@ class Controller:
         """Scatter prompts with the responses to imitate, as one mini-batch."""
         return self._scatterer.responses(prompts)
 
-    def replayed(self, batch: BatchRef) -> dict[int, Trained]:
+    def replayed(self, batch: BatchRef) -> dict[int, TrainedTokens]:
         """Return the first samples of a batch, with their old log-probs as scored, by number."""
         where = self.policy.placement
         batch.need(["old_logprobs"], where.name)
@@ -220,7 +225,7 @@ class Controller:
 
     def start_optimizer(self, optimizer: schema.Optimizer, total_steps: int, role: str = "policy") -> None:
         """Start a fresh optimizer on a role's present weights: see `Engines.start_optimizer`."""
-        self.roles[role].start_optimizer(optimizer, total_steps)
+        self.roles[role].start_optimizer(fitted(optimizer, total_steps), total_steps)
         if role == "policy" and self._handover is not None:
             self.rollouts.mark_weights_updated()  # the masters: what the first step does to them is looked at as well
 

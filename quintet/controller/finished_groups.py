@@ -28,7 +28,7 @@ class FinishedGroups:
             self._pool.cancel(self.scorings.pop(number))
         if all(one.finish != "abort" for one in group):
             p = self._prompts[number]
-            samples = [Unscored(p.text, text, p.answer, p.source) for text in texts]
+            samples = [Unscored(p.text, text, p.answer, p.source, p.row) for text in texts]
             self.scorings[number] = self._pool.submit(samples, first=number * len(group))
 
     def check(self) -> None:

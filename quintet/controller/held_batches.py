@@ -13,7 +13,7 @@ from torch import Tensor
 from quintet.algorithms.advantages import Advantages, Scored
 from quintet.algorithms.aggregation import token_weights
 from quintet.cluster.progress import Progress
-from quintet.controller.messages import Assignment, Trained
+from quintet.controller.messages import Assignment, TrainedTokens
 from quintet.controller.objective import Objective, ValueObjective
 from quintet.controller.sample_store import trained_samples
 from quintet.data.batch import Batch, concat, make_batch, offsets, sample_ids, set_tokens, tokens
@@ -94,9 +94,9 @@ class HeldBatch:
                 rows = [found[number][name] for number in one.assignment.numbers]
                 set_tokens(one.batch, name, torch.cat(rows) if rows else torch.empty(0))
 
-    def replayed(self) -> dict[int, Trained]:
+    def replayed(self) -> dict[int, TrainedTokens]:
         """Return the samples whose number is asked for, with the old log-probs as scored."""
-        told: dict[int, Trained] = {}
+        told: dict[int, TrainedTokens] = {}
         for one in self:
             on = tokens(one.batch, "loss_mask") > 0
             seen = (sample_ids(one.batch)[on], tokens(one.batch, "old_logprobs")[on])
@@ -124,7 +124,7 @@ class WatchedObjective:
             self._seen.append((fields["sample"], fields["old_logprobs"]))
         return share
 
-    def replayed(self) -> dict[int, Trained]:
+    def replayed(self) -> dict[int, TrainedTokens]:
         """Return those samples as they were trained on."""
         return trained_samples(self._mini.batch, self._wanted, self._seen)
 
@@ -141,7 +141,7 @@ class HeldBatches:
         parts: Sequence[tuple[Sequence[Batch], Assignment]],
         place: int,
         scored: Scored | None,
-        aggregation: str,
+        aggregation: str | int,
     ) -> None:
         """Take a dp rank's part of each mini-batch: batches to be joined, and what to do with them. place: of this rank among
         those of its dp rank."""

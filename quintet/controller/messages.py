@@ -26,7 +26,7 @@ class ReplayTokens:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedTokens:
     """The same sample where it is trained on: what arrived there, and the trainer's own log-probs before the first update."""
 
     ids: list[int]
@@ -73,7 +73,7 @@ class MiniBatchTold:
 
     loss: float
     tally: Tally
-    replayed: dict[int, Trained] = field(default_factory=dict)
+    replayed: dict[int, TrainedTokens] = field(default_factory=dict)
     """Samples by their number in the batch."""
 
 

@@ -16,7 +16,7 @@ from quintet.controller.sample_store import Place, SampleStore
 from quintet.data.batch import Batch
 from quintet.recipe import schema
 from quintet.rollout import Part, Request, Rollout, Sample, Sampling, Wanted, WeightSource
-from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
+from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 
 
 class RankRollout:
@@ -104,10 +104,6 @@ class RankRollout:
         """Return those of the live weights, and what cannot be read back: see `Rollout.fingerprints`."""
         prints, unreadable = self._backend.fingerprints()
         return self._indexer.tell(prints, unreadable=unreadable)
-
-    def shard_index(self) -> ShardIndex:
-        """Return what the last fingerprints are of."""
-        return self._indexer.index
 
     def sleep(self, level: int) -> None:
         """Give memory up: see `Rollout.sleep`."""

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quintet.controller.messages import ReplayTokens, Trained
+from quintet.controller.messages import ReplayTokens, TrainedTokens
 from quintet.controller.samples import Samples
 from quintet.errors import UserError
 from quintet.rollout import Sampling
@@ -40,7 +40,7 @@ class ReplaySample:
     response: str
     finish: str
     generated: ReplayTokens
-    trained: Trained
+    trained: TrainedTokens
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Replay:
     samples: list[ReplaySample]
 
 
-def replay_of(step: int, sampling: Sampling, samples: Samples, trained: dict[int, Trained]) -> Replay:
+def replay_of(step: int, sampling: Sampling, samples: Samples, trained: dict[int, TrainedTokens]) -> Replay:
     """Return the replay of a step from what its rollouts told and what its trainers told, by number of the sample."""
     chosen = []
     for number in sorted(trained):
@@ -138,7 +138,7 @@ def _replay(told: dict[str, Any], tensors: dict[str, Tensor]) -> Replay:
         strict=True,
     )
     samples = [
-        ReplaySample(prompt, response, finish, ReplayTokens(*one), Trained(*other))
+        ReplaySample(prompt, response, finish, ReplayTokens(*one), TrainedTokens(*other))
         for (prompt, response, finish), one, other in zip(texts, made, trained, strict=True)
     ]
     settings: dict[str, Any] = {

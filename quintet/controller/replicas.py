@@ -193,15 +193,16 @@ class RolloutReplicas(Rollouts):
             self._spares.pop(old, None)
             self._keepers.pop(old, None)
         calls: dict[int, PendingCall[Any]] = {}
-        self._under_way = []
-        for number, requests in shares.items():
-            group = self._there(number)
-            generate = group.stream(Rollout.generate, megatron_compute, phase="generate")
-            pending = generate.submit([requests], sampling=sampling, call=call, forget=forget)
-            pending.heard = lambda rank, told, number=number: heard(number, *told)  # type: ignore[misc]
-            calls[number] = pending
-            owners = megatron_compute.owners(group.coords())
-            self._under_way.append(Generating(group, pending, call, owners))
+        with self._speaking:
+            self._under_way = []
+            for number, requests in shares.items():
+                group = self._there(number)
+                generate = group.stream(Rollout.generate, megatron_compute, phase="generate")
+                pending = generate.submit([requests], sampling=sampling, call=call, forget=forget)
+                pending.heard = lambda rank, told, number=number: heard(number, *told)  # type: ignore[misc]
+                calls[number] = pending
+                owners = megatron_compute.owners(group.coords())
+                self._under_way.append(Generating(group, pending, call, owners))
         made = self.collect_survivors(calls, watch=watch)
         self._under_way = []
         for number, ((_, spare),) in made.items():

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quintet.algorithms.advantages import Advantages
 from quintet.cluster.dispatch import megatron_compute
-from quintet.cluster.group import WorkerGroup
 from quintet.controller.batch_ref import BatchRef, Fields, MiniBatch, Placement
 from quintet.controller.messages import MiniBatchTold, OptimizerTold
 from quintet.controller.objective import Objective, ValueObjective
@@ -20,6 +20,9 @@ from quintet.controller.progress_bar import watched
 from quintet.controller.verbs import Policy
 from quintet.observe.progress import Progress
 from quintet.recipe.schema import Optimizer
+
+if TYPE_CHECKING:  # they bring Ray
+    from quintet.cluster.group import WorkerGroup
 
 Phase = Callable[[str], AbstractContextManager[None]]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from quintet.cluster.calls import PendingCall, results
-from quintet.cluster.group import WorkerGroup
 from quintet.controller.messages import SampleInfo
 from quintet.controller.sample_store import Place
 from quintet.controller.verbs import Rollout
@@ -17,7 +16,11 @@ from quintet.controller.weight_check import Proof
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.rollout import Part, Request, Sampling
-from quintet.sync.rank_fingerprints import RankFingerprints, ShardIndex
+from quintet.sync.rank_fingerprints import RankFingerprints
+
+if TYPE_CHECKING:  # they bring Ray
+    from quintet.cluster.calls import PendingCall
+    from quintet.cluster.group import WorkerGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,6 +47,8 @@ class Rollouts(ABC):
     def __init__(self) -> None:
         self._under_way: list[Generating] = []
         self._held = False
+        self._speaking = threading.Lock()
+        """Held by one word at a time, and while calls start: a word takes the place of one that is not heard yet."""
 
     @property
     @abstractmethod
@@ -75,28 +80,30 @@ class Rollouts(ABC):
 
     def pause(self) -> None:
         """Hold what is under way, beside the call that waits for it, and start nothing; of any thread."""
-        self._held = True
-        if not self._interject("pause"):
-            self.ask(Rollout.pause, phase="pause")()
+        with self._speaking:
+            self._held = True
+            if not self._interject(Rollout.pause):
+                self.ask(Rollout.pause, phase="pause")()
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        if self._held and not self._interject("resume"):
-            self.ask(Rollout.resume, phase="resume")()
-        self._held = False
+        with self._speaking:
+            if self._held and not self._interject(Rollout.resume):
+                self.ask(Rollout.resume, phase="resume")()
+            self._held = False
 
     def abort(self) -> None:
         """Give up what is under way: its samples end with the tokens they have."""
-        self._interject("abort")
+        with self._speaking:
+            self._interject(Rollout.abort)
 
-    def _interject(self, verb: str) -> bool:
+    def _interject(self, verb: Callable[[Any], None]) -> bool:
         """Say a verb beside the calls under way; False where there are none."""
-        if not self._under_way:
+        calls, word = self._under_way, verb.__name__.rpartition(".")[2]
+        if not calls:
             return False
-        with ThreadPoolExecutor(len(self._under_way)) as pool:
-            return any(
-                pool.map(lambda one: one.group.interject(*one[1:3], verb, one.owners), self._under_way)
-            )
+        with ThreadPoolExecutor(len(calls)) as pool:
+            return any(pool.map(lambda one: one.group.interject(*one[1:3], word, one.owners), calls))
 
     @abstractmethod
     def slice_samples(self, chosen: list[list[list[Place]]]) -> list[list[Any]]:
@@ -187,11 +194,13 @@ class InProcessRolloutGroup(Rollouts):
         watch: Callable[[], None],
         heard: Heard,
     ) -> list[int]:
-        pending = self._workers.stream(Rollout.generate, phase="generate").submit(
-            [shares[c["dp"]] for c in self._coords], sampling=sampling, call=call, forget=forget
-        )
+        generate = self._workers.stream(Rollout.generate, phase="generate")
+        with self._speaking:
+            pending = generate.submit(
+                [shares[c["dp"]] for c in self._coords], sampling=sampling, call=call, forget=forget
+            )
+            self._under_way = [Generating(self._workers, pending, call, self._owners)]
         pending.heard = lambda rank, group: heard(self._coords[rank]["dp"], *group)
-        self._under_way = [Generating(self._workers, pending, call, self._owners)]
         pending.result(watch)
         self._under_way = []
         return list(shares)
@@ -222,19 +231,13 @@ class InProcessRolloutGroup(Rollouts):
         began = time.perf_counter()
         self._workers.all(Rollout.update_weights, phase="sync")(None)
         told = {"sync/seconds": time.perf_counter() - began}
-        return told | self._proof.of(self)
+        return told | self._proof.of(self._fingerprints)
 
-    # the copies, as the proof asks for them: see `quintet.controller.weight_check.Copies`
+    def _fingerprints(self, beside: PendingCall[Any]) -> dict[str, list[RankFingerprints]]:
+        from quintet.cluster.calls import results  # with Ray, as all copies in another layout are
 
-    def fingerprints(self, beside: PendingCall[Any]) -> dict[str, list[RankFingerprints]]:
         told, _ = results([self._workers.all(Rollout.fingerprints, phase="sync").submit(), beside])
         return {_name(dp): [told[rank] for rank in ranks] for dp, ranks in enumerate(self._ranks)}
-
-    def shard_indexes(self, wanted: Mapping[str, list[int]]) -> dict[str, list[ShardIndex]]:
-        copies = {_name(dp): ranks for dp, ranks in enumerate(self._ranks)}
-        ranks = [copies[name][at] for name, places in wanted.items() for at in places]
-        told = iter(self._workers.some(ranks, Rollout.shard_index, phase="sync")())
-        return {name: [next(told) for _ in places] for name, places in wanted.items()}
 
     def probe(self) -> dict[str, float]:
         return {}

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from quintet.controller.messages import ReplayTokens, SampleInfo, Trained
+from quintet.controller.messages import ReplayTokens, SampleInfo, TrainedTokens
 from quintet.data.batch import Batch, concat, make_batch, offsets, select, tokens
 from quintet.rollout import Request, Sample
 
@@ -80,7 +80,7 @@ def _whole(request: Request, sample: Sample) -> ReplayTokens:
 
 def trained_samples(
     batch: Batch, wanted: dict[int, int], seen: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> dict[int, Trained]:
+) -> dict[int, TrainedTokens]:
     """Return the samples as they were trained on, by number; wanted: number → position in the batch.
 
     seen: of each micro-batch the sample of each trained token, and its old log-prob; a sample's tokens are in order.
@@ -94,7 +94,7 @@ def trained_samples(
         start, end = int(ends[at]), int(ends[at + 1])
         prompt = int(batch["prompt_length"][at])
         ids = tokens(batch, "input_ids")[start:end].tolist()
-        told[number] = Trained(
+        told[number] = TrainedTokens(
             ids, prompt, rollout[start + prompt : end].tolist(), old[sample == at].float().tolist()
         )
     return told

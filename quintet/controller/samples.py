@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from quintet.controller.messages import SampleInfo
 from quintet.data.prompts import Prompt
-from quintet.rewards.load import RewardResult
 from quintet.rewards.pool import Scoring
+from quintet.rewards.result import RewardResult
 
 
 class Kept(NamedTuple):
@@ -38,10 +39,14 @@ class Samples:
     leases: tuple[Any, ...] = field(default=(), repr=False)
     scorings: list[Scoring] = field(default_factory=list, repr=False)
 
-    def mean(self, name: str = "reward") -> float:
-        """Return the mean reward, or mean of a number the reward function returned beside it (0 where it did not)."""
-        values = [r.reward if name == "reward" else r.metrics.get(name, 0.0) for r in self.rewards]
-        return sum(values) / max(len(values), 1)
+    def mean(self) -> float:
+        """Return the mean reward."""
+        return sum(one.reward for one in self.rewards) / max(len(self.rewards), 1)
+
+    def any_correct(self) -> float:
+        """Return the share of prompts with at least one correct sample: pass@k."""
+        right = {g for g, one in zip(self.groups, self.rewards, strict=True) if one.correct}
+        return len(right) / len(self.prompts)
 
     def groups_with_signal(self) -> list[int]:
         """Return groups whose samples did not all get the same reward: the others teach nothing. What could not be scored says
@@ -51,6 +56,13 @@ class Samples:
             if scored.failure is None:
                 seen.setdefault(group, set()).add(scored.reward)
         return [group for group, rewards in seen.items() if len(rewards) > 1]
+
+    def equal_groups(self) -> float:
+        """Return the share of groups whose samples are all worth the same, penalties and failures included: of no advantage."""
+        worths: dict[int, set[float]] = {}
+        for group, scored in zip(self.groups, self.rewards, strict=True):
+            worths.setdefault(group, set()).add(scored.worth)
+        return sum(len(found) == 1 for found in worths.values()) / len(worths)
 
     def select(self, groups: Sequence[int]) -> Samples:
         """Return these groups alone, in this order."""
@@ -104,16 +116,29 @@ class Samples:
             f"sample {which[0]}, {response[-80:]!r}, to {prompt.source}"
         )
 
-    def shown(self, count: int) -> list[dict[str, Any]]:
-        """Return the first `count` samples, as they are written to samples.jsonl."""
+    def spread(self, count: int | None = None) -> list[int]:
+        """Return `count` samples, or all: the first of each prompt, then the second of each, in order of prompts within these."""
+        seen: Counter[int] = Counter()
+        rounds: list[tuple[int, int, int]] = []
+        for i, group in enumerate(self.groups):
+            rounds.append((seen[group], group, i))
+            seen[group] += 1
+        return [i for _, _, i in sorted(rounds)[:count]]
+
+    def shown(self, count: int | None = None, kind: str = "train") -> list[dict[str, Any]]:
+        """Return `count` samples, or all, spread over prompts, as they are written to samples.jsonl. kind: what they were made for,
+        "train", or an evaluation's "eval" (sampled) and "greedy"."""
         return [
             {
+                "kind": kind,
                 "prompt": self.prompts[g].text,
                 "response": made.text,
                 "answer": self.prompts[g].answer,
                 "reward": scored.reward,
+                "correct": scored.correct,
                 "finish": made.finish,
                 "metrics": scored.metrics,
             }
-            for g, made, scored in list(zip(self.groups, self.generated, self.rewards, strict=True))[:count]
+            for i in self.spread(count)
+            for g, made, scored in [(self.groups[i], self.generated[i], self.rewards[i])]
         ]

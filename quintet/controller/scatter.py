@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quintet.algorithms.advantages import Scored
-from quintet.cluster import ray_compat
 from quintet.cluster.dispatch import megatron_compute
-from quintet.cluster.group import WorkerGroup
 from quintet.controller.batch_ref import BatchRef, Lease, MiniBatch, Placement, fresh_name
 from quintet.controller.messages import Assignment
 from quintet.controller.rollouts import Rollouts
@@ -21,6 +19,9 @@ from quintet.data.prompts import Prompt
 from quintet.models import ModelShape
 from quintet.packing import Plan, alignment_of, plan_microbatches, split_evenly, target_counts
 from quintet.recipe import schema
+
+if TYPE_CHECKING:  # they bring Ray
+    from quintet.cluster.group import WorkerGroup
 
 _Sent = tuple[list[Any], Assignment]
 """Of a mini-batch and a dp rank: references to its samples, and what to do with them."""
@@ -55,6 +56,7 @@ class Scatterer:
             quadratic=self._quadratic,
             multiple=layout.pp if layout.vpp > 1 else 1,
             lockstep=(layout.etp or layout.tp) * layout.ep > layout.tp * layout.cp,  # experts span dp ranks
+            key="layout" if placement.name == "policy" else f"{placement.name}.layout",
         )
 
     def samples(self, samples: Samples, rollouts: Rollouts) -> BatchRef:
@@ -93,10 +95,14 @@ class Scatterer:
                 for d, one in enumerate(self._assignments(mini, plan, order, lengths, prompts, replayed))
             ]
 
-        return self._scatter(minis, lengths, send, scored, self._recipe.algorithm.aggregation, samples)
+        how = self._recipe.algorithm.aggregation
+        aggregation = self._recipe.rollout.max_response_tokens if how == "fixed_length" else how
+        return self._scatter(minis, lengths, send, scored, aggregation, samples)
 
     def responses(self, prompts: Sequence[Prompt]) -> BatchRef:
         """Send prompts with the responses to imitate, as one mini-batch."""
+        from quintet.cluster import ray_compat  # what is trained on, ranks of Ray's train on
+
         ids = [p.token_ids + p.response_ids for p in prompts]
         lengths, prompt_lengths = [len(x) for x in ids], [len(p.token_ids) for p in prompts]
         batch = make_batch(ids, prompt_lengths)
@@ -139,7 +145,7 @@ class Scatterer:
         lengths: list[int],
         send: Callable[[list[int], Plan, Placement], list[_Sent]],
         scored: Scored | None,
-        aggregation: str,
+        aggregation: str | int,
         samples: Samples | None,
     ) -> BatchRef:
         name, forget = fresh_name(), list(self._dropped)

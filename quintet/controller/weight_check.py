@@ -1,7 +1,7 @@
 """The proof of a sync, from the controller: what rollouts hold is what the trainer's ranks handed out.
 
-Fingerprints of both sides are compared before anything is generated: every rank tells a vector of them, and one rank of those that
-hold the same parts is asked once which these are (`quintet.sync.rank_fingerprints`). What a back end cannot read back is proved by
+Fingerprints of both sides are compared before anything is generated: every rank tells a vector of them, and with the first which
+parts these are of (`quintet.sync.rank_fingerprints`). What a back end cannot read back is proved by
 log-probs of fixed tokens, once it can compute. Master weights that changed while nothing that is handed out did raise an alarm.
 """
 
@@ -9,30 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
-from quintet.cluster.calls import PendingCall
-from quintet.cluster.group import WorkerGroup
 from quintet.controller.verbs import Policy
-from quintet.errors import SyncMismatch
 from quintet.models import ModelShape
 from quintet.recipe import schema
 from quintet.sync.logprob_probe import Movement, check, default_tolerance, sequences
 from quintet.sync.proof import Comparison, Exported, exported_weights_unchanged, mismatch
-from quintet.sync.rank_fingerprints import RankFingerprints, ShardIndex
+from quintet.sync.rank_fingerprints import INDEX, RankFingerprints, ShardIndex
 
+if TYPE_CHECKING:  # they bring Ray
+    from quintet.cluster.calls import PendingCall
+    from quintet.cluster.group import WorkerGroup
 
-class Copies(Protocol):
-    """Copies of the weights that rollouts hold, by name; one of a rollout that dies meanwhile is left out. beside: what the
-    trainer's ranks do at the same time, waited for too."""
-
-    def fingerprints(self, beside: PendingCall[Any]) -> dict[str, list[RankFingerprints]]:
-        """Return fingerprints of each copy, by its ranks."""
-        ...
-
-    def shard_indexes(self, wanted: Mapping[str, list[int]]) -> dict[str, list[ShardIndex]]:
-        """Return what the last fingerprints of some ranks are of, by copy."""
-        ...
+Copies = Callable[["PendingCall[Any]"], dict[str, list[RankFingerprints]]]
+"""Asks for fingerprints of the weights that rollouts hold: of each copy, by name, by its ranks; one of a rollout that dies meanwhile is
+left out. It is given what the trainer's ranks do at the same time, waited for too."""
 
 
 class Proof:
@@ -74,9 +67,9 @@ class Proof:
             return {}
         began = time.perf_counter()
         telling = self._policy.all(Policy.fingerprints, phase="sync").submit()
-        told = copies.fingerprints(telling)
+        told = copies(telling)
         exported = telling.result()
-        told = self._learn_indexes(exported, told, copies)
+        self._learn_indexes(chain(exported, *told.values()))
         self._compare(exported, told)
         self._unreadable = any(
             self._indexes[one.index].unreadable for ranks in told.values() for one in ranks
@@ -85,29 +78,12 @@ class Proof:
         alone = self._look_at_masters(exported)
         return {**alone, "sync/proof_seconds": time.perf_counter() - began}
 
-    def _learn_indexes(
-        self, exported: Sequence[RankFingerprints], told: dict[str, list[RankFingerprints]], copies: Copies
-    ) -> dict[str, list[RankFingerprints]]:
-        """Have told what unknown indexes are, each by the first rank that has it; the copies that did not die of it. Indexes of
-        earlier syncs are forgotten."""
-        present = {one.index for ranks in (exported, *told.values()) for one in ranks}
-        self._indexes = {digest: one for digest, one in self._indexes.items() if digest in present}
-        if mine := _first_ranks(exported, present - self._indexes.keys()):
-            ranks = list(mine.values())
-            self._add(mine, self._policy.some(ranks, Policy.shard_index, phase="sync")())
-        while unknown := {one.index for ranks in told.values() for one in ranks} - self._indexes.keys():
-            theirs = {name: found for name, ranks in told.items() if (found := _first_ranks(ranks, unknown))}
-            heard = copies.shard_indexes({name: list(found.values()) for name, found in theirs.items()})
-            for name, indexes in heard.items():
-                self._add(theirs[name], indexes)
-            told = {name: ranks for name, ranks in told.items() if name in heard or name not in theirs}
-        return told
-
-    def _add(self, wanted: Iterable[bytes], told: Sequence[ShardIndex]) -> None:
-        for digest, index in zip(wanted, told, strict=True):
-            if index.digest != digest:
-                raise SyncMismatch("a rank holds other parts of the weights than it told fingerprints of")
-            self._indexes[digest] = index
+    def _learn_indexes(self, told: Iterable[RankFingerprints]) -> None:
+        """Note what fingerprints are of, where that is news. Indexes of earlier syncs are forgotten."""
+        known, self._indexes = self._indexes, {}
+        for one in told:
+            if one.index not in self._indexes:
+                self._indexes[one.index] = known.get(one.index) or INDEX.load(one.parts, "a rank")
 
     def _compare(
         self, exported: Sequence[RankFingerprints], told: Mapping[str, Sequence[RankFingerprints]]
@@ -164,13 +140,3 @@ class Proof:
         for name, its in scored.items():
             self._movement.check(self._expected, its, allowed, name)
         return {"sync/probe_gap": max(gaps, default=0.0)}
-
-
-def _first_ranks(ranks: Sequence[RankFingerprints], wanted: set[bytes]) -> dict[bytes, int]:
-    """The first rank with each of the wanted indexes, which are wanted no more."""
-    found = {}
-    for rank, one in enumerate(ranks):
-        if one.index in wanted:
-            wanted.remove(one.index)
-            found[one.index] = rank
-    return found

@@ -21,7 +21,7 @@ from quintet.observe.memory import GIB
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.rollout import Wanted
-from quintet.sync.rank_fingerprints import RankFingerprints, ShardIndex
+from quintet.sync.rank_fingerprints import RankFingerprints
 from quintet.sync.server import ReceiverSpec, Served
 from quintet.sync.source import ChannelSource
 from quintet.sync.wire import Ticket, notify_absent
@@ -87,7 +87,7 @@ class WeightSync:
         }
         if None in self._rollouts.groups:  # all get them again, once it is there anew
             return told
-        return told | self._proof.of(self)
+        return told | self._proof.of(self._fingerprints)
 
     def _watch(self, taking: Mapping[int, PendingCall[Any]]) -> Callable[[], None]:
         """To be called while the rollouts take weights: once one has failed, the ranks that serve it need not wait for what has
@@ -113,24 +113,13 @@ class WeightSync:
                     return SyncFailure(f"receiver {ticket.receiver} did not get the new weights: {why}")
         return None
 
-    # the copies, as the proof asks for them: see `quintet.controller.weight_check.Copies`
-
-    def fingerprints(self, beside: PendingCall) -> dict[str, list[RankFingerprints]]:
+    def _fingerprints(self, beside: PendingCall[Any]) -> dict[str, list[RankFingerprints]]:
         calls = {
             number: group.all(Rollout.fingerprints, phase="sync").submit()
             for number, group in enumerate(self._rollouts.groups)
             if group is not None
         }
         told = self._rollouts.collect_survivors(calls, beside=beside)
-        return {_name(number): ranks for number, ranks in told.items()}
-
-    def shard_indexes(self, wanted: Mapping[str, list[int]]) -> dict[str, list[ShardIndex]]:
-        calls = {
-            number: group.some(wanted[_name(number)], Rollout.shard_index, phase="sync").submit()
-            for number, group in enumerate(self._rollouts.groups)
-            if group is not None and _name(number) in wanted
-        }
-        told = self._rollouts.collect_survivors(calls)
         return {_name(number): ranks for number, ranks in told.items()}
 
     def _follow(self) -> None:

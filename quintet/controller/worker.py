@@ -18,7 +18,7 @@ from quintet.cluster.worker import Place, Worker
 from quintet.controller.engines import Engines
 from quintet.controller.held_batches import HeldBatches, SampleFields, WatchedObjective
 from quintet.controller.in_process_rollout import InProcessRollout
-from quintet.controller.messages import Assignment, MiniBatchTold, OptimizerTold, Trained
+from quintet.controller.messages import Assignment, MiniBatchTold, OptimizerTold, TrainedTokens
 from quintet.controller.objective import Objective, ValueObjective
 from quintet.controller.rank_rollout import RankRollout
 from quintet.controller.sample_store import Place as Kept
@@ -39,7 +39,7 @@ from quintet.recipe.rollout import placement_of
 from quintet.recipe.user_family import use_family
 from quintet.runs.checkpoints import adapter_directory
 from quintet.sync.logprob_probe import Scores, engine_scores
-from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
+from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.wire import Ticket
 
@@ -77,7 +77,9 @@ class PolicyWorker(Worker):
 
     def describe(self) -> str:
         """Return what the model's layers are made of here."""
-        return self.engine.describe()
+        threads = torch.get_num_threads()
+        told = f" · {threads} threads a rank (OMP_NUM_THREADS sets another number)"
+        return self.engine.describe() + (told if self.device == "cpu" and threads > 1 else "")
 
     def coords(self, role: str = "policy") -> dict[str, int]:
         """Return the place in a role's layout."""
@@ -101,7 +103,7 @@ class PolicyWorker(Worker):
         placement: str,
         forget: list[str],
         scored: Scored | None,
-        aggregation: str,
+        aggregation: str | int,
     ) -> None:
         """Take this dp rank's part of a batch, by mini-batch: see `HeldBatches.put`. forget: batches that nothing refers to."""
         self.batches.forget(forget)
@@ -135,7 +137,7 @@ class PolicyWorker(Worker):
         """Set fields to what the ranks of another layout told."""
         self.batches[batch, placement].take(parts, fields)
 
-    def replayed(self, *, batch: str, placement: str) -> dict[int, Trained]:
+    def replayed(self, *, batch: str, placement: str) -> dict[int, TrainedTokens]:
         """Return the samples of a batch whose number is asked for, with the old log-probs as scored."""
         return self.batches[batch, placement].replayed()
 
@@ -218,18 +220,16 @@ class PolicyWorker(Worker):
             return self._indexer.tell(*quantized_fingerprints(shards, self.shape, build.device()))
         return self._indexer.tell(shard_fingerprints(shards), {one.name: one.shape for one in shards})
 
-    def shard_index(self) -> ShardIndex:
-        """Return what the last fingerprints are of."""
-        return self._indexer.index
-
     def score(self, sequences: list[list[int]]) -> Scores | None:
         """Return the log-probs of fixed tokens, for rollouts whose weights cannot be read back."""
         return engine_scores(self.engine, sequences)
 
     def save(self, path: Path) -> None:
-        """Write the policy as a Hugging Face directory, and its adapters as one of peft's beside it."""
+        """Write the policy as a Hugging Face directory, with the chat template that was used, and its adapters as one of peft's
+        beside it."""
         self.roles.use("policy")
-        self.engine.save_hf(path, self.model_dir)
+        given = self.recipe.model.chat_template is not None
+        self.engine.save_hf(path, self.model_dir, self.tokenizer.chat_template if given else None)
         if self.engine.lora is not None:
             self.engine.save_adapters(adapter_directory(path), self.model_dir.absolute())
 

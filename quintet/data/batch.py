@@ -47,7 +47,7 @@ def make_batch(input_ids: Sequence[Any], prompt_lengths: Sequence[int] | Tensor,
     `loss_mask` is 1 on response tokens and `sample_index` counts from 0, unless given.
 
     Raises:
-        ValueError: a field's lengths fit neither the samples nor the responses.
+        ValueError: a field's lengths fit neither the samples nor the responses, or a sample's first token is to be trained.
     """
     n = len(input_ids)
     sizes = torch.tensor([len(ids) for ids in input_ids], dtype=torch.int64)
@@ -68,7 +68,20 @@ def make_batch(input_ids: Sequence[Any], prompt_lengths: Sequence[int] | Tensor,
         made[name] = _field(name, value, offsets, on_response)
     made.setdefault("loss_mask", _jagged(on_response.float(), offsets))
     made.setdefault("sample_index", torch.arange(n))
+    _refuse_trained_first_tokens(made["loss_mask"], offsets)
     return TensorDict(cast(Any, made), batch_size=[n])
+
+
+def _refuse_trained_first_tokens(loss_mask: Tensor, offsets: Tensor) -> None:
+    """Raise ValueError where a sample's first token has a loss: no token stands before it to predict it from."""
+    mask, first = cast(Any, loss_mask).values(), offsets[:-1][offsets.diff() > 0]
+    trained = mask[first] != 0
+    if bool(trained.any()):
+        sample = int((offsets[:-1] == first[trained][0]).nonzero()[-1])
+        raise ValueError(
+            f"sample {sample}: its first token has loss_mask {mask[first][trained][0].item():g}, but no token stands before it to "
+            "predict it from: give it a prompt of at least one token (a beginning-of-sequence token, say), or a mask of 0 there"
+        )
 
 
 def offsets(batch: Batch) -> Tensor:

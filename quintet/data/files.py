@@ -1,7 +1,8 @@
-"""Rows of a dataset with where each stands, from a jsonl or parquet file, a `datasets` directory or the hub."""
+"""Rows of a dataset with where each stands, from a jsonl, parquet or csv file, a `datasets` directory or the hub."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Iterator
@@ -11,19 +12,19 @@ from typing import Any, Literal, NamedTuple
 from quintet.errors import UserError
 
 
-class PackedRow(NamedTuple):
+class FileRow(NamedTuple):
     source: str
     """Where it stands, for messages: "prompts.jsonl:17"."""
     columns: dict[str, Any]
 
 
-def read_rows(path: str, which: Literal["train", "eval"]) -> list[PackedRow]:
+def read_rows(path: str, which: Literal["train", "eval", "sft"]) -> list[FileRow]:
     """Return all rows of a dataset.
 
     Args:
-        path: a .jsonl or .parquet file, a directory made by `Dataset.save_to_disk`, or a hub name as "owner/name",
+        path: a .jsonl, .parquet or .csv file, a directory made by `Dataset.save_to_disk`, or a hub name as "owner/name",
             "owner/name:split" or "owner/name:config:split".
-        which: picks the split where the path does not: "train", or for evaluation the first of test, validation, eval.
+        which: picks the split where the path does not: "train", or for "eval" the first of test, validation, eval.
 
     Raises:
         UserError: it is missing, empty or malformed; names the file, the line and what was expected.
@@ -37,11 +38,14 @@ def read_rows(path: str, which: Literal["train", "eval"]) -> list[PackedRow]:
             rows = list(_from_jsonl(local))
         elif local.suffix == ".parquet":
             rows = _from_parquet(local)
+        elif local.suffix == ".csv":
+            rows = list(_from_csv(local))
         else:
-            raise UserError(f"{key}: {path} is neither a .jsonl nor a .parquet file")
+            raise UserError(f"{key}: {path} is neither a .jsonl nor a .parquet nor a .csv file")
     elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}", path) and local.suffix not in (
         ".jsonl",
         ".parquet",
+        ".csv",
     ):
         rows = _from_hub(path, which, key)
     else:
@@ -51,7 +55,7 @@ def read_rows(path: str, which: Literal["train", "eval"]) -> list[PackedRow]:
     return rows
 
 
-def _from_jsonl(path: Path) -> Iterator[PackedRow]:
+def _from_jsonl(path: Path) -> Iterator[FileRow]:
     # Cut at newlines only: str.splitlines would also cut at separators that may stand inside JSON strings.
     for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
@@ -70,10 +74,30 @@ def _from_jsonl(path: Path) -> Iterator[PackedRow]:
             raise UserError(f"{where}: JSON nested too deeply; expected one flat object a line") from None
         if not isinstance(row, dict):
             raise UserError(f"{where}: expected a JSON object with one key a column, got {_json_type(row)}")
-        yield PackedRow(where, row)
+        yield FileRow(where, row)
 
 
-def _from_parquet(path: Path) -> list[PackedRow]:
+def _from_csv(path: Path) -> Iterator[FileRow]:
+    """Rows under the header that the first line is; a field in quotes may span lines."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            before = 1
+            for row in reader:
+                where, before = f"{path}:{before + 1}", reader.line_num
+                if None in row or None in row.values():
+                    raise UserError(
+                        f"{where}: not as many fields as the header has ({', '.join(reader.fieldnames or ())}); text with commas "
+                        "stands in double quotes"
+                    )
+                yield FileRow(where, dict(row))
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text") from None
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.reader.line_num}: not valid csv ({error})") from None
+
+
+def _from_parquet(path: Path) -> list[FileRow]:
     import pyarrow
     import pyarrow.parquet
 
@@ -81,10 +105,10 @@ def _from_parquet(path: Path) -> list[PackedRow]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable parquet file ({error})") from error
-    return [PackedRow(f"{path}:row {i}", row) for i, row in enumerate(table.to_pylist(), start=1)]
+    return [FileRow(f"{path}:row {i}", row) for i, row in enumerate(table.to_pylist(), start=1)]
 
 
-def _from_disk(path: Path, which: str, key: str) -> list[PackedRow]:
+def _from_disk(path: Path, which: str, key: str) -> list[FileRow]:
     import datasets
 
     try:
@@ -98,7 +122,7 @@ def _from_disk(path: Path, which: str, key: str) -> list[PackedRow]:
     return _from_dataset(loaded, str(path))
 
 
-def _from_hub(path: str, which: str, key: str) -> list[PackedRow]:
+def _from_hub(path: str, which: str, key: str) -> list[FileRow]:
     import datasets
 
     name, *rest = path.split(":")
@@ -116,12 +140,12 @@ def _from_hub(path: str, which: str, key: str) -> list[PackedRow]:
     return _from_dataset(loaded, path)
 
 
-def _from_dataset(dataset: Any, name: str) -> list[PackedRow]:
-    return [PackedRow(f"{name}:row {i}", dict(row)) for i, row in enumerate(dataset, start=1)]
+def _from_dataset(dataset: Any, name: str) -> list[FileRow]:
+    return [FileRow(f"{name}:row {i}", dict(row)) for i, row in enumerate(dataset, start=1)]
 
 
 def _split(names: list[str], which: str, key: str, path: str) -> str:
-    wanted = ["train"] if which == "train" else ["test", "validation", "eval"]
+    wanted = ["test", "validation", "eval"] if which == "eval" else ["train"]
     for name in wanted:
         if name in names:
             return name

@@ -6,19 +6,20 @@ import hashlib
 import random
 import re
 import string
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from quintet.data.chat_template import KEY, ChatTemplate, TemplateFailure, own_template, render
-from quintet.data.files import PackedRow, read_rows
+from quintet.data.files import FileRow, read_rows
 from quintet.data.tasks import TASKS, draw_problems, make_task
 from quintet.data.tokenizer import Tokenizer
 from quintet.errors import UserError
 from quintet.recipe.schema import Data
 
-Which = Literal["train", "eval"]
+Which = Literal["train", "eval", "sft"]
+"""A side of the data: sft is what SFT imitates where that is not the training prompts."""
 Messages = list[dict[str, str]]
 
 TRAIN_PROBLEMS = 16384
@@ -47,6 +48,8 @@ class Prompt:
     """Tokens of `response` with the end-of-sequence token; empty without a response."""
     source: str
     """Where it stands, for messages: "prompts.jsonl:17"."""
+    row: dict[str, Any] = field(default_factory=dict)
+    """Columns of the row that it was made of, for rewards that read them."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class PromptSet:
 
     prompts: list[Prompt]
     name: str
+    notes: tuple[str, ...] = ()
+    """What is to be told of it, such as prompts that were left out."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -70,7 +75,7 @@ class PromptSet:
         if count >= len(self.prompts):
             return self
         chosen = random.Random(f"subset/{seed}").sample(range(len(self.prompts)), count)
-        return PromptSet([self.prompts[i] for i in sorted(chosen)], self.name)
+        return PromptSet([self.prompts[i] for i in sorted(chosen)], self.name, self.notes)
 
     def fingerprint(self) -> str:
         """Return the digest of the rendered prompts in order, to tell on resume that the data is still the same."""
@@ -88,6 +93,7 @@ class _Draft:
     messages_or_text: Messages | str
     answer: str
     response: str | None
+    row: dict[str, Any] = field(default_factory=dict)
 
 
 def load_prompts(
@@ -97,7 +103,7 @@ def load_prompts(
 
     Args:
         data: the recipe's section.
-        which: "train" or "eval".
+        which: "train", "eval" or "sft".
         tokenizer: from `load_tokenizer` or `build_char_tokenizer`.
         seed: draws the problems of a built-in task; files are read whole, in order.
         needs: columns besides the prompt that every row must have: "answer" (rewards), "response" (SFT). With
@@ -112,15 +118,18 @@ def load_prompts(
             "set model.chat_template, or data.chat=false to feed prompts as they are"
         )
     drafts = _drafts(data, which, seed, needs)
-    return PromptSet(_tokenize(drafts, data, tokenizer), _name(data, which))
+    return _tokenize(drafts, data, tokenizer, _name(data, which))
 
 
-def make_prompts(texts: list[str], data: Data, tokenizer: Tokenizer) -> list[Prompt]:
-    """Return prompts of texts given by hand, rendered like those of a file."""
+def make_prompts(texts: Sequence[str | Messages], data: Data, tokenizer: Tokenizer) -> PromptSet:
+    """Return prompts of texts or conversations given by hand, rendered like those of a file; none is dropped."""
+    if data.long_prompts == "drop":
+        data = data.model_copy(update={"long_prompts": "error"})
     drafts = [
-        _Draft(f"prompt {i}", *_as_messages(text, data), "", None) for i, text in enumerate(texts, start=1)
+        _Draft(source, _given(source, "messages", text, data), "", None)
+        for source, text in ((f"prompt {i}", text) for i, text in enumerate(texts, start=1))
     ]
-    return _tokenize(drafts, data, tokenizer)
+    return _tokenize(drafts, data, tokenizer, "the prompts given")
 
 
 def check_rows(data: Data, which: Which, *, seed: int, needs: Collection[str] = ("answer",)) -> int:
@@ -134,39 +143,75 @@ def check_rows(data: Data, which: Which, *, seed: int, needs: Collection[str] = 
     return len(_drafts(data, which, seed, needs))
 
 
-def alphabet_of(data: Data) -> str:
-    """Return the characters a character tokenizer needs for this data: the task's own, or printable ASCII and the files'."""
-    if data.task in TASKS:
-        return make_task(data.task, data.task_options).alphabet
-    characters = set(string.printable)
-    for which, path in (("train", data.train_path), ("eval", data.eval_path)):
-        if path is not None:
-            for draft in _drafts(data, which, 0, ()):  # type: ignore[arg-type]
+def alphabet_of(data: Data, *, download: bool = True) -> str:
+    """Return the characters a character tokenizer needs for this data: the task's own, or printable ASCII and the files'.
+
+    download: false leaves out what is on the hub.
+    """
+    of_task = data.task in TASKS
+    characters = set(make_task(data.task, data.task_options).alphabet if of_task else string.printable)
+    for which in _SIDES:
+        path = path_of(data, which)
+        if path is not None and (download or is_local(path)):
+            for draft in _drafts(data, which, 0, ()):
                 characters.update(draft.response or "", *_texts(draft.messages_or_text))
     return "".join(sorted(characters))
 
 
+def path_of(data: Data, which: Which) -> str | None:
+    """Return where one side of the data is; None where nothing is named."""
+    return {"train": data.train_path, "eval": data.eval_path, "sft": data.sft_path}[which]
+
+
+def is_local(path: str) -> bool:
+    """Return whether it is a file or directory here, rather than a hub name."""
+    return Path(path).expanduser().exists()
+
+
+_SIDES: tuple[Which, ...] = ("train", "eval", "sft")
+
+
 def _name(data: Data, which: Which) -> str:
-    return data.task if data.task in TASKS else str(data.train_path if which == "train" else data.eval_path)
+    path = path_of(data, which)
+    return data.task if path is None else path
 
 
 def _drafts(data: Data, which: Which, seed: int, needs: Collection[str]) -> list[_Draft]:
-    if data.task in TASKS:
+    if data.task in TASKS and which != "sft":
         return _task_drafts(data, which, seed)
-    if data.task_options:
+    if data.task_options and data.task not in TASKS:
         raise UserError(f"data.task_options are for built-in tasks ({', '.join(TASKS)}), not for {data.task}")
-    path = data.train_path if which == "train" else data.eval_path
+    path = path_of(data, which)
     if path is None:
-        hint = "" if which == "train" else ", or train.eval_prompts=0 to evaluate nothing"
+        hint = ", or train.eval_prompts=0 to evaluate nothing" if which == "eval" else ""
         raise UserError(
-            f"data.{which}_path is not set; name a jsonl or parquet file, a directory or a hub dataset{hint}"
+            f"data.{which}_path is not set; name a jsonl, parquet or csv file, a directory or a hub dataset{hint}"
         )
     rows = read_rows(path, which)
-    read = _gsm8k_draft if data.task == "gsm8k" else _draft
-    return [read(row, data, needs) for row in rows]
+    read = _gsm8k_draft if data.task == "gsm8k" and which != "sft" else _draft
+    columns = _columns(data, which)
+    return [read(row, data, needs, columns) for row in rows]
 
 
-def _task_drafts(data: Data, which: Which, seed: int) -> list[_Draft]:
+class _Columns(NamedTuple):
+    """Columns of one side with the recipe keys that name them."""
+
+    prompt: str
+    answer: str
+    prompt_from: str
+    answer_from: str
+
+
+def _columns(data: Data, which: Which) -> _Columns:
+    of = "eval_" if which == "eval" else ""
+    names = [getattr(data, f"{of}{one}") for one in ("prompt_key", "answer_key")]
+    prompt, answer = (
+        b if a is None else a for a, b in zip(names, (data.prompt_key, data.answer_key), strict=True)
+    )
+    return _Columns(prompt, answer, f"data.{of}prompt_key", f"data.{of}answer_key")
+
+
+def _task_drafts(data: Data, which: Literal["train", "eval"], seed: int) -> list[_Draft]:
     for key, path in (("train_path", data.train_path), ("eval_path", data.eval_path)):
         if path is not None:
             raise UserError(
@@ -189,44 +234,42 @@ def _task_drafts(data: Data, which: Which, seed: int) -> list[_Draft]:
     ]
 
 
-def _draft(row: PackedRow, data: Data, needs: Collection[str]) -> _Draft:
-    prompt = _column(row, data.prompt_key, "data.prompt_key")
-    if isinstance(prompt, list):
-        prompt = _check_messages(row.source, data.prompt_key, prompt, data)
-    elif not isinstance(prompt, str) or not prompt:
-        raise UserError(
-            f"{row.source}: column {data.prompt_key!r} must be text or a list of chat messages, "
-            f"got {_shown(prompt)}"
-        )
-    else:
-        (prompt,) = _as_messages(prompt, data)
-    answer = _text(row, data.answer_key, "data.answer_key", "answer" in needs and data.answer_key != "")
+def _draft(row: FileRow, data: Data, needs: Collection[str], columns: _Columns) -> _Draft:
+    prompt = _given(row.source, columns.prompt, _column(row, columns.prompt, columns.prompt_from), data)
+    answer = _text(row, columns.answer, columns.answer_from, "answer" in needs and columns.answer != "")
     response = _text(row, data.response_key, "data.response_key", "response" in needs)
-    return _Draft(row.source, prompt, answer or "", response)
+    return _Draft(row.source, prompt, answer or "", response, row.columns)
 
 
-def _gsm8k_draft(row: PackedRow, data: Data, needs: Collection[str]) -> _Draft:
+def _given(source: str, key: str, prompt: Any, data: Data) -> Messages | str:
+    """A prompt as it was given in a column, text or messages, as it is rendered."""
+    if isinstance(prompt, list):
+        return _check_messages(source, key, prompt, data)
+    if not isinstance(prompt, str) or not prompt:
+        raise UserError(
+            f"{source}: column {key!r} must be text or a list of chat messages, got {_shown(prompt)}"
+        )
+    return _as_messages(prompt, data)[0]
+
+
+def _gsm8k_draft(row: FileRow, data: Data, needs: Collection[str], columns: _Columns) -> _Draft:
     """GSM8K's own columns: the answer is worked text that ends in "#### 18"."""
-    keys = {
-        name: getattr(data, name) if name in data.model_fields_set else default
-        for name, default in (("prompt_key", "question"), ("answer_key", "answer"))
-    }
-    question = _text(row, keys["prompt_key"], "data.prompt_key", True) or ""
-    worked = _text(row, keys["answer_key"], "data.answer_key", True) or ""
+    question = _text(row, columns.prompt, columns.prompt_from, True) or ""
+    worked = _text(row, columns.answer, columns.answer_from, True) or ""
     reasoning, mark, gold = worked.rpartition("####")
     if not question or not mark or not gold.strip():
         raise UserError(
-            f"{row.source}: expected a GSM8K row, a {keys['prompt_key']!r} and an {keys['answer_key']!r} "
+            f"{row.source}: expected a GSM8K row, a {columns.prompt!r} and an {columns.answer!r} "
             f'that ends in "#### <number>"; got {_shown(worked)}'
         )
     gold = gold.strip().replace(",", "")
     # Calculator marks like <<16-3-4=9>> are for a tool, not for a reader.
     reasoning = re.sub(r"<<[^<>]*>>", "", reasoning).strip()
     (prompt,) = _as_messages(f"{question.strip()}\n{_GSM8K_INSTRUCTION}", data)
-    return _Draft(row.source, prompt, gold, f"{reasoning}\nThe answer is \\boxed{{{gold}}}.")
+    return _Draft(row.source, prompt, gold, f"{reasoning}\nThe answer is \\boxed{{{gold}}}.", row.columns)
 
 
-def _column(row: PackedRow, key: str, recipe_key: str) -> Any:
+def _column(row: FileRow, key: str, recipe_key: str) -> Any:
     if key not in row.columns:
         raise UserError(
             f"{row.source}: no column {key!r}; the row has {', '.join(map(repr, row.columns)) or 'none'}. "
@@ -235,7 +278,7 @@ def _column(row: PackedRow, key: str, recipe_key: str) -> Any:
     return row.columns[key]
 
 
-def _text(row: PackedRow, key: str, recipe_key: str, needed: bool) -> str | None:
+def _text(row: FileRow, key: str, recipe_key: str, needed: bool) -> str | None:
     value = _column(row, key, recipe_key) if needed else row.columns.get(key)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         if needed or value is not None:
@@ -277,7 +320,7 @@ def _check_messages(source: str, key: str, messages: list[Any], data: Data) -> M
     return [{"role": "system", "content": data.system_prompt}, *messages]
 
 
-def _tokenize(drafts: list[_Draft], data: Data, tokenizer: Tokenizer) -> list[Prompt]:
+def _tokenize(drafts: list[_Draft], data: Data, tokenizer: Tokenizer, name: str) -> PromptSet:
     texts = _render(drafts, tokenizer)
     # A chat template writes the special tokens itself; raw text gets those the tokenizer puts around any text.
     token_ids = _encode(tokenizer, texts, special=not data.chat)
@@ -288,11 +331,46 @@ def _tokenize(drafts: list[_Draft], data: Data, tokenizer: Tokenizer) -> list[Pr
         for i, ids in zip(answered, tokenized, strict=True):
             response_ids[i] = [*ids, tokenizer.eos_token_id]
     prompts = [
-        Prompt(i, d.messages_or_text, ids, text, d.answer, d.response, response, d.source)
+        Prompt(i, d.messages_or_text, ids, text, d.answer, d.response, response, d.source, d.row)
         for i, (d, text, ids, response) in enumerate(zip(drafts, texts, token_ids, response_ids, strict=True))
     ]
-    _check_tokens(prompts, data, tokenizer)
-    return prompts
+    prompts, notes = _fitting(prompts, data, tokenizer, name)
+    _check_tokens(prompts, tokenizer)
+    return PromptSet(prompts, name, notes)
+
+
+def _fitting(
+    prompts: list[Prompt], data: Data, tokenizer: Tokenizer, name: str
+) -> tuple[list[Prompt], tuple[str, ...]]:
+    """Prompts of at most data.max_prompt_tokens, as data.long_prompts says, and what there is to say of it."""
+    limit = data.max_prompt_tokens
+    too_long = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
+    if not too_long:
+        return prompts, ()
+    if data.long_prompts == "error":
+        others = f" ({len(too_long) - 1} more are too long as well)" if len(too_long) > 1 else ""
+        longest = max(len(prompt.token_ids) for prompt in too_long)
+        raise UserError(
+            f"{too_long[0].source}: the prompt has {len(too_long[0].token_ids)} tokens, more than "
+            f"data.max_prompt_tokens={limit}{others}; shorten it, set data.max_prompt_tokens={longest}, or leave such prompts out "
+            "(data.long_prompts=drop) or cut their beginning off (cut_left)"
+        )
+    told = f"{len(too_long)} of {len(prompts)} prompts in {name} have more than data.max_prompt_tokens={limit} tokens"
+    if data.long_prompts == "drop":
+        if len(too_long) == len(prompts):
+            raise UserError(f"{told}, and data.long_prompts=drop leaves none; raise data.max_prompt_tokens")
+        kept = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
+        return kept, (f"{told} and are left out (data.long_prompts=drop).",)
+    return [_cut_left(prompt, limit, tokenizer) for prompt in prompts], (
+        f"{told} and lose their beginning (data.long_prompts=cut_left).",
+    )
+
+
+def _cut_left(prompt: Prompt, limit: int, tokenizer: Tokenizer) -> Prompt:
+    if len(prompt.token_ids) <= limit:
+        return prompt
+    ids = prompt.token_ids[-limit:]
+    return replace(prompt, token_ids=ids, text=str(tokenizer.decode(ids)))
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[list[int]]:
@@ -345,16 +423,7 @@ def _by_itself(tokenizer: Tokenizer, draft: _Draft) -> str:
         ) from error
 
 
-def _check_tokens(prompts: list[Prompt], data: Data, tokenizer: Tokenizer) -> None:
-    limit = data.max_prompt_tokens
-    too_long = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
-    if too_long:
-        others = f" ({len(too_long) - 1} more are too long as well)" if len(too_long) > 1 else ""
-        longest = max(len(prompt.token_ids) for prompt in too_long)
-        raise UserError(
-            f"{too_long[0].source}: the prompt has {len(too_long[0].token_ids)} tokens, more than "
-            f"data.max_prompt_tokens={limit}{others}; shorten it, or set data.max_prompt_tokens={longest}"
-        )
+def _check_tokens(prompts: list[Prompt], tokenizer: Tokenizer) -> None:
     specials = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
     unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in specials else None
     for prompt in prompts:

@@ -42,12 +42,8 @@ def load_tokenizer(path: str | Path, settings: Model | None = None) -> Tokenizer
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"model.path: there is no directory {path}; it must hold config.json and a tokenizer")
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=settings.trust_remote_code
-        )
+        tokenizer = _read(path, settings.trust_remote_code)
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         code = None if settings.trust_remote_code else code_of_tokenizer(path)
@@ -72,6 +68,34 @@ def load_tokenizer(path: str | Path, settings: Model | None = None) -> Tokenizer
     if settings.chat_template is not None:
         tokenizer.chat_template = given_template(settings.chat_template).text
     return tokenizer
+
+
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_TAKES_PLAIN = ("glm4_moe", "gpt_oss", "llama", "mistral", "mixtral", "qwen3", "qwen3_moe")
+
+
+def _read(path: Path, trust_remote_code: bool) -> Any:
+    """What AutoTokenizer reads. Of one that is all in tokenizer.json that is done without AutoTokenizer, which imports what models are
+    made of, torch's compiler among it: more than all else that a process of a run imports.
+    (tests/data/test_tokenizer.py: the class is the one that AutoTokenizer takes)"""
+    import transformers
+
+    if _is_plain(path):
+        return transformers.PreTrainedTokenizerFast.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    return transformers.AutoTokenizer.from_pretrained(
+        path, local_files_only=True, trust_remote_code=trust_remote_code
+    )
+
+
+def _is_plain(path: Path) -> bool:
+    try:
+        named, config = (read_json(path / name) for name in ("tokenizer_config.json", "config.json"))
+    except UserError:  # AutoTokenizer says what is wrong
+        return False
+    taken = named.get("tokenizer_class") in _PLAIN and config.get("model_type") in _TAKES_PLAIN
+    return taken and "auto_map" not in named and (path / "tokenizer.json").is_file()
 
 
 def code_of_tokenizer(path: Path) -> str | None:

@@ -26,8 +26,8 @@ def starting_model(run: Path, recipe: Recipe) -> Path:
     """Return the Hugging Face directory that the run began with."""
     if recipe.model.build is not None:
         return run / "model"
-    assert recipe.model.path is not None
-    return recipe.model.path
+    assert recipe.model.directory is not None
+    return recipe.model.directory
 
 
 def find_weights(run: Path, recipe: Recipe, step: int) -> Weights | None:

@@ -26,7 +26,7 @@ from quintet.errors import SyncMismatch, UserError
 from quintet.recipe import load_recipe
 from quintet.recipe.schema import Layout, Recipe
 from quintet.rollout import Sampling
-from quintet.runs.directory import replays
+from quintet.runs.directory import RunDirectory, replays
 
 if TYPE_CHECKING:
     from quintet.diagnose.oracle_model import PlainWorker as Plain
@@ -62,9 +62,7 @@ def diagnose(run: Path, step: int | None, say: Callable[[str], None]) -> Found:
 
     Raises UserError where there is no such run or step, or nothing of it to replay or to replay it with.
     """
-    if not (run / "recipe.yaml").is_file():
-        raise UserError(f"{run} is no run directory: it has no recipe.yaml")
-    recipe = load_recipe(run / "recipe.yaml", ["resume=null"])
+    recipe = load_recipe(RunDirectory.begun(run).recipe, ["resume=null"])
     replay, weights = _choose(run, recipe, step, say)
     ids = [s.generated.ids for s in replay.samples]
     prompts = [s.generated.prompt_tokens for s in replay.samples]

@@ -143,10 +143,10 @@ class Engine:
             self._offloader.optimizer = self._optimizer
             self.config.grad_scale_func = self._optimizer.scale_loss
 
-    def save_hf(self, path: Path, companions: Path) -> None:
-        """Write a Hugging Face directory, with adapters merged; `companions` gives config.json and the tokenizer.
-        Collective."""
-        hf.save_hf(self.exported(), self.shape, self.dtype, build.device(), path, companions)
+    def save_hf(self, path: Path, companions: Path, chat_template: str | None = None) -> None:
+        """Write a Hugging Face directory, with adapters merged; `companions` gives config.json and the tokenizer, whose chat template
+        may be another. Collective."""
+        hf.save_hf(self.exported(), self.shape, self.dtype, build.device(), path, companions, chat_template)
 
     def save_adapters(self, path: Path, base: Path | None) -> None:
         """Write the adapters as a directory of peft's. base: the model they are for, if its place is known. Collective.
@@ -324,7 +324,7 @@ class Engine:
         # The norm is the same on all ranks: all stop here, or none. What these weights have become is not saved.
         if not math.isfinite(norm):
             raise FloatingPointError(
-                f"optimizer step {self.steps}: the gradient norm is {norm}. Lower optimizer.lr, or look at what the "
-                "samples and rewards of this step hold"
+                f"optimizer step {self.steps}: the gradient norm is {norm}. Lower {self._optimizer_recipe.key}.lr, or look "
+                "at what the samples and rewards of this step hold"
             )
         return {"grad_norm": float(norm), "lr": rate}

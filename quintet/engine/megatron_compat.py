@@ -44,7 +44,7 @@ def install() -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _stand_in_for_cuda()
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    with uncompiled(), _without_wandb():
+    with uncompiled(), _without_what_is_not_used():
         import megatron.core
 
     if megatron.core.__version__ != VERSION:
@@ -62,18 +62,20 @@ def install() -> None:
         _plain_splits()
 
 
+_NOT_USED = ("wandb", "torch.utils.tensorboard", "megatron.core.distributed.fsdp.src")
+
+
 @contextlib.contextmanager
-def _without_wandb() -> Iterator[None]:
-    """Its inference, which is not used here, imports wandb where that is installed: 0.6 s for each rank.
-    (tests/test_imports.py: a process of a run starts without what it does not use)"""
-    if "wandb" in sys.modules:
-        yield
-        return
-    sys.modules["wandb"] = None  # type: ignore[assignment]
+def _without_what_is_not_used() -> Iterator[None]:
+    """Its inference imports wandb where that is installed, 0.6 s for each rank, its timers tensorboard and its distributed room FSDP,
+    0.2 s; each goes on without. (tests/test_imports.py: a process of a run starts without what it does not use)"""
+    absent = [name for name in _NOT_USED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        sys.modules.pop("wandb", None)
+        for name in absent:
+            del sys.modules[name]
 
 
 def _provide_scratch_buffer() -> None:

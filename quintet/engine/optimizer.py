@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def build_optimizer(
         }
     }
     if recipe.lr_multipliers:
-        overrides |= _multipliers(chunks, mesh, recipe.lr_multipliers)
+        overrides |= _multipliers(chunks, mesh, recipe)
     optimizer = get_megatron_optimizer(
         config, list(chunks), overrides, use_gloo_process_groups=False, pg_collection=mesh.groups
     )
@@ -100,28 +100,27 @@ def set_learning_rate(optimizer: MegatronOptimizer, rate: float) -> None:
 
 
 def _refuse(recipe: schema.Optimizer, engine: schema.Engine, dtype: torch.dtype) -> None:
+    """What the recipe's rules refuse as well, for those who make an engine without a recipe."""
+    cpu = f"{recipe.key}.cpu_fraction={recipe.cpu_fraction:g}"
     if recipe.name == "muon":
-        raise UserError(
-            "optimizer.name=muon: megatron-core's muon needs the package emerging_optimizers, which quintet does not "
-            "install, and cannot shard its state (engine.distributed_optimizer); use adamw"
-        )
-    if recipe.name == "sgd" and engine.distributed_optimizer:
-        raise UserError(
-            "optimizer.name=sgd: megatron-core's distributed optimizer holds Adam's state only; set "
+        why = f"{recipe.key}.name=muon is not available in this version; use adamw"
+    elif recipe.name == "sgd" and engine.distributed_optimizer:
+        why = (
+            f"{recipe.key}.name=sgd: megatron-core's distributed optimizer holds Adam's state only; set "
             "engine.distributed_optimizer=false, or use adamw"
         )
-    if not recipe.cpu_fraction:
-        return
-    key = f"optimizer.cpu_fraction={recipe.cpu_fraction:g}"
-    if not torch.cuda.is_available():
-        raise UserError(f"{key} moves state from GPUs to the CPU, and there are none; set it to 0")
-    if recipe.name != "adamw":
-        raise UserError(f"{key}: megatron-core updates adamw alone on the CPU; use adamw, or set it to 0")
-    if not engine.distributed_optimizer or dtype != torch.bfloat16:
-        raise UserError(
-            f"{key}: megatron-core does it for the distributed optimizer of bf16 parameters; set "
-            "engine.distributed_optimizer=true and model.dtype=bf16, or set it to 0"
+    elif recipe.cpu_fraction and not torch.cuda.is_available():
+        why = f"{cpu} moves state from GPUs to the CPU, and there are none; set it to 0"
+    elif recipe.cpu_fraction and not (
+        recipe.name == "adamw" and engine.distributed_optimizer and dtype == torch.bfloat16
+    ):
+        why = (
+            f"{cpu}: megatron-core does it for adamw alone, with engine.distributed_optimizer=true and model.dtype=bf16; set "
+            "these, or set it to 0"
         )
+    else:
+        return
+    raise UserError(why)
 
 
 def _keep_on_cpu(config: OptimizerConfig, fraction: float) -> None:
@@ -138,15 +137,16 @@ def _keep_on_cpu(config: OptimizerConfig, fraction: float) -> None:
 
 
 def _multipliers(
-    chunks: Sequence[DistributedDataParallel], mesh: Mesh, multipliers: Mapping[str, float]
+    chunks: Sequence[DistributedDataParallel], mesh: Mesh, recipe: schema.Optimizer
 ) -> dict[ParamKey, dict[str, float]]:
     """Overrides for the parameters that have a factor. Collective: a pattern may fit another rank's weights only."""
     names = _hugging_face_names(chunks, mesh)
     everywhere = gathered(_NAMES, list(names.values()))
-    check_lr_multipliers((tensor for rank in everywhere for tensor in rank), multipliers)
+    multipliers, key = recipe.lr_multipliers, recipe.key
+    check_lr_multipliers((tensor for rank in everywhere for tensor in rank), multipliers, key)
     by_factor: dict[float, set[torch.nn.Parameter]] = {}
     for parameter, tensor in names.items():
-        by_factor.setdefault(lr_factor(tensor, multipliers), set()).add(parameter)
+        by_factor.setdefault(lr_factor(tensor, multipliers, key), set()).add(parameter)
     return {
         ParamKey(predicate=ParamPredicate(f"factor {factor}", parameters.__contains__)): {"lr_mult": factor}
         for factor, parameters in by_factor.items()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+NOTHING = "–"
+
 
 def short(value: float | None) -> str:
     """Return a number in about three digits: 0.412, 12.3k, 4.5e-5; "–" for nothing."""
     if value is None:
-        return "–"
+        return NOTHING
     if not math.isfinite(value):
         return str(float(value))
     size = abs(value)
@@ -32,12 +34,19 @@ def scientific(value: float, digits: int = 1) -> str:
 
 def percent(share: float | None) -> str:
     """Return a share as percentage: 0.7183 as "71.8%"."""
-    return "–" if share is None else f"{100 * share:.1f}%"
+    return NOTHING if share is None else f"{100 * share:.1f}%"
 
 
 def points(before: float | None, after: float | None) -> str:
     """Return the difference of two shares in percentage points: "+30.6"."""
-    return "–" if before is None or after is None else f"{100 * (after - before):+.1f}"
+    return NOTHING if before is None or after is None else f"{100 * (after - before):+.1f}"
+
+
+def change(before: float | None, after: float | None) -> str:
+    """Return the difference of two numbers in about three digits: "+0.31"."""
+    if before is None or after is None:
+        return NOTHING
+    return f"{'-' if after < before else '+'}{short(abs(after - before))}"
 
 
 def duration(seconds: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -23,13 +24,18 @@ from quintet.observe.memory import Tree, device_peak
 from quintet.observe.phases import PhaseTimer
 from quintet.observe.progress import Progress
 from quintet.observe.report import write_report
+from quintet.observe.signal import IdleSteps
 from quintet.observe.step_line import StepPrinter
-from quintet.observe.summary import closing_table, summarize, where_to_look
+from quintet.observe.summary import RUNNING, closing_table, summarize
 from quintet.observe.trackers import make_trackers
 from quintet.recipe import Recipe
 from quintet.runs.directory import RunDirectory
 from quintet.runs.fsync import Scratch, lossy
 from quintet.runs.ledger import Ledger, read_metrics
+from quintet.runs.left_behind import where_to_look
+
+REPORT_EVERY_S = 1.0
+"""Between two reports of a run that goes on, at least."""
 
 
 class Observer:
@@ -64,8 +70,10 @@ class Observer:
         self.extra: dict[str, Any] = {}
         self._ledger = Ledger(self.directory.metrics)
         self._printer = StepPrinter(self.console)
+        self._idle = IdleSteps()
         self._processes = Tree()
         self._untouched = resume is not None
+        self._report_due = 0.0
         self._trackers = make_trackers(recipe, self.directory.path) if keep else []
         if keep:
             self.console.print(f"run directory {self.directory.path}", soft_wrap=True)
@@ -134,9 +142,12 @@ class Observer:
         self._record(stage, step, line)
         if show:
             self._printer.step(stage, step, total, line)
+        if (warning := self._idle(line)) is not None:
+            self.note(warning)
+        self._report_so_far()
 
     def evaluation(self, step: int, metrics: Mapping[str, Any], *, stage: str = "rl") -> None:
-        """Record and print an evaluation after `step` steps: accuracy, greedy, well_formed and what else there is.
+        """Record and print an evaluation after `step` steps: reward, accuracy where there is one, and what else.
 
         The names get the prefix `eval/`, but for `memory/…`. The first and the last evaluation become the
         summary's before and after.
@@ -147,6 +158,7 @@ class Observer:
             for key, value in metrics.items()
         }
         self._record(stage, step, line | {f"seconds/{phase}": value for phase, value in by_phase.items()})
+        self._report_so_far()
         if not self.keep:  # The command prints the numbers itself.
             return
         shown = "  ".join(
@@ -197,6 +209,8 @@ class Observer:
             # What ended the run matters more.
             self.note(f"could not write the summary or the report: {late}")
         finally:
+            for text in where_to_look(self.directory, None if kind is None else self.recipe):
+                self.note(text)
             self._release()
 
     def _release(self) -> None:
@@ -204,13 +218,33 @@ class Observer:
         if self.directory.lock is not None:
             self.directory.lock.release()
 
-    def _close(self, summary: dict[str, Any]) -> None:
+    def _sum_up(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Return what the run came to by now, added to what is known of its end."""
         lines = read_metrics(self.directory.metrics)
         summary |= summarize(lines, self.phases.elapsed(), self.phases.totals) | self.extra
         if self._losses.total:
             summary["records_left_out"] = self._losses.total
         if len(starts := self.directory.starts()) > 1:
             summary["starts"] = starts
+        return summary
+
+    def _report_so_far(self) -> None:
+        """Write summary and report of a run that goes on, which hold when it is killed: so seldom that they take a hundredth of the
+        run's time at most."""
+        began = time.monotonic()
+        if not self.keep or began < self._report_due:
+            return
+        try:
+            self.directory.write_summary(self._sum_up({"status": RUNNING, "run": self.directory.path.name}))
+            write_report(self.directory.path)
+        except Exception as error:  # the run matters more, and its end says what cannot be written
+            if not isinstance(error, OSError):
+                self.note(f"warning: no report of the run so far: {type(error).__name__}: {error}")
+        now = time.monotonic()
+        self._report_due = now + max(REPORT_EVERY_S, 100 * (now - began))
+
+    def _close(self, summary: dict[str, Any]) -> None:
+        self._sum_up(summary)
         with self._losses.of(self.directory.summary.name):
             self.directory.write_summary(summary)
         with self._losses.of(self.directory.report.name):
@@ -221,8 +255,8 @@ class Observer:
         self._losses.tell()
         if summary["status"] != "failed":
             self.console.print(closing_table(summary))
-        for text in where_to_look(self.directory):
-            self.console.print(text, soft_wrap=True, markup=False)
+            if (why := summary.get("nothing_learnt")) is not None:
+                self.note(why)
 
     def _record(self, stage: str, step: int, line: Mapping[str, Any]) -> None:
         with self._losses.of(self.directory.metrics.name):

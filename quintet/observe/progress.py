@@ -18,10 +18,25 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
+from rich.progress import Task as BarTask
+from rich.text import Text
 
 from quintet.observe.numbers import duration
 
 PLAIN_EVERY_S = 10.0
+
+
+class _Elapsed(TimeElapsedColumn):
+    def render(self, task: BarTask) -> Text:
+        return super().render(task).append(" elapsed")
+
+
+class _Left(TimeRemainingColumn):
+    """Nothing where it cannot be told yet."""
+
+    def render(self, task: BarTask) -> Text:
+        text = super().render(task)
+        return Text() if "-" in text.plain or not text.plain else text.append(" left")
 
 
 class Task:
@@ -122,9 +137,8 @@ class Progress:
             BarColumn(),
             MofNCompleteColumn(),
             "{task.fields[unit]}",
-            TimeElapsedColumn(),
-            "[dim]left",
-            TimeRemainingColumn(),
+            _Elapsed(),
+            _Left(),
             "[dim]{task.fields[note]}",
         )
         self.bars = Bars(*columns, console=self.console, transient=True)

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from quintet.observe.numbers import scientific, short
+from quintet.observe.numbers import percent, scientific, short
+from quintet.observe.signal import METRIC
 
 LINES_PER_HEADER = 20
 
@@ -32,6 +33,7 @@ def _fixed(digits: int) -> Callable[[Any], str]:
 
 _LEFT = [
     Column("reward", "reward/mean", 7, _fixed(3), 9),
+    Column("no signal", METRIC, 9, percent, 7),
     Column("loss", "loss", 8, _fixed(4), 2),
     Column("length", "response_tokens/mean", 7, _fixed(1), 8),
     Column("KL r↔t", "mismatch/kl_k3", 8, scientific, 7),
@@ -99,6 +101,8 @@ class StepPrinter:
             return "dim"
         if column.key == "reward/mean":
             return "green" if self._last_reward is None or value >= self._last_reward else "yellow"
+        if column.key == METRIC:
+            return "yellow" if value == 1 else "dim"
         if column.key == "mismatch/kl_k3":
             # Rollout and trainer have the same weights: beyond rounding, something is wrong or stale.
             return "red" if not abs(value) <= 0.1 else "yellow" if abs(value) > 0.01 else ""

@@ -111,6 +111,7 @@ def plan_microbatches(
     quadratic: float = 0.0,
     multiple: int = 1,
     lockstep: bool = True,
+    key: str = "layout",
 ) -> Plan:
     """Assign samples to ranks and micro-batches.
 
@@ -119,7 +120,7 @@ def plan_microbatches(
     relative to the rest, per token of length (cost of a sample = n + quadratic * n^2). multiple: the count of
     micro-batches is a multiple of it (interleaved pipelines need one of pp); empty ones fill up. lockstep: whether
     ranks wait for each other in every micro-batch, as with experts spread over them; without it long samples are
-    balanced better over ranks, and worse over the k-th micro-batches.
+    balanced better over ranks, and worse over the k-th micro-batches. key: the layout's in the recipe.
 
     Raises UserError naming a sample that does not fit the budget on its own.
     """
@@ -129,7 +130,7 @@ def plan_microbatches(
             raise UserError(
                 f"sample {i} has {n} tokens, {alignment.row([n]) // cp} on each rank with alignment: more than "
                 f"engine.tokens_per_microbatch_per_rank={budget}. Raise the budget, shorten "
-                f"rollout.max_response_tokens or data.max_prompt_tokens, or raise layout.cp"
+                f"rollout.max_response_tokens or data.max_prompt_tokens, or raise {key}.cp"
             )
     tokens = [alignment.padded(n) for n in lengths]
     cost = [n + quadratic * n * n for n in tokens]

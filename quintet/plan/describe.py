@@ -51,10 +51,11 @@ def looks(recipe: Recipe, command: str) -> dict[str, Look]:
 
 
 def _model(recipe: Recipe, shape: ModelShape) -> str:
-    if recipe.model.path is None:  # 1 stands for the vocabulary in the shape of a built model
+    path = recipe.model.directory
+    if path is None:  # 1 stands for the vocabulary in the shape of a built model
         return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters and the embeddings, built from nothing."
     active = f", {_count(shape.active_parameter_count)} of them for each token" if shape.moe else ""
-    return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters{active}.{_ahead(recipe.model.path)}"
+    return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters{active}.{_ahead(path)}"
 
 
 def _ahead(path: Path) -> str:

@@ -7,12 +7,8 @@ from quintet.recipe.schema import Optimizer, Recipe
 
 def optimizers(recipe: Recipe) -> dict[str, Optimizer]:
     """Return the optimizer sections of a recipe, by key."""
-    found = {"optimizer": recipe.optimizer}
-    if recipe.sft is not None:
-        found["sft.optimizer"] = recipe.sft.optimizer
-    if recipe.critic.optimizer is not None:
-        found["critic.optimizer"] = recipe.critic.optimizer
-    return found
+    found = (recipe.optimizer, recipe.sft.optimizer if recipe.sft else None, recipe.critic.optimizer)
+    return {one.key: one for one in found if one is not None}
 
 
 def expert_tp(recipe: Recipe) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
+from quintet.recipe.elsewhere import WORDS, dotted_elsewhere
 from quintet.recipe.schema import Recipe, Section
 
 RENAMED = {
@@ -18,42 +19,6 @@ RENAMED = {
     "rollout.adapters": "rollout.adapter_sync (and its value alone is called separate)",
 }
 """Keys that had another name, and the one they have now."""
-_NAMES_ELSEWHERE = {
-    "train.prompts_per_step": "batch_size train_batch_size rollout_batch_size",
-    "rollout.samples_per_prompt": "num_generations group_size",
-    "optimizer.lr": "learning_rate",
-    "lora.rank": "lora_rank lora_r",
-    "lora.alpha": "lora_alpha",
-    "lora.targets": "lora_target_modules target_modules",
-    "lora.rslora": "use_rslora",
-    "lora.path": "peft_path adapter_path",
-    "optimizer.clip_grad_norm": "max_grad_norm grad_clip",
-    "algorithm.kl_coef": "beta",
-    "layout.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel",
-    "layout.pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel",
-    "layout.cp": "context_parallel_size context_parallel",
-    "layout.ep": "expert_model_parallel_size expert_parallel_size expert_parallel",
-    "layout.vpp": "virtual_pipeline_model_parallel_size",
-    "layout.etp": "expert_tensor_parallel_size",
-    "layout.sp": "sequence_parallel",
-    "cluster.ranks": "data_parallel_size dp world_size num_gpus gpus",
-    "engine.backend": "transformer_impl",
-    "engine.distributed_optimizer": "use_distributed_optimizer",
-    "engine.recompute": "recompute_granularity gradient_checkpointing activation_checkpointing",
-    "engine.offload_params": "param_offload",
-    "engine.offload_grads": "grad_offload",
-    "engine.offload_optimizer": "optimizer_offload",
-    "optimizer.cpu_fraction": "optimizer_cpu_offload",
-    "rollout.max_response_tokens": "max_new_tokens max_tokens max_completion_length",
-    "data.max_prompt_tokens": "max_prompt_length",
-    "engine.tokens_per_microbatch_per_rank": "micro_batch_size gradient_accumulation_steps",
-    "model.path": "model_name_or_path",
-    "train.steps": "max_steps",
-    "run.trackers": "report_to",
-    "run.dir": "output_dir",
-}
-OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
-"""What other trainers call it. Only for the hint in an error: none of these is accepted as a key."""
 
 
 def section_type(field: FieldInfo) -> type[Section] | None:
@@ -87,7 +52,7 @@ def _collect(section: type[Section], prefix: tuple[str, ...]) -> dict[str, Field
 
 
 def nearest_key(unknown: str) -> str:
-    """Return the valid dotted key that `unknown` most probably meant.
+    """Return the valid dotted key that `unknown` most probably meant, with its value where another trainer's name says that too.
 
     The last word decides most; where the key stands decides between equal words.
     """
@@ -97,8 +62,10 @@ def nearest_key(unknown: str) -> str:
         key_section, _, key_word = key.rpartition(".")
         return 0.75 * _ratio(word, key_word) + 0.25 * _ratio(section, key_section)
 
+    if (elsewhere := dotted_elsewhere(unknown)) is not None:
+        return elsewhere
     best = max(all_keys(), key=lambda key: (likeness(key), key.rpartition(".")[2] == word))
-    return best if likeness(best) >= 0.85 else OTHER_NAMES.get(word, best)
+    return best if likeness(best) >= 0.85 else WORDS.get(word, best)
 
 
 def _ratio(a: str, b: str) -> float:

@@ -10,14 +10,15 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from quintet.errors import UserError
 from quintet.install import shipped_recipe
-from quintet.recipe.keys import RENAMED, all_keys, expected, nearest_key, section_type
+from quintet.recipe.elsewhere import is_elsewhere
+from quintet.recipe.keys import RENAMED, all_keys, expected, leaf_keys, nearest_key, section_type
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules import Command, broken_rules
 from quintet.recipe.schema import Recipe
@@ -25,6 +26,7 @@ from quintet.recipe.yaml_text import MOST_CHARACTERS, read_yaml, write_yaml
 from quintet.recipe.yaml_text import Path as KeyPath
 
 _MOST_TOLD = 20
+_OVERRIDE = "override "
 _MOST_SECTIONS = 16
 
 
@@ -48,18 +50,20 @@ class _Source:
         return [self.origins[key] for key in sorted(self.origins) if key[: len(path)] == path]
 
 
-def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, command: Command = "train") -> Recipe:
+def load_recipe(
+    path: str | Path | None, overrides: Iterable[str] = (), *, command: Command = "train"
+) -> Recipe:
     """Read, override and check a recipe.
 
     Args:
-        path: YAML file.
+        path: YAML file; None begins with nothing but defaults.
         overrides: "dotted.key=value" each, in order; the value is YAML (`true`, `null`, `[a, b]`, `1e-6`).
         command: what the recipe is for; some keys are needed by some commands only.
 
     Raises:
         UserError: lists every problem found, each with its file and line or its override.
     """
-    source = _read(_found(Path(path)))
+    source = _Source("the recipe") if path is None else _read(_found(Path(path)))
     for override in overrides:
         _apply(source, override)
     _fill_empty_sections(source.data)
@@ -67,7 +71,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, command: Com
         # JSON mode is strict about types ("3" is no number) yet takes text for a path and 1 for 1.0.
         recipe = Recipe.model_validate_json(json.dumps(source.data), strict=True)
     except ValidationError as error:
-        found = error.errors(include_url=False)
+        found = [one for details in error.errors(include_url=False) for one in _whole(details, source)]
         raise UserError(
             _report(source, [_explain(details, source) for details in found[:_MOST_TOLD]], len(found))
         ) from None
@@ -75,6 +79,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, command: Com
     if broken:
         told = [_locate(problem, source) for problem in broken[:_MOST_TOLD]]
         raise UserError(_report(source, told, len(broken)))
+    recipe.model.pin()
     return recipe
 
 
@@ -111,12 +116,12 @@ def _read(path: Path) -> _Source:
 
 def _apply(source: _Source, override: str) -> None:
     key, equals, text = override.partition("=")
-    where = f'override "{_cut(override)}"'
+    where = f'{_OVERRIDE}"{_cut(override)}"'
     path = tuple(key.strip().split("."))
     if not equals or not all(path) or len(path) > _MOST_SECTIONS:
         raise UserError(f"{where}: expected key=value with a dotted key, such as train.steps=10")
     try:
-        value = read_yaml(text, where).data
+        value = text if _is_jinja(".".join(path), text) else read_yaml(text, where).data
     except UserError as error:
         raise UserError(str(error).replace(f"{where}:1: ", f"{where}: ")) from None
     node = source.data
@@ -136,11 +141,38 @@ def _apply(source: _Source, override: str) -> None:
     raise UserError(f"{where}: {'.'.join(path[:-1])} is no section (at {source.origin(path[:-1])})")
 
 
+def _is_jinja(key: str, text: str) -> bool:
+    """Whether a text that is to be a template stands there as it is, which YAML would take for a mapping or nothing at all."""
+    field_info = leaf_keys().get(key)
+    takes_text = field_info is not None and str in (field_info.annotation, *get_args(field_info.annotation))
+    return takes_text and ("{{" in text or "{%" in text) and text.lstrip()[0] not in "'\"|>"
+
+
 def _fill_empty_sections(data: dict[str, Any]) -> None:
     """`train:` with nothing below it means its defaults; for an optional section, null means absent."""
     for name, field_info in Recipe.model_fields.items():
         if name in data and data[name] is None and field_info.annotation is section_type(field_info):
             data[name] = {}
+
+
+def _whole(details: ErrorDetails, source: _Source) -> list[ErrorDetails]:
+    """An unknown section is told by the keys that were written in it where these say more: on the command line, or in another
+    trainer's words."""
+    path = tuple(str(part) for part in details["loc"])
+    if details["type"] != "extra_forbidden" or ".".join(path) in RENAMED:
+        return [details]
+    leaves = list(_leaves(path, details["input"]))
+    if any((source.origin(one) or "").startswith(_OVERRIDE) or is_elsewhere(".".join(one)) for one in leaves):
+        return [{**details, "loc": leaf} for leaf in leaves]
+    return [details]
+
+
+def _leaves(path: KeyPath, value: Any) -> Iterator[KeyPath]:
+    if isinstance(value, dict) and value:
+        for name, below in value.items():
+            yield from _leaves((*path, name), below)
+    else:
+        yield path
 
 
 def _explain(details: ErrorDetails, source: _Source) -> str:
@@ -150,6 +182,8 @@ def _explain(details: ErrorDetails, source: _Source) -> str:
     if details["type"] == "extra_forbidden" and (now := RENAMED.get(key)) is not None:
         return f"{where}: {key} is called {now} now"
     if details["type"] == "extra_forbidden":
+        if is_elsewhere(key):
+            return f"{where}: unknown key {key}; in quintet it is {nearest_key(key)}"
         return f"{where}: unknown key {key}; the nearest valid key is {nearest_key(key)}{_siblings(path)}"
     if details["type"] in ("value_error", "too_long", "string_too_long"):
         return f"{where}: {key} is {_shown(details['input'])}; {details['msg'].removeprefix('Value error, ')}"

@@ -13,8 +13,9 @@ def first_match(name: str, multipliers: Mapping[str, float]) -> str | None:
     return next((pattern for pattern in multipliers if fnmatchcase(name, pattern)), None)
 
 
-def lr_factor(names: Sequence[str], multipliers: Mapping[str, float]) -> float:
-    """Return the factor of one tensor of the engine; `names` are the Hugging Face tensors it is made of.
+def lr_factor(names: Sequence[str], multipliers: Mapping[str, float], key: str = "optimizer") -> float:
+    """Return the factor of one tensor of the engine; `names` are the Hugging Face tensors it is made of, `key`
+    the optimizer's in the recipe.
 
     Raises UserError when they have different factors: q, k and v are one tensor to the optimizer, so are gate and
     up, and so may be all experts of a layer.
@@ -26,23 +27,25 @@ def lr_factor(names: Sequence[str], multipliers: Mapping[str, float]) -> float:
     if len(factors) > 1:
         each = ", ".join(f"{name} has factor {factor:g}" for factor, name in factors.items())
         raise UserError(
-            f"optimizer.lr_multipliers: {each}, but the optimizer holds them as one tensor; let one pattern match both"
+            f"{key}.lr_multipliers: {each}, but the optimizer holds them as one tensor; let one pattern match both"
         )
     return next(iter(factors), 1.0)
 
 
-def check_lr_multipliers(tensors: Iterable[Sequence[str]], multipliers: Mapping[str, float]) -> None:
+def check_lr_multipliers(
+    tensors: Iterable[Sequence[str]], multipliers: Mapping[str, float], key: str = "optimizer"
+) -> None:
     """Raise UserError for a pattern that counts for no weight, or that parts what is one tensor.
 
     tensors: the Hugging Face names of each trained tensor of the engine, of the whole model.
     """
     counted = set()
     for names in tensors:
-        lr_factor(names, multipliers)
+        lr_factor(names, multipliers, key)
         counted |= {first_match(name, multipliers) for name in names}
     for pattern in multipliers:
         if pattern not in counted:
             raise UserError(
-                f"optimizer.lr_multipliers: no weight is left for {pattern!r}. Patterns are compared with whole Hugging "
+                f"{key}.lr_multipliers: no weight is left for {pattern!r}. Patterns are compared with whole Hugging "
                 'Face names, such as "model.layers.0.mlp.gate.weight", and the first one that matches counts'
             )

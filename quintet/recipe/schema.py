@@ -15,6 +15,7 @@ from quintet.recipe.sections.run import Checkpoint, Cluster, Run
 from quintet.recipe.sections.training import (
     Algorithm,
     Critic,
+    CriticOptimizer,
     Engine,
     Optimizer,
     Reference,
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpoint",
     "Cluster",
     "Critic",
+    "CriticOptimizer",
     "Data",
     "Engine",
     "Layout",

@@ -56,6 +56,9 @@ _MOST_ITEMS = 1000  # of one list or mapping: rules compare them with each other
 _MOST_DIGITS = 64
 
 
+_AS_JINJA = "; text with {{ or {% in it, such as Jinja, stands in quotes or indented below a |"
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses nesting on the way down, before Python's own stack ends."""
 
@@ -118,11 +121,18 @@ def read_yaml(text: str, name: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
-        raise UserError(f"{where}: not valid YAML: {error.problem or error.context}") from None
+        hint = _jinja_hint(text, mark.line) if mark else ""
+        raise UserError(f"{where}: not valid YAML: {error.problem or error.context}{hint}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{name}: not valid YAML: {error}") from None
     finally:
         loader.dispose()
+
+
+def _jinja_hint(text: str, line: int) -> str:
+    """What to do where the line that YAML cannot read has Jinja in it."""
+    there = "".join(text.split("\n")[line : line + 1])
+    return _AS_JINJA if "{{" in there or "{%" in there else ""
 
 
 def write_yaml(data: Any) -> str:
@@ -170,7 +180,8 @@ class _Reader:
             if not isinstance(key_node, yaml.ScalarNode) or not isinstance(
                 key := self._scalar(key_node), str
             ):
-                raise self._error(key_node, "keys are text; put this one in quotes")
+                jinja = "" if isinstance(key_node, yaml.ScalarNode) else _AS_JINJA
+                raise self._error(key_node, f"keys are text; put this one in quotes{jinja}")
             if key in first_line:
                 full = ".".join((*path, key))
                 raise self._error(

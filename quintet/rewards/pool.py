@@ -14,15 +14,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from quintet.errors import UserError
 from quintet.recipe.schema import Reward as Settings
-from quintet.rewards.load import RewardFunction, RewardResult
+from quintet.rewards.load import RewardFunction
 from quintet.rewards.pool_process import AnswerLate, ProcessEnded, RewardProcess
+from quintet.rewards.result import RewardResult
 
 MOST_PROCESSES = 8
 _CHUNK_S = 0.02
@@ -38,6 +39,8 @@ class Unscored:
     response: str
     answer: str
     source: str
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The data set's columns."""
 
 
 class Scoring:
@@ -84,6 +87,7 @@ class RewardPool:
         self, reward: RewardFunction, settings: Settings, log_dir: Path, workers: int | None = None
     ) -> None:
         self._spec, self._settings, self._log_dir = reward.spec, settings, log_dir.absolute()
+        self._takes_row = reward.takes.row
         self._lock = threading.Lock()
         self._work, self._news = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queue: deque[_Job] = deque()
@@ -253,7 +257,10 @@ class RewardPool:
 
     def _score(self, process: RewardProcess, jobs: list[_Job]) -> int:
         """Ask for samples, and return how many were answered. The rest waits for another process where one fails."""
-        process.ask((job.sample.prompt, job.sample.response, job.sample.answer) for job in jobs)
+        process.ask(
+            (one.prompt, one.response, one.answer, one.row if self._takes_row else None)
+            for one in (job.sample for job in jobs)
+        )
         for at, job in enumerate(jobs):
             with self._lock:
                 process.job = job
@@ -282,7 +289,9 @@ class RewardPool:
                     why = told.failure or f"reward {self._spec} gave no number"
                     self._note(job, RewardResult(0.0, {}, failure=why))
                 else:
-                    self._note(job, RewardResult(told.reward, told.metrics or {}, told.timed_out))
+                    self._note(
+                        job, RewardResult(told.reward, told.metrics or {}, told.correct, told.timed_out)
+                    )
         return len(jobs)
 
     def _note(self, job: _Job, result: RewardResult) -> None:

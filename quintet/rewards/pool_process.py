@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class Answer:
 
     reward: float | None = None
     metrics: dict[str, float] | None = None
+    correct: bool | None = None
     timed_out: bool = False
     failure: str | None = None
     stop: str | None = None
@@ -91,8 +92,8 @@ class RewardProcess:
         path = [one for one in sys.path if one]  # "" is the working directory
         self._out, self._in = bytearray(_line({"function": self._spec, "path": path})), bytearray()
 
-    def ask(self, samples: Iterable[tuple[str, str, str]]) -> None:
-        """Have the process score samples (prompt, response, answer); each is one `answer`, in order."""
+    def ask(self, samples: Iterable[tuple[str, str, str, Mapping[str, Any] | None]]) -> None:
+        """Have the process score samples (prompt, response, answer, row); each is one `answer`, in order."""
         for sample in samples:
             self._out += _line(sample)
 
@@ -182,4 +183,4 @@ class RewardProcess:
 
 
 def _line(value: Any) -> bytes:
-    return json.dumps(value).encode() + b"\n"
+    return json.dumps(value, default=str).encode() + b"\n"  # a row may hold dates

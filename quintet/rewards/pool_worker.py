@@ -61,7 +61,12 @@ def main() -> None:
                 tell(stop=_words(error))
             else:
                 metrics = {_words(name): value for name, value in result.metrics.items()}
-                tell(reward=result.reward, metrics=metrics, timed_out=result.timed_out)
+                tell(
+                    reward=result.reward,
+                    metrics=metrics,
+                    correct=result.correct,
+                    timed_out=result.timed_out,
+                )
 
 
 def _words(said: object) -> str:

@@ -19,7 +19,7 @@ def exact_match(prompt: str, response: str, answer: str) -> float:
     return float(response.strip() == answer.strip())
 
 
-def length(prompt: str, response: str, answer: str) -> float:
+def length(prompt: str, response: str) -> float:
     """Return a number between 0 and 1, and larger the shorter the response: 100 / (100 + characters). For trying things out."""
     return 100 / (100 + len(response))
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
-from quintet.runs.fsync import sync
+from quintet.runs.fsync import fsync_path
 
 MANIFEST = "manifest.json"
 POLICY = "policy"
@@ -158,18 +158,18 @@ class Checkpoints:
         Raises OSError, with nothing published.
         """
         manifest = manifest.model_copy(update={"files": _sizes(path)})
-        draft = path / f"{MANIFEST}.part"
-        with draft.open("w", encoding="utf-8") as file:
+        part = path / f"{MANIFEST}.part"
+        with part.open("w", encoding="utf-8") as file:
             content = json.loads(manifest.model_dump_json(exclude={"crc32"}))
             file.write(json.dumps(content | {"crc32": _crc32(content)}, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
         for directory in {path, *(p.parent for p in path.rglob("*"))}:
-            sync(directory)
-        draft.rename(path / MANIFEST)
+            fsync_path(directory)
+        part.rename(path / MANIFEST)
         try:
-            sync(path)
-            sync(self.directory)
+            fsync_path(path)
+            fsync_path(self.directory)
         except OSError:
             (path / MANIFEST).unlink()
             raise
@@ -189,7 +189,7 @@ class Checkpoints:
         for path in old:
             # Without its manifest it is no checkpoint, however far the removal of the rest gets.
             (path / MANIFEST).unlink()
-            sync(path)
+            fsync_path(path)
             shutil.rmtree(path, ignore_errors=True)
         return [path.name for path in old]
 
@@ -283,6 +283,6 @@ def _crc32(manifest: dict[str, Any]) -> int:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    draft = path / f"{MANIFEST}.part"
-    files = sorted(one for one in path.rglob("*") if one.is_file() and one != draft)
+    part = path / f"{MANIFEST}.part"
+    files = sorted(one for one in path.rglob("*") if one.is_file() and one != part)
     return {str(one.relative_to(path)): one.stat().st_size for one in files}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
@@ -36,6 +38,18 @@ REPLAYS = 16
 """Steps whose samples for replay are kept in any case."""
 
 
+def check_writable(directory: Path) -> None:
+    """Raise UserError where run directories cannot be made below `directory`; nothing is left behind."""
+    there = next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"run.dir: no directory can be made in {there}: {error.strerror}; name another"
+        ) from None
+
+
 class RunDirectory:
     """Paths and writers of one run's directory.
 
@@ -51,10 +65,19 @@ class RunDirectory:
         self.replay = path / "replay"
         self.summary = path / "summary.json"
         self.environment = path / "environment.json"
+        self.chat_template = path / "chat_template.jinja"
         self.report = path / "report.html"
         self.checkpoint = path / "checkpoint"
         self.checkpoints = path / "checkpoints"
         self.hf = path / "hf"
+
+    @classmethod
+    def begun(cls, path: Path) -> RunDirectory:
+        """Return the directory of a run that has begun. Raises UserError for one that no run wrote."""
+        directory = cls(path)
+        if not directory.recipe.is_file():
+            raise UserError(f"{path} is no run directory: there is no {directory.recipe.name} in it")
+        return directory
 
     @classmethod
     def create(cls, recipe: Recipe) -> RunDirectory:
@@ -128,6 +151,19 @@ class RunDirectory:
         """Write the resolved recipe and the versions of what runs."""
         self.recipe.write_text(dump_resolved(recipe), encoding="utf-8")
         self.environment.write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+
+    def keep_chat_template(self, text: str) -> None:
+        """Write the chat template that prompts are made with. Raises UserError when a run would go on with another one."""
+        before = self.chat_template.read_text(encoding="utf-8") if self.chat_template.is_file() else None
+        if before not in (None, text):
+            raise UserError(
+                f"model.chat_template: it is not what the run began with, which is in {self.chat_template}; name that one, or begin "
+                "a new run (resume=null)"
+            )
+        try:
+            self.chat_template.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"run.dir: {self.chat_template} cannot be written: {error.strerror}") from None
 
     def starts(self) -> list[str]:
         """Return when the run was started, and each time that it went on."""
@@ -204,7 +240,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "quintet"), *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "versions": package_versions(),
     }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import io
 import os
 import shutil
+import socket
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -25,7 +27,7 @@ OWNER = ".quintet-scratch"
 however that ended."""
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until a file, or a directory's names (a rename, a new file), are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -36,12 +38,12 @@ def sync(path: Path) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file in one move: there is all of it, or what was there before. Raises OSError, with nothing left behind."""
-    draft = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}.part")
     try:
-        draft.write_bytes(data)
-        draft.replace(path)
+        part.write_bytes(data)
+        part.replace(path)
     except OSError:
-        draft.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 
@@ -74,12 +76,13 @@ def lossy(descriptor: int) -> TextIO:
 class Scratch(tempfile.TemporaryDirectory[str]):
     """A directory that only this user can enter, for as long as this process needs it.
 
-    Whoever makes one first removes those beside it that killed processes have left, of the same user, since this machine started.
+    Whoever makes one first removes those beside it with the same prefix that killed processes of the same user have left on this
+    machine.
     A child that is forked from this process may use it, and neither keeps nor removes it.
     """
 
     def __init__(self, prefix: str = "quintet-", parent: str | None = None) -> None:
-        remove_left_behind(Path(parent or tempfile.gettempdir()))
+        remove_left_behind(Path(parent or tempfile.gettempdir()), prefix)
         super().__init__(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
         self.path = Path(self.name)
         # It gets its name once it is locked: a file that can be locked has no owner any more. Where a file system has no locks,
@@ -88,7 +91,7 @@ class Scratch(tempfile.TemporaryDirectory[str]):
         self._lock = unnamed.open("wb", buffering=0)
         call_in_forked_children(self._leave_to_parent)
         with contextlib.suppress(OSError):
-            self._lock.write(boot_id().encode())
+            self._lock.write(_machine())
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             unnamed.rename(self.path / OWNER)
 
@@ -113,16 +116,21 @@ def call_in_forked_children(method: Callable[[], None]) -> None:
     os.register_at_fork(after_in_child=call)
 
 
-def remove_left_behind(parent: Path) -> None:
+def remove_left_behind(parent: Path, prefix: str) -> None:
     """Remove the scratch directories in `parent` whose owners are gone, where they were this user's, on this machine: of another one
     that shares `parent` the locks may not be seen here."""
-    for directory in parent.glob("quintet-*"):
+    for directory in parent.glob(f"{glob.escape(prefix)}*"):
         try:
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():
                 continue
             with (directory / OWNER).open("rb") as lock:
-                if lock.read() == boot_id().encode():
+                if set(lock.read().split()) & set(_machine().split()):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(directory, ignore_errors=True)
         except OSError:  # it has no owner's file, or a live owner, or is gone already
             continue
+
+
+def _machine() -> bytes:
+    """What tells this machine from others: as it runs now, as its containers are, and after it was started anew."""
+    return f"{boot_id()} {socket.gethostname()}".encode()

@@ -108,11 +108,13 @@ class Export:
             [Round(one, type_of, rank, world) for one in in_rounds(ts, type_of, units, staging_bytes)]
             for ts in transfers
         ]
-        self._storages = _storages(sources)
+        storages = (tensor.untyped_storage() for one in sources for tensor in one.behind)
+        self._storages = {one._cdata: (one, one.nbytes()) for one in storages}
+        """Each piece of memory behind the shards once, and how large it is now."""
 
     def check(self) -> None:
         """Raise UserError when weights are not on the device."""
-        for storage, nbytes in self._storages:
+        for storage, nbytes in self._storages.values():
             if storage.nbytes() != nbytes:
                 raise UserError("weights are offloaded: they must be on the device to be handed to a rollout")
 
@@ -135,13 +137,3 @@ class Export:
 
         for one in self._rounds[number]:
             one.run(lambda t: self._parts(t.source_index, t.box), write, self._device)
-
-
-def _storages(shards: Sequence[Shard]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Each piece of memory behind the shards once, and how large it is now."""
-    found = {}
-    for shard in shards:
-        for tensor in shard.behind:
-            storage = tensor.untyped_storage()
-            found[storage._cdata] = (storage, storage.nbytes())
-    return list(found.values())

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -56,23 +57,12 @@ class TransferGroup:
         self._group = _nccl(store, group.rank, group.size, timeout)
         # NCCL's members meet at what they first send, and not before.
         token = torch.zeros(1, dtype=torch.uint8, device="cuda")
-        (self.recv if group.rank else self.send)(token).wait()
+        self.broadcast(token).wait()
         torch.cuda.current_stream().synchronize()
         return self._group
 
-    def send(self, data: Tensor) -> Any:
-        """Begin to send to every receiver; what comes back is to be waited for."""
-        if self.group.size == 2:
-            return self._group.send([data], 1, 0)
-        return self._broadcast(data)
-
-    def recv(self, data: Tensor) -> Any:
-        """Begin to receive what the sender gives next."""
-        if self.group.size == 2:
-            return self._group.recv([data], 0, 0)
-        return self._broadcast(data)
-
-    def _broadcast(self, data: Tensor) -> Any:
+    def broadcast(self, data: Tensor) -> Any:
+        """Begin to send to every receiver, or to receive what the sender gives next; what comes back is to be waited for."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         return self._group.broadcast([data], options)
@@ -153,13 +143,5 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # Read when the group is made: 0 leaves the process alive when a collective fails. It is for the caller to go on.
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
+    with mock.patch.dict(os.environ, TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -9,17 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from quintet.engine.weights.fingerprint import Fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.lora import is_adapter
 from quintet.models.mcore import Box, meet, overlapping, volume, whole_box
-from quintet.sync.rank_fingerprints import Part, RankFingerprints, RankIndexer, ShardIndex
+from quintet.sync.rank_fingerprints import Part, RankFingerprints, ShardIndex
 
 NAMED = 10
 """Most tensors that a message names."""
@@ -34,31 +33,6 @@ class Difference:
     name: str
     kind: str
     what: str
-
-
-def compare(
-    engine: Sequence[Fingerprints],
-    rollout: Sequence[Fingerprints],
-    shapes: Mapping[str, tuple[int, ...]],
-    unreadable: Collection[str] = (),
-) -> list[Difference]:
-    """Return the tensors that differ, in the order of `shapes`, then those that only the rollout has.
-
-    engine, rollout: of each rank. shapes: of every tensor that the engine sends. unreadable: tensors that the rollout
-    cannot read back: nothing can be told of them here but whether they arrived right, where it has fingerprints of that.
-    """
-    sides: list[list[ShardIndex]] = []
-    told: list[list[RankFingerprints]] = []
-    for side, whole, names in ((engine, shapes, ()), (rollout, {}, unreadable)):
-        ranks = [RankIndexer() for _ in side]
-        told.append(
-            [
-                one.tell(prints, {} if at else whole, names)
-                for at, (one, prints) in enumerate(zip(ranks, side, strict=True))
-            ]
-        )
-        sides.append([one.index for one in ranks])
-    return Comparison(*sides).differences(*told)
 
 
 def mismatch(differences: Sequence[Difference], rollout: str) -> SyncMismatch:
@@ -120,7 +94,8 @@ class Comparison:
     def differences(
         self, engine: Sequence[RankFingerprints], rollout: Sequence[RankFingerprints]
     ) -> list[Difference]:
-        """Return the tensors that differ, in order: see `compare`. engine, rollout: of the ranks that this was made of.
+        """Return the tensors that differ, in the order of the trainer's names, then those that only the rollout has. engine,
+        rollout: of the ranks that this was made of.
 
         Raises SyncMismatch where a rank tells of other parts than those of its index.
         """

@@ -1,20 +1,22 @@
 """What a rank tells of its weights: once which parts it holds, and after each sync one vector with a fingerprint of each of them.
 
-The parts stay the same from sync to sync, while values change. They are named by a digest, which comes with every vector: who has
-not heard of it asks for the parts, and values of one plan are never taken for another's. Ranks that hold the same parts have the
-same digest, whatever the order they read their weights in.
+The parts stay the same from sync to sync, while values change. They are named by a digest, which comes with every vector, and come
+themselves with the first one that is of them: values of one plan are never taken for another's. Ranks that hold the same parts have
+the same digest, whatever the order they read their weights in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
+from pydantic import Base64Bytes
 
 from quintet.engine.weights.fingerprint import Fingerprints
 from quintet.models.mcore import Box, volume
+from quintet.typed import Typed
 
 Part = tuple[str, Box]
 """A tensor's name, and the box of it."""
@@ -23,10 +25,12 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class RankFingerprints:
-    """What one rank tells after a sync. index: digest of its `ShardIndex`. values: int64, of each part of that, in its order."""
+    """What one rank tells after a sync. index: digest of its `ShardIndex`. values: int64, of each part of that, in its order.
+    parts: the index itself, in the words of `INDEX`, where it is another than the last time: the first to tell it is enough."""
 
     index: bytes
     values: bytes
+    parts: bytes = field(default=b"", compare=False)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,10 @@ class ShardIndex:
     parts: tuple[Part, ...]
     shapes: Mapping[str, tuple[int, ...]]
     unreadable: tuple[str, ...]
-    digest: bytes
+    digest: Base64Bytes
+
+
+INDEX: Typed[ShardIndex] = Typed(ShardIndex, "an index of parts of weights")
 
 
 class RankIndexer:
@@ -57,7 +64,7 @@ class RankIndexer:
         unreadable: Iterable[str] = (),
     ) -> RankFingerprints:
         """Return these fingerprints as a rank tells them. shapes, unreadable: as in `ShardIndex`."""
-        seen = list(prints), dict(shapes or {}), sorted(unreadable)
+        seen, news = (list(prints), dict(shapes or {}), sorted(unreadable)), b""
         if seen != self._seen:  # once in a run, mostly: to look is a tenth of the work
             self._seen = seen
             held = sorted((part, at) for at, part in enumerate(seen[0]) if volume(part[1]))
@@ -65,5 +72,6 @@ class RankIndexer:
             parts = tuple(part for part, _ in held)
             digest = blake2b(repr((parts, seen[1:])).encode(), digest_size=DIGEST_BYTES).digest()
             self.index = ShardIndex(parts, seen[1], tuple(seen[2]), digest)
+            news = INDEX.dump(self.index)
         values = np.fromiter(prints.values(), np.int64, len(prints))[self._order]
-        return RankFingerprints(self.index.digest, values.tobytes())
+        return RankFingerprints(self.index.digest, values.tobytes(), news)

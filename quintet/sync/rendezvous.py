@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterable
@@ -17,14 +16,11 @@ from quintet.sync.handshake import WrongKey, welcome
 from quintet.sync.wire import (
     FIRST,
     SAID,
-    Address,
     GivenUp,
     Hello,
     ReceiverGone,
     bounded,
     hear,
-    listen,
-    local_address,
     say,
 )
 
@@ -44,25 +40,18 @@ class Rendezvous:
     """Lets receivers in, in the background: those of the present plan, once they proved to hold the key."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
-        self.host, self.key, self.timeout_s = host, secrets.token_bytes(32), timeout_s
+        self.key, self.timeout_s = secrets.token_bytes(32), timeout_s
         self.plan, self._closed = "", False
         self._expected: set[str] = set()
         self._absent: set[str] = set()
         self._here: dict[str, tuple[Connection, Hello]] = {}
         self._changed = threading.Condition()
-        self._sockets: dict[bool, socket.socket] = {}
-        self._addresses: dict[bool, Address] = {}
+        self._listening = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
+        self.address: tuple[str, int] = self._listening.getsockname()
+        """Where receivers knock; it is reached from other nodes where `host` is."""
         self._unknown: dict[socket.socket, None] = {}
         self._refused = 0
-
-    def address(self, colocated: bool) -> Address:
-        """Return where receivers knock: a socket of this node, or one on `host`, which other nodes reach."""
-        if colocated not in self._addresses:
-            address: Address = local_address() if colocated else (self.host, 0)
-            found = self._sockets[colocated] = listen(address)
-            self._addresses[colocated] = address if colocated else found.getsockname()
-            threading.Thread(target=self._accept, args=(found,), daemon=True).start()
-        return self._addresses[colocated]
+        threading.Thread(target=self._accept, daemon=True).start()
 
     def expect(self, receivers: Iterable[str]) -> str:
         """Let these receivers in from now on, and those of older plans no more; returns the plan's name."""
@@ -91,15 +80,14 @@ class Rendezvous:
         """Let nobody in any more."""
         self._closed = True
         self.expect(())
-        for one in self._sockets.values():
-            one.shutdown(socket.SHUT_RDWR)  # ends the wait for receivers
-            one.close()
-        self._sockets = {}
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends the wait for receivers
+        self._listening.close()
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept(self) -> None:
         while True:
             try:
-                channel, _ = listening.accept()
+                channel, (host, port) = self._listening.accept()
             except OSError:
                 if self._closed:
                     return
@@ -112,20 +100,13 @@ class Rendezvous:
                     del self._unknown[first]
                     with suppress(OSError):
                         first.shutdown(socket.SHUT_RDWR)  # its thread finds it closed
-            self._start_greeting(channel)
-
-    def _start_greeting(self, channel: socket.socket) -> None:
-        while not self._closed:
             try:
-                threading.Thread(target=self._greet, args=(channel,), daemon=True).start()
-                return
-            except RuntimeError:  # no more threads are to be had, until others end
-                time.sleep(PAUSE_S)
-        channel.close()
+                threading.Thread(target=self._greet, args=(channel, f"{host}:{port}"), daemon=True).start()
+            except RuntimeError:  # no thread is to be had, for whoever it is
+                channel.close()
 
-    def _greet(self, channel: socket.socket) -> None:
+    def _greet(self, channel: socket.socket, whence: str) -> None:
         """Let one in that proves to hold the key, and says who it is; refuse it otherwise."""
-        whence = _whence(channel)
         with channel:
             try:
                 welcome(channel, self.key, GREETS_S)
@@ -165,14 +146,3 @@ class Rendezvous:
             why = "its ticket is of an earlier plan: the trainer has planned anew since"
             say(connection, SAID, GivenUp(why))
         connection.close()
-
-
-def _whence(channel: socket.socket) -> str:
-    """Who is at the other end, for people."""
-    if channel.family == socket.AF_INET:
-        with suppress(OSError):
-            return "{}:{}".format(*channel.getpeername())
-    elif hasattr(socket, "SO_PEERCRED"):
-        pid, *_ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return f"process {pid} of this node"
-    return "somebody who is gone"

@@ -8,6 +8,7 @@ filled anew; and memory that it may still look at is not given back before it ha
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,7 +24,6 @@ from torch import Tensor
 from quintet.errors import QuintetError
 from quintet.sync.buckets import Bucket
 from quintet.sync.group import TransferGroup
-from quintet.sync.shared_memory import SharedBuffer
 from quintet.sync.wire import (
     SAID,
     TAKEN,
@@ -36,7 +36,6 @@ from quintet.sync.wire import (
     Said,
     ended,
     hear,
-    listen,
     say,
     shutdown_write,
 )
@@ -49,16 +48,13 @@ GONE = "its connection closed: it died, or gave up, before everything had arrive
 class SharedMemorySender:
     """A sender of one set of buckets, to all receivers that want it, through memory that both see."""
 
-    shows_memory = True
-
     def __init__(self, receivers: Sequence[str], buckets: Sequence[Bucket], timeout_s: float) -> None:
         self.receivers, self.buckets, self.timeout_s = list(receivers), tuple(buckets), timeout_s
         self.lost: dict[str, str] = {}
         self._lines: dict[str, Connection] = {}
         self._hellos: dict[str, Hello] = {}
         self._heard: dict[str, int] = {}
-        self.mapped_readers: list[Connection] = []
-        """To receivers that were given up, and may still look at the memory they were shown."""
+        self._given_up: list[Connection] = []
 
     def meet(self, here: dict[str, tuple[Connection, Hello]], missing: dict[str, str]) -> None:
         """Take note of the receivers that came, and of those that did not, and why. From here on `close` is owed."""
@@ -67,19 +63,13 @@ class SharedMemorySender:
         self._hellos = {one: here[one][1] for one in self._lines}
         self._heard = dict.fromkeys(self._lines, -1)
 
-    def open(self, answer: Answer, memory: Sequence[SharedBuffer]) -> None:
-        """Greet those receivers that came, and show them the memory. answer: what all of them are told."""
+    def open(self, answer: Answer) -> None:
+        """Greet those receivers that came. answer: what all of them are told."""
         for one in list(self._lines):
-            self._answer(one, answer, memory)
+            self._answer(one, answer)
 
-    def _answer(self, one: str, answer: Answer, memory: Sequence[SharedBuffer] = ()) -> None:
-        connection = self._lines[one]
-        try:
-            say(connection, SAID, replace(answer, buckets=None if self._hellos[one].knows else self.buckets))
-            for shared in memory:
-                shared.send_handle(connection)
-        except OSError as error:
-            self._lose(one, self._reason(error))
+    def _answer(self, one: str, answer: Answer) -> None:
+        self._say(one, replace(answer, buckets=None if self._hellos[one].knows else self.buckets))
 
     def offer(self, number: int, slot: int, memory: Tensor) -> None:
         """Hand over the bucket of this number, which is in `memory`, the slot's bytes."""
@@ -96,14 +86,16 @@ class SharedMemorySender:
             self._say(one, End())
         self._hear(len(self.buckets))
 
-    def close(self) -> None:
-        """Let go of the receivers until the next sync; what both sides keep for it stays."""
+    def close(self) -> list[Connection]:
+        """Let go of the receivers until the next sync; what both sides keep for it stays. Returns connections to those that were given
+        up, which may still look at the memory they were shown."""
         for receiver, connection in list(self._lines.items()):
             if self._heard[receiver] < len(self.buckets):
                 self._lose(receiver, "the trainer failed")
             else:
                 connection.close()
-        self._lines = {}
+        self._lines, given_up, self._given_up = {}, self._given_up, []
+        return given_up
 
     def leave(self) -> None:
         """Give up what was kept: there is no next sync."""
@@ -137,17 +129,12 @@ class SharedMemorySender:
         with suppress(OSError):
             say(connection, SAID, GivenUp(f"the trainer gave it up: {reason}"))
         shutdown_write(connection)
-        if self.shows_memory:
-            self.mapped_readers.append(connection)
-        else:
-            connection.close()
+        self._given_up.append(connection)
 
 
 class ProcessGroupSender(SharedMemorySender):
     """A sender as `SharedMemorySender`, through a process group of the sender (rank 0) and the receivers that came, which stays
     while these are the same. Where one receiver goes, the group is broken, and all in it are lost to this sync."""
-
-    shows_memory = False
 
     def __init__(
         self,
@@ -163,7 +150,7 @@ class ProcessGroupSender(SharedMemorySender):
         self._members: list[str] = []
         self._work: dict[int, Any] = {}
 
-    def open(self, answer: Answer, memory: Sequence[SharedBuffer]) -> None:
+    def open(self, answer: Answer) -> None:
         """Greet those receivers that came, and meet them in the group."""
         self._work, members = {}, list(self._lines)
         held = {self._hellos[one].group for one in members}
@@ -174,7 +161,7 @@ class ProcessGroupSender(SharedMemorySender):
         store, name = self._store, secrets.token_hex(8) if self._group is None else self._group.group.name
         group = Group(name, store.host, store.port, 0, 1 + len(members), self._backend)
         for rank, one in enumerate(members, start=1):
-            self._answer(one, replace(answer, group=replace(group, rank=rank)))
+            self._answer(one, replace(answer, memory=(), group=replace(group, rank=rank)))
         gone = [one for one in members if one in self.lost]
         if gone:  # the group has a place for them, and nobody is to wait until it is filled
             self._give_up(gone)
@@ -190,7 +177,7 @@ class ProcessGroupSender(SharedMemorySender):
         """Begin to send the bucket of this number."""
         if self._group is not None and self._lines:
             try:
-                self._work[number] = self._group.send(memory[: self.buckets[number].nbytes])
+                self._work[number] = self._group.broadcast(memory[: self.buckets[number].nbytes])
             except RuntimeError as error:
                 self._break(error)
 
@@ -238,13 +225,12 @@ class Store:
 
     @cached_property
     def store(self) -> Any:
-        listening = listen((self.host, 0))  # torch's own socket would listen on all addresses
+        listening = socket.create_server((self.host, 0))  # torch's own socket would listen on all addresses
         return dist.TCPStore(  # type: ignore[attr-defined]
             self.host,
             listening.getsockname()[1],
             is_master=True,
             timeout=timedelta(seconds=self._timeout_s),
-            wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
 

@@ -10,7 +10,6 @@ loaded, the next is filled. Two are in memory at most, and only while serving.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +19,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from quintet.engine.agree import gathered, run_on_all_or_raise
+from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.weights.fp8 import quantized_names
 from quintet.engine.weights.hf import planned_tensors
-from quintet.engine.weights.reshard import all_units, gather_holdings
+from quintet.engine.weights.reshard import Holdings, all_units, gather_holdings
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape
@@ -35,7 +34,6 @@ from quintet.sync.rendezvous import Rendezvous
 from quintet.sync.senders import ProcessGroupSender, SharedMemorySender, Store
 from quintet.sync.shared_memory import SharedBuffer
 from quintet.sync.wire import Answer, Ticket, ended
-from quintet.typed import Typed
 
 PATIENCE = 4
 """A receiver waits so many times as long as the trainer: it must outlast others that the trainer waits for in vain."""
@@ -53,17 +51,10 @@ class ReceiverSpec:
     colocated: bool
 
 
-_SPECS: Typed[list[ReceiverSpec]] = Typed(list[ReceiverSpec], "who takes weights from a rank")
-_NAMES: Typed[tuple[dict[str, tuple[int, ...]], set[str]]] = Typed(
-    tuple[dict[str, tuple[int, ...]], set[str]], "the names of a rank's tensors"
-)
-
-
 @dataclass
 class Served:
     """What one sync came to on one rank: bytes and buckets handed out, and receivers that went away: id → why."""
 
-    seconds: float = 0.0
     bytes: int = 0
     buckets: int = 0
     lost: dict[str, str] = field(default_factory=dict)
@@ -107,38 +98,28 @@ class WeightServer:
 
         Raises UserError naming a receiver that wants what the engine does not hold.
         """
-        rank = dist.get_rank()
-        everyone = gathered(_SPECS, list(assignments[rank]))
+        mine = assignments[dist.get_rank()]
         shards = run_on_all_or_raise(self._engine_shards)
         held = gather_holdings(shards, [])
-        tensors = self._tensors(shards)
+        tensors = self._tensors(held)
         units = all_units(held)
-        sets = [self._sets(specs, tensors, units) for specs in everyone]
-        sequences = [_in_turn([buckets for _, buckets in one]) for one in sets]
+        sets = [self._sets(specs, tensors, units) for specs in assignments]
+        in_turn = [_in_turn([buckets for _, buckets in one]) for one in sets]
         self._export = Export(
             shards,
             held,
-            [
-                [one[outlet][1][number] for outlet, number in seq]
-                for one, seq in zip(sets, sequences, strict=True)
-            ],
+            [[bucket for _, _, bucket in one] for one in in_turn],
             staging_bytes=self._bucket_bytes // STAGED_SHARE,
             device=self._device,
         )
         self._give_back()
         for outlet in self._outlets:
             outlet.leave()
-        self._outlets = [self._outlet(specs, buckets) for specs, buckets in sets[rank]]
-        self._sequence = [(self._outlets[which], number) for which, number in sequences[rank]]
-        plan = self._reception.expect(spec.id for spec in everyone[rank])
-        reception = self._reception
-        wait_s = PATIENCE * self._timeout_s
-        return [
-            Ticket(
-                s.id, reception.address(s.colocated), reception.address(False), plan, reception.key, wait_s
-            )
-            for s in everyone[rank]
-        ]
+        self._outlets = [self._outlet(specs, buckets) for specs, buckets in sets[dist.get_rank()]]
+        self._sequence = [(self._outlets[which], n) for which, n, _ in in_turn[dist.get_rank()]]
+        plan = self._reception.expect(spec.id for spec in mine)
+        door, wait_s = self._reception, PATIENCE * self._timeout_s
+        return [Ticket(one.id, door.address, plan, door.key, wait_s) for one in mine]
 
     def _outlet(self, specs: Sequence[ReceiverSpec], buckets: Sequence[PackedBucket]) -> SharedMemorySender:
         ids, sent = [one.id for one in specs], [one.sent for one in buckets]
@@ -147,19 +128,16 @@ class WeightServer:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         return ProcessGroupSender(ids, sent, self._timeout_s, self._store, backend)
 
-    def _tensors(self, shards: Sequence[Shard]) -> dict[str, Entry]:
-        """Every tensor in full that the ranks' shards are of, in the family's order, adapters last. Collective."""
-        found = {
-            one.name: Entry(one.name, one.shape, whole_box(one.shape), one.dtype)
-            for one in planned_tensors(self._shape, self._dtype)
-        }
-        mine = {s.name: s.shape for s in shards if s.name not in found}
-        others = gathered(_NAMES, (mine, {s.name for s in shards}))
-        held = set[str]().union(*(names for _, names in others))
-        for more, _ in others:
-            for name, full in more.items():
-                found.setdefault(name, Entry(name, full, whole_box(full), self._dtype))
-        return {name: one for name, one in found.items() if name in held}
+    def _tensors(self, held: Sequence[Holdings]) -> dict[str, Entry]:
+        """Every tensor in full that the ranks hold parts of, in the family's order, adapters last."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, box in (part for one in held for part in one.sources):
+            ends = tuple(stop for _, stop in box)
+            shapes[name] = tuple(map(max, ends, shapes.get(name, ends)))
+        planned = planned_tensors(self._shape, self._dtype)
+        known = {one.name: (one.shape, one.dtype) for one in planned if one.name in shapes}
+        known |= {name: (shape, self._dtype) for name, shape in shapes.items() if name not in known}
+        return {name: Entry(name, full, whole_box(full), dtype) for name, (full, dtype) in known.items()}
 
     def _sets(
         self, specs: Sequence[ReceiverSpec], tensors: dict[str, Entry], units: dict[str, tuple[int, ...]]
@@ -190,9 +168,7 @@ class WeightServer:
         weights are offloaded.
         """
         export = self._export
-        if export is None:
-            raise RuntimeError("plan comes before serve")
-        began = time.perf_counter()
+        assert export is not None, "plan comes before serve"
         self._give_back()
         here, missing = self._reception.meet()
         for outlet in self._outlets:
@@ -208,22 +184,18 @@ class WeightServer:
 
         try:
             run_on_all_or_raise(prepare)
-            answer = Answer(room=room, bucket_bytes=self._bucket_bytes, device=self._device.type)
+            shown = tuple((one.handle, one.nbytes) for one in memory)
+            answer = Answer(memory=shown, bucket_bytes=self._bucket_bytes, device=self._device.type)
             for outlet in self._outlets:
-                outlet.open(answer, memory)
+                outlet.open(answer)
             self._hand_out(export, place, memory)
             for outlet in self._outlets:
                 outlet.finish()
         finally:
-            mapped_readers = []
-            for outlet in self._outlets:
-                outlet.close()
-                mapped_readers += outlet.mapped_readers
-                outlet.mapped_readers = []
-            self._looked_at.append((memory, mapped_readers))
+            self._looked_at.append((memory, [one for outlet in self._outlets for one in outlet.close()]))
             self._give_back()
         lost = {receiver: why for outlet in self._outlets for receiver, why in outlet.lost.items()}
-        return Served(time.perf_counter() - began, sum(sizes), len(sizes), lost)
+        return Served(sum(sizes), len(sizes), lost)
 
     def _hand_out(self, export: Export, place: Sequence[int], memory: Sequence[SharedBuffer]) -> None:
         """Every bucket in turn. Its memory is free once the bucket that was there before has been taken."""
@@ -249,9 +221,6 @@ class WeightServer:
         looked_at = []
         for memory, mapped_readers in self._looked_at:
             staying = [one for one in mapped_readers if not ended(one, drop=True)]
-            for one in mapped_readers:
-                if one not in staying:
-                    one.close()
             if staying:
                 looked_at.append((memory, staying))
             else:
@@ -273,17 +242,10 @@ def _entry(spec: ReceiverSpec, wanted: Wanted, tensors: dict[str, Entry]) -> Ent
     whole = tensors.get(wanted.name)
     if whole is None:
         raise UserError(f"receiver {spec.id} wants {wanted.name}, which the engine does not hand out")
-    fits = len(wanted.box) == len(whole.box) and all(
-        0 <= start <= stop <= size for (start, stop), size in zip(wanted.box, whole.shape, strict=True)
-    )
-    if not fits:
-        raise UserError(
-            f"receiver {spec.id} wants {wanted.box} of {wanted.name}, whose shape is {whole.shape}"
-        )
     return Entry(wanted.name, whole.shape, wanted.box, whole.dtype)
 
 
-def _in_turn(sets: Sequence[Sequence[PackedBucket]]) -> list[tuple[int, int]]:
-    """(set, number) of all buckets, the first of each set, then the second of each, so that all receivers have work."""
-    longest = max((len(one) for one in sets), default=0)
-    return [(which, n) for n in range(longest) for which, one in enumerate(sets) if n < len(one)]
+def _in_turn(sets: Sequence[Sequence[PackedBucket]]) -> list[tuple[int, int, PackedBucket]]:
+    """Set, number and bucket of all buckets, the first of each set, then the second of each, so that all receivers have work."""
+    each = ((which, n, bucket) for which, one in enumerate(sets) for n, bucket in enumerate(one))
+    return sorted(each, key=lambda one: (one[1], one[0]))

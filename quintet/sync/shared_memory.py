@@ -1,4 +1,4 @@
-"""Memory that two processes of a node both see: of a GPU by CUDA's IPC handles, of the host by a file without a name.
+"""Memory that two processes of a node both see: of a GPU by CUDA's IPC handles, of the host by a file without a name (Linux).
 
 The GPU's comes from the driver and not from torch's allocator, so that it is freed when it is closed, whether or not the
 other side still lives, and whatever kind of segments the allocator uses.
@@ -9,10 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import tempfile
 from functools import cache
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import torch
@@ -23,25 +20,20 @@ PAGE = 2 << 20
 
 
 class SharedBuffer:
-    """A buffer of `nbytes` of the device's memory; `bytes` is the tensor of them."""
+    """A buffer of `nbytes` of the device's memory; `bytes` is the tensor of them, and by `handle` another process maps it."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._on_gpu = nbytes, device.type == "cuda"
         if self._on_gpu:
             self._address = _allocate(nbytes)
             # Now: what cannot be shared is found before anyone waits for it.
-            self._handle = _handle(self._address)
+            self.handle = _handle(self._address)
             self.bytes = _tensor_at(self._address, nbytes, device)
         else:
-            self._file = _file(nbytes)
+            self._file = os.memfd_create("quintet-sync")
+            os.ftruncate(self._file, nbytes)
+            self.handle = f"/proc/{os.getpid()}/fd/{self._file}".encode()
             self.bytes = _mapped(self._file, nbytes)
-
-    def send_handle(self, connection: Connection) -> None:
-        """Send the handle by which the process at the other end maps the buffer."""
-        if self._on_gpu:
-            connection.send_bytes(self._handle)
-        else:
-            send_handle(connection, self._file, 0)  # a pid counts on Windows alone
 
     def close(self) -> None:
         """Give the memory back. Host memory stays until nobody has a view of it; a GPU's must have no reader any more."""
@@ -55,13 +47,13 @@ class SharedBuffer:
 class MappedBuffer:
     """A buffer that another process sent the handle of. Good until `close`."""
 
-    def __init__(self, connection: Connection, nbytes: int, device: torch.device) -> None:
+    def __init__(self, handle: bytes, nbytes: int, device: torch.device) -> None:
         self._address: int | None = None
         if device.type == "cuda":
-            self._address = _open(connection.recv_bytes(ctypes.sizeof(_Handle)))
+            self._address = _open(handle)
             self.bytes = _tensor_at(self._address, nbytes, device)
         else:
-            file = recv_handle(connection)
+            file = os.open(handle, os.O_RDWR)
             self.bytes = _mapped(file, nbytes)
             os.close(file)
 
@@ -73,17 +65,6 @@ class MappedBuffer:
 
 
 # the host's
-
-
-def _file(nbytes: int) -> int:
-    """A descriptor of memory that has no name, and so is gone with the processes that have it open."""
-    if hasattr(os, "memfd_create"):
-        found = os.memfd_create("quintet-sync")
-    else:
-        with tempfile.TemporaryFile() as file:
-            found = os.dup(file.fileno())
-    os.ftruncate(found, nbytes)
-    return found
 
 
 def _mapped(file: int, nbytes: int) -> Tensor:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from quintet.errors import QuintetError, SyncFailure
+from quintet.errors import QuintetError
 from quintet.rollout.base import Piece
 from quintet.sync.buckets import Bucket, slots
 from quintet.sync.group import TransferGroup
@@ -39,26 +38,46 @@ SAYS_S = 3.0
 """Within this time of a process group's end its sender says whose fault it was."""
 
 
-class ControlChannel:
-    """What the trainer says while weights take another way."""
+class Line:
+    """A receiver's line to the trainer; what goes wrong on it is a SyncFailure that names the receiver."""
 
-    def __init__(self, connection: Connection, ticket: Ticket) -> None:
-        self._connection, self._ticket, self._end = connection, ticket, False
+    def __init__(self, ticket: Ticket, said: Hello) -> None:
+        self.ticket, self.connection = ticket, call(ticket, said)
+        self.ended = False
+        """Whether the trainer has said that these were all its weights."""
 
-    def poll(self) -> bool:
-        """Return True, always; raises SyncFailure once no more weights come, saying why."""
-        while not self._end and self._connection.poll(0):
-            self._end = isinstance(_next(self._connection, self._ticket), End)
+    def hear(self) -> Said:
+        """Return what the trainer says next; raises when that is that no more weights come."""
+        with self.named():
+            if not self.connection.poll(self.ticket.timeout_s):
+                raise QuintetError(f"nothing came from the trainer within {self.ticket.timeout_s:g} s")
+            said = hear(self.connection, SAID, "the trainer")
+        if isinstance(said, GivenUp):
+            raise self.ticket.failure(said.why)
+        self.ended = isinstance(said, End)
+        return said
+
+    def say(self, taken: int) -> None:
+        """Say which bucket has been taken."""
+        with self.named():
+            say(self.connection, TAKEN, taken)
+
+    def poll(self, within_s: float = 0.0) -> bool:
+        """Hear what the trainer says while weights take another way, or begins to within this time. Returns True, always."""
+        while not self.ended and self.connection.poll(within_s):
+            self.hear()
         return True
 
-    def raise_cause(self) -> None:
-        """Raise SyncFailure, after the weights have broken off, if the trainer says why, and does so soon."""
-        if not self._end and self._connection.poll(SAYS_S):
-            self.poll()
-
-    def wait_end(self) -> bool:
-        """Return whether these were all the weights that the trainer had."""
-        return self._end or isinstance(_next(self._connection, self._ticket), End)
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Raise what goes wrong within as an error that names the receiver."""
+        try:
+            yield
+        except QuintetError as error:
+            raise self.ticket.failure(str(error)) from None
+        except (EOFError, OSError):
+            why = "the trainer went away before all weights had arrived, or gave this receiver up"
+            raise self.ticket.failure(why) from None
 
 
 @dataclass
@@ -69,11 +88,11 @@ class ReceiverState:
     buckets: tuple[Bucket, ...]
     group: TransferGroup | None = None
 
-    def joined(self, group: Group, timeout_s: float, words: ControlChannel) -> TransferGroup:
+    def joined(self, group: Group, line: Line) -> TransferGroup:
         """Return the joined group, which may be the last sync's."""
         if self.group is None or self.group.group.name != group.name:
             self.leave()
-            self.group = TransferGroup(group, timeout_s, words.poll)
+            self.group = TransferGroup(group, line.ticket.timeout_s, line.poll)
         return self.group
 
     def leave(self) -> None:
@@ -119,71 +138,61 @@ class ChannelSource:
             del _RECEIVERS[ticket.receiver]
             known = None
         name = None if known is None or known.group is None else known.group.group.name
-        connection = call(ticket, Hello(ticket.receiver, ticket.plan, known is not None, name))
-        try:
-            answer = _next(connection, ticket)
-            if not isinstance(answer, Answer):
-                raise SyncFailure(f"receiver {ticket.receiver}: the trainer did not answer its greeting")
+        line = Line(ticket, Hello(ticket.receiver, ticket.plan, known is not None, name))
+        with line.connection:
+            answer = line.hear()
+            assert isinstance(answer, Answer)
             if known is None:
                 assert answer.buckets is not None
                 known = _RECEIVERS[ticket.receiver] = ReceiverState(ticket.plan, answer.buckets)
             if answer.group is None:
-                yield from _through_memory(connection, ticket, known, answer)
+                yield from _through_memory(line, known, answer)
             else:
-                yield from _through_group(connection, ticket, known, answer)
-        finally:
-            connection.close()
+                yield from _through_group(line, known, answer, answer.group)
 
 
-def _through_memory(
-    connection: Connection, ticket: Ticket, known: ReceiverState, answer: Answer
-) -> Iterator[list[Piece]]:
+def _through_memory(line: Line, known: ReceiverState, answer: Answer) -> Iterator[list[Piece]]:
     seen: list[MappedBuffer] = []
-    device = _device(answer)
+    device = torch.device(answer.device)
     try:
-        seen.extend(MappedBuffer(connection, room, device) for room in answer.room)
-        while isinstance(said := _next(connection, ticket), Offer):
+        with line.named():
+            seen.extend(MappedBuffer(handle, nbytes, device) for handle, nbytes in answer.memory)
+        while isinstance(said := line.hear(), Offer):
             yield _pieces(known.buckets[said.number], seen[said.slot].bytes)
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            _say(connection, ticket, said.number)
+            line.say(said.number)
     finally:
         for one in seen:  # before the trainer hears that all is taken, and frees it
             one.close()
-    _say(connection, ticket, len(known.buckets))
+    line.say(len(known.buckets))
 
 
-def _through_group(
-    connection: Connection, ticket: Ticket, known: ReceiverState, answer: Answer
-) -> Iterator[list[Piece]]:
+def _through_group(line: Line, known: ReceiverState, answer: Answer, group: Group) -> Iterator[list[Piece]]:
     """Two buckets' memory: while one is read, the next arrives."""
-    assert answer.group is not None
-    device, buckets = _device(answer), known.buckets
+    device, buckets = torch.device(answer.device), known.buckets
     place, room = slots([bucket.nbytes for bucket in buckets], answer.bucket_bytes)
     memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in room]
     posted: list[Any] = []
-    words = ControlChannel(connection, ticket)
     try:
-        group = known.joined(answer.group, ticket.timeout_s, words)
+        joined = known.joined(group, line)
         for number, bucket in enumerate(buckets):
             for ahead in range(len(posted), min(number + 2, len(buckets))):
                 if ahead > number and place[ahead] == place[number]:
                     break  # its memory is being read
-                posted.append(group.recv(memory[place[ahead]][: buckets[ahead].nbytes]))
-            group.wait(posted[number], words.poll)
+                posted.append(joined.broadcast(memory[place[ahead]][: buckets[ahead].nbytes]))
+            joined.wait(posted[number], line.poll)
             yield _pieces(bucket, memory[place[number]])
             # Not for the whole device: the next bucket is on its way, and where another receiver dies it never comes.
             if device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-        if not words.wait_end():
-            raise SyncFailure(f"receiver {ticket.receiver}: the trainer has other buckets than it announced")
-        _say(connection, ticket, len(known.buckets))
+        while not line.ended:
+            line.hear()
+        line.say(len(known.buckets))
     except RuntimeError as error:
         known.leave()
-        words.raise_cause()
-        raise SyncFailure(
-            f"receiver {ticket.receiver}: weights stopped coming from the trainer: {error}"
-        ) from None
+        line.poll(SAYS_S)
+        raise line.ticket.failure(f"weights stopped coming from the trainer: {error}") from None
     except BaseException:
         known.leave()
         raise
@@ -194,37 +203,3 @@ def _pieces(bucket: Bucket, memory: torch.Tensor) -> list[Piece]:
     return [
         Piece(one.name, one.shape, one.box, view) for one, view in zip(bucket.entries, views, strict=True)
     ]
-
-
-def _device(answer: Answer) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if answer.device == "cuda" else torch.device("cpu")
-    )
-
-
-def _next(connection: Connection, ticket: Ticket) -> Said:
-    with _told(ticket):
-        if not connection.poll(ticket.timeout_s):
-            raise QuintetError(f"nothing came from the trainer within {ticket.timeout_s:g} s")
-        said = hear(connection, SAID, "the trainer")
-    if isinstance(said, GivenUp):
-        raise SyncFailure(f"receiver {ticket.receiver}: {said.why}")
-    return said
-
-
-def _say(connection: Connection, ticket: Ticket, taken: int) -> None:
-    with _told(ticket):
-        say(connection, TAKEN, taken)
-
-
-@contextmanager
-def _told(ticket: Ticket) -> Iterator[None]:
-    """What goes wrong within is told of the receiver."""
-    try:
-        yield
-    except QuintetError as error:
-        raise SyncFailure(f"receiver {ticket.receiver}: {error}") from None
-    except (EOFError, OSError):
-        raise SyncFailure(
-            f"receiver {ticket.receiver}: the trainer went away before all weights had arrived, or gave this receiver up"
-        ) from None

@@ -7,14 +7,11 @@ take another way: memory that both map, or a process group.
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import struct
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Base64Bytes, Field
@@ -25,8 +22,6 @@ from quintet.sync.handshake import WrongKey, introduce
 from quintet.typed import Typed, Words
 
 T = TypeVar("T")
-Address = str | tuple[str, int]
-"""Of a socket on this node, or (host, port)."""
 TELLS_S = 5.0
 """How long it may take to tell a sender who does not come: one that cannot be told finds out itself, after a while."""
 
@@ -36,16 +31,18 @@ class Ticket:
     """What admits one receiver to its sender.
 
     receiver: its id. plan: which of the sender's plans it is of; an older one is refused. key: what both prove to hold.
-    timeout_s: how long it waits for the trainer, which meanwhile may wait for other receivers. from_afar: where the sender is to
-    be told, from any node, that this receiver does not come.
+    timeout_s: how long it waits for the trainer, which meanwhile may wait for other receivers.
     """
 
     receiver: str
-    address: Address
-    from_afar: Address
+    address: tuple[str, int]
     plan: str
     key: Base64Bytes
     timeout_s: float
+
+    def failure(self, why: str) -> SyncFailure:
+        """Return the error that the receiver did not get its weights."""
+        return SyncFailure(f"receiver {self.receiver}: {why}")
 
 
 @dataclass(frozen=True)
@@ -83,12 +80,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Answer:
-    """A sender's first words. buckets: None to one that knows them. group: how the weights come; None is through memory that both see, of `room` bytes each, which is shown next. bucket_bytes: what is larger
-    is one tensor. device: cpu or cuda."""
+    """A sender's first words. buckets: None to one that knows them. group: how the weights come; None is through
+    memory that both see: of each stretch the handle (`SharedBuffer`), and its bytes. bucket_bytes: what is larger is one tensor.
+    device: cpu or cuda."""
 
     buckets: tuple[Bucket, ...] | None = None
     group: Group | None = None
-    room: tuple[int, int] = (0, 0)
+    memory: tuple[tuple[Base64Bytes, int], ...] = ()
     bucket_bytes: int = 0
     device: str = "cpu"
     kind: Literal["answer"] = "answer"
@@ -129,13 +127,6 @@ MOST_BYTES = 1 << 30
 """What is longer is no message."""
 
 
-def local_address() -> str:
-    """Return a new address on this node. On Linux it has no file, and is gone with the process."""
-    if os.uname().sysname == "Linux":
-        return f"\0quintet-sync-{secrets.token_hex(8)}"
-    return str(Path(tempfile.mkdtemp(prefix="quintet-sync-")) / "socket")
-
-
 def address_toward(host: str) -> str:
     """Return this node's address on the network by which it reaches another; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -143,20 +134,12 @@ def address_toward(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def listen(address: Address) -> socket.socket:
-    """Listen on one address, and no other."""
-    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
-    found = socket.socket(family)
-    found.bind(address)
-    found.listen(socket.SOMAXCONN)
-    return found
-
-
 def bounded(channel: socket.socket, timeout_s: float) -> Connection:
     """Return a connection on which no read or write takes longer; a message that stops halfway, or that a stopped process does
     not read, raises BlockingIOError, an OSError."""
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     channel.settimeout(None)
+    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)  # two offers may follow each other
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         channel.setsockopt(socket.SOL_SOCKET, option, limit)
     return Connection(channel.detach())
@@ -175,37 +158,31 @@ def hear(connection: Connection, kind: Typed[T], source: str) -> T:
 
 def call(ticket: Ticket, said: Hello | ReceiverGone) -> Connection:
     """Return the receiver's side of a greeting. Raises SyncFailure naming the receiver."""
-    who = f"receiver {ticket.receiver}"
-    family = socket.AF_UNIX if isinstance(ticket.address, str) else socket.AF_INET
-    channel = socket.socket(family)
-    channel.settimeout(ticket.timeout_s)
     try:
-        channel.connect(ticket.address)
+        channel = socket.create_connection(ticket.address, ticket.timeout_s)
     except OSError as error:
-        channel.close()
-        raise SyncFailure(
-            f"{who}: no trainer answers at {ticket.address!r} ({error}): it ended, or is on a node that cannot be reached"
+        raise ticket.failure(
+            f"no trainer answers at {ticket.address!r} ({error}): it ended, or is on a node that cannot be reached"
         ) from None
-    try:
-        introduce(channel, ticket.key, ticket.timeout_s)
-        connection = bounded(channel, ticket.timeout_s)
-        say(connection, FIRST, said)
-        return connection
-    except WrongKey:
-        why = "its ticket has another key than the trainer: it is of a trainer that ended"
-    except TimeoutError:
-        why = f"the trainer did not greet it within {ticket.timeout_s:g} s"
-    except OSError:
-        why = "the trainer ended while greeting it"
-    channel.close()
-    raise SyncFailure(f"{who}: {why}")
+    with channel:
+        try:
+            introduce(channel, ticket.key, ticket.timeout_s)
+            connection = bounded(channel, ticket.timeout_s)
+            say(connection, FIRST, said)
+            return connection
+        except WrongKey:
+            why = "its ticket has another key than the trainer: it is of a trainer that ended"
+        except TimeoutError:
+            why = f"the trainer did not greet it within {ticket.timeout_s:g} s"
+        except OSError:
+            why = "the trainer ended while greeting it"
+    raise ticket.failure(why)
 
 
 def notify_absent(ticket: Ticket) -> None:
     """Tell its sender, from any node, not to wait for this receiver; a sender that cannot be reached is not told."""
-    there = replace(ticket, address=ticket.from_afar, timeout_s=TELLS_S)
     with suppress(SyncFailure):
-        call(there, ReceiverGone(ticket.receiver, ticket.plan)).close()
+        call(replace(ticket, timeout_s=TELLS_S), ReceiverGone(ticket.receiver, ticket.plan)).close()
 
 
 def shutdown_write(connection: Connection) -> None:

@@ -14,6 +14,7 @@ from quintet.controller.batch_ref import BatchRef, Fields
 from quintet.controller.objective import Objective, ValueObjective, policy_objective, value_objective
 from quintet.controller.roles import Role
 from quintet.controller.samples import Samples
+from quintet.recipe.length import critic_warmup
 from quintet.recipe.roles import optimizer_of
 from quintet.recipe.schema import Optimizer, Recipe
 from quintet.train.source import Source
@@ -49,7 +50,7 @@ class MakeAdvantages:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRole:
     """A role that learns: its objective, its optimizer, and from which step on. steps: of the run in which it learns."""
 
     role: Role
@@ -66,7 +67,7 @@ class Algorithm:
     select: Callable[[Samples, Source], Samples]
     scores: tuple[Score, ...]
     advantages: MakeAdvantages
-    trained: tuple[Trained, ...]
+    trained: tuple[TrainedRole, ...]
 
     def updates(self, step: int) -> list[Update]:
         """Return the roles that take an optimizer step on each mini-batch of this step."""
@@ -118,7 +119,7 @@ def algorithm_of(recipe: Recipe, roles: Mapping[str, Role]) -> Algorithm:
             Refill(wanted.max_refills) if wanted.name == "dapo" else as_they_came,
             tuple(scores),
             MakeAdvantages(policy, Advantages("group", normalize)),
-            (Trained(policy, objective, recipe.optimizer, steps),),
+            (TrainedRole(policy, objective, recipe.optimizer, steps),),
         )
     scores.append(Score("old_values", critic, to=(policy,)))
     settings = {"gamma": wanted.gamma, "lam": wanted.gae_lambda}
@@ -132,14 +133,14 @@ def algorithm_of(recipe: Recipe, roles: Mapping[str, Role]) -> Algorithm:
         writes=("advantages", "returns"),
         per_token=("advantages", "returns"),
     )
-    warmup = recipe.critic.warmup_steps
+    warmup = critic_warmup(recipe)
     values = value_objective(recipe.critic.value_clip)
     return Algorithm(
         as_they_came,
         tuple(scores),
         MakeAdvantages(policy, gae, {"returns": critic}),
         (
-            Trained(critic, values, optimizer_of(recipe, "critic"), steps),
-            Trained(policy, objective, recipe.optimizer, steps - warmup, warmup + 1),
+            TrainedRole(critic, values, optimizer_of(recipe, "critic"), steps),
+            TrainedRole(policy, objective, recipe.optimizer, steps - warmup, warmup + 1),
         ),
     )

@@ -1,13 +1,15 @@
-"""Accuracy on held-out prompts: sampled as in training (mean over several samples), and greedy beside it."""
+"""Rewards of held-out prompts, and accuracy where the reward says what is correct: sampled as in training (mean over several samples),
+and greedy beside it."""
 
 from __future__ import annotations
 
-from quintet.controller.samples import Samples
+from quintet.rewards.result import means
 from quintet.train.session import Session
 
 
-def evaluate(s: Session, step: int) -> dict[str, float]:
-    """Evaluate the present policy and record it as the state after `step` steps; {} where nothing is held out."""
+def evaluate(s: Session, step: int, *, show_all: bool = False) -> dict[str, float]:
+    """Evaluate the present policy and record it as the state after `step` steps; {} where nothing is held out. show_all: record all
+    of its samples, and not as many as of a step of training."""
     if s.inputs.eval is None or s.inputs.reward is None:
         return {}
     prompts = list(s.inputs.eval)
@@ -21,23 +23,25 @@ def evaluate(s: Session, step: int) -> dict[str, float]:
             )
         s.controller.reward(sampled)
         s.controller.reward(greedy)
-    metrics = {
-        "accuracy": sampled.mean(),
-        "greedy": greedy.mean(),
-        f"pass_at_{count}": _any_right(sampled),
+    metrics: dict[str, float] = {}
+    told = means(sampled.rewards)
+    if "accuracy" in told:
+        metrics |= {
+            "accuracy": told.pop("accuracy"),
+            "greedy": means(greedy.rewards).get("accuracy", 0.0),
+            f"pass_at_{count}": sampled.any_correct(),
+        }
+    metrics |= {
+        "reward": sampled.mean(),
+        "greedy_reward": greedy.mean(),
         "response_tokens": sum(g.response_tokens for g in sampled.generated) / len(sampled.generated),
+        **told,
     }
-    if any("well_formed" in r.metrics for r in sampled.rewards):
-        metrics["well_formed"] = sampled.mean("well_formed")
     for part in (sampled, greedy):
         for say in (part.timed_out, part.failed):
             if (zeros := say(s.recipe.reward.function)) is not None:
                 s.observer.note(f"evaluation after step {step}: {zeros}")
+    logged = None if show_all else s.recipe.run.samples_logged_per_step
+    s.observer.samples(step, sampled.shown(logged, "eval") + greedy.shown(logged, "greedy"))
     s.observer.evaluation(step, metrics | s.controller.memory())
     return metrics
-
-
-def _any_right(samples: Samples) -> float:
-    """Share of prompts with at least one sample of reward 1 or more."""
-    right = {g for g, r in zip(samples.groups, samples.rewards, strict=True) if r.reward >= 1}
-    return len(right) / len(samples.prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 from quintet.controller.replay import pack, replay_of
 from quintet.errors import QuintetError, RayFailure, RolloutMismatch, SyncFailure, WorkerFailure
@@ -11,6 +12,10 @@ from quintet.train.mismatch import check_mismatch
 from quintet.train.session import Session
 from quintet.train.steps import Step
 
+CLOSING_TOKENS = 64
+"""Most response tokens of the last replay. A decode step of a few samples takes about as long as one of all: at full length this was as long
+as the generation of a whole step."""
+
 
 def closing_replay(s: Session, step: int) -> None:
     """Generate with the weights after `step`, the last one, and score; kept as the replay of the step that does not come."""
@@ -18,15 +23,16 @@ def closing_replay(s: Session, step: int) -> None:
     if count == 0:
         return
     assert s.inputs.train is not None
-    prompts = list(s.inputs.train)[:count]
+    prompts, sampling = list(s.inputs.train)[:count], s.sampling()
+    sampling = replace(sampling, max_response_tokens=min(sampling.max_response_tokens, CLOSING_TOKENS))
     with s.observer.phase("replay"):
         with s.controller.generating():
             seed = f"{s.recipe.run.seed}/replay"
-            samples = s.controller.generate(prompts, s.sampling(), 1, seed, scored=False)
+            samples = s.controller.generate(prompts, sampling, 1, seed, scored=False)
         batch = s.controller.scatter(samples)
         batch = batch | s.controller.policy.forward(batch, "old_logprobs", s.temperature)
         trained = s.controller.replayed(batch)
-    s.observer.replay(step + 1, pack(replay_of(step + 1, s.sampling(), samples, trained)))
+    s.observer.replay(step + 1, pack(replay_of(step + 1, sampling, samples, trained)))
 
 
 def keep_final_replay(s: Session, step: int) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from quintet.data.prompts import Messages, make_prompts
+from quintet.errors import UserError
 from quintet.recipe.schema import Recipe
 from quintet.train.evaluate import evaluate as evaluate_session
 from quintet.train.session import session
 
 
-def generate(recipe: Recipe, prompts: list[str]) -> list[dict[str, Any]]:
-    """Return responses to texts: one dict a sample with prompt, response, response_tokens, finish and log-probs (sums)."""
+def generate(recipe: Recipe, prompts: Sequence[str | Messages]) -> list[dict[str, Any]]:
+    """Return responses to texts or conversations: one dict a sample with prompt, response, response_tokens, finish and log-probs (sums)."""
     with session(recipe, "generate", texts=prompts) as s:
         with s.controller.generating():
             samples = s.controller.generate(
@@ -32,7 +39,34 @@ def generate(recipe: Recipe, prompts: list[str]) -> list[dict[str, Any]]:
         ]
 
 
-def evaluate(recipe: Recipe) -> dict[str, float]:
-    """Return the accuracy on the recipe's held-out prompts."""
+@contextmanager
+def answering(recipe: Recipe) -> Iterator[Callable[[Messages], str]]:
+    """Keep the model awake, and yield what answers a conversation. That raises UserError for one the model cannot read.
+
+    Conversations grow up to the model's context, unless the recipe gives data.max_prompt_tokens.
+    """
+    with session(recipe, "generate") as s, s.controller.generating():
+        turns, data = itertools.count(), recipe.data
+        if "max_prompt_tokens" not in data.model_fields_set:
+            room = max(s.inputs.shape.max_positions - recipe.rollout.max_response_tokens, 1)
+            data = data.model_copy(update={"max_prompt_tokens": room})
+
+        def answer(conversation: Messages) -> str:
+            prompts = make_prompts([conversation], data, s.inputs.tokenizer).prompts
+            seed = f"{recipe.run.seed}/chat/{next(turns)}"
+            return s.controller.generate(prompts, s.sampling(), 1, seed, title="answer").generated[0].text
+
+        yield answer
+
+
+def evaluate(recipe: Recipe, samples: Path | None = None) -> dict[str, float]:
+    """Return what an evaluation on the recipe's held-out prompts comes to. samples: write what was generated and scored there, a JSON object a
+    line. Raises UserError where that cannot be written."""
     with session(recipe, "eval") as s:
-        return evaluate_session(s, 0)
+        results = evaluate_session(s, 0, show_all=samples is not None)
+        if samples is not None:
+            try:
+                shutil.copyfile(s.observer.directory.samples, samples)
+            except OSError as error:
+                raise UserError(f"{samples} cannot be written: {error.strerror}") from None
+        return results

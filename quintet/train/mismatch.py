@@ -33,7 +33,7 @@ def mismatch_metrics(tally: Tally) -> dict[str, float]:
 
 
 def check_mismatch(wanted: schema.Mismatch, tally: Tally, step: int, run: Path) -> None:
-    """Raise Disagreement where the step's KL is above `mismatch.stop_above_kl`, or is no number."""
+    """Raise RolloutMismatch where the step's KL is above `mismatch.stop_above_kl`, or is no number."""
     level = wanted.stop_above_kl
     if level is None:
         return

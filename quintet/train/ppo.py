@@ -22,7 +22,7 @@ from quintet.train.steps import Step
 def train(recipe: Recipe, stop_after: int | None = None) -> Path:
     """Train by reinforcement learning, after a warm-up by SFT if the recipe has one; returns the run directory.
 
-    stop_after: save after this step and raise Stopped, as SIGTERM would have it.
+    stop_after: save after this step and raise Stopped, as a signal would have it.
     """
 
     def run(damaged: dict[Path, str]) -> Path:

@@ -109,6 +109,13 @@ class Saver:
             self._store_reference()
         return 0, {}
 
+    def begin_steps(self, done: int) -> None:
+        """Begin a loop, of which so many steps are done: from now on a signal is a request. Raises Stopped where one came already,
+        in the evaluation after a warm-up."""
+        if self.stop.signalled is not None:
+            self._stop(done)
+        self.stop.steps_begun = True
+
     def after_step(self, step: int, *, last: bool, **loop: float) -> None:
         """Do what is due after a step: publish, save, export; and stop, if that is asked.
 
@@ -130,10 +137,8 @@ class Saver:
                 self._save(step, loop)
             if export:
                 self._export(step)
-            if stopping:
-                self._poll(wait=True)
-                self.tell()
-                raise Stopped(self._farewell(step))
+        if stopping and not self._ending:  # a run that has taken all its steps is finished as any
+            self._stop(step)
 
     def finish(self) -> None:
         """Wait for the save that is under way, if there is one. Whether it failed is for `tell`."""
@@ -144,6 +149,20 @@ class Saver:
                 self.observer.progress.task("writing the last checkpoint"),
             ):
                 self._poll(wait=True)
+
+    def _stop(self, step: int) -> None:
+        """End the run here: with what is saved to go on from, or else with the policy as it is."""
+        with self.observer.phase("checkpoint"):
+            self._poll(wait=True)
+        self.tell()
+        if not self.settings.every_steps:
+            self.save_model()
+        raise Stopped(self._farewell(step), self.stop.exit_code)
+
+    def save_model(self) -> None:
+        """Write the policy as it is to checkpoint/, as a Hugging Face directory."""
+        with self.observer.phase("save"), self.observer.progress.task("saving the model"):
+            self.controller.save(self.observer.directory.checkpoint)
 
     def tell(self) -> None:
         """Raise the error of a save that failed at the end of the run, where the recipe says to stop."""
@@ -343,11 +362,16 @@ class Saver:
         )
 
     def _farewell(self, step: int) -> str:
-        text = f"stopped after {self._stage} step {step}, as {self.stop.reason} asked"
+        text, run = (
+            f"stopped after {self._stage} step {step}, as {self.stop.reason} asked",
+            self.observer.directory,
+        )
         found, _ = self.checkpoints.latest()
-        if found is None:
-            return text
-        return f"{text}; go on with resume={self.observer.directory.path} or resume=auto"
+        if found is not None:
+            return f"{text}; go on with resume={run.path} or resume=auto"
+        if run.checkpoint.exists():
+            return f"{text}; the policy is in {run.checkpoint}, and with checkpoint.every_steps=0 there is nothing to go on from"
+        return text
 
 
 def _free(path: Path) -> int:

@@ -19,7 +19,7 @@ MEMORY_EVERY_STEPS = 10
 def sft(recipe: Recipe, stop_after: int | None = None) -> Path:
     """Fine-tune on responses, save the model, return the run directory.
 
-    stop_after: save after this step and raise Stopped, as SIGTERM would have it.
+    stop_after: save after this step and raise Stopped, as a signal would have it.
     """
 
     def run(damaged: dict[Path, str]) -> Path:
@@ -38,15 +38,15 @@ def run_tuning(s: Session) -> Path:
 
 def run_sft(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
     """Take SFT steps, until `stop_at_loss` if it is set, and hand the weights to the rollout."""
-    assert s.inputs.train is not None
+    assert s.inputs.sft is not None
     s.controller.start_optimizer(optimizer, recipe.steps)
-    stream = PromptStream(s.inputs.train, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle)
+    stream = PromptStream(s.inputs.sft, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle)
     done, loop = s.saver.begin("sft", stream)
     objective, policy, smooth = sft_objective(), s.controller.policy, loop.get("smooth", math.inf)
     memory: dict[str, float | None] = {}
     with s.observer.progress.task("warm-up (SFT)", recipe.steps, "steps") as task:
         task.advance(done)
-        s.observer.begin_steps()
+        s.begin_steps(done)
         for step in range(done + 1, recipe.steps + 1):
             if smooth < (recipe.stop_at_loss or 0.0):
                 break

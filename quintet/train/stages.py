@@ -17,7 +17,7 @@ def rl_steps(s: Session, done: int) -> Iterator[Step]:
     recipe = s.recipe
     if done == 0:
         evaluate(s, 0)
-    s.observer.begin_steps()
+    s.begin_steps(done)
     for number in range(done + 1, recipe.train.steps + 1):
         step = Step(number)
         yield step

@@ -6,6 +6,7 @@ import statistics
 
 from quintet.algorithms.value_loss import explained_variance
 from quintet.controller.replay import pack, replay_of
+from quintet.rewards.result import means
 from quintet.train.mismatch import mismatch_metrics
 from quintet.train.session import Session
 from quintet.train.steps import Step, Update
@@ -20,10 +21,7 @@ def record(s: Session, step: Step) -> None:
     responses = [g.response_tokens for g in samples.generated]
     # First what the reward function told beside the reward: no name of its own can replace one of ours.
     metrics: dict[str, float | None] = {
-        _metric(name): statistics.fmean(one.metrics.get(name, 0.0) for one in scored)
-        for name in sorted({n for one in scored for n in one.metrics})
-    }
-    metrics |= {
+        **means(scored),
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "reward/timed_out": sum(one.timed_out for one in scored),
@@ -32,7 +30,8 @@ def record(s: Session, step: Step) -> None:
         "response_tokens/max": max(responses),
         **_policy(step.updates.get("policy")),
         **(_critic(step.updates["critic"]) if "critic" in step.updates else {}),
-        "frac_groups_zero_std": 1 - len(samples.groups_with_signal()) / len(samples.prompts),
+        # A critic is a baseline of its own.
+        "frac_groups_zero_std": None if "critic" in step.updates else samples.equal_groups(),
         "truncated": statistics.fmean(g.finish == "length" for g in samples.generated),
         "tokens": sum(g.tokens for g in samples.generated),
         "tokens_trained": sum(responses),
@@ -41,11 +40,13 @@ def record(s: Session, step: Step) -> None:
         **s.controller.handover.metrics,
         **s.controller.memory(),
     }
-    s.observer.step(step.number, metrics, total=s.recipe.train.steps)
     replayed = step.updates["policy"].replayed if "policy" in step.updates else {}
     if replayed:
         s.observer.replay(step.number, pack(replay_of(step.number, s.sampling(), samples, replayed)))
     s.observer.samples(step.number, samples.shown(s.recipe.run.samples_logged_per_step))
+    s.observer.step(
+        step.number, metrics, total=s.recipe.train.steps
+    )  # last: the report so far has the step's samples
 
 
 def _policy(update: Update | None) -> dict[str, float | None]:
@@ -75,8 +76,3 @@ def _critic(update: Update) -> dict[str, float | None]:
         "critic/grad_norm": update.grad_norm,
         "critic/lr": update.lr,
     }
-
-
-def _metric(name: str) -> str:
-    """The metric of a number that the reward function returned; `well_formed` is a word of the house."""
-    return name if name == "well_formed" else f"reward/{name}"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quintet.algorithms.aggregation import Tally
-from quintet.controller.messages import MiniBatchTold, OptimizerTold, Trained
+from quintet.controller.messages import MiniBatchTold, OptimizerTold, TrainedTokens
 from quintet.controller.samples import Samples
-from quintet.rewards.load import RewardResult
+from quintet.rewards.result import RewardResult
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Update:
     losses: list[float] = field(default_factory=list)
     grad_norm: float = 0.0
     lr: float = 0.0
-    replayed: dict[int, Trained] = field(default_factory=dict)
+    replayed: dict[int, TrainedTokens] = field(default_factory=dict)
     """The step's first samples as they were trained on, by number."""
 
     @property

@@ -108,13 +108,25 @@ def test_any_split_sums_to_the_whole(
     torch.testing.assert_close(sum(pieces), whole, rtol=1e-6, atol=1e-7)
 
 
+def test_a_fixed_length_weighs_every_token_alike() -> None:
+    """Dr. GRPO, by its formula: the sum over a sample's tokens over one constant, then the mean over samples."""
+    mask = torch.tensor([0.0, 1, 1, 0, 1, 1, 1])
+    ids, values, longest = torch.tensor([0, 0, 0, 1, 1, 1, 1]), torch.arange(7.0), 16
+    sums = [sum(float(v) for v, m, i in zip(values, mask, ids, strict=True) if m and i == k) for k in (0, 1)]
+    expected = sum(one / longest for one in sums) / 2
+    assert float(aggregate(values, ids, mask, longest, 5, 2)) == pytest.approx(expected)
+    assert float(aggregate(values, ids, mask, longest, 50, 2)) == pytest.approx(
+        expected
+    )  # whatever was sampled
+
+
 def test_weights_sum_to_one() -> None:
     mask = torch.tensor([0.0, 1, 1, 0, 1, 1, 1])
     ids = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     for how in AGGREGATIONS:
         assert float(token_weights(mask, ids, how, 5, 2).sum()) == pytest.approx(1)
     assert token_weights(mask, ids, "sequence_mean", 5, 2)[1] == pytest.approx(1 / 4)
-    with pytest.raises(ValueError, match="token_mean or sequence_mean"):
+    with pytest.raises(ValueError, match="token_mean, sequence_mean or a number"):
         token_weights(mask, ids, "mean", 5, 2)
 
 
@@ -193,6 +205,17 @@ def test_kl_estimators_against_exact_kl() -> None:
     assert kl(p, p, "k3").abs().max() == 0
     with pytest.raises(ValueError, match="k1, k2 or k3"):
         kl(p, q, "k4")
+
+
+def test_only_the_estimator_with_an_exponential_is_bounded() -> None:
+    """k1 and k2 say what a token that has run away costs, and pull it back; k3's exponential stops at e^20."""
+    run_away = torch.tensor([-50.0], requires_grad=True)
+    reference = torch.tensor([-1.0])
+    assert kl(run_away, reference, "k1").item() == -49
+    assert kl(run_away, reference, "k2").item() == 49**2 / 2
+    (pull,) = torch.autograd.grad(kl(run_away, reference, "k2"), run_away)
+    assert pull.item() == -49
+    assert kl(run_away, reference, "k3").item() < 1e9
 
 
 @given(shape=shapes, seed=st.integers(0, 1000))

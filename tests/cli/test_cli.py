@@ -15,11 +15,14 @@ import pytest
 
 from quintet.cli import COMMANDS, main
 from quintet.errors import Stopped, SyncFailure, SyncMismatch, UserError, WorkerFailure
-from quintet.recipe import Recipe, load_recipe
-from tests.models.directory import QWEN3, QWEN3_MOE, write_model
+from quintet.recipe import Recipe, dump_resolved, load_recipe
+from quintet.runs.lock import LOCK, RunLock
+from tests.models.directory import QWEN3, QWEN3_MOE, write_model, write_tokenizer
 from tests.patience import BUSY
 
-RECIPE = "model:\n  build: {layers: 2}\ndata:\n  task: addition\nsft:\n  steps: 3\n"
+RECIPE = (
+    "model:\n  build: {layers: 2}\ndata:\n  task: addition\n  task_options: {digits: 1}\nsft:\n  steps: 3\n"
+)
 
 
 @pytest.fixture
@@ -47,7 +50,13 @@ def test_help_is_complete(name: str, capsys: pytest.CaptureFixture[str]) -> None
         main([name, "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    others = {"convert": ("SOURCE", "DESTINATION"), "diagnose": ("RUN", "--step")}
+    others = {
+        "convert": ("SOURCE", "DESTINATION"),
+        "diagnose": ("RUN", "--step"),
+        "chat": ("CHECKPOINT", "key=value"),
+        "push": ("RUN", "REPO"),
+        "report": ("RUN",),
+    }
     takes = others.get(name, ("RECIPE.yaml", "key=value"))
     for part in (*takes, "examples:", f"quintet {name} ", "exit codes"):
         assert part in text
@@ -110,6 +119,21 @@ def test_a_bad_recipe_ends_with_2_before_the_loop_is_imported(
     assert "train.steps" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--train.steps=4"], "--train.steps=4: keys of a recipe are set without dashes: train.steps=4"),
+        (["-train.steps=4"], "without dashes: train.steps=4"),
+        (["--train.steps", "4"], "--train.steps: keys of a recipe are set without dashes: train.steps=…"),
+    ],
+)
+def test_a_key_with_dashes_is_told_to_go_without(
+    recipe: str, given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe, *given]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_generate_reads_prompts_and_writes_samples(
     recipe: str, stub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,11 +168,37 @@ def test_generate_reads_prompts_and_writes_samples(
 def test_eval_prints_and_writes_results(
     recipe: str, stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stub("quintet.train.generate", evaluate=lambda recipe: {"accuracy": 0.5, "prompts": 64})
+    asked = []
+    stub(
+        "quintet.train.generate",
+        evaluate=lambda recipe, samples: asked.append(samples) or {"accuracy": 0.5, "prompts": 64},
+    )
     out = tmp_path / "result.json"
     assert main(["eval", recipe, "--output", str(out)]) == 0
     assert capsys.readouterr().out == "accuracy  0.5000\nprompts   64\n"
     assert json.loads(out.read_text()) == {"accuracy": 0.5, "prompts": 64}
+    assert main(["eval", recipe, "--samples", str(tmp_path / "samples.jsonl")]) == 0
+    assert asked == [None, tmp_path / "samples.jsonl"]
+    capsys.readouterr()
+    assert main(["eval", recipe, "--samples", "no/where.jsonl"]) == 2
+    assert "--samples: there is no directory no" in capsys.readouterr().err
+
+
+def test_report_leaves_a_run_that_is_under_way_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(dump_resolved(Recipe()))
+    lock = RunLock(tmp_path / LOCK)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "is under way: process" in capsys.readouterr().out
+    assert not (tmp_path / "report.html").exists()
+    lock.release()
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/report.html and summary.json are made anew\n"
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "unfinished"
+    (tmp_path / "file").touch()
+    assert main(["report", str(tmp_path / "file")]) == 2
+    assert "is no run directory" in capsys.readouterr().err
 
 
 def test_check_prints_the_resolved_recipe(
@@ -173,7 +223,7 @@ def test_check_prints_the_resolved_recipe(
 def model(tmp_path: Path) -> str:
     """Override that names a model with experts."""
     directory = write_model(tmp_path / "model", QWEN3_MOE)
-    (directory / "tokenizer.json").touch()
+    write_tokenizer(directory)
     return f"model.path={directory}"
 
 
@@ -214,7 +264,7 @@ def test_check_tells_of_layers_for_multi_token_prediction(
 ) -> None:
     config = QWEN3 | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "head_dim": 8}
     path = write_model(tmp_path / "ahead", config)
-    (path / "tokenizer.json").touch()
+    write_tokenizer(path)
     assert main(["check", recipe, "model.build=null", f"model.path={path}"]) == 0
     said = capsys.readouterr().err
     assert (
@@ -351,7 +401,14 @@ def test_check_says_what_generates_where_and_whether_it_is_installed(
 def test_check_reads_every_row(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "b"}\n' * 16 + '{"prompt": \n')
-    command = [recipe, "data.task=jsonl", f"data.train_path={rows}", "data.eval_path=who/knows", "sft=null"]
+    command = [
+        recipe,
+        "data.task=jsonl",
+        "data.task_options={}",
+        f"data.train_path={rows}",
+        "data.eval_path=who/knows",
+        "sft=null",
+    ]
     assert main(["check", *command]) == 2
     assert "rows.jsonl:17: not valid JSON" in capsys.readouterr().err
     rows.write_text('{"prompt": "a", "answer": "b"}\n')
@@ -366,13 +423,14 @@ _HEAVY = "('torch', 'ray', 'transformers', 'tensordict', 'megatron', 'datasets',
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["check", "{recipe}", "resume=auto", "checkpoint.every_steps=2"]],
+    [["--help"], ["train", "--help"], ["check", "{recipe}", "train.mini_batches_per_step=3"]],
 )
-def test_help_and_check_import_nothing_heavy(recipe: str, arguments: list[str]) -> None:
+def test_help_and_refusals_import_nothing_heavy(recipe: str, arguments: list[str]) -> None:
     code = (
         "import sys\nfrom quintet.cli import main\n"
         "try: code = main(sys.argv[1:])\nexcept SystemExit as end: code = end.code\n"
-        f"heavy = [m for m in {_HEAVY} if m in sys.modules]\nsys.exit(code or ' '.join(heavy) or 0)"
+        f"heavy = [m for m in {_HEAVY} if m in sys.modules]\nassert code == (2 if sys.argv[1] == 'check' else 0), code\n"
+        "sys.exit(' '.join(heavy) or 0)"
     )
     command = [sys.executable, "-c", code, *(one.format(recipe=recipe) for one in arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -8,7 +8,7 @@ import pytest
 from quintet.data.tokenizer import build_char_tokenizer
 from quintet.errors import UserError
 from quintet.recipe import Recipe
-from quintet.train.session import prepare
+from quintet.train.inputs import prepare
 from tests.models.directory import QWEN3, write_model
 
 ALPHABET = "0123456789+="
@@ -81,3 +81,29 @@ def test_what_needs_gpus_is_refused_without_them(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match=r"optimizer.cpu_fraction .* needs GPUs: .* This machine has none"):
         prepare(settings, "generate", tmp_path)
+
+
+def test_a_reward_is_tried_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(prompt, response, answer):\n    return None\n")
+    asked = recipe(model, reward={"function": f"{tmp_path / 'mine.py'}:reward"})
+    for command in ("train", "eval"):
+        with pytest.raises(UserError, match=r"made-up response .*mine\.py:1\) returned None"):
+            prepare(asked, command, tmp_path)
+    prepare(asked, "generate", tmp_path)
+
+
+def test_rows_need_answers_only_where_the_reward_reads_them(model: Path, tmp_path: Path) -> None:
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    rows.write_text('{"prompt": "1+1=", "level": 3}\n')
+    file.write_text(
+        "def reads(prompt, response, answer): return 1.0\n\n"
+        "def reads_none(prompt, response, *, row): return float(row['level'])\n"
+    )
+    data = {"task": "jsonl", "chat": False, "train_path": str(rows), "eval_path": str(rows)}
+    for name in ("length", f"{file}:reads_none"):
+        inputs = prepare(recipe(model, data=data, reward={"function": name}), "train", tmp_path)
+        assert inputs.train is not None
+        assert inputs.train[0].row == {"prompt": "1+1=", "level": 3}
+    for name in ("exact_match", f"{file}:reads"):
+        with pytest.raises(UserError, match=r"rows\.jsonl:1: no column 'answer'"):
+            prepare(recipe(model, data=data, reward={"function": name}), "train", tmp_path)

@@ -45,8 +45,6 @@ def test_dispatch_by_the_workers_own_coordinates(quartet: WorkerGroup) -> None:
     assert quartet.each(Light.tell)([*"abcd"]) == [(n, (part,), {}) for n, part in enumerate("abcd")]
     assert quartet.all(Light.tell, told_by=megatron_compute)(["x"]) == [(2, (["x"],), {})]
     assert quartet.one(Light.tell)("x") == (0, ("x",), {})
-    assert quartet.some([3, 1], Light.tell)("x", k=2) == [(n, ("x",), {"k": 2}) for n in (3, 1)]
-    assert quartet.some([], Light.tell)() == []
 
 
 def test_references_are_resolved_at_any_depth(quartet: WorkerGroup) -> None:

@@ -12,7 +12,7 @@ from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.models.mcore import whole_box
 from quintet.rollout import Wanted, WeightSource
 from quintet.rollout.vllm.weights import check, combine
-from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
+from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.wire import Ticket
 from tests.patience import BUSY
@@ -44,9 +44,6 @@ class Serving(Worker):
     def fingerprints(self) -> RankFingerprints:
         shards = self._shards()
         return self._indexer.tell(shard_fingerprints(shards), {one.name: one.shape for one in shards})
-
-    def shard_index(self) -> ShardIndex:
-        return self._indexer.index
 
     def planned(self) -> int:
         return self.plans
@@ -82,9 +79,6 @@ class Taking(Worker):
     def fingerprints(self) -> RankFingerprints:
         prints, unreadable = combine([one.read() for one in self.held])
         return self._indexer.tell(prints, unreadable=unreadable)
-
-    def shard_index(self) -> ShardIndex:
-        return self._indexer.index
 
     def told(self) -> tuple[int, list[int]]:
         """How often it was asked what it needs, and the bytes that each device got last."""

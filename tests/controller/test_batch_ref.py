@@ -10,7 +10,7 @@ from quintet.controller.batch_ref import BatchRef, Fields, Lease, MiniBatch
 from quintet.controller.messages import SampleInfo
 from quintet.controller.samples import Kept, Samples
 from quintet.data.prompts import Prompt
-from quintet.rewards.load import RewardResult
+from quintet.rewards.result import RewardResult
 from quintet.train.algorithms import Refill
 
 
@@ -120,6 +120,11 @@ def test_a_penalty_is_no_signal() -> None:
     first.rewards[1] = RewardResult(1.0, {}, penalty=0.5)
     assert first.groups_with_signal() == []
     assert first.rewards[1].worth == 0.5
+    assert first.equal_groups() == 0  # but it is learnt from
+
+
+def test_groups_that_teach_nothing_are_counted() -> None:
+    assert samples([[1, 1], [0, 1], [0, 0], [5, 5]], "a", []).equal_groups() == 0.75
 
 
 def test_what_could_not_be_scored_is_no_signal() -> None:
@@ -133,3 +138,12 @@ def test_a_mini_batch_knows_what_its_batch_holds() -> None:
     one.minibatches[0].need(["advantages"], "policy")
     with pytest.raises(ValueError, match="batch one has no returns on the ranks of policy, only advantages"):
         one.minibatches[0].need(["advantages", "returns"], "policy")
+
+
+def test_samples_are_shown_spread_over_prompts() -> None:
+    made = samples([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0]], "call", [])
+    assert made.spread(2) == [0, 3]
+    assert made.spread(5) == [0, 3, 6, 1, 4]
+    assert made.spread(0) == []
+    assert sorted(made.spread()) == list(range(9))
+    assert made.spread() == made.spread(99)

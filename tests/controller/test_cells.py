@@ -17,7 +17,7 @@ from quintet.data.tokenizer import build_char_tokenizer
 from quintet.engine.weights.random_model import write_fresh_model
 from quintet.models import trained_shape
 from quintet.recipe import schema
-from quintet.rewards.load import RewardResult
+from quintet.rewards.result import RewardResult
 from quintet.rollout import Sampling
 from quintet.train.steps import Update
 

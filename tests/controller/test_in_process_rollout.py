@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.compare import compare
 from quintet.cli import main
+from quintet.cluster.cluster import Cluster
 from quintet.cluster.group import WorkerGroup
-from quintet.controller import controller as controller
 from quintet.controller.verbs import Policy
-from quintet.sync.proof import compare
 from tests.engine import moe_models
 from tests.oracle.pool import Pool
 from tests.train import planted
@@ -55,11 +55,11 @@ def test_a_flipped_element_ends_the_run_by_name(
 ) -> None:
     """In the second step's weights, after training on the first."""
 
-    def group(cluster: Any, worker: Any, *args: Any, **how: Any) -> WorkerGroup:
+    def group(cluster: Cluster, worker: Any, *args: Any, **how: Any) -> WorkerGroup:
         assert worker is Policy
         return WorkerGroup(cluster, planted.Flipping, *args, **how)
 
-    monkeypatch.setattr(controller, "WorkerGroup", group)
+    monkeypatch.setattr(Cluster, "group", group)
     recipe = str(ROOT / "recipes" / "laptop_demo.yaml")
     assert main(["train", recipe, *TINY, "layout.tp=2", "rollout.layout.tp=1", f"run.dir={tmp_path}"]) == 5
     said = capsys.readouterr()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.controller.messages import ReplayTokens, Trained
+from quintet.controller.messages import ReplayTokens, TrainedTokens
 from quintet.controller.replay import pack, read, replay_file, replay_of
 from quintet.controller.sample_store import SampleStore, trained_samples
 from quintet.controller.samples import Kept, Samples
@@ -45,8 +45,8 @@ def test_what_is_written_is_read_back(tmp_path: Path, routes: bool) -> None:
     made = samples(routes)
     assert [one.kept is not None for one in made.generated] == [True, True, False]
     trained = {
-        0: Trained([5, 6, 8], 2, [-0.25], [-0.375]),
-        1: Trained([7, 9, 4], 1, [-1.25, -2], [-1.5, -2.5]),
+        0: TrainedTokens([5, 6, 8], 2, [-0.25], [-0.375]),
+        1: TrainedTokens([7, 9, 4], 1, [-1.25, -2], [-1.5, -2.5]),
     }
     sampling = Sampling(0.5, top_k=3, stop=("x",), stop_token_ids=(1, 2))
     replay = replay_of(12, sampling, made, trained)
@@ -72,7 +72,9 @@ def test_a_damaged_file_is_told(tmp_path: Path) -> None:
     file = tmp_path / "step-000001.safetensors"
     with pytest.raises(UserError, match="is no replay file"):
         read(file)
-    whole = pack(replay_of(1, Sampling(), samples(False), {0: Trained([5, 6, 8], 2, [-0.25], [-0.375])}))
+    whole = pack(
+        replay_of(1, Sampling(), samples(False), {0: TrainedTokens([5, 6, 8], 2, [-0.25], [-0.375])})
+    )
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"step-000001\.safetensors is no replay file"):
         read(file)
@@ -89,8 +91,8 @@ def test_a_sample_is_told_with_its_own_tokens() -> None:
         (torch.tensor([0]), torch.tensor([-0.1])),
     ]
     told = trained_samples(batch, {17: 0, 3: 1}, seen)
-    assert told[17] == Trained([1, 2, 3], 2, [-1.0], pytest.approx([-0.1]))  # type: ignore[arg-type]
-    assert told[3] == Trained([4, 5, 6, 7], 1, [-2.0, -3.0, -4.0], pytest.approx([-0.2, -0.3, -0.4]))  # type: ignore[arg-type]
+    assert told[17] == TrainedTokens([1, 2, 3], 2, [-1.0], pytest.approx([-0.1]))  # type: ignore[arg-type]
+    assert told[3] == TrainedTokens([4, 5, 6, 7], 1, [-2.0, -3.0, -4.0], pytest.approx([-0.2, -0.3, -0.4]))  # type: ignore[arg-type]
     assert trained_samples(batch, {}, []) == {}
     assert isinstance(samples(False).generated[0].kept, ReplayTokens)
 
@@ -98,7 +100,7 @@ def test_a_sample_is_told_with_its_own_tokens() -> None:
 def test_gaps_of_every_step_are_told(tmp_path: Path) -> None:
     (tmp_path / "replay").mkdir()
     for step, old in ((3, -0.5), (12, -1.25)):
-        trained = {0: Trained([5, 6, 8], 2, [-0.25], [old])}
+        trained = {0: TrainedTokens([5, 6, 8], 2, [-0.25], [old])}
         replay_file(tmp_path, step).write_bytes(pack(replay_of(step, Sampling(), samples(False), trained)))
     replay_file(tmp_path, 4).write_bytes(b"")
     (tmp_path / "replay" / "step-copy.safetensors").touch()  # a user's own

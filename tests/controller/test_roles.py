@@ -13,7 +13,7 @@ from quintet.controller.engines import Engines
 from quintet.errors import WorkerFailure
 from quintet.models import trained_shape
 from quintet.recipe import schema
-from quintet.rewards.load import RewardResult
+from quintet.rewards.result import RewardResult
 from quintet.rollout import Sampling
 from quintet.train.algorithms import algorithm_of
 from quintet.train.steps import Step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from quintet.cluster.verbs import Asked
@@ -44,7 +45,7 @@ def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
         return {number: told[call.split()[1]](call.split()[0]) for number, call in calls.items()}
 
     replicas.collect_survivors = collect_survivors
-    replicas._policy = Policy()
+    replicas._policy, replicas._speaking = Policy(), threading.Lock()
     replicas.generate({0: [], 1: []}, None, "a", [], lambda: None, _nobody)
     replicas.generate({0: [], 1: []}, None, "b", ["a"], lambda: None, _nobody)
     assert replicas._spares.keys() == {"b"}

@@ -19,6 +19,7 @@ import pytest
 import quintet
 from quintet.controller.finished_groups import FinishedGroups
 from quintet.controller.messages import SampleInfo
+from quintet.controller.rollouts import Generating, Rollouts
 from quintet.controller.samples import Samples
 from quintet.errors import QuintetError, UserError
 from quintet.recipe.schema import Reward
@@ -34,6 +35,7 @@ REWARD = """
 import time
 
 def score(prompt, response, answer):
+    if "made up" in response: return 0.0  # before the start
     with open({log!r}, "a") as log:
         log.write(f"{{time.time()}} {{len(response)}} {{hash(prompt)}}\\n")
     time.sleep({seconds})
@@ -162,7 +164,9 @@ def test_rewards_begin_with_the_first_group_that_is_finished(tmp_path: Path, whe
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_reward_that_fails_ends_what_is_under_way(tmp_path: Path) -> None:
-    (tmp_path / "wrong.py").write_text("def score(prompt, response, answer):\n    raise ValueError('no')\n")
+    (tmp_path / "wrong.py").write_text(
+        "def score(prompt, response, answer):\n    if 'made up' not in response: raise ValueError('no')\n    return 0.0\n"
+    )
     with run(tmp_path, f"reward.function={tmp_path / 'wrong.py'}:score") as s:
         began = time.monotonic()
         with pytest.raises(UserError, match=r"sample \d+, "), s.controller.generating():
@@ -189,7 +193,9 @@ def info(text: str, finish: str = "stop") -> SampleInfo:
 def made(tmp_path: Path) -> Any:
     """Three prompts' groups, and a pool that writes down what it is asked."""
     function = load_reward(rewarded(tmp_path).partition("=")[2])
-    prompts: list[Any] = [SimpleNamespace(text=f"{n}", answer="", source=f"p:{n}") for n in range(5)]
+    prompts: list[Any] = [
+        SimpleNamespace(text=f"{n}", answer="", source=f"p:{n}", row={"n": n}) for n in range(5)
+    ]
     with RewardPool(function, Reward(), tmp_path / "logs", workers=2) as pool:
         yield prompts, pool
 
@@ -207,6 +213,17 @@ def test_results_do_not_depend_on_who_finishes_first(made: Any) -> None:
         assert [group for group, _ in finished.in_order()] == groups
         found.append([r.reward for r in pool.results([one for _, one in finished.in_order() if one])])
     assert found == [[float(3 * n + k) for n, k in itertools.product(range(5), range(2))]] * 3
+
+
+def test_a_reward_gets_the_row_of_its_prompt(made: Any, tmp_path: Path) -> None:
+    prompts, _ = made
+    (tmp_path / "rows.py").write_text("def score(prompt, response, row):\n    return 10 * row['n']\n")
+    with RewardPool(load_reward(f"{tmp_path / 'rows.py'}:score"), Reward(), tmp_path, workers=1) as pool:
+        finished = FinishedGroups(prompts, pool)
+        for number in range(5):
+            finished.add(number, [info("a"), info("b")])
+        rewards = [r.reward for r in pool.results([one for _, one in finished.in_order() if one])]
+    assert rewards == [10.0 * (n // 2) for n in range(10)]
 
 
 def test_a_group_that_comes_again_is_scored_once_unless_it_is_another(made: Any, tmp_path: Path) -> None:
@@ -235,6 +252,38 @@ def test_a_failure_is_told_before_the_last_group_is_there(made: Any, tmp_path: P
             time.sleep(0.02)
         with pytest.raises(UserError, match=r"sample 6, 'x', to p:3: "):
             finished.check()
+
+
+class OneWord:
+    """A group that hears the last word said alone, a moment after it was said: what is said sooner is lost."""
+
+    def __init__(self) -> None:
+        self.word = ""
+        self.heard: list[str] = []
+
+    def interject(self, call: Any, name: str, verb: str, ranks: Any) -> bool:
+        self.word = verb
+        time.sleep(0.2)
+        if self.word == verb:
+            self.heard.append(verb)
+            return True
+        return False  # as at the end of the call
+
+
+@pytest.mark.parametrize("second", ["resume", "abort"])
+def test_what_two_threads_say_at_once_is_heard_word_by_word(second: str) -> None:
+    asked: list[Any] = []
+    alone: Any = type("Alone", (Rollouts,), {"ask": lambda self, verb, phase: lambda: asked.append(phase)})
+    alone.__abstractmethods__ = frozenset()
+    rollouts, group = alone(), OneWord()
+    rollouts._under_way = [Generating(group, None, "call", [0])]  # type: ignore[arg-type]
+    pausing = threading.Thread(target=rollouts.pause)
+    pausing.start()
+    time.sleep(0.05)
+    getattr(rollouts, second)()
+    pausing.join()
+    assert group.heard == ["pause", second]
+    assert not asked, "it pauses what comes after the call"
 
 
 def test_a_verb_is_written_in_five_files_beside_its_callers() -> None:

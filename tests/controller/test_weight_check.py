@@ -14,7 +14,7 @@ from quintet.models.mcore import whole_box
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Rollout
 from quintet.rollout import Fingerprints
-from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer, ShardIndex
+from quintet.sync.rank_fingerprints import INDEX, RankFingerprints, RankIndexer
 from tests.cluster.asked import AskedRanks
 
 SHAPES = {"model.norm.weight": (4,), "model.layers.0.mlp.experts.1.up_proj.weight": (4, 2)}
@@ -23,20 +23,18 @@ BOXES = {name: whole_box(shape) for name, shape in SHAPES.items()}
 
 
 class Ranks:
-    """Ranks that hold these fingerprints. They note who is asked for its index."""
+    """Ranks that hold these fingerprints. They note who tells of what they are."""
 
     def __init__(self, held: list[tuple[Fingerprints, list[str]]], shapes: Any = None) -> None:
         self.held, self.shapes = held, shapes
         self.indexers = [RankIndexer() for _ in held]
-        self.asked: list[int] = []
+        self.told: list[int] = []
 
     def fingerprints(self) -> list[RankFingerprints]:
         each = zip(self.indexers, self.held, strict=True)
-        return [one.tell(prints, self.shapes, names) for one, (prints, names) in each]
-
-    def shard_indexes(self, ranks: list[int]) -> list[ShardIndex]:
-        self.asked += ranks
-        return [self.indexers[rank].index for rank in ranks]
+        found = [one.tell(prints, self.shapes, names) for one, (prints, names) in each]
+        self.told += [rank for rank, one in enumerate(found) if one.parts]
+        return found
 
 
 class Policy(AskedRanks):
@@ -56,9 +54,9 @@ class Policy(AskedRanks):
 
     def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> Any:
         if name == "fingerprints":
-            return self.ranks.fingerprints()[rank]
-        if name == "shard_index":
-            return self.ranks.shard_indexes([rank])[0]
+            if rank == 0:
+                self.vectors = self.ranks.fingerprints()
+            return self.vectors[rank]
         if name == "masters":
             return self.master
         if name == "parameter_type":
@@ -67,24 +65,13 @@ class Policy(AskedRanks):
 
 
 class Held:
-    """Copies of a rollout. dies: one that does while it is asked what its fingerprints are of."""
+    """Copies of a rollout."""
 
-    def __init__(self, copies: dict[str, list[tuple[Fingerprints, list[str]]]], dies: str = "") -> None:
+    def __init__(self, copies: dict[str, list[tuple[Fingerprints, list[str]]]]) -> None:
         self.copies = {name: Ranks(held) for name, held in copies.items()}
-        self.dies = dies
 
     def fingerprints(self, beside: Any) -> dict[str, list[RankFingerprints]]:
         return {name: ranks.fingerprints() for name, ranks in self.copies.items()}
-
-    def shard_indexes(self, wanted: Any) -> dict[str, list[ShardIndex]]:
-        return {
-            name: self.copies[name].shard_indexes(ranks)
-            for name, ranks in wanted.items()
-            if name != self.dies
-        }
-
-    def asked(self) -> dict[str, list[int]]:
-        return {name: ranks.asked for name, ranks in self.copies.items()}
 
 
 def proof(policy: Policy, said: list[str], **rollout: Any) -> Proof:
@@ -93,9 +80,9 @@ def proof(policy: Policy, said: list[str], **rollout: Any) -> Proof:
     return Proof(group, Recipe(rollout=Rollout(**rollout)), shape, said.append)
 
 
-def of(one: Proof, copies: dict[str, Any], **how: Any) -> float | None:
+def of(one: Proof, copies: dict[str, Any]) -> float | None:
     """Prove, and tell whether masters changed alone; None where that is not told."""
-    return one.of(Held(copies, **how)).get("sync/masters_alone")
+    return one.of(Held(copies).fingerprints).get("sync/masters_alone")
 
 
 def test_what_differs_ends_the_run_by_name_whichever_copy_it_is() -> None:
@@ -167,7 +154,7 @@ def test_without_proofs_nothing_is_asked_for() -> None:
     one = proof(policy, [], sync_proof=False)
     one.changed()
     assert not one.asked
-    assert one.of(Held({"rollout-0": [({}, [])]})) == {}
+    assert one.of(Held({"rollout-0": [({}, [])]}).fingerprints) == {}
     assert policy.called == []
 
 
@@ -175,42 +162,48 @@ def test_parts_are_told_once_and_anew_only_where_they_have_changed() -> None:
     policy = Policy()
     one = proof(policy, [])
 
-    def proved(*copies: Fingerprints, dies: str = "") -> tuple[list[int], dict[str, list[int]]]:
-        policy.ranks.asked = []
-        held = Held({f"rollout-{n}": [(dict(prints), [])] for n, prints in enumerate(copies)}, dies)
-        one.of(held)
-        return policy.ranks.asked, held.asked()
+    held = Held({"rollout-0": [(dict(policy.prints), [])]})
+
+    def proved(first: Fingerprints, *, anew: bool = False) -> tuple[list[int], list[int]]:
+        """Who of the trainer and of the rollout told of its parts."""
+        nonlocal held
+        held = Held({"rollout-0": [({}, [])]}) if anew else held
+        ours, theirs = policy.ranks, held.copies["rollout-0"]
+        ours.told, theirs.told, theirs.held = [], [], [(dict(first), [])]
+        one.of(held.fingerprints)
+        return ours.told, theirs.told
 
     same = policy.prints
-    assert proved(same, same, dies="rollout-0") == ([0], {"rollout-0": [], "rollout-1": [0]})
+    assert proved(same) == ([0, 1], [0])
     for _ in range(2):
-        assert proved(same, same) == ([], {"rollout-0": [], "rollout-1": []})
         same[NORM, BOXES[NORM]] += 1
-    # A copy that was made anew is cut elsewhere.
+        assert proved(same) == ([], [])
+    # It is cut elsewhere.
     halves = {(NORM, ((0, 2),)): 3, (NORM, ((2, 4),)): same[NORM, BOXES[NORM]] - 3} | {
         key: value for key, value in same.items() if key[0] != NORM
     }
-    assert proved(same, halves) == ([], {"rollout-0": [], "rollout-1": [0]})
-    assert proved(same, same) == ([], {"rollout-0": [], "rollout-1": []})
-    assert proved(same, halves) == ([], {"rollout-0": [], "rollout-1": [0]})  # it was forgotten meanwhile
+    for cut in (halves, same, halves):  # what was forgotten meanwhile is told again
+        assert proved(cut) == ([], [0])
+    assert proved(halves, anew=True) == ([], [0])  # it was made anew
     halves[NORM, ((2, 4),)] += 1
-    with pytest.raises(SyncMismatch, match=rf"rollout-1 does not hold .* {NORM} \(norm\): other values"):
-        proved(same, halves)
+    with pytest.raises(SyncMismatch, match=rf"rollout-0 does not hold .* {NORM} \(norm\): other values"):
+        proved(halves)
     del policy.prints[NORM, BOXES[NORM]]
     policy.ranks.shapes = {EXPERT: SHAPES[EXPERT]}
-    assert proved(same, same) == ([0], {"rollout-0": [0], "rollout-1": []})
+    assert proved(same) == ([0, 1], [0])
     policy.ranks.held[1] = {**same, (EXPERT, BOXES[EXPERT]): 9}, []
     with pytest.raises(SyncMismatch, match="the trainer's ranks hold different copies of"):
         proved(same)
 
 
-def test_a_rank_whose_parts_change_while_it_is_asked_ends_the_run() -> None:
+def test_an_index_that_another_rank_has_told_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+    load = INDEX.load
+    monkeypatch.setattr(INDEX, "load", lambda told, source: (read.append(told), load(told, source))[1])
     policy = Policy()
-    one = proof(policy, [])
-    held = Held({"rollout-0": [(dict(policy.prints), [])]})
-    held.copies["rollout-0"].shard_indexes = lambda ranks: [policy.ranks.indexers[0].index]  # type: ignore[method-assign]
-    with pytest.raises(SyncMismatch, match="holds other parts of the weights than it told fingerprints of"):
-        one.of(held)
+    right = dict(policy.prints)
+    of(proof(policy, []), {f"rollout-{n}": [(right, [])] * 3 for n in range(2)})
+    assert len(read) == 2  # the trainer's, and the rollouts'
 
 
 def test_the_rank_that_parted_from_those_that_tell_the_same_is_named() -> None:

@@ -48,11 +48,16 @@ def whole(ray_cluster: Cluster) -> Iterator[WorkerGroup]:
         yield group
 
 
-def sync_of(policy: WorkerGroup, rollouts: Rollouts, placement: str) -> WeightSync:
-    recipe = schema.Recipe.model_validate(
+@pytest.fixture(scope="module")
+def proof(policy: WorkerGroup) -> Proof:
+    """As long-lived as the ranks: these tell once which parts they hold."""
+    return Proof(policy, recipe_of("separate"), MODELS["tiny"].shape, pytest.fail)
+
+
+def recipe_of(placement: str) -> schema.Recipe:
+    return schema.Recipe.model_validate(
         {"rollout": {"backend": "vllm", "placement": placement, "layout": {"tp": 2}}}
     )
-    return WeightSync(policy, rollouts, recipe, Proof(policy, recipe, MODELS["tiny"].shape, pytest.fail))
 
 
 def told(group: WorkerGroup) -> tuple[int, list[int]]:
@@ -60,11 +65,11 @@ def told(group: WorkerGroup) -> tuple[int, list[int]]:
 
 
 def test_receivers_are_asked_once_more_when_they_know_what_they_need(
-    policy: WorkerGroup, cut: WorkerGroup, whole: WorkerGroup
+    policy: WorkerGroup, cut: WorkerGroup, whole: WorkerGroup, proof: Proof
 ) -> None:
     """Before the first sync and before the second; planned for anew only where that changes anything."""
     rollouts = Rollouts(cut, whole)
-    sync = sync_of(policy, rollouts, "colocated")
+    sync = WeightSync(policy, rollouts, recipe_of("colocated"), proof)
     sync.bring()
     assert policy.all(Serving.planned)() == [1, 1]
     assert (told(cut), told(whole)) == ((1, [EVERYTHING] * 2), (1, [EVERYTHING]))
@@ -82,10 +87,10 @@ def test_receivers_are_asked_once_more_when_they_know_what_they_need(
 
 
 def test_separate_devices_get_parts_as_well(
-    policy: WorkerGroup, cut: WorkerGroup, whole: WorkerGroup
+    policy: WorkerGroup, cut: WorkerGroup, whole: WorkerGroup, proof: Proof
 ) -> None:
     rollouts = Rollouts(cut, whole)
-    sync = sync_of(policy, rollouts, "separate")
+    sync = WeightSync(policy, rollouts, recipe_of("separate"), proof)
     for _ in range(2):
         sync.bring()
         assert all(0.5 * EVERYTHING <= got < 0.8 * EVERYTHING for got in told(cut)[1])

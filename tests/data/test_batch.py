@@ -223,3 +223,14 @@ def test_nothing_is_per_sample() -> None:
     assert best_ms(lambda: concat(parts)) < 10
     assert best_ms(lambda: pickle.dumps(batch)) < 10
     assert best_ms(lambda: pickle.loads(wire)) < 10
+
+
+@pytest.mark.parametrize(("prompt_lengths", "mask"), [([1, 0], None), ([1, 1], [[0.0, 1.0], [0.5, 1.0]])])
+def test_a_first_token_cannot_be_trained(prompt_lengths: list[int], mask: list[list[float]] | None) -> None:
+    fields = {} if mask is None else {"loss_mask": mask}
+    with pytest.raises(ValueError, match="sample 1: its first token has loss_mask"):
+        make_batch([[5, 6], [7, 8]], prompt_lengths, **fields)
+
+
+def test_a_sample_without_tokens_has_no_first_token() -> None:
+    assert lengths(make_batch([[5, 6], []], [1, 0])) == [2, 0]

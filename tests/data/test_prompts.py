@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quintet.data.prompts import PromptSet, alphabet_of, load_prompts
+from quintet.data.prompts import PromptSet, alphabet_of, load_prompts, make_prompts
 from quintet.data.stream import PromptStream
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.errors import UserError
@@ -42,14 +42,17 @@ def test_formats_give_the_same_prompts(tmp_path: Path, tokenizer: Any) -> None:
     dataset.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": dataset, "test": dataset.select([3])}).save_to_disk(tmp_path / "splits")
     jsonl(tmp_path / "rows.jsonl", ROWS)
+    dataset.to_csv(tmp_path / "rows.csv")
 
-    loaded = [load(tmp_path / n, tokenizer) for n in ("rows.jsonl", "rows.parquet", "one", "splits")]
+    kinds = ("rows.jsonl", "rows.parquet", "one", "splits", "rows.csv")
+    loaded = [load(tmp_path / n, tokenizer) for n in kinds]
     for prompts in loaded:
         assert [(p.id, p.text, p.answer, p.response) for p in prompts] == [
             (i, row["prompt"], row["answer"], row["response"]) for i, row in enumerate(ROWS)
         ]
     assert loaded[0][16].source == f"{tmp_path / 'rows.jsonl'}:17"
     assert loaded[1][16].source == f"{tmp_path / 'rows.parquet'}:row 17"
+    assert loaded[4][16].source == f"{tmp_path / 'rows.csv'}:18"
     data = Data(eval_path=str(tmp_path / "splits"))
     assert [p.answer for p in load_prompts(data, "eval", tokenizer, seed=0)] == ["4"]
 
@@ -142,12 +145,12 @@ def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
 
     (tmp_path / "empty.jsonl").write_text("\n \n")
     (tmp_path / "fake.parquet").write_text("x")
-    (tmp_path / "rows.csv").write_text("x")
+    (tmp_path / "rows.txt").write_text("x")
     (tmp_path / "directory").mkdir()
     good = jsonl(tmp_path / "good.jsonl", ROWS)
     refused(tmp_path / "empty.jsonl", r"data\.train_path: .*empty\.jsonl is empty")
     refused(tmp_path / "fake.parquet", r"fake\.parquet: not a readable parquet file")
-    refused(tmp_path / "rows.csv", r"neither a \.jsonl nor a \.parquet")
+    refused(tmp_path / "rows.txt", r"neither a \.jsonl nor a \.parquet nor a \.csv file")
     refused(tmp_path / "missing.jsonl", r"data\.train_path: there is no file .*missing\.jsonl")
     refused("missing.jsonl", r"data\.train_path: there is no file missing\.jsonl")
     refused("prompts/missing.jsonl", "there is no file prompts/missing.jsonl")
@@ -158,6 +161,84 @@ def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
         load_prompts(Data(train_path=str(good)), "eval", tokenizer, seed=0)
     with pytest.raises(UserError, match="the built-in task 'addition' reads no files"):
         load(good, tokenizer, task="addition")
+
+
+def test_held_out_columns_have_names_of_their_own(tmp_path: Path, tokenizer: Any) -> None:
+    rows = jsonl(tmp_path / "held_out.jsonl", [{"problem": "1+1?", "solution": 2}])
+    named = {"eval_prompt_key": "problem", "eval_answer_key": "solution"}
+    data = Data(train_path=str(jsonl(tmp_path / "a.jsonl", ROWS)), eval_path=str(rows), **named)
+    (prompt,) = load_prompts(data, "eval", tokenizer, seed=0)
+    assert (prompt.text, prompt.answer) == ("1+1?", "2")
+    assert load_prompts(data, "train", tokenizer, seed=0)[3].answer == "4"
+    (prompt,) = load_prompts(data.model_copy(update={"eval_answer_key": ""}), "eval", tokenizer, seed=0)
+    assert prompt.answer == ""
+    with pytest.raises(
+        UserError, match=r"no column 'prompt'; .*Name the right one with data\.eval_prompt_key"
+    ):
+        load_prompts(Data(eval_path=str(rows)), "eval", tokenizer, seed=0)
+    rows = jsonl(tmp_path / "worked.jsonl", [{"q": "1+1?", "a": "so #### 2"}])
+    data = Data(task="gsm8k", eval_path=str(rows), eval_prompt_key="q", eval_answer_key="a")
+    (prompt,) = load_prompts(data, "eval", tokenizer, seed=0)
+    assert prompt.answer == "2"
+
+
+def test_sft_has_a_file_of_its_own(tmp_path: Path) -> None:
+    rows = jsonl(tmp_path / "worked.jsonl", [{"prompt": "1+1=", "response": "two\u00e9"}])
+    tokenizer = build_char_tokenizer(alphabet_of(Data(sft_path=str(rows))), tmp_path / "tokenizer")
+    for task in ("addition", "jsonl", "gsm8k"):
+        data = Data(task=task, sft_path=str(rows), prompt_key="prompt")
+        assert set("two\u00e9") <= set(alphabet_of(data))
+        (prompt,) = load_prompts(data, "sft", tokenizer, seed=0, needs=["response"])
+        assert (prompt.text, prompt.response, prompt.answer) == ("1+1=", "two\u00e9", "")
+    with pytest.raises(UserError, match="no column 'response'"):
+        load_prompts(
+            Data(sft_path=str(jsonl(rows, [{"prompt": "a"}]))), "sft", tokenizer, seed=0, needs=["response"]
+        )
+
+
+def test_long_prompts_are_refused_dropped_or_cut_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    rows = jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n + "?", "answer": n} for n in (3, 30, 4, 40)])
+    with pytest.raises(
+        UserError, match=r"a\.jsonl:2: the prompt has 31 tokens.* \(1 more .*data.long_prompts=drop"
+    ):
+        load(rows, tokenizer, max_prompt_tokens=5)
+    kept = load(rows, tokenizer, max_prompt_tokens=5, long_prompts="drop")
+    assert [(p.id, p.answer) for p in kept] == [(0, "3"), (2, "4")]
+    (told,) = kept.notes
+    assert told.startswith(
+        f"2 of 4 prompts in {rows} have more than data.max_prompt_tokens=5 tokens and are left out"
+    )
+    cut = load(rows, tokenizer, max_prompt_tokens=5, long_prompts="cut_left")
+    assert [p.text for p in cut] == ["xxx?", "xxxx?", "xxxx?", "xxxx?"]
+    assert all(tokenizer.decode(p.token_ids) == p.text and len(p.token_ids) <= 5 for p in cut)
+    assert "2 of 4 prompts" in cut.notes[0]
+    assert "lose their beginning" in cut.notes[0]
+    assert not load(rows, tokenizer, long_prompts="drop").notes
+    with pytest.raises(UserError, match=r"4 of 4 prompts .* leaves none"):
+        load(rows, tokenizer, max_prompt_tokens=2, long_prompts="drop")
+    data = Data(max_prompt_tokens=5, long_prompts="drop", chat=False)
+    with pytest.raises(
+        UserError, match="prompt 2: the prompt has 6 tokens"
+    ):  # nobody's own prompt disappears
+        make_prompts(["short", "longer"], data, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "prompt,answer\nwhat, then?,2\n",
+            r"a\.csv:2: not as many fields as the header has \(prompt, answer\)",
+        ),
+        ('prompt,answer\n"a\nb",1\nc\n', r"a\.csv:4: not as many fields"),
+        ('prompt,answer\n"a"b,2\n', r"a\.csv:2: not valid csv"),
+        ("prompt,answer\n", "is empty"),
+    ],
+)
+def test_a_malformed_csv_is_named(tmp_path: Path, tokenizer: Any, text: str, said: str) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(UserError, match=said):
+        load(tmp_path / "a.csv", tokenizer)
 
 
 def test_no_answers_on_request(tmp_path: Path, tokenizer: Any) -> None:
@@ -188,7 +269,7 @@ def test_alphabet_covers_the_files(tmp_path: Path) -> None:
     tokenizer = build_char_tokenizer(alphabet_of(data), tmp_path / "tokenizer")
     (prompt,) = load_prompts(data, "train", tokenizer, seed=0)
     assert tokenizer.decode(prompt.token_ids) == prompt.text
-    assert alphabet_of(Data(task="addition")) == "0123456789+="
+    assert set(alphabet_of(Data(task="addition"))) == set("0123456789+=")
 
 
 def test_built_in_task(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ def test_own_responses_are_right_and_in_the_alphabet(name: str, options: dict[st
     for problem in draw_problems(task, "train", 200, seed=1):
         prompt, response, answer = task.prompt(problem), task.response(problem), task.answer(problem)
         assert set(prompt + response) <= set(task.alphabet)
-        assert task.verify(prompt, response, answer) == {"reward": 1.0, "well_formed": 1.0}
+        assert task.verify(prompt, response, answer) == {"reward": 1.0, "correct": True, "well_formed": 1.0}
         assert task.verify(prompt, response + "1", answer)["reward"] == 0.0
-        assert task.verify(prompt, "", answer) == {"reward": 0.0, "well_formed": 0.0}
+        assert task.verify(prompt, "", answer) == {"reward": 0.0, "correct": False, "well_formed": 0.0}
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -85,8 +85,8 @@ def test_addition_options() -> None:
         assert len(problem) == 3
         assert all(10 <= x <= 999 for x in problem)
         assert task.answer(problem) == str(sum(problem))[::-1]
-    assert Addition.verify("1+2=", "abc", "3") == {"reward": 0.0, "well_formed": 0.0}
-    assert Addition.verify("1+2=", "4", "3") == {"reward": 0.0, "well_formed": 1.0}
+    assert Addition.verify("1+2=", "abc", "3") == {"reward": 0.0, "correct": False, "well_formed": 0.0}
+    assert Addition.verify("1+2=", "4", "3") == {"reward": 0.0, "correct": False, "well_formed": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,7 @@ def test_addition_options() -> None:
 def test_countdown_verifier(response: str, reward: float, well_formed: float) -> None:
     assert Countdown.verify("3,5,7:22=", response, "3,5,7:22") == {
         "reward": reward,
+        "correct": reward == 1,
         "well_formed": well_formed,
     }
 
@@ -151,7 +152,7 @@ def test_scratchpad_shows_column_sums_and_is_scored_by_its_answer() -> None:
     assert task.response((964, 494)) == "081514>1458"
     assert task.response((237, 682)) == "091109>0919"
     assert task.answer((983, 969)) == ">1952"
-    assert task.verify("", "000000>1458", ">1458") == {"reward": 1.0, "well_formed": 1.0}
-    assert task.verify("", "081514>1459", ">1458") == {"reward": 0.0, "well_formed": 1.0}
+    assert task.verify("", "000000>1458", ">1458") == {"reward": 1.0, "correct": True, "well_formed": 1.0}
+    assert task.verify("", "081514>1459", ">1458") == {"reward": 0.0, "correct": False, "well_formed": 1.0}
     for malformed in ("1458", "081514>458", "81514>1458", "081514>1458>1458"):
-        assert task.verify("", malformed, ">1458") == {"reward": 0.0, "well_formed": 0.0}
+        assert task.verify("", malformed, ">1458") == {"reward": 0.0, "correct": False, "well_formed": 0.0}

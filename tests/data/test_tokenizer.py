@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintet.data.tokenizer import build_char_tokenizer, check_stops, load_tokenizer
+from quintet.data.tokenizer import _PLAIN, _TAKES_PLAIN, build_char_tokenizer, check_stops, load_tokenizer
 from quintet.errors import UserError
 from quintet.recipe.schema import Model
 
@@ -78,3 +80,38 @@ def test_bad_directories(tmp_path: Path) -> None:
     config_path.write_text(json.dumps(config))
     with pytest.raises(UserError, match="no end-of-sequence token"):
         load_tokenizer(tmp_path / "t")
+
+
+def test_a_plain_tokenizer_is_read_as_the_one_that_takes_any_reads_it(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    build_char_tokenizer(ALPHABET, tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    for model_type in _TAKES_PLAIN:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 99}))
+        for name in _PLAIN:
+            file.write_text(json.dumps(config | {"tokenizer_class": name}))
+            ours, auto = (
+                load_tokenizer(tmp_path),
+                AutoTokenizer.from_pretrained(tmp_path, local_files_only=True),
+            )
+            assert type(ours) is type(auto), (model_type, name)
+            saved = []
+            for tokenizer, to in ((ours, tmp_path / "ours"), (auto, tmp_path / "auto")):
+                tokenizer.save_pretrained(to)
+                saved.append({one.name: one.read_bytes() for one in to.iterdir()})
+            assert saved[0] == saved[1], (model_type, name)
+
+
+def test_a_plain_tokenizer_is_read_without_what_models_are_made_of(tmp_path: Path) -> None:
+    build_char_tokenizer("abc", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    command = (
+        "import sys, quintet.data.tokenizer as t; t.load_tokenizer(sys.argv[1]); "
+        "sys.exit(', '.join(m for m in ('torch', 'sympy', 'accelerate') if m in sys.modules) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", command, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"brought in: {done.stderr}"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quintet.cluster.worker import Place
-from quintet.controller.messages import ReplayTokens, Trained
+from quintet.controller.messages import ReplayTokens, TrainedTokens
 from quintet.controller.replay import Replay, ReplaySample
 from quintet.diagnose.diagnosis import Diagnosis, Evidence, judge
 from quintet.diagnose.find_weights import Weights
@@ -92,7 +92,7 @@ class Bench:
             ReplaySample(
                 "", "", "stop",
                 ReplayTokens(ids, PROMPT, r.tolist(), None if routes is None else routes[at]),
-                Trained(ids, PROMPT, r.tolist(), t.tolist()),
+                TrainedTokens(ids, PROMPT, r.tolist(), t.tolist()),
             )
             for at, (ids, r, t) in enumerate(cut)
         ]  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quintet.cli import main
-from quintet.controller.messages import Trained
+from quintet.controller.messages import TrainedTokens
 from quintet.controller.replay import pack, replay_file, replay_of
 from quintet.diagnose.find_weights import Weights, find_weights
 from quintet.diagnose.mismatch import diagnose
@@ -71,7 +71,7 @@ def test_what_cannot_be_replayed_is_told(tmp_path: Path, capsys: pytest.CaptureF
     directory(tmp_path / "hf" / "step-000006")
     fails("step-000007.safetensors is no replay file")
     fails("step-000003.safetensors is no replay file", 3)
-    kept = replay_of(3, Sampling(), samples(False), {0: Trained([5, 6, 8], 2, [-0.25], [-0.375])})
+    kept = replay_of(3, Sampling(), samples(False), {0: TrainedTokens([5, 6, 8], 2, [-0.25], [-0.375])})
     replay_file(tmp_path, 3).write_bytes(pack(kept))
     said: list[str] = []
     with pytest.raises(UserError, match=r"config\.json"):  # what these weights lack; the samples are there

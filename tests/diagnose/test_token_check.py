@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from quintet.controller.messages import ReplayTokens, Trained
+from quintet.controller.messages import ReplayTokens, TrainedTokens
 from quintet.controller.replay import Replay, ReplaySample
 from quintet.diagnose.token_check import token_faults
 from quintet.rollout import Sampling
@@ -28,12 +28,12 @@ def tokenizer() -> Any:
     )
 
 
-def faults(tokenizer: Any, trained: Trained, sampling: Sampling | None = None, **changed: Any) -> str:
+def faults(tokenizer: Any, trained: TrainedTokens, sampling: Sampling | None = None, **changed: Any) -> str:
     sample = replace(ReplaySample("q", "ab", "stop", MADE, trained), **changed)
     return " ".join(token_faults(Replay(2, 1, sampling or Sampling(), [sample]), tokenizer, special=False))
 
 
-RIGHT = Trained([3, 0, 1, 4], 1, [-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0])
+RIGHT = TrainedTokens([3, 0, 1, 4], 1, [-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0])
 
 
 def test_the_same_tokens_are_no_fault(tokenizer):
@@ -46,7 +46,7 @@ def test_the_same_tokens_are_no_fault(tokenizer):
 @pytest.mark.parametrize(
     ("trained", "says"),
     [
-        (Trained([3, 2, 4], 1, [-1.0, -2.0], [-1.0, -2.0]), "token 1 was generated as 0 ('a') and trained on as 2 ('ab'); what was trained on is its text, tokenized again"),
+        (TrainedTokens([3, 2, 4], 1, [-1.0, -2.0], [-1.0, -2.0]), "token 1 was generated as 0 ('a') and trained on as 2 ('ab'); what was trained on is its text, tokenized again"),
         (replace(RIGHT, ids=[3, 1, 1, 4]), "token 1 was generated as 0 ('a') and trained on as 1 ('b')."),
         (replace(RIGHT, ids=[3, 0, 1]), "token 3 was generated as 4 ('<eos>') and trained on as none"),
         (replace(RIGHT, prompt_tokens=2), "its prompt was 1 tokens, and 2 when it was trained on"),

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -212,7 +213,8 @@ def test_a_worker_is_killed_during_a_save_and_what_goes_on_is_stopped_by_sigterm
     assert said, output
     assert json.loads((Path(said[2]) / "summary.json").read_text())["status"] == "interrupted"
 
-    again = run(*recipe, f"resume={said[2]}")
+    (told,) = re.findall(r"^to go on +quintet (.*)$", output, re.MULTILINE)
+    again = run(*shlex.split(told))
     assert f"going on after rl step {said[1]}, from {said[2]}/checkpoints/step-0000" in again
     same_end(straight, only(tmp_path))
     assert len(json.loads((only(tmp_path) / "summary.json").read_text())["starts"]) == 3

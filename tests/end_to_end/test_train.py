@@ -19,6 +19,7 @@ import pytest
 from quintet.cli import main
 from quintet.controller.replay import pack, read, replay_file
 from quintet.runs.ledger import CLOCK_KEYS, read_jsonl
+from tests.metrics_page import undocumented
 from tests.patience import BUSY
 from tests.train.runs import TINY
 
@@ -30,8 +31,6 @@ DEMO = [
     "train.eval_prompts=8",
     "train.eval_samples_per_prompt=2",
     "sft.steps=4",
-    "sft.optimizer.warmup_steps=1",
-    "optimizer.warmup_steps=1",
     "model.build.layers=2",
     "model.build.hidden_size=64",
 ]
@@ -98,6 +97,52 @@ def test_run_directory_is_complete(resharded):
     assert str(directory / "report.html") in output
 
 
+def test_every_metric_is_on_the_page(resharded):
+    directory, _ = resharded
+    told = {name for stage in ("sft", "rl") for line in metrics(directory, stage) for name in line}
+    assert len(told) > 40
+    assert not undocumented(told)
+
+
+def test_a_run_shorter_than_its_warm_ups_says_so(resharded):
+    _, output = resharded
+    assert "optimizer.warmup_steps=10 is more than the 2 optimizer steps there are; shortened to 2." in output
+    assert (
+        "sft.optimizer.warmup_steps=20 is more than the 4 optimizer steps there are; shortened to 4."
+        in output
+    )
+    assert "Algorithm: grpo, clip_low=0.2" in output
+
+
+@pytest.mark.slow
+def test_dr_grpo_after_a_warm_up_on_a_file_of_its_own(tmp_path):
+    """On rows of other columns for held-out prompts, some of them too long."""
+    train = [{"prompt": f"1{i}+2{j}=", "answer": str(30 + i + j)} for i in range(9) for j in range(9)]
+    held_out = [{"q": row["prompt"], "a": row["answer"]} for row in train[:8]] + [{"q": "1+" * 40, "a": "0"}]
+    worked = [{"prompt": row["prompt"], "response": row["answer"]} for row in train]
+    for name, rows in (("train", train), ("held_out", held_out), ("worked", worked)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [
+        f"data.{side}_path={tmp_path}/{name}.jsonl"
+        for side, name in (("train", "train"), ("eval", "held_out"))
+    ]
+    paths += [f"data.sft_path={tmp_path}/worked.jsonl", "data.eval_prompt_key=q", "data.eval_answer_key=a"]
+    task = [
+        "data.task=jsonl",
+        "data.task_options={}",
+        "data.long_prompts=drop",
+        "reward.function=exact_match",
+    ]
+    output = run("train", *DEMO, *task, *paths, "algorithm.name=dr_grpo", f"run.dir={tmp_path}/runs")
+    assert "aggregation=fixed_length, normalize_by_std=false" in output
+    assert "1 of 9 prompts in" in output
+    directory = run_directory(output)
+    sft, rl = metrics(directory, "sft"), [one for one in metrics(directory, "rl") if "loss" in one]
+    assert [len(sft), len(rl)] == [4, 2]
+    assert sft[-1]["loss"] < sft[0]["loss"]
+    assert not undocumented({name for line in (*sft, *rl) for name in line})
+
+
 def test_steps_are_recorded_in_full(resharded):
     directory, _ = resharded
     steps = [line for line in metrics(directory, "rl") if "loss" in line]
@@ -115,8 +160,15 @@ def test_steps_are_recorded_in_full(resharded):
         for phase in ("generate", "train", "sync"):
             assert 0 < line[f"memory/{phase}_host_gib"] <= 1.05 * line["memory/host_gib"]
         replay = read(replay_file(directory, line["step"]))
-        shown = [one for one in read_jsonl(directory / "samples.jsonl") if one["step"] == line["step"]]
-        assert [s.response for s in replay.samples] == [one["response"] for one in shown]
+        logged = [one for one in read_jsonl(directory / "samples.jsonl") if one["step"] == line["step"]]
+        shown = [one for one in logged if one["kind"] == "train"]
+        assert len({one["prompt"] for one in shown}) == len(shown) == 4
+        assert (replay.samples[0].prompt, replay.samples[0].response) == (
+            shown[0]["prompt"],
+            shown[0]["response"],
+        )
+        held_out = [one["kind"] for one in logged if one["kind"] != "train"]
+        assert held_out == (["eval"] * 4 + ["greedy"] * 4 if line["step"] == 2 else [])
         for sample in replay.samples:
             made, trained = sample.generated, sample.trained
             assert (made.ids, made.prompt_tokens) == (trained.ids, trained.prompt_tokens)
@@ -156,7 +208,7 @@ def test_checkpoint_loads_in_transformers_and_generates_the_same(resharded):
     output, said = process.communicate(timeout=400)
     assert process.returncode == 0, said
     (line,) = [json.loads(x) for x in output.splitlines()]  # nothing but samples on standard output
-    assert "starting 1 ranks" in said
+    assert "starting 1 rank: in" in said
     assert "_symbolic_trace" not in said
     assert not (directory / "generate").exists()
     # Greedy: the sampling distribution is certain of each token, the model is not.
@@ -225,9 +277,14 @@ def test_ctrl_c_leaves_nothing_behind_but_a_readable_run(tmp_path):
     assert len(family) >= 2
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
-    process.communicate(timeout=60 * BUSY)
+    output, _ = process.communicate(timeout=60 * BUSY)
     assert time.monotonic() - began < 5 * BUSY
     assert process.returncode == 130
+    assert "Ctrl-C: the run ends after this step; once more ends it at once" in output
+    assert re.search(
+        r"quintet: stopped after rl step \d+, as Ctrl-C asked; the policy is in \S+/checkpoint, ", output
+    )
+    assert re.search(r"^trained model   \S+/checkpoint$", output, re.MULTILINE)
     _, alive = psutil.wait_procs(family, timeout=3 * BUSY)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
     (directory,) = tmp_path.iterdir()
@@ -235,6 +292,7 @@ def test_ctrl_c_leaves_nothing_behind_but_a_readable_run(tmp_path):
     assert summary["status"] == "interrupted"
     assert summary["steps"] >= 1
     assert (directory / "report.html").exists()
+    assert (directory / "checkpoint" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -273,7 +331,7 @@ def test_a_reward_that_fails_ends_the_run_with_the_sample_or_counts_as_0(
     monkeypatch.chdir(ROOT)
     file = tmp_path / "mine.py"
     file.write_text(
-        "import os\ndef reward(prompt, response, answer):\n    print('at', prompt)\n"
+        "import os\ndef reward(prompt, response, answer):\n    if 'made up' in response: return 0\n    print('at', prompt)\n"
         "    if os.path.exists(mark): os._exit(9)\n"
         "    open(mark, 'w').close()\n    raise ValueError(f'no reward for {response}')\n"
         f"mark = {str(tmp_path / 'mark')!r}\n"

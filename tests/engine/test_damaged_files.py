@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quintet.engine.weights.hf import check_hf, fill_hf
-from quintet.engine.weights.hf_write import HfWriter, Planned
+from quintet.engine.weights.hf_write import Planned, hf_writer
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models import read_shape
@@ -33,7 +33,7 @@ def model(path: Path, dtype: torch.dtype = torch.bfloat16, shard_bytes: int = 1 
     generator = torch.Generator().manual_seed(0)
     tensors = {n: torch.randn(s, generator=generator).to(dtype) for n, s in SHAPES.items()}
     planned = [Planned(name, tuple(one.shape), dtype) for name, one in tensors.items()]
-    with HfWriter(path, planned, shard_bytes) as writer:
+    with hf_writer(path, planned, shard_bytes) as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
         (writer.directory / "config.json").write_text(json.dumps(QWEN3))
@@ -309,7 +309,7 @@ def test_a_part_of_a_tensor_is_checked_with_the_blocks_around_it(tmp_path):
     shapes = shapes_of(config)
     full = torch.randn(rows, columns)
     path, name = tmp_path / "model", "model.embed_tokens.weight"
-    with HfWriter(path, [Planned(n, s, torch.float32) for n, s in shapes.items()]) as writer:
+    with hf_writer(path, [Planned(n, s, torch.float32) for n, s in shapes.items()]) as writer:
         for one, shape in shapes.items():
             writer.add(one, full if one == name else torch.ones(shape))
         (writer.directory / "config.json").write_text(json.dumps(config))

@@ -25,7 +25,7 @@ def steps(path: Path, scales: list[float], restart: bool) -> list[Any]:
     from quintet.models import read_shape
     from quintet.recipe import schema
 
-    optimizer = schema.Optimizer(lr=1e-3)
+    optimizer = schema.CriticOptimizer(lr=1e-3)
     engine = Engine(
         read_shape(path), schema.Layout(), engine=schema.Engine(), optimizer=optimizer, dtype="fp32"
     )
@@ -49,7 +49,7 @@ def test_non_finite_gradients_stop_the_run(pool, tmp_path):
     path = save("qwen3", tmp_path / "model")
     good, bad = pool.run(steps, 1, path, [1e-3, float("nan")], False)[0]
     assert torch.isfinite(good).all()
-    assert "optimizer step 2: the gradient norm is nan" in bad
+    assert "optimizer step 2: the gradient norm is nan. Lower critic.optimizer.lr" in bad
 
 
 def test_a_restarted_optimizer_has_no_memory(pool, tmp_path):

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.compare import compare
 from quintet.engine.weights import fp8
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.models.mcore import whole_box
 from quintet.models.shape import ModelShape, MoeShape
-from quintet.sync.proof import compare
 
 MOE = MoeShape(4, 2, 136, dense_layers=(0,))
 SHAPE = ModelShape("qwen3_moe", 2, 192, 320, 4, 2, 40, 61, 64, False, 1e-6, qk_norm=True, moe=MOE)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quintet.engine.weights.hf import GATHERED_BYTES, check_hf
+from quintet.engine.weights.hf_aux_files import write_companions
 from quintet.engine.weights.hf_write import SHARD_BYTES
 from quintet.errors import UserError
 from quintet.models import read_shape
@@ -154,3 +155,21 @@ def test_unknown_architectures_name_the_known(path):
         UserError, match=r"MambaForCausalLM is not supported; supported are .*Qwen3ForCausalLM"
     ):
         read_shape(path)
+
+
+def test_a_chat_template_takes_the_place_of_any_other(tmp_path):
+    from quintet.data.chat_template import own_template
+    from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
+
+    build_char_tokenizer("abc", tmp_path / "in")
+    (tmp_path / "in" / "chat_template.jinja").unlink()
+    file = tmp_path / "in" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": "another"}))
+    (tmp_path / "out").mkdir()
+    write_companions(tmp_path / "out", tmp_path / "in", {}, "{{ messages }} é")
+    assert load_tokenizer(tmp_path / "out").chat_template == "{{ messages }} é"
+    assert own_template(tmp_path / "out").text == "{{ messages }} é"
+    assert "another" not in (tmp_path / "out" / "tokenizer_config.json").read_text()
+    (tmp_path / "as it was").mkdir()
+    write_companions(tmp_path / "as it was", tmp_path / "in", {})
+    assert own_template(tmp_path / "as it was").text == "another"

@@ -10,7 +10,7 @@ import torch
 
 from quintet.engine.convert import hf_to_mcore, mcore_to_hf
 from quintet.engine.weights.hf import fill_hf
-from quintet.engine.weights.hf_write import HfWriter, Planned
+from quintet.engine.weights.hf_write import Planned, hf_writer
 from quintet.engine.weights.shards import Shard
 from quintet.models import check_weights, read_shape
 from tests.engine.checkpoint.test_memory import MIB, peak_of
@@ -34,7 +34,7 @@ SLACK_MIB = 24  # threads, headers, and what the allocator keeps
 def path(tmp_path_factory) -> Path:
     """250 MB in bf16."""
     path = tmp_path_factory.mktemp("memory") / "model"
-    with HfWriter(path, [Planned(name, shape, torch.bfloat16) for name, shape in SHAPES.items()]) as writer:
+    with hf_writer(path, [Planned(name, shape, torch.bfloat16) for name, shape in SHAPES.items()]) as writer:
         for name, shape in SHAPES.items():
             writer.add(name, torch.randn(shape).to(torch.bfloat16))
         (writer.directory / "config.json").write_text(json.dumps(CONFIG))

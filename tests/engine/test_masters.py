@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.compare import compare
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.engine.weights.master_fingerprint import COLUMNS, master_fingerprint
 from quintet.models.lora import LoraShape, is_adapter
 from quintet.models.mcore import whole_box
-from quintet.sync.proof import compare
 from tests.oracle.reference import save
 
 

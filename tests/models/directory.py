@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import string
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,13 @@ def write_weights(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "
     with file.open("wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         f.truncate(8 + len(text) + end)
+
+
+def write_tokenizer(path: Path) -> None:
+    """Write a character tokenizer of printable ASCII, with its chat template."""
+    from quintet.data.tokenizer import build_char_tokenizer
+
+    build_char_tokenizer(string.printable, path)
 
 
 def write_model(path: Path, config: dict[str, Any] = QWEN3) -> Path:

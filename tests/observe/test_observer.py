@@ -5,17 +5,22 @@ import json
 import re
 import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from quintet.cli import main
 from quintet.errors import UserError
 from quintet.observe import Observer, RunDirectory
 from quintet.observe.numbers import duration, percent, points, scientific, short
 from quintet.recipe import Recipe, load_recipe
 from quintet.recipe.schema import Run
 from quintet.runs.ledger import CLOCK_KEYS, read_jsonl, read_metrics
+from quintet.runs.left_behind import where_to_look
 
 STEP = {
     "reward/mean": 0.25,
@@ -64,6 +69,7 @@ def test_a_finished_run_leaves_everything(observe) -> None:
         "sft_steps": 2,
         "sft_tokens_trained": 20,
     }
+    wanted |= {"eval_is": "accuracy"}
     assert {key: summary[key] for key in wanted} == wanted
     assert set(summary["seconds_by_phase"]) == {"generate", "train"}
     assert summary["seconds_total"] >= sum(summary["seconds_by_phase"].values()) - 0.01
@@ -82,6 +88,103 @@ def test_a_finished_run_leaves_everything(observe) -> None:
         "report.html in a browser",
     ):
         assert said in text
+
+
+def test_a_run_that_ends_before_it_has_done_anything_left_nothing_to_tell_of(observe) -> None:
+    observer, printed = observe(width=1000)
+    with pytest.raises(UserError), observer:
+        raise UserError("no GPU")
+    assert "none" not in printed.getvalue()
+
+
+def test_report_and_summary_are_there_from_the_first_step_on(observe, monkeypatch) -> None:
+    observer, _ = observe()
+    directory = observer.directory
+    with observer:
+        assert not directory.summary.exists()
+        observer.samples(1, [{"prompt": "1+1=", "response": "<2>", "reward": 1.0}])
+        observer.step(1, STEP)
+        summary = json.loads(directory.summary.read_text())
+        assert (summary["status"], summary["steps"], summary["ledger_lines"]) == ("running", 1, 1)
+        report = directory.report.read_text()
+        assert '<span class="badge running">running</span>' in report
+        assert f"as of {summary['written']}" in report
+        assert "&lt;2&gt;" not in report
+        assert '"response": "\\u003c2>"' in report
+        observer.step(2, STEP)
+        assert json.loads(directory.summary.read_text())["steps"] == 1, "too soon after the last one"
+        monkeypatch.setattr(observer, "_report_due", 0.0)
+        observer.evaluation(2, {"accuracy": 0.5})
+        summary = json.loads(directory.summary.read_text())
+        assert (summary["steps"], summary["eval_before"]) == (2, 0.5)
+    assert json.loads(directory.summary.read_text())["status"] == "finished"
+    assert "running" not in directory.report.read_text().split("<section", 1)[0].rsplit("</style>", 1)[1]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from quintet.observe import Observer
+from quintet.recipe.schema import Recipe, Run
+
+observer = Observer(Recipe(run=Run(dir=Path(sys.argv[1]))))
+for step in range(1, 8):
+    with observer.phase("train"):
+        pass
+    observer.samples(step, [{"prompt": "1+1=", "response": str(step)}])
+    observer.step(step, {"loss": 1.0 / step, "tokens_trained": 10}, total=9)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_has_a_report_and_one_made_anew_has_all_of_it(tmp_path, capsys) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.DEVNULL, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    (run_directory,) = tmp_path.iterdir()
+    directory = RunDirectory(run_directory)
+    before = json.loads(directory.summary.read_text())
+    assert (before["status"], before["steps"] >= 1) == ("running", True)
+    assert "<svg" in directory.report.read_text()
+    assert main(["report", str(run_directory)]) == 0
+    told = json.loads(directory.summary.read_text())
+    assert (told["status"], told["steps"], told["tokens_trained"]) == ("unfinished", 7, 70)
+    assert told["seconds_total"] >= before["seconds_total"]
+    report = directory.report.read_text()
+    assert '<span class="badge unfinished">unfinished</span>' in report
+    assert '"response": "7"' in report
+
+
+def test_a_report_that_cannot_be_made_does_not_end_the_run(observe, monkeypatch) -> None:
+    def fail(path: Path) -> Path:
+        raise ZeroDivisionError("an axis without length")
+
+    monkeypatch.setattr("quintet.observe.observer.write_report", fail)
+    observer, printed = observe(width=1000)
+    observer.step(1, STEP)
+    assert (
+        "warning: no report of the run so far: ZeroDivisionError: an axis without length\n"
+        in printed.getvalue()
+    )
+
+
+def test_a_report_is_made_so_seldom_that_it_takes_a_hundredth_of_the_time(observe, monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("quintet.observe.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def write(path: Path) -> None:
+        now[0] += 3.0
+
+    monkeypatch.setattr("quintet.observe.observer.write_report", write)
+    observer, _ = observe()
+    made = []
+    for step in range(1, 1000):
+        before = now[0]
+        observer.step(step, STEP, show=False)
+        made += [step] * (now[0] > before)
+        now[0] += 1.0
+    assert made == [1, 301, 601, 901]
 
 
 def test_only_clock_keys_differ_between_two_equal_runs(observe) -> None:
@@ -128,6 +231,49 @@ def test_what_passes_before_the_first_step_is_not_its_time(observe) -> None:
     assert json.loads(observer.directory.summary.read_text())["seconds_by_phase"]["start"] >= 0.5
 
 
+def evaluated(observe, *metrics: dict[str, float]) -> tuple[dict, str, str]:
+    observer, printed = observe(width=200)
+    with observer:
+        for at, one in enumerate(metrics):
+            observer.step(at + 1, STEP | {"reward/words": 3.0})
+            observer.evaluation(at, one)
+    return (
+        json.loads(observer.directory.summary.read_text()),
+        printed.getvalue(),
+        re.sub("<script>.*?</script>", "", observer.directory.report.read_text(), flags=re.DOTALL),
+    )
+
+
+def test_a_mean_reward_is_never_called_accuracy(observe) -> None:
+    """Rewards of 5 and -1 are no shares: neither percent nor points are theirs."""
+    summary, said, report = evaluated(
+        observe,
+        {"reward": -1.0, "greedy_reward": -1.0, "reward/words": 9.0},
+        {"reward": 2.705, "greedy_reward": 5.0, "reward/words": 12.5},
+    )
+    assert (summary["eval_is"], summary["eval_before"], summary["eval_after"]) == ("reward", -1, 2.705)
+    assert summary["evaluation"]["reward/words"] == {"before": 9.0, "after": 12.5}
+    for text in (said, report.lower()):
+        assert "accuracy" not in text
+        assert "270.5" not in text
+    table = said[said.index("Run finished") :]
+    assert re.search(r"reward, sampled\W+-1\W+2\.71\W+\+3\.7", table)
+    assert re.search(r"reward, greedy\W+-1\W+5\W+\+6", table)
+    assert re.search(r"words\W+9\W+12\.5\W+\+3\.5", table)
+    assert "Held-out reward" in report
+    assert "<h3>words</h3>" in report
+
+
+def test_a_reward_beside_the_accuracy_is_told_where_it_says_more(observe) -> None:
+    both = {"accuracy": 0.25, "greedy": 0.5, "reward": 0.4, "greedy_reward": 0.5}
+    summary, said, report = evaluated(observe, both, both | {"accuracy": 0.5, "reward": 0.75})
+    assert (summary["eval_is"], summary["eval_after"]) == ("accuracy", 0.5)
+    assert re.search(r"accuracy, sampled\W+25\.0%\W+50\.0%\W+\+25\.0", said)
+    assert re.search(r"reward, sampled\W+0\.4\W+0\.75\W+\+0\.35", said)
+    assert "reward, greedy" not in said  # it is the greedy accuracy again
+    assert "Held-out reward" in report
+
+
 @pytest.mark.parametrize(
     ("error", "status"), [(KeyboardInterrupt(), "interrupted"), (RuntimeError("rank 1 died\nmore"), "failed")]
 )
@@ -143,6 +289,17 @@ def test_a_run_cut_short_stays_readable(observe, error: BaseException, status: s
     assert f">{status}</span>" in report
     assert ("rank 1 died" in report) == (status == "failed")
     assert str(observer.directory.path) in printed.getvalue()
+    assert "trained model   none was written\n" in printed.getvalue()
+    assert "nothing to go on from; checkpoint.every_steps=20 would save some\n" in printed.getvalue()
+    observer.directory.checkpoint.mkdir()
+    (observer.directory.hf / "step-000002").mkdir(parents=True)
+    (observer.directory.hf / "step-000002-adapter").mkdir()
+    assert f"trained model   {observer.directory.checkpoint}" in where_to_look(
+        observer.directory, observer.recipe
+    )
+    observer.directory.checkpoint.rmdir()
+    said = f"trained model   none was written; the last export is {observer.directory.hf}/step-000002"
+    assert said in where_to_look(observer.directory, observer.recipe)
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt(), RuntimeError("rank 1 died")])
@@ -237,11 +394,50 @@ def test_progress_bars_share_the_terminal_with_lines(observe) -> None:
     assert "train: 2 steps" in printed.getvalue()
 
 
+def test_bars_call_elapsed_what_is_elapsed_and_left_what_is_left(observe) -> None:
+    observer, printed = observe(force_terminal=True, width=120, color_system=None)
+    with observer.progress.task("train", total=4, unit="steps") as task:
+        bars = observer.progress.bars
+        assert bars is not None
+        for _ in range(2):
+            time.sleep(0.01)
+            task.advance()
+        bars.refresh()
+        with observer.progress.task("start", quiet=True):  # no one knows how much there is
+            bars.refresh()
+    shown = printed.getvalue()
+    assert re.search(r"train .* 2/4 steps 0:00:0\d elapsed 0:00:0\d left", shown)
+    assert not re.search(r"start [^\r\n]*(left|-:--)", shown)
+
+
+def test_the_end_names_the_adapter(observe, tmp_path: Path) -> None:
+    observer, printed = observe()
+    with observer:
+        observer.directory.checkpoint.mkdir()
+        adapter = observer.directory.path / "adapter"
+        adapter.mkdir()
+    assert re.search(rf"adapter +{re.escape(str(adapter))}", printed.getvalue())
+
+
 def test_run_directories_never_collide(recipe: Recipe, tmp_path: Path) -> None:
     assert len({RunDirectory.create(recipe).path for _ in range(3)}) == 3
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"run\.dir: cannot make .*: Not a directory"):
         RunDirectory.create(recipe.model_copy(update={"run": Run(dir=tmp_path / "file")}))
+
+
+def test_a_run_goes_on_with_the_chat_template_it_began_with(recipe: Recipe) -> None:
+    from quintet.engine.convert.to_hf import _template_of_run
+
+    directory = RunDirectory.create(recipe)
+    assert _template_of_run(directory.checkpoints / "step-000001" / "policy") is None
+    for _ in range(2):
+        directory.keep_chat_template("{{ messages }}")
+    with pytest.raises(
+        UserError, match=r"model\.chat_template: it is not what the run began with.*resume=null"
+    ):
+        directory.keep_chat_template("{{ messages[0] }}")
+    assert _template_of_run(directory.checkpoints / "step-000001" / "policy") == "{{ messages }}"
 
 
 @pytest.mark.parametrize(
@@ -309,3 +505,50 @@ def test_a_disk_that_takes_no_more_records_ends_the_run_or_does_not(recipe, obse
     if on_error == "continue":
         assert printed.getvalue().count("warning: ") == 1
         assert json.loads(observer.directory.summary.read_text())["records_left_out"] == 4
+
+
+def idle_run(observe, shares: list[float], reward: float = 0.0) -> tuple[dict, str, str]:
+    observer, printed = observe(width=1000)
+    with observer:
+        observer.evaluation(0, {"accuracy": 0.0, "greedy": 0.0})
+        for number, share in enumerate(shares, start=1):
+            told = {"reward/mean": reward, "reward/std": 0.0, "frac_groups_zero_std": share}
+            observer.step(number, STEP | told, total=len(shares))
+        observer.evaluation(len(shares), {"accuracy": 0.0, "greedy": 0.0})
+    return (
+        json.loads(observer.directory.summary.read_text()),
+        printed.getvalue(),
+        observer.directory.report.read_text(),
+    )
+
+
+def test_a_run_that_learnt_nothing_says_so(observe) -> None:
+    summary, said, report = idle_run(observe, [1.0] * 11)
+    assert said.count("warning: 5 steps in a row without signal: every response got the reward 0.") == 1
+    said_last = said[said.index("Run finished") :]
+    for text in (summary["nothing_learnt"], said_last, report):
+        assert "Nothing was learnt from rewards: in every step every response got the reward 0" in text
+        assert "rollout.temperature" in text
+    assert re.search(r"^ *rl +reward +no signal", said, re.MULTILINE)
+    assert re.search(r"^ *1/11 +0\.000 +100\.0%", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize("shares", [[1.0] * 4 + [0.5] + [1.0] * 4, [0.75], [None] * 6])
+def test_a_step_with_a_signal_is_something(observe, shares: list[float]) -> None:
+    summary, said, report = idle_run(observe, shares)
+    assert "nothing_learnt" not in summary
+    for text in (said, report):
+        assert "othing was learnt" not in text
+        assert "steps in a row" not in text
+
+
+def test_no_change_is_neither_green_nor_red(observe) -> None:
+    observer, printed = observe(force_terminal=True, width=120, color_system="standard")
+    with observer:
+        observer.step(1, STEP)
+        for at, one in enumerate((0.25, 0.25004)):
+            observer.evaluation(at, {"accuracy": one, "greedy": one})
+    (row,) = [line for line in printed.getvalue().splitlines() if "accuracy, sampled" in line]
+    assert "+0.0" in row
+    assert "\x1b[32m" not in row
+    assert 'class="up"' not in observer.directory.report.read_text()

@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quintet.observe import write_report
+from quintet.errors import UserError
+from quintet.observe.report import figures, make_anew, write_report
 from quintet.observe.report.svg import MOST_POINTS, Plot, Series, _thin, render, running_mean
 from quintet.recipe import Recipe, dump_resolved
 from quintet.recipe.schema import Sft, SftOptimizer
@@ -110,6 +112,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     ):
         assert said in text
     assert "<script>alert" not in html
+    assert [one["prompt"] for one in samples_of(html)] == ["<script>alert(1)</script>"]
     assert re.findall(r'class="set">([^<]*)<', html) == ["    warmup_steps: 7"]
 
 
@@ -121,6 +124,86 @@ def test_a_run_cut_off_early_with_nothing_but_its_ledger(tmp_path: Path, lines: 
     (tmp_path / "summary.json").write_text('{"status": "fin')
     (tmp_path / "recipe.yaml").write_text("run: [")
     assert "unfinished" in check(write_report(tmp_path))
+
+
+def samples_of(html: str) -> list[dict]:
+    """The samples that a page shows, each with its prompt."""
+    found = re.search(r'<script type="application/json" id="samples-data">(.*?)</script>', html)
+    assert found
+    data = json.loads(found[1])
+    return [one | {"prompt": data["prompts"][one["prompt"]]} for one in data["samples"]]
+
+
+def test_all_samples_are_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {
+            "step": step,
+            "kind": kind,
+            "prompt": f"{n}+1=",
+            "response": "</script><!--\u2028" * 3,
+            "reward": 0.5,
+            "correct": right,
+        }
+        for step in range(100)
+        for kind, n, right in (("train", step, None), ("eval", 0, True), ("greedy", 0, False))
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    check(tmp_path / "report.html")
+    bare = [{key: value for key, value in row.items() if value is not None} for row in rows]
+    assert samples_of(page) == bare
+    assert page.count('"0+1="') == 1, "a prompt that comes again is in the page once"
+
+    monkeypatch.setattr("quintet.observe.report.samples.MOST_CHARACTERS", 30_000)
+    write_report(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "in this page, of 300 in samples.jsonl" in page
+    steps = [one["step"] for one in samples_of(page)]
+    assert steps[-1] == 99, "the last step's stay"
+    assert {steps.count(step) for step in steps} == {3}
+    assert len({b - a for a, b in pairwise(sorted(set(steps)))}) == 1
+
+
+def test_what_a_killed_run_left_is_told_anew(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(dump_resolved(Recipe()))
+    first = {"stage": "rl", "step": 0, "eval/accuracy": 0.25, "seconds/evaluate": 1.0}
+    ledger(tmp_path, [first, *(step(number, loss=1.0) for number in (1, 2, 3))])
+    summary = {
+        "status": "running",
+        "ledger_lines": 2,
+        "seconds_total": 10.0,
+        "seconds_by_phase": {"train": 0.4, "start": 8.0},
+    }
+    (tmp_path / "summary.json").write_text(json.dumps(summary | {"failed_saves": 1}))
+    assert make_anew(tmp_path) == tmp_path / "report.html"
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert (told["status"], told["steps"], told["eval_before"], told["failed_saves"]) == (
+        "unfinished",
+        3,
+        0.25,
+        1,
+    )
+    assert told["seconds_total"] == pytest.approx(11.0)
+    assert told["seconds_by_phase"] == pytest.approx({"train": 1.2, "start": 8.0})
+    assert "unfinished" in check(tmp_path / "report.html")
+    make_anew(tmp_path)
+    again = json.loads((tmp_path / "summary.json").read_text())
+    assert again | {"written": ""} == told | {"written": ""}, "once more comes to the same"
+
+
+def test_what_is_no_run_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is no run directory: there is no recipe\.yaml in it"):
+        make_anew(tmp_path)
+
+
+def test_what_is_explained_is_a_figure() -> None:
+    script = Path(figures.__file__).with_name("hover.js").read_text()
+    explained = set(re.findall(r'^  "([^"]+)": "', script, re.MULTILINE))
+    keys = dict.fromkeys(re.findall(r'"([\w/]+)"', Path(figures.__file__).read_text()), 1.0)
+    lines = [{"stage": "rl", "step": n, **keys, "eval/reward": n} for n in (1, 2)]
+    assert explained - {plot.title for plot in figures.main_plots(lines)} == set()
+    assert len(explained) > 9
 
 
 def test_an_empty_directory(tmp_path: Path) -> None:
@@ -173,3 +256,4 @@ def test_thinning_keeps_spikes() -> None:
 
 def test_running_mean_is_centred_and_skips_gaps() -> None:
     assert running_mean([0.0, 3.0, None, 6.0], 3) == [1.5, 1.5, 4.5, 6.0]
+    assert running_mean([0.0, 3.0, None, 6.0], 3, 2) == [1.5, 4.5]

@@ -42,19 +42,19 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
         ["rollout.restart=true needs a rollout in processes of its own"],
     ),
     (
-        "sleep_level_is_read",
+        "keys_are_read",
         ["rollout.sleep_level=1", *SEPARATE],
         ["rollout.sleep_level=1 is not read by a separate rollout, which keeps its weights"],
     ),
     (
-        "sleep_level_is_read",
+        "keys_are_read",
         ["rollout.sleep_level=1"],
         ["rollout.sleep_level=1 is not read by a rollout on the engine's own parameters"],
     ),
     (
-        "sleep_level_is_read",
+        "keys_are_read",
         ["rollout.sleep_level=1", "rollout.own_processes=true", "lora.rank=4"],
-        ["what a rollout does that gets adapters alone in any case"],
+        ["by a rollout that gets adapters alone in any case"],
     ),
     (
         "adapters_travel_as_asked",
@@ -95,18 +95,18 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
         ["vLLM's adapters are tried with the families llama, qwen2, qwen3, and this model is of"],
     ),
     (
-        "sync_keys_are_read",
+        "keys_are_read",
         ["rollout.bucket_mib=64"],
         ["rollout.bucket_mib=64 is not read by", "nothing travels"],
     ),
-    ("sync_keys_are_read", ["rollout.sync_proof=false"], ["rollout.sync_proof=false is not read by"]),
+    ("keys_are_read", ["rollout.sync_proof=false"], ["rollout.sync_proof=false is not read by"]),
     (
-        "sync_keys_are_read",
+        "keys_are_read",
         ["rollout.probe_tolerance=0.1", "rollout.own_processes=true"],
         ["rollout.probe_tolerance=0.1 is not read by the native rollout"],
     ),
     (
-        "sync_keys_are_read",
+        "keys_are_read",
         ["rollout.probe_tolerance=0.1", "rollout.backend=vllm", "rollout.sync_proof=false"],
         ["rollout.probe_tolerance=0.1 is not read with rollout.sync_proof=false"],
     ),
@@ -120,16 +120,20 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
         ["rollout.temperature=0", "rollout.top_k=5", "rollout.min_p=0.1"],
         [
             "rollout.top_k=5 is not read with rollout.temperature=0",
-            "set rollout.top_k=0, or a temperature",
+            "which takes the likeliest token",
             "rollout.min_p=0.1 is not read",
         ],
     ),
-    ("native_reads_its_keys", ["rollout.mode=server"], ["rollout.mode=server is of vllm"]),
-    ("native_reads_its_keys", ["rollout.quantization=fp8"], ["native generates in the type that trains"]),
     (
-        "native_reads_its_keys",
+        "keys_are_read",
+        ["rollout.mode=server"],
+        ["rollout.mode=server is not read by the native rollout, but by vllm"],
+    ),
+    ("keys_are_read", ["rollout.quantization=fp8"], ["but by vllm"]),
+    (
+        "keys_are_read",
         ["rollout.memory_fraction=0.7"],
-        ["rollout.memory_fraction=0.7 is of vllm and"],
+        ["but by vllm and sglang"],
     ),
     ("routes_need_experts", ["@dense", "rollout.return_routes=true"], ["the model has no experts"]),
     (

@@ -9,7 +9,8 @@ import pytest
 
 from quintet.errors import UserError
 from quintet.recipe import dump_resolved, load_recipe
-from quintet.recipe.keys import OTHER_NAMES, all_keys, expected, leaf_keys, nearest_key
+from quintet.recipe.elsewhere import DOTTED, WORDS
+from quintet.recipe.keys import all_keys, expected, leaf_keys, nearest_key
 from quintet.recipe.schema import Recipe, Sft
 
 
@@ -69,6 +70,16 @@ def test_an_empty_section_is_its_defaults(load) -> None:
     [
         (["train.stpes=1"], ['override "train.stpes=1"', "unknown key train.stpes", "train.steps"]),
         (["lr=1"], ["unknown key lr", "optimizer.lr"]),
+        (["trian.steps=1"], ['override "trian.steps=1": unknown key trian.steps', "train.steps"]),
+        (["no={such: {place: 1}}"], ['override "no={such: {place: 1}}": unknown key no.such.place']),
+        (["rollout.n=8"], ["unknown key rollout.n; in quintet it is rollout.samples_per_prompt"]),
+        (["actor_rollout_ref.rollout.n=8"], ["rollout.n; in quintet it is rollout.samples_per_prompt"]),
+        (["actor.optim.lr=1e-6"], ['override "actor.optim.lr=1e-6"', "in quintet it is optimizer.lr"]),
+        (["critic.optim.lr=1e-6"], ["in quintet it is critic.optimizer.lr"]),
+        (["num_generations=8"], ["rollout.samples_per_prompt"]),
+        (["max_completion_length=8"], ["rollout.max_response_tokens"]),
+        (["per_device_train_batch_size=8"], ["train.prompts_per_step"]),
+        (["beta=0.1"], ["algorithm.kl_coef"]),
         (["optimizer.learning_rate=1"], ["optimizer.lr"]),
         (["layout.tensor_parallel_size=2"], ["layout.tp"]),
         (["model.build.layer=1"], ["unknown key model.build.layer", "model.build.layers"]),
@@ -108,6 +119,45 @@ def test_an_unknown_key_in_the_file_names_file_line_and_nearest_key(refuse) -> N
     message = refuse(text="model:\n  build:\n    layers: 2\n    hiden_size: 64\ndata:\n  task: addition\n")
     assert "r.yaml:4: unknown key model.build.hiden_size" in message
     assert "the nearest valid key is model.build.hidden_size" in message
+
+
+def test_another_trainers_sections_are_told_key_by_key(refuse) -> None:
+    """A section that no one knows is told once; one in another trainer's words by what each key is called here."""
+    message = refuse(
+        text="actor:\n  optim:\n    lr: 1e-6\n  grad_clip: 1.0\ntrian:\n  steps: 2\n  prompts: 3\n"
+    )
+    for part in (
+        "has 3 problems",
+        "r.yaml:3: unknown key actor.optim.lr; in quintet it is optimizer.lr",
+        "r.yaml:4: unknown key actor.grad_clip; in quintet it is optimizer.clip_grad_norm",
+        "r.yaml:5: unknown key trian; the nearest valid key is train (keys at the top",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("written", "template"),
+    [
+        ("{{ messages[0].content }}", "{{ messages[0].content }}"),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }} # {% endfor %}",
+            "{% for m in messages %}{{ m.role }}: {{ m.content }} # {% endfor %}",
+        ),
+        ("[INST] {{ messages[0].content }}", "[INST] {{ messages[0].content }}"),
+        ("'{{ 1 }}'", "{{ 1 }}"),
+        ('"{{ 1 }}\\n"', "{{ 1 }}\n"),
+    ],
+)
+def test_jinja_on_the_command_line_is_text(load, written: str, template: str) -> None:
+    assert load(f"model.chat_template={written}").model.chat_template == template
+
+
+@pytest.mark.parametrize("text", ["{{ messages }}", "{% for m in messages %}"])
+def test_jinja_that_yaml_cannot_read_is_told_where_to_stand(refuse, text: str) -> None:
+    message = refuse(text=f"model:\n  build: {{}}\n  chat_template: {text}\n")
+    assert message.startswith(message.split(":")[0])
+    assert "r.yaml:3: " in message
+    assert "Jinja, stands in quotes or indented below a |" in message
 
 
 def test_all_problems_are_told_at_once(refuse) -> None:
@@ -153,8 +203,12 @@ def test_home_is_expanded(load) -> None:
 
 
 def test_hints_for_other_names_are_keys() -> None:
-    assert set(OTHER_NAMES.values()) <= set(leaf_keys())
-    assert not set(OTHER_NAMES) & {key.rpartition(".")[2] for key in leaf_keys()}
+    for hint in {*WORDS.values(), *DOTTED.values()}:
+        key, equals, value = hint.partition("=")
+        assert key in leaf_keys(), hint
+        assert not equals or value in (expected(leaf_keys()[key])), hint
+    assert not set(WORDS) & {key.rpartition(".")[2] for key in leaf_keys()}
+    assert not set(DOTTED) & set(all_keys())
 
 
 @pytest.mark.parametrize("key", sorted(leaf_keys()))

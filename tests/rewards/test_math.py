@@ -93,5 +93,5 @@ def test_a_dead_child_is_replaced_and_none_is_left() -> None:
 def test_exact_match_and_length() -> None:
     assert exact_match("", " a b\n", "a b") == 1.0
     assert exact_match("", "a  b", "a b") == 0.0
-    assert length("", "x" * 100, "") == 0.5
-    assert length("", "x", "") > length("", "xx", "")
+    assert length("", "x" * 100) == 0.5
+    assert length("", "x") > length("", "xx")

@@ -18,8 +18,9 @@ import pytest
 
 from quintet.errors import UserError
 from quintet.recipe.schema import Reward
-from quintet.rewards.load import RewardResult, load_reward
+from quintet.rewards.load import load_reward
 from quintet.rewards.pool import RewardPool, Unscored
+from quintet.rewards.result import RewardResult
 from tests.patience import BUSY
 
 Make = Callable[..., RewardPool]
@@ -117,6 +118,14 @@ def test_text_travels_as_it_is(make: Make) -> None:
     ]
 
 
+def test_what_a_function_says_travels_whole(make: Make) -> None:
+    """Whether a response is correct, and numbers of any name."""
+    body = "def reward(p, response, a):\n    return {'reward': -0.5, 'correct': response == 'x', 'words': 3}"
+    pool = make(body)
+    assert score(pool, "x", "y") == [RewardResult(-0.5, {"words": 3.0}, one) for one in (True, False)]
+    assert score(make("length"), "x")[0].correct is None
+
+
 def test_the_first_group_is_scored_before_the_last_is_submitted(make: Make) -> None:
     pool = make(SLOW_IF_ASKED)
     first = pool.submit(texts("1", "2"))
@@ -128,7 +137,7 @@ def test_the_first_group_is_scored_before_the_last_is_submitted(make: Make) -> N
 @pytest.mark.parametrize(
     ("response", "said"),
     [
-        ("raise", r"reward \S+/mine\.py:reward raised ValueError: no good\n  prompt:   'my prompt'"),
+        ("raise", r"reward \S+/mine\.py:reward \(\S+:\d+\) raised ValueError: no good\n  prompt:   'my prompt'"),
         ("nan", r"returned nan; expected a finite number"),
         ("kill", r"lost its process, killed by SIGKILL \(as for want of memory\); what it printed is in \S+/reward-0\.log"),
         ("_exit", r"ended its process with code 7; what it printed is in \S+/reward-0\.log"),

@@ -10,11 +10,12 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.compare import compare
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import whole_box
 from quintet.rollout import Piece, Request, Sampling
-from quintet.sync.proof import compare, mismatch
+from quintet.sync.proof import mismatch
 from tests.oracle.models import save
 from tests.rollout.native_ranks import (
     LAYOUTS,

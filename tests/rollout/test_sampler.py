@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quintet.rollout import Sampling
-from quintet.rollout.native.sampler import draw, exponential_noise, keep_mask
+from quintet.rollout.native.sampler import draw, keep_mask
 from quintet.rollout.seeds import sample_seeds
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
@@ -36,17 +36,6 @@ def test_frequencies_match_the_reported_probabilities(sampling):
     torch.testing.assert_close(raw, LOGITS.log_softmax(0)[tokens])
 
 
-def test_noise_is_exponential_and_keyed():
-    seeds, positions = torch.arange(300), torch.arange(300) % 17
-    noise = exponential_noise(seeds, positions, 2000)
-    assert noise.min() > 0
-    assert noise.mean().item() == pytest.approx(1.0, abs=0.01)
-    assert noise.var().item() == pytest.approx(1.0, abs=0.02)
-    assert (noise[:, 0] > 1).float().mean().item() == pytest.approx(0.368, abs=0.1)
-    torch.testing.assert_close(noise[5:6], exponential_noise(seeds[5:6], positions[5:6], 2000))
-    assert not torch.equal(noise[0], exponential_noise(seeds[:1], positions[:1] + 1, 2000)[0])
-
-
 def test_filters_keep_what_they_should():
     log_p = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     assert keep_mask(log_p, Sampling()) is None
@@ -63,19 +52,6 @@ def test_greedy_takes_the_largest():
     assert tokens.tolist() == [0]
     assert logprobs.tolist() == [0.0]
     assert raw[0] == pytest.approx(LOGITS.log_softmax(0)[0])
-
-
-def test_noise_is_finite_at_both_ends(monkeypatch):
-    from quintet.rollout.native import sampler
-
-    for ends in (0, -1):  # all bits 0, all bits 1
-        monkeypatch.setattr(sampler, "mix", lambda x, ends=ends: torch.full_like(x, ends))
-        noise = exponential_noise(torch.tensor([0]), torch.tensor([0]), 3)
-        assert torch.isfinite(noise).all()
-        assert (noise > 0).all()
-        tokens, logprobs, *_ = draw(LOGITS[None], Sampling(top_k=1), torch.tensor([0]), torch.tensor([0]))
-        assert tokens.tolist() == [0]
-        assert logprobs.tolist() == [0.0]
 
 
 def test_policy_logprobs_keep_the_temperature_and_lose_the_cuts():

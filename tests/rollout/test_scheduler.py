@@ -23,18 +23,18 @@ def test_every_sample_runs_once(shapes, slots, prefill_tokens, rng):
         groups = scheduler.admit()
         for group in groups:
             prefills[group[0].request] = prefills.get(group[0].request, 0) + 1
-            assert len({draft.request for draft in group}) == 1
-            started += [(draft.request, draft.number) for draft in group]
+            assert len({sequence.request for sequence in group}) == 1
+            started += [(sequence.request, sequence.number) for sequence in group]
         assert len(scheduler.active) <= slots
         assert scheduler.active, "nothing runs and nothing is done"
-        for draft in scheduler.active:
+        for sequence in scheduler.active:
             if rng.random() < 0.3:
-                draft.finish = "stop"
+                sequence.finish = "stop"
         before = list(scheduler.active)
         source, target = scheduler.retire()
         for a, b in zip(source, target, strict=True):
             assert scheduler.active[b] is before[a]
-        assert all(not draft.finish for draft in scheduler.active)
+        assert all(not sequence.finish for sequence in scheduler.active)
     assert scheduler.done
     assert sorted(started) == [(r, k) for r, (_, n) in enumerate(shapes) for k in range(n)]
     for r, (_, n) in enumerate(shapes):

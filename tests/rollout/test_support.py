@@ -139,7 +139,7 @@ def test_what_is_called_refused_is(feature):
     if native:
         from quintet.recipe.rules.facts import RULES
 
-        assert "native_reads_its_keys" in {rule.__name__ for rule in RULES}
+        assert "keys_are_read" in {rule.__name__ for rule in RULES}
         one = recipe("native")
         unavailable = [missing for missing in NOT_AVAILABLE if missing.feature.is_on(one, None)]
         assert unavailable or {"mode", "quantization"} & asked.keys()

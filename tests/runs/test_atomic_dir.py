@@ -65,7 +65,7 @@ def test_what_a_killed_process_left_is_removed_and_a_living_one_is_not(tmp_path)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     put(path)
-    (left,) = tmp_path.glob(".model.*.part")
+    (left,) = tmp_path.glob(".model.*")
     assert (left / "whole" / "half").read_text() == "written"
     process.send_signal(signal.SIGKILL)
     process.communicate()

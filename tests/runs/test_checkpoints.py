@@ -203,14 +203,14 @@ def test_whatever_cuts_a_run_off_the_newest_published_stays(events, keep):
 
 def test_a_publication_that_is_not_safe_on_the_disk_is_none(checkpoints, monkeypatch):
     save(checkpoints, "rl", 1)
-    synced = checkpoints_module.sync
+    synced = checkpoints_module.fsync_path
 
     def refuse(path: Path) -> None:
         if path == checkpoints.directory:
             raise OSError(5, "Input/output error", str(path))
         synced(path)
 
-    monkeypatch.setattr(checkpoints_module, "sync", refuse)
+    monkeypatch.setattr(checkpoints_module, "fsync_path", refuse)
     with pytest.raises(OSError, match="Input/output error"):
         save(checkpoints, "rl", 2)
     assert [p.name for p in checkpoints.published()] == ["step-000001"]

@@ -13,7 +13,7 @@ from quintet.recipe.schema import BuildModel, Data, Model, Run, Sft, Train
 from quintet.runs.checkpoints import MANIFEST, Checkpoints
 from quintet.runs.lock import LOCK, RunLock
 from quintet.runs.resume import Resume, check_again, find_resume, nothing_left, past_damage
-from quintet.train.session import Inputs, _check_reference
+from quintet.train.inputs import Inputs, _check_reference
 from tests.runs.test_checkpoints import save
 
 

@@ -34,7 +34,7 @@ class Listening(Collective):
 
         door = Rendezvous(self.place.host, 60.0)
         door.expect(["r"])
-        with socket.create_connection(door.address(False)) as stranger:
+        with socket.create_connection(door.address) as stranger:
             stranger.sendall(bytes(64))
             while stranger.recv(64):
                 pass

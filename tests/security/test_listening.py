@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from quintet.cluster.cluster import Cluster
+from quintet.cluster.environment import LOOPBACK
 from quintet.cluster.group import WorkerGroup
-from quintet.cluster.rank_actor import LOOPBACK
 from tests.patience import BUSY
 from tests.security.ranks import Listening, listening
 from tests.security.stranger import Stranger

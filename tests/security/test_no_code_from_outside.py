@@ -32,8 +32,6 @@ ALLOWED = {
         "ray.cloudpickle",
     ): "the class of a rank's worker, which goes through Ray's own channel",
     ("cluster/rank_actor.py", "ray.cloudpickle"): "where it arrives",
-    ("sync/group.py", "self.recv if group.rank else self.send(…)"): "a tensor, through gloo or NCCL",
-    ("sync/senders.py", "self._group.send(…)"): "a bucket, which is a tensor, through gloo or NCCL",
     (
         "recipe/user_code.py",
         "spec.loader.exec_module",

@@ -108,7 +108,7 @@ def test_one_that_is_gone_when_its_group_is_formed_is_not_waited_for():
     outlet.meet({one: (mine, Hello(one, "plan", False, None)) for one, (mine, _) in ends.items()}, {})
     ends["dies"][1].close()
     began = time.monotonic()
-    outlet.open(Answer(), [])
+    outlet.open(Answer())
     assert time.monotonic() - began < AT_ONCE_S
     assert outlet.lost["dies"].startswith("its connection closed")
     assert outlet.lost["lives"] == "of its process group dies went away"

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.compare import compare
 from quintet.engine.weights.fingerprint import Fingerprints, fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, whole_box
 from quintet.models.shape import ModelShape, MoeShape
 from quintet.models.table import Names, decoder_weights
-from quintet.sync.proof import compare, exported_weights_unchanged, mismatch, tensor_classes
+from quintet.sync.proof import exported_weights_unchanged, mismatch, tensor_classes
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 
 SHAPES = {"model.embed_tokens.weight": (12, 8), "model.norm.weight": (8,), "a.experts.up": (3, 4, 6)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +18,10 @@ import torch
 from quintet.engine.weights.shards import Shard
 from quintet.errors import SyncFailure, UserError
 from quintet.models.mcore import whole_box
-from quintet.rollout.base import Piece, Wanted
+from quintet.rollout.base import Piece
 from quintet.rollout.vllm.weights import Weights, check
 from quintet.sync.server import ReceiverSpec, WeightServer
 from quintet.sync.source import ChannelSource
-from quintet.sync.wire import listen, local_address
 from tests.rollout.vllm.test_weights import Fused, Repacked, weights_of
 from tests.sync.layouts import Taker
 from tests.sync.one_rank import NAMES, ROWS, Watched, boxes, server_of, shards, shared_memory
@@ -185,11 +185,13 @@ def test_tickets_of_another_plan_or_key_and_of_nobody_are_refused():
     spec = ReceiverSpec("rollout-0/0", boxes("a"), True)
     (old,) = server.plan([[spec]])
     (ticket,) = server.plan([[spec]])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = free.getsockname()
     for wrong, said in (
         (old, "receiver rollout-0/0: its ticket is of an earlier plan"),
         (dataclasses.replace(ticket, key=b"x" * 32), "receiver rollout-0/0: its ticket has another key"),
         (dataclasses.replace(ticket, receiver="rollout-7/0"), "receiver rollout-7/0: its ticket is of"),
-        (dataclasses.replace(ticket, address=local_address()), "receiver rollout-0/0: no trainer answers"),
+        (dataclasses.replace(ticket, address=nobody), "receiver rollout-0/0: no trainer answers"),
         (
             dataclasses.replace(ticket, timeout_s=1.0),
             "receiver rollout-0/0: nothing came from the trainer within 1 s",
@@ -200,9 +202,8 @@ def test_tickets_of_another_plan_or_key_and_of_nobody_are_refused():
     server.close()
     with pytest.raises(SyncFailure, match="no trainer answers"):
         list(ChannelSource([ticket]).pieces(0))
-    address = local_address()
-    with listen(address), pytest.raises(SyncFailure, match="did not greet it within 1 s"):
-        list(ChannelSource([dataclasses.replace(ticket, address=address, timeout_s=1.0)]).pieces(0))
+    with socket.create_server(nobody), pytest.raises(SyncFailure, match="did not greet it within 1 s"):
+        list(ChannelSource([dataclasses.replace(ticket, address=nobody, timeout_s=1.0)]).pieces(0))
 
 
 @pytest.mark.parametrize("colocated", [True, False], ids=["colocated", "separate"])
@@ -231,9 +232,7 @@ def test_what_cannot_be_handed_out_is_said_before_anything_moves():
     server = server_of(held)
     with pytest.raises(UserError, match="receiver r wants z, which the engine does not hand out"):
         server.plan([[ReceiverSpec("r", boxes("z"), True)]])
-    with pytest.raises(UserError, match=r"receiver r wants .* of a, whose shape is \(256, 256\)"):
-        server.plan([[ReceiverSpec("r", [Wanted("a", ((0, 300), (0, 256)))], True)]])
-    with pytest.raises(RuntimeError, match="plan comes before serve"):
+    with pytest.raises(AssertionError, match="plan comes before serve"):
         server_of(held).serve()
     server.plan([[]])
     held[0].view.untyped_storage().resize_(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quintet.controller.samples import Samples
 from quintet.recipe import load_recipe
-from quintet.rewards.load import RewardResult
+from quintet.rewards.result import RewardResult
 from quintet.train.algorithms import algorithm_of
 from quintet.train.session import Session, session
 from quintet.train.steps import Update

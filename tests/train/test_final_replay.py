@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from quintet.errors import RolloutMismatch, SyncMismatch, WorkerFailure
+from quintet.rollout import Sampling
 from quintet.train import final_replay
 from quintet.train.steps import Step, Update
 
@@ -53,6 +55,38 @@ def test_weights_of_a_run_that_parted_are_written_whatever_becomes_of_its_sample
     with pytest.raises(RolloutMismatch, match="step 3"):
         final_replay.stop_on_mismatch(s, Step(3, updates={"policy": Update()}))
     assert done == ["step-000003", "samples"]
+
+
+@pytest.mark.parametrize(("asked", "generated"), [(16, 16), (4096, final_replay.CLOSING_TOKENS)])
+def test_the_last_replay_is_short_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, asked: int, generated: int
+) -> None:
+    """`quintet diagnose mismatch` generates again with the sampling that the file tells."""
+    told: list[int] = []
+    policy = SimpleNamespace(forward=lambda *_: {})
+    controller = SimpleNamespace(
+        generating=nullcontext,
+        generate=lambda prompts, sampling, *_, **__: told.append(sampling.max_response_tokens),
+        scatter=lambda samples: {},
+        policy=policy,
+        replayed=lambda batch: {},
+    )
+    monkeypatch.setattr(
+        final_replay, "replay_of", lambda step, sampling, *_: told.append(sampling.max_response_tokens)
+    )
+    monkeypatch.setattr(final_replay, "pack", lambda replay: b"")
+    s: Any = SimpleNamespace(
+        recipe=SimpleNamespace(
+            mismatch=SimpleNamespace(replay_samples_per_step=4), run=SimpleNamespace(seed=0)
+        ),
+        inputs=SimpleNamespace(train=[1, 2]),
+        observer=SimpleNamespace(phase=lambda name: nullcontext(), replay=lambda *_: None),
+        sampling=lambda: Sampling(max_response_tokens=asked),
+        temperature=1.0,
+        controller=controller,
+    )
+    final_replay.closing_replay(s, 3)
+    assert told == [generated, generated]
 
 
 def test_wrong_weights_are_still_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,3 +295,49 @@ def test_a_request_to_stop_saves_between_two_saves(made, ranks):
     with pytest.raises(Stopped, match="stopped after rl step 3, as the caller asked; go on with resume="):
         steps(run, range(3, 4))
     assert names(run) == ["step-000003"]
+
+
+@pytest.mark.parametrize(("number", "reason", "code"), [(2, "Ctrl-C", 130), (15, "SIGTERM", 143)])
+def test_without_checkpoints_a_signal_leaves_the_policy(made, ranks, number, reason, code):
+    stop = StopRequest()
+    run = made(stop)
+    run.saver.begin_steps(0)
+    steps(run, range(1, 3))
+    assert ranks.exports == []
+    stop.signalled = number
+    with pytest.raises(Stopped, match=f"stopped after rl step 3, as {reason} asked") as stopped:
+        steps(run, range(3, 4))
+    assert (ranks.exports, stopped.value.exit_code) == (["checkpoint"], code)
+
+
+def test_a_signal_in_the_evaluation_after_a_warm_up_ends_before_the_first_step(made, ranks):
+    stop = StopRequest()
+    run = made(stop)
+    stop.signalled = 2
+    with pytest.raises(Stopped):
+        run.saver.begin_steps(0)
+    assert ranks.exports == ["checkpoint"]
+
+
+def test_a_signal_in_the_last_step_lets_the_run_finish(made, ranks):
+    stop = StopRequest()
+    run = made(stop)
+    run.saver.begin_steps(0)
+    stop.signalled = 15
+    steps(run, range(4, 5), last=4)
+    assert ranks.exports == []  # `Session.finish` writes the model
+
+
+def test_what_an_interrupted_run_left_can_be_read_off_its_last_lines(made, ranks):
+    run, stop = made(every_steps=2), StopRequest()
+    run.saver.stop = stop
+    directory = run.observer.directory
+    run.observer.step(1, {"loss": 1.0}, show=False)
+    steps(run, range(1, 3))
+    stop.signalled = 2
+    with pytest.raises(Stopped), run.observer:
+        steps(run, range(3, 4))
+    said = run.printed()
+    assert "trained model   none was written" in said
+    assert f"checkpoint      {directory.path}/checkpoints/step-000003, after rl step 3\n" in said
+    assert f"to go on        quintet train {directory.recipe} resume={directory.path}\n" in said

@@ -17,7 +17,7 @@ from quintet.controller.messages import MiniBatchTold, OptimizerTold, SampleInfo
 from quintet.controller.progress_bar import watched
 from quintet.controller.samples import Samples
 from quintet.observe.progress import Progress
-from quintet.rewards.load import RewardResult
+from quintet.rewards.result import RewardResult, means
 from quintet.train.step_metrics import record
 from quintet.train.steps import Step
 
@@ -71,6 +71,17 @@ def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
     (row,) = told["rows"]
     assert (row["prompt"], row["response"], row["reward"]) == ("1+1=", "2", 1.0)
     assert row["metrics"]["prompt"] == 99.0
+    assert "accuracy" not in told
+
+
+def test_accuracy_is_of_what_the_reward_calls_correct(samples: Samples) -> None:
+    """Partial credit, penalties and large rewards are rewards; a sample of which nothing is said is not correct."""
+    said = [(5.0, True), (5.0, False), (-1.0, None), (0.25, None)]
+    samples.rewards = [RewardResult(reward, {"words": 2.0}, correct) for reward, correct in said]
+    samples.prompts, samples.groups = [samples.prompts[0]] * 2, [0, 1, 1, 1]
+    assert means(samples.rewards) == {"accuracy": 0.25, "reward/words": 2.0}
+    assert (samples.mean(), samples.any_correct()) == (2.3125, 0.5)
+    assert "accuracy" not in means([RewardResult(1.0)])
 
 
 def test_what_could_not_be_scored_in_time_is_counted_and_named(samples: Samples) -> None:

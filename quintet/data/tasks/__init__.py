@@ -44,7 +44,7 @@ class Task(Protocol):
 
     @staticmethod
     def verify(prompt: str, response: str, answer: str) -> dict[str, float]:
-        """Return `reward` (1 if right, else 0) and `well_formed` (1 if it is an answer at all, right or wrong)."""
+        """Return `reward` (1 if right, else 0), `correct`, and `well_formed` (1 if it is an answer at all, right or wrong)."""
 
 
 def make_task(name: str, options: Mapping[str, int]) -> Task:

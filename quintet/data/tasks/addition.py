@@ -68,7 +68,8 @@ class Addition:
         else:
             form, right = "[0-9]+", text == answer
         well_formed = re.fullmatch(form, text) is not None
-        return {"reward": float(well_formed and right), "well_formed": float(well_formed)}
+        right = well_formed and right
+        return {"reward": float(right), "correct": right, "well_formed": float(well_formed)}
 
     def _columns(self, problem: tuple[int, ...]) -> str:
         carry, written = 0, ""

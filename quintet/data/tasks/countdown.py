@@ -74,11 +74,12 @@ class Countdown:
         """Return reward and form as `Task.verify`; well-formed is an expression of whole numbers, + - * and parentheses."""
         evaluated = evaluate(response)
         if evaluated is None:
-            return {"reward": 0.0, "well_formed": 0.0}
+            return {"reward": 0.0, "correct": False, "well_formed": 0.0}
         value, used = evaluated
         numbers, _, target = answer.partition(":")
         given = Counter(int(number) for number in numbers.split(","))
-        return {"reward": float(value == int(target) and used <= given), "well_formed": 1.0}
+        right = value == int(target) and used <= given
+        return {"reward": float(right), "correct": right, "well_formed": 1.0}
 
 
 def evaluate(text: str) -> tuple[int, Counter[int]] | None:

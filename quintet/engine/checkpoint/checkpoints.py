@@ -146,8 +146,8 @@ class Checkpoints:
             )
         if state["steps"] and tuple(state["moments"]) != moment_names(recipe):
             raise UserError(
-                f"{path} was saved with optimizer.name={saved}, whose state is {', '.join(state['moments']) or 'none'}; "
-                f"optimizer.name={recipe.name} needs {', '.join(moment_names(recipe)) or 'none'}. Set optimizer.name and its momentum back"
+                f"{path} was saved with {recipe.key}.name={saved}, whose state is {', '.join(state['moments']) or 'none'}; "
+                f"{recipe.key}.name={recipe.name} needs {', '.join(moment_names(recipe)) or 'none'}. Set it and its momentum back"
             )
 
     def _read(self, load: Load, state: dict[str, Any]) -> Any:

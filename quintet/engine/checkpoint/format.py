@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from quintet.errors import UserError
 from quintet.models.mcore import Box, box_sizes
-from quintet.runs.fsync import sync
+from quintet.runs.fsync import fsync_path
 from quintet.typed import Dtype
 
 INDEX = ".metadata"
@@ -79,8 +79,10 @@ class TensorFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:
-            self.abandon()
+            return
+        with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
+            self._file.close()
+        self.path.unlink(missing_ok=True)
 
     def close(self) -> list[Entry]:
         """Wait until all is on the disk; returns what was written."""
@@ -88,12 +90,6 @@ class TensorFile:
             self._file.flush()
             os.fsync(self._file.fileno())
         return self.entries
-
-    def abandon(self) -> None:
-        """Close without a word, and remove the file."""
-        with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
-            self._file.close()
-        self.path.unlink(missing_ok=True)
 
     def add(self, key: str, shape: tuple[int, ...], box: Box, tensor: Tensor) -> None:
         """Append the contents of a box: a tensor on the CPU that owns the whole of its storage."""
@@ -175,7 +171,7 @@ def publish(path: Path, entries: Iterable[Entry], state: dict[str, Any]) -> None
         crc = None if file.name in tensors else zlib.crc32(file.read_bytes())
         files[file.name] = {"bytes": file.stat().st_size} | ({} if crc is None else {"crc32": crc})
     write_json(path / CHECKSUMS, {"files": files, "tensors": tensors})
-    sync(path)
+    fsync_path(path)
 
 
 _BACKENDS = {

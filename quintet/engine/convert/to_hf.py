@@ -18,8 +18,8 @@ from quintet.engine.checkpoint.reader import Reader, within
 from quintet.engine.convert.parts import Converted, Parameter, Progress, common_dtype, wanted_dtype
 from quintet.engine.convert.to_mcore import COMPANIONS_IN
 from quintet.engine.weights.hf import planned_tensors
-from quintet.engine.weights.hf_aux_files import saved_config, write_companions
-from quintet.engine.weights.hf_write import DTYPE_NAMES, HfWriter, Planned
+from quintet.engine.weights.hf_aux_files import CHAT_TEMPLATE, saved_config, write_companions
+from quintet.engine.weights.hf_write import DTYPE_NAMES, HfWriter, Planned, hf_writer
 from quintet.engine.weights.passthrough_tensors import Carried, carried_from
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
@@ -66,7 +66,7 @@ def mcore_to_hf(
     planned = {one.name: replace(one, dtype=kinds[one.name]) for one in planned_tensors(shape, torch.float32)}
     carried, notes = _carried(beside, shape, reader)
     done = 0
-    with HfWriter(destination, [*planned.values(), *carried.planned(list(planned.values()))]) as writer:
+    with hf_writer(destination, [*planned.values(), *carried.planned(list(planned.values()))]) as writer:
         tensors = _Assembly(writer, planned, carried)
         for name, weight in table.weights.items():
             held = Parameter(table, weight, shape, dtypes[name])
@@ -81,7 +81,7 @@ def mcore_to_hf(
             writer.add(name, tensor)
         main = max(planned.values(), key=lambda one: one.nbytes).dtype
         config = saved_config(read_config(beside), shape, main, carried.mtp_layers)
-        write_companions(writer.directory, beside, config)
+        write_companions(writer.directory, beside, config, None if companions else _template_of_run(path))
     return Converted(writer.total_bytes, len(planned), time.perf_counter() - began, notes)
 
 
@@ -157,12 +157,25 @@ def _companions(path: Path, given: Path | None) -> Path:
     )
 
 
-def _of_run(path: Path) -> Iterator[Path]:
-    """Of RUN/checkpoints/step-…/policy: the recipe's model.path, and what the run exported."""
+def _run_of(path: Path) -> Path | None:
+    """The run whose checkpoint it is: of RUN/checkpoints/step-…/policy."""
     run = path.parent.parent.parent
-    recipe = run / "recipe.yaml"
-    if path.parent.parent.name != "checkpoints" or not recipe.is_file():
+    return run if path.parent.parent.name == "checkpoints" and (run / "recipe.yaml").is_file() else None
+
+
+def _template_of_run(path: Path) -> str | None:
+    """The chat template that the run used."""
+    run = _run_of(path)
+    file = None if run is None else run / CHAT_TEMPLATE
+    return file.read_text(encoding="utf-8") if file is not None and file.is_file() else None
+
+
+def _of_run(path: Path) -> Iterator[Path]:
+    """The recipe's model.path, and what the run exported."""
+    run = _run_of(path)
+    if run is None:
         return
+    recipe = run / "recipe.yaml"
     model = _mapping(_mapping(yaml.safe_load(recipe.read_text(encoding="utf-8"))).get("model"))
     if isinstance(model.get("path"), str):
         yield Path(model["path"])

@@ -67,24 +67,23 @@ def hf_to_mcore(
     dtypes = {name: _dtype(weight, weights, cast) for name, weight in table.weights.items()}
     total = sum(nbytes_of(full, dtypes[weight.name]) for _, full, weight in table.tensors())
     done, count = 0, 0
-    with atomic_directory(destination, total) as directory, HfReader(weights) as reader, ExitStack() as stack:
+    with atomic_directory(destination, total) as directory:
         files: dict[int, TensorFile] = {}
-        stack.callback(_abandon, files)
-        for name, weight in table.weights.items():
-            held = Parameter(table, weight, shape, dtypes[name])
-            _fill(held, reader, weights)
-            for rank, of_tp, of_etp in places.of(weight):
-                if rank not in files:
-                    files[rank] = TensorFile(directory / f"__{rank}_0.distcp")
-                for block in table.blocks(name, tp=of_tp, etp=of_etp):
-                    full, view = held.blocks[block.key]
-                    part = within(view, full.box, block.box)
-                    _write(files[rank], block, part)
-            done, count = done + held.nbytes, count + len(held.blocks)
-            if progress is not None:
-                progress(done, total)
-        entries = [entry for file in files.values() for entry in file.close()]
-        files.clear()
+        with HfReader(weights) as reader, ExitStack() as stack:
+            for name, weight in table.weights.items():
+                held = Parameter(table, weight, shape, dtypes[name])
+                _fill(held, reader, weights)
+                for rank, of_tp, of_etp in places.of(weight):
+                    if rank not in files:
+                        files[rank] = stack.enter_context(TensorFile(directory / f"__{rank}_0.distcp"))
+                    for block in table.blocks(name, tp=of_tp, etp=of_etp):
+                        full, view = held.blocks[block.key]
+                        part = within(view, full.box, block.box)
+                        _write(files[rank], block, part)
+                done, count = done + held.nbytes, count + len(held.blocks)
+                if progress is not None:
+                    progress(done, total)
+        entries = [entry for file in files.values() for entry in file.entries]
         copies = list(held_copies(weights, shape))
         publish(directory, entries, _state(source, shape) | {"copies": copies})
         copy_companions(source, directory / COMPANIONS_IN)
@@ -109,11 +108,6 @@ def _state(source: Path, shape: ModelShape) -> dict[str, Any]:
         "family": shape.family,
         "converted_from": source.resolve().name,
     }
-
-
-def _abandon(files: dict[int, TensorFile]) -> None:
-    for file in files.values():
-        file.abandon()
 
 
 def _dtype(weight: Weight, weights: WeightsOnDisk, cast: torch.dtype | None) -> torch.dtype:

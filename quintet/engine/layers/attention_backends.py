@@ -4,16 +4,14 @@ Span i of the queries sees span i of the keys, aligned at their ends: the last q
 In a whole row both are the sequences; under context parallelism a span of queries is a chunk, and its keys are the
 sequence up to the chunk's end. `AttentionParams` says how a query weighs the keys it sees, and how far back it sees.
 
-GPU kernels read the row as it lies: TransformerEngine's, torch's `varlen_attn`, or the flash-attn package's, the
-first that is there. They compute in half precision. Elsewhere spans of similar length form rectangles for torch's
-SDPA: no mask where causality is all there is, and never one larger than a span.
+GPU kernels read the row as it lies: TransformerEngine's, or torch's `varlen_attn`. They compute in half precision.
+Elsewhere spans of similar length form rectangles for torch's SDPA: no mask where causality is all there is, and never
+one larger than a span.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -30,10 +28,9 @@ from quintet.packing import length_buckets
 
 varlen_attn: Any = None
 if torch.cuda.is_available():  # it has kernels for GPUs only, and imports torch's compiler
-    with contextlib.suppress(ImportError):  # torch before 2.10
-        from torch.nn.attention.varlen import varlen_attn as _varlen_attn
+    from torch.nn.attention.varlen import varlen_attn as _varlen_attn
 
-        varlen_attn = _varlen_attn
+    varlen_attn = _varlen_attn
 
 # torch 2.12 added the flag; before, fewer KV heads were accepted as they are.
 _NEEDS_GQA_FLAG = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -176,13 +173,8 @@ def reads_offsets(device: torch.device, dtype: torch.dtype, *, sinks: bool = Fal
 def _best(device: torch.device, dtype: torch.dtype, backend: str, sinks: bool) -> str:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
-    if sinks:  # what takes part in the backward pass is torch's own operator
-        return "sdpa" if varlen_attn is None else "varlen_attn"
-    if backend == "transformer_engine":
-        return "transformer_engine"
-    if varlen_attn is not None:
-        return "varlen_attn"
-    return "flash_attn" if importlib.util.find_spec("flash_attn") else "sdpa"
+    # Of sinks, what takes part in the backward pass is torch's own operator.
+    return "transformer_engine" if backend == "transformer_engine" and not sinks else "varlen_attn"
 
 
 @functools.cache
@@ -235,25 +227,6 @@ class _TorchFlash:
         return gradients
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, spans: Spans, how: AttentionParams) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    wide, narrow = query.shape[-1], value.shape[-1]
-    out: Tensor = flash_attn_varlen_func(
-        query,
-        key,
-        F.pad(value, (0, wide - narrow)),
-        spans.cu_q,
-        spans.cu_k,
-        spans.longest_q,
-        spans.longest_k,
-        softmax_scale=how.scale,
-        causal=True,
-        window_size=how.reach,
-    )
-    return out[..., :narrow]
-
-
 @functools.cache
 def _te_attention(heads: int, kv_heads: int, d: int, dv: int, scale: float | None) -> Any:
     import transformer_engine.pytorch as te
@@ -272,7 +245,7 @@ def _te_attention(heads: int, kv_heads: int, d: int, dv: int, scale: float | Non
 def _transformer_engine(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, how: AttentionParams
 ) -> Tensor:
-    if varlen_attn is not None and (how.window is not None or not spans.same):
+    if how.window is not None or not spans.same:
         return _varlen(query, key, value, spans, how)
     kernel = _te_attention(query.shape[1], key.shape[1], query.shape[2], value.shape[2], how.scale)
     out: Tensor = kernel(
@@ -283,8 +256,6 @@ def _transformer_engine(
         cu_seqlens_kv=spans.cu_k,
         max_seqlen_q=spans.longest_q,
         max_seqlen_kv=spans.longest_k,
-        window_size=how.reach,
-        attn_mask_type="padding_causal" if spans.same else "padding_causal_bottom_right",
     )
     return out.view(len(query), query.shape[1], value.shape[2])
 
@@ -317,12 +288,10 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, spans: Spans, how: Attentio
 _KERNELS: dict[str, Kernel] = {
     "transformer_engine": _transformer_engine,
     "varlen_attn": _varlen,
-    "flash_attn": _flash,
     "sdpa": _sdpa,
 }
 _TITLES = {
     "transformer_engine": "TransformerEngine's fused kernel",
     "varlen_attn": "torch's varlen_attn (flash)",
-    "flash_attn": "the flash-attn package",
     "sdpa": "torch's SDPA on groups of similar length",
 }

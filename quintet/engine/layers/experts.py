@@ -127,7 +127,7 @@ def can_group(weight: Tensor) -> bool:
     """Return whether grouped_mm takes this weight [E, out, in] in both passes."""
     if weight.device.type == "cuda" and weight.dtype != torch.bfloat16:
         return False
-    return hasattr(F, "grouped_mm") and all(n * weight.element_size() % 16 == 0 for n in weight.shape[1:])
+    return all(n * weight.element_size() % 16 == 0 for n in weight.shape[1:])
 
 
 @dataclass(frozen=True)

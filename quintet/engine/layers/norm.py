@@ -25,19 +25,23 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and x.dtype == torch.float32:
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return super().forward(x)
+        if torch.is_grad_enabled():
             return _FewPasses.apply(x, self.weight, self.eps)
-        return super().forward(x)
+        return (x * _scale(x, self.eps)).mul_(self.weight)
+
+
+def _scale(x: Tensor, eps: Any) -> Tensor:
+    # The one reduction of torch that needs one pass.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 class _FewPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        width = x.shape[-1]
-        norm = torch.linalg.vector_norm(
-            x, dim=-1, keepdim=True
-        )  # the one reduction of torch that needs one pass
-        scale = norm.square_().div_(width).add_(eps).rsqrt_()
+        scale = _scale(x, eps)
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight)
 

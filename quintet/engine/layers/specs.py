@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_layer import (
 from quintet.engine.layers.attention import CoreAttention, PackedSelfAttention
 from quintet.engine.layers.experts import GroupedExperts
 from quintet.engine.layers.layer import PackedLayer, PackedMoELayer
+from quintet.engine.layers.linear import ColumnLinear, RowLinear
 from quintet.engine.layers.mla import LatentAttentionSubmodules, PackedLatentAttention, ReplicatedLinear
 from quintet.engine.layers.mlp import GatedMLP, GatedSharedExperts
 from quintet.engine.layers.norm import RMSNorm
@@ -86,6 +87,12 @@ def _tell(backend: str, why: str) -> str:
 
 class PortableProvider(LocalSpecProvider):
     """megatron-core's local layers, with a norm that knows of sequence parallelism and grouped experts."""
+
+    def column_parallel_linear(self) -> type:
+        return ColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return RMSNorm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.weights.hf_aux_files import saved_config, write_companions
 from quintet.engine.weights.hf_read import HfReader, same_bytes
-from quintet.engine.weights.hf_write import HfWriter, Planned, in_order
+from quintet.engine.weights.hf_write import HfWriter, Planned, hf_writer, in_order
 from quintet.engine.weights.passthrough_tensors import Carried, carried_from, refuse_other_copies
 from quintet.engine.weights.reshard import Holdings, Resharder, gather_holdings
 from quintet.engine.weights.shards import Box, Shard
@@ -128,20 +129,22 @@ def save_hf(
     device: torch.device,
     path: Path,
     companions: Path,
+    chat_template: str | None = None,
 ) -> None:
     """Write a Hugging Face directory that transformers loads. Collective; rank 0 writes, under a temporary name.
 
     companions: the directory the model came from. Its tokenizer files are copied, its layers for multi-token prediction
-    where the model has none, and its config.json with the type of the weights as they are written.
+    where the model has none, and its config.json with the type of the weights as they are written. chat_template: instead of the
+    one that came with them.
 
     Raises UserError on every rank when `path` is there already or the disk does not take it; nothing is left of it then.
     """
     planned = planned_tensors(shape, dtype)
-    begun = run_on_all_or_raise(lambda: _begin(path, planned, companions, shape, dtype))
+    begun = run_on_all_or_raise(lambda: _begin(path, planned, companions, shape, dtype, chat_template))
     failure: Exception | None = None
     for name, tensor in full_tensors(shards, planned, dtype, device):
         assert begun is not None  # tensors come to rank 0 alone
-        writer, carried = begun
+        _, writer, carried = begun
         try:
             if failure is None:
                 for one in (name, *carried.copies.get(name, ())):
@@ -152,31 +155,29 @@ def save_hf(
 
 
 def _begin(
-    path: Path, planned: list[Planned], companions: Path, shape: ModelShape, dtype: torch.dtype
-) -> tuple[HfWriter, Carried] | None:
+    path: Path,
+    planned: list[Planned],
+    companions: Path,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    chat_template: str | None,
+) -> tuple[ExitStack, HfWriter, Carried] | None:
     if dist.get_rank() != 0:
         return None
     carried = carried_from(companions, shape)
     config = saved_config(read_json(companions / "config.json"), shape, dtype, carried.mtp_layers)
-    writer = HfWriter(path, [*planned, *carried.planned(planned)])
-    writer.open()
-    try:
-        write_companions(writer.directory, companions, config)
-    except BaseException:
-        writer.close(publish=False)
-        raise
-    return writer, carried
+    with ExitStack() as stack:
+        writer = stack.enter_context(hf_writer(path, [*planned, *carried.planned(planned)]))
+        write_companions(writer.directory, companions, config, chat_template)
+        return stack.pop_all(), writer, carried
 
 
-def _end(begun: tuple[HfWriter, Carried] | None, failure: Exception | None) -> None:
-    if begun is not None:
-        writer, carried = begun
-        try:
-            if failure is None:
-                for name, tensor in carried.read():
-                    writer.add(name, tensor)
-        except Exception as error:
-            failure = error
-        writer.close(publish=failure is None)
-    if failure is not None:
-        raise failure
+def _end(begun: tuple[ExitStack, HfWriter, Carried] | None, failure: Exception | None) -> None:
+    if begun is None:
+        return
+    stack, writer, carried = begun
+    with stack:
+        if failure is not None:
+            raise failure
+        for name, tensor in carried.read():
+            writer.add(name, tensor)

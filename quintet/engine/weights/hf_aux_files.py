@@ -12,6 +12,9 @@ import torch
 from quintet.models import ModelShape
 from quintet.models.dense import MTP_KEYS
 from quintet.models.family import VALUE_MODEL
+from quintet.models.hf_config import read_json
+
+CHAT_TEMPLATE = "chat_template.jinja"
 
 COMPANIONS = (
     "generation_config.json",
@@ -23,7 +26,7 @@ COMPANIONS = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
     "*.py",  # what auto_map names: without it, who trusts it could not read what was saved
 )
@@ -52,10 +55,24 @@ def copy_companions(source: Path, directory: Path) -> None:
     _copy(source, directory)
 
 
-def write_companions(directory: Path, companions: Path, config: dict[str, Any]) -> None:
-    """Write config.json as given, and copies of what else stands beside the weights in `companions`."""
+def write_companions(
+    directory: Path, companions: Path, config: dict[str, Any], chat_template: str | None = None
+) -> None:
+    """Write config.json as given, and copies of what else stands beside the weights in `companions`. chat_template: what the tokenizer
+    is to have instead of its own."""
     _copy(companions, directory)
+    if chat_template is not None:
+        write_chat_template(directory, chat_template)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_chat_template(directory: Path, template: str) -> None:
+    """Give a tokenizer's directory a chat template in place of any that it has."""
+    (directory / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    (directory / "chat_template.json").unlink(missing_ok=True)
+    if (file := directory / "tokenizer_config.json").is_file():
+        settings = {key: value for key, value in read_json(file).items() if key != "chat_template"}
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _copy(source: Path, directory: Path) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quintet.models.checksums import BLOCK_BYTES, KEY, as_metadata, block_count, block_sums
-from quintet.runs.atomic_dir import atomic_directory, refusal
+from quintet.runs.atomic_dir import atomic_directory
 
 SHARD_BYTES = 4 << 30
 PART_BYTES = 64 * BLOCK_BYTES
@@ -67,67 +68,46 @@ class _File:
     sums: dict[str, list[str]]
 
 
-class HfWriter:
-    """Writes planned tensors to `path`, which must not be there yet, or be an empty directory.
+@contextmanager
+def hf_writer(path: Path, planned: Sequence[Planned], shard_bytes: int | None = None) -> Iterator[HfWriter]:
+    """Write planned tensors to `path`, which must not be there yet, or be an empty directory.
 
-        with HfWriter(path, planned) as writer:
+        with hf_writer(path, planned) as writer:
             writer.add(name, tensor)                    # each of them, in any order
             writer.directory                            # where config.json and the tokenizer go
 
-    Leaving the block publishes the directory; leaving it by an error removes what was written.
-
-    Every method raises UserError naming the path and the reason when the disk does not take what is written.
+    Leaving the block publishes the directory; leaving it by an error removes what was written. Raises UserError naming the path
+    and the reason when the disk does not take what is written.
     """
+    with (
+        atomic_directory(path, sum(one.nbytes for one in planned)) as directory,
+        ExitStack() as files,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
+        files_of = in_order(planned, SHARD_BYTES if shard_bytes is None else shard_bytes)
+        writer = HfWriter(directory, list(files_of), pool, files)
+        try:
+            yield writer
+            writer.finish()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def __init__(self, path: Path, planned: Sequence[Planned], shard_bytes: int | None = None) -> None:
-        self.path = path
-        self._planned = list(planned)
-        self._shard_bytes = SHARD_BYTES if shard_bytes is None else shard_bytes
-        self.total_bytes = sum(one.nbytes for one in self._planned)
-        self._place = atomic_directory(path, self.total_bytes)
+
+class HfWriter:
+    """Writes tensors to a directory (see `hf_writer`), those of each group to a file of their own."""
+
+    def __init__(
+        self, directory: Path, groups: list[list[Planned]], pool: ThreadPoolExecutor, files: ExitStack
+    ) -> None:
+        self.directory, self._pool = directory, pool
+        self.total_bytes = sum(one.nbytes for group in groups for one in group)
         self._files: list[_File] = []
         self._file_of: dict[str, tuple[_File, Planned]] = {}
         self._tasks: list[Future[None]] = []
-        self._pool = ThreadPoolExecutor(THREADS)
-
-    def __enter__(self) -> HfWriter:
-        self.open()
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.close(publish=kind is None)
-
-    def open(self) -> None:
-        """Make the temporary directory and its files."""
-        self.directory = self._place.__enter__()
-        groups = list(in_order(self._planned, self._shard_bytes))
-        try:
-            for number, tensors in enumerate(groups, start=1):
-                single = len(groups) == 1
-                name = (
-                    "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-                )
-                self._start(self.directory / name, tensors)
-        except OSError as error:
-            self.close(publish=False)
-            raise refusal(self.path, self.total_bytes, error) from None
-
-    def close(self, publish: bool) -> None:
-        """Give the directory its name, or remove it."""
-        abandoned: Exception | None = None if publish else _Abandoned()
-        try:
-            if publish:
-                self._finish()
-        except Exception as error:
-            abandoned = error
-        finally:
-            self._pool.shutdown(cancel_futures=True)
-            for file in self._files:
-                os.close(file.descriptor)
-            self._files = []
-        self._place.__exit__(type(abandoned) if abandoned else None, abandoned, None)
-        if publish and abandoned is not None:
-            raise abandoned
+        for number, tensors in enumerate(groups, start=1):
+            single = len(groups) == 1
+            name = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            self._start(directory / name, tensors, files)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write a tensor of the planned shape and type, from the CPU. It must not change before the block is left."""
@@ -152,13 +132,10 @@ class HfWriter:
     def _wait(self, most: int = 0) -> None:
         """Until at most so many tasks are under way."""
         while len(self._tasks) > most:
-            try:
-                self._tasks.pop(0).result()
-            except OSError as error:
-                raise refusal(self.path, self.total_bytes, error) from None
+            self._tasks.pop(0).result()
 
-    def _start(self, path: Path, tensors: list[Planned]) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    def _start(self, path: Path, tensors: list[Planned], files: ExitStack) -> None:
+        descriptor = files.enter_context(path.open("xb", buffering=0)).fileno()
         file = _File(path, tensors, descriptor, {}, {})
         self._files.append(file)
         at = len(_header(tensors, {one.name: "0" * 8 * block_count(one.nbytes) for one in tensors}))
@@ -168,8 +145,8 @@ class HfWriter:
             at += one.nbytes
         os.ftruncate(descriptor, at)
 
-    def _finish(self) -> None:
-        """The headers, which tell the checksums, and the index."""
+    def finish(self) -> None:
+        """Wait for all tensors, and write the headers, which tell the checksums, and the index."""
         if self._file_of:
             raise ValueError(f"planned and not written: {', '.join(sorted(self._file_of))}")
         self._wait()
@@ -182,10 +159,6 @@ class HfWriter:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             text = json.dumps(index, indent=2) + "\n"
             (self.directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-
-class _Abandoned(Exception):
-    """Ends the block of a directory that is not wanted any more."""
 
 
 def _header(tensors: list[Planned], sums: dict[str, str]) -> bytes:

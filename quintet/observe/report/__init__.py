@@ -11,15 +11,14 @@ from typing import Any
 
 from quintet.errors import UserError
 from quintet.observe.report.page import Run, page
+from quintet.observe.summary import RUNNING, summarize
 from quintet.recipe.schema import BuildModel, Model, Recipe, Rollout, RolloutLayout, Sft
 from quintet.recipe.yaml_text import read_yaml
 from quintet.runs.directory import RunDirectory
 from quintet.runs.fsync import write_whole
 from quintet.runs.ledger import read_jsonl, read_metrics
 
-SAMPLES_SHOWN = 6
-
-__all__ = ["write_report"]
+__all__ = ["make_anew", "write_report"]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -29,12 +28,30 @@ def write_report(run_dir: Path) -> Path:
         name=directory.path.resolve().name,
         lines=read_metrics(directory.metrics),
         summary=_read_json(directory.summary),
-        samples=_choose(read_jsonl(directory.samples)),
+        samples=read_jsonl(directory.samples),
         environment=_read_json(directory.environment),
         recipe=_recipe_lines(directory.recipe),
     )
     write_whole(directory.report, page(run).encode())
     return directory.report
+
+
+def make_anew(run_dir: Path) -> Path:
+    """Write `summary.json` and `report.html` of a run whose process is gone anew, from what it recorded, and return the report's path.
+
+    A run that ended without a word is "unfinished" in them. Raises UserError for what is no run directory, OSError where it cannot be
+    written.
+    """
+    directory = RunDirectory.begun(run_dir)
+    told, lines = {"status": RUNNING} | _read_json(directory.summary), read_metrics(directory.metrics)
+    by_phase, total = dict(told.get("seconds_by_phase") or {}), float(told.get("seconds_total") or 0)
+    for line in lines[told.get("ledger_lines", 0) :]:  # written since the summary
+        seconds = {key[8:]: float(value or 0) for key, value in line.items() if key.startswith("seconds/")}
+        total += seconds.pop("step", sum(seconds.values()))
+        by_phase |= {phase: by_phase.get(phase, 0.0) + more for phase, more in seconds.items()}
+    status = str(told["status"]).replace(RUNNING, "unfinished")
+    directory.write_summary(told | summarize(lines, total, by_phase) | {"status": status})
+    return write_report(run_dir)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -43,16 +60,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _choose(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Some of the first step's and some of the last step's samples: what changed is seen side by side."""
-    if len(samples) <= SAMPLES_SHOWN:
-        return samples
-    half = SAMPLES_SHOWN // 2
-    first = [one for one in samples if one.get("step") == samples[0].get("step")][:half]
-    last = [one for one in samples[len(first) :] if one.get("step") == samples[-1].get("step")]
-    return first + last[: SAMPLES_SHOWN - len(first)]
 
 
 def _recipe_lines(path: Path) -> list[tuple[str, bool]]:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from quintet.observe.memory import PHASES
 from quintet.observe.report.svg import Plot, Series
+from quintet.observe.signal import METRIC
+from quintet.runs.ledger import OF_REWARDS
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -14,14 +16,20 @@ Lines = Sequence[Mapping[str, Any]]
 def main_plots(lines: Lines) -> list[Plot]:
     """Return plots of the main stage: what was learned first, then how soundly, then how fast."""
     accuracy = {"sampled": "eval/accuracy", "greedy": "eval/greedy", "well-formed": "eval/well_formed"}
+    rewards = {"sampled": "eval/reward", "greedy": "eval/greedy_reward"}
+    again = all(line["eval/reward"] == line.get("eval/accuracy") for line in lines if "eval/reward" in line)
     gap = {"mean": "mismatch/logprob_gap_mean", "largest": "mismatch/logprob_gap_max"}
     kl = {"rollout ↔ trainer": "mismatch/kl_k3", "to the reference": "kl/reference"}
     clipped = {"below": "clip/low_fraction", "above": "clip/high_fraction"}
     length = {"mean": "response_tokens/mean", "longest": "response_tokens/max"}
     memory = {"host": "memory/host_gib", "device": "memory/device_gib"}
+    peaks = [(w, {phase: f"memory/{phase}_{w}_gib" for phase in PHASES}) for w in ("host", "device")]
     return [
         _plot(lines, "Reward", {"mean": "reward/mean"}, note="mean of a step's samples", smooth=True),
         _plot(lines, "Held-out accuracy", accuracy, style="dots", as_percent=True),
+        _plot(lines, "Held-out reward", {} if again else rewards, style="dots"),
+        *_of_reward(lines),
+        _plot(lines, "Groups without signal", {"share": METRIC}, as_percent=True, from_zero=True),
         _plot(lines, "Response length", length, note="tokens", from_zero=True),
         _plot(lines, "KL", kl, note="nats a token", log=True),
         _plot(lines, "|Δ log-prob|, rollout ↔ trainer", gap, note="nats", log=True),
@@ -31,16 +39,7 @@ def main_plots(lines: Lines) -> list[Plot]:
         _plot(lines, "Throughput", {"tokens/s": "tokens_per_s"}, smooth=True, from_zero=True),
         Plot("Seconds by phase", _phases(lines), note="a step", stacked=True),
         _plot(lines, "Memory peak", memory, note="GiB", from_zero=True),
-        *(
-            _plot(
-                lines,
-                f"Memory peak by phase, {where}",
-                {phase: f"memory/{phase}_{where}_gib" for phase in PHASES},
-                note="GiB",
-                from_zero=True,
-            )
-            for where in ("host", "device")
-        ),
+        *(_plot(lines, f"Memory peak by phase, {w}", keys, note="GiB", from_zero=True) for w, keys in peaks),
     ]
 
 
@@ -54,6 +53,27 @@ def _of_updates(lines: Lines) -> list[Plot]:
         _plot(lines, "Loss", {"loss": "loss"}, smooth=True),
         _plot(lines, "Learning rate", {"lr": "lr"}, from_zero=True),
         _plot(lines, "Gradient norm", {"before clipping": "grad_norm"}, from_zero=True),
+    ]
+
+
+def _of_reward(lines: Lines) -> list[Plot]:
+    """Further numbers that the reward returned, in training and held out."""
+    names = dict.fromkeys(
+        key for line in lines for key in line if key.startswith(("reward/", "eval/reward/"))
+    )
+    told = dict.fromkeys(
+        name for key in names if (name := key.removeprefix("eval/").removeprefix("reward/")) not in OF_REWARDS
+    )
+    return [
+        Plot(
+            name,
+            [
+                _series(lines, "training", f"reward/{name}", "line", True),
+                _series(lines, "held out", f"eval/reward/{name}", "dots", False),
+            ],
+            note="mean, told by the reward",
+        )
+        for name in told
     ]
 
 

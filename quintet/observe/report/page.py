@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quintet.observe.numbers import duration, percent, points, short
+from quintet.observe.numbers import NOTHING, duration, percent, short
 from quintet.observe.report.figures import REST, main_plots, phase_colors, warm_up_plots
+from quintet.observe.report.samples import samples_section
 from quintet.observe.report.svg import Plot, render
-from quintet.observe.summary import ROWS, main_stage, peaks, summarize
+from quintet.observe.summary import RUNNING, Row, main_stage, peaks, rows, summarize
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,24 @@ def page(run: Run) -> str:
         _figures("Training", main_plots(main)),
         _figures("Supervised warm-up", warm_up_plots(warm_up)),
         _result(summary, phase_colors([*main, *warm_up])),
-        _samples(run.samples),
+        (samples := samples_section(run.samples)),
         _recipe(run.recipe),
         _environment(run.environment),
     ]
+    scripts = _beside("hover.js") + (_beside("samples.js") if samples else "")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(run.name)}: quintet report</title><style>{_beside('style.css')}</style></head>\n"
-        f'<body><main>{"".join(sections)}</main><div id="hover"></div><script>{_beside("hover.js")}</script></body></html>\n'
+        f'<body><main>{"".join(sections)}</main><div id="hover"></div><script>{scripts}</script></body></html>\n'
     )
 
 
 def _head(run: Run) -> str:
     status = str(run.summary.get("status", "unfinished"))
     parts = [str(run.environment[key]) for key in ("started", "command") if run.environment.get(key)]
+    if status == RUNNING:
+        parts.append(f"as of {run.summary.get('written')}; load it again for later steps")
     if starts := run.summary.get("starts"):
         parts.append(f"start {len(starts)} of a run that began {starts[0]}")
     error = run.summary.get("error")
@@ -68,13 +72,10 @@ def _head(run: Run) -> str:
 
 def _tiles(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
     tiles = []
-    for name, title in (("eval", "Accuracy, sampled"), ("greedy", "Accuracy, greedy")):
-        before, after = summary.get(f"{name}_before"), summary.get(f"{name}_after")
-        if after is not None:
-            more = f"from {percent(before)} {_gain(before, after)}"
-            tiles.append(_tile(title, percent(after), more))
-        elif before is not None:
-            tiles.append(_tile(title, percent(before), "before training"))
+    for row in rows(summary)[:2]:
+        after = row.after != NOTHING
+        more = f"from {row.before} {_change(row)}" if after else "before training"
+        tiles.append(_tile(_capital(row.label), row.after if after else row.before, more))
     steps = [line for line in lines if "seconds/step" in line]
     if steps:
         last = steps[-1]
@@ -101,10 +102,12 @@ def _tile(name: str, value: str, more: str = "") -> str:
     )
 
 
-def _gain(before: float | None, after: float | None) -> str:
-    text = points(before, after)
-    kind = "up" if text.startswith("+") else "down"
-    return text if text == "–" else f'<span class="{kind}">{text}</span>'
+def _change(row: Row) -> str:
+    return f'<span class="{row.style}">{row.change}</span>' if row.style else row.change
+
+
+def _capital(label: str) -> str:
+    return label[0].upper() + label[1:]
 
 
 def _figures(title: str, plots: Sequence[Plot]) -> str:
@@ -115,16 +118,14 @@ def _figures(title: str, plots: Sequence[Plot]) -> str:
 def _result(summary: Mapping[str, Any], colors: Mapping[str, int]) -> str:
     if not summary:
         return ""
-    rows = [
-        f"<tr><td>{label[0].upper() + label[1:]}</td><td>{percent(summary.get(f'{name}_before'))}</td>"
-        f"<td>{percent(summary.get(f'{name}_after'))}</td>"
-        f"<td>{_gain(summary.get(f'{name}_before'), summary.get(f'{name}_after'))}</td></tr>"
-        for name, label in ROWS.items()
-        if summary.get(f"{name}_before") is not None
-    ]
-    head = '<tr><th></th><th class="n">before</th><th class="n">after</th><th class="n">points</th></tr>'
-    accuracy = f'<div class="card"><table>{head}{"".join(rows)}</table></div>' if rows else ""
-    return f'<h2>Result</h2><section class="pair">{accuracy}{_time(summary, colors)}</section>'
+    evaluated = "".join(
+        f"<tr><td>{_text(_capital(row.label))}</td><td>{row.before}</td><td>{row.after}</td><td>{_change(row)}</td></tr>"
+        for row in rows(summary)
+    )
+    head = '<tr><th></th><th class="n">before</th><th class="n">after</th><th class="n">change</th></tr>'
+    card = f'<div class="card"><table>{head}{evaluated}</table></div>' if evaluated else ""
+    why = f'<p class="lead">{_text(summary["nothing_learnt"])}</p>' if summary.get("nothing_learnt") else ""
+    return f'<h2>Result</h2>{why}<section class="pair">{card}{_time(summary, colors)}</section>'
 
 
 def _time(summary: Mapping[str, Any], colors: Mapping[str, int]) -> str:
@@ -137,32 +138,14 @@ def _time(summary: Mapping[str, Any], colors: Mapping[str, int]) -> str:
         f'<i class="c{colors.get(phase, 7)}" style="width:{100 * seconds / total if total else 0:.3f}%"></i>'
         for phase, seconds in phases.items()
     )
-    rows = "".join(
+    lines = "".join(
         f'<tr><td><span class="key"><i class="c{colors.get(phase, 7)}"></i></span>{_text(phase)}</td><td>{duration(seconds)}</td>'
         f"<td>{percent(seconds / total) if total else ''}</td></tr>"
         for phase, seconds in phases.items()
     )
     facts = [("wall time", duration(total))] * bool(total) + peaks(summary)
-    rows += "".join(f"<tr><th>{label}</th><td>{value}</td><td></td></tr>" for label, value in facts)
-    return f'<div class="card"><div class="bar">{bar}</div><table>{rows}</table></div>'
-
-
-def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
-    if not samples:
-        return ""
-    cards = []
-    for sample in samples:
-        reward = sample.get("reward")
-        shown = short(float(reward)) if isinstance(reward, int | float) else ""
-        kind = "up" if isinstance(reward, int | float) and reward > 0 else "down"
-        answer = f"<span>answer {_text(sample['answer'])}</span>" if sample.get("answer") else ""
-        badge = f'<b class="{kind}">reward {shown}</b>' if shown else ""
-        cards.append(
-            f'<div class="card sample"><div class="head"><span>step {_text(sample.get("step", ""))}</span>{answer}'
-            f'{badge}</div><pre class="prompt">{_text(sample.get("prompt", ""))}</pre>'
-            f"<pre>{_text(sample.get('response', ''))}</pre></div>"
-        )
-    return f'<h2>Samples</h2><section class="samples">{"".join(cards)}</section>'
+    lines += "".join(f"<tr><th>{label}</th><td>{value}</td><td></td></tr>" for label, value in facts)
+    return f'<div class="card"><div class="bar">{bar}</div><table>{lines}</table></div>'
 
 
 def _recipe(lines: Sequence[tuple[str, bool]]) -> str:

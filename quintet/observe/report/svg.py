@@ -175,8 +175,11 @@ def _lines(plot: Plot, series: Sequence[Series], show: Callable[[float | None], 
         points = _thin(list(zip(one.x, one.y, strict=True)))
         parts.append(f'<path class="line c{one.color}{" raw" if smooth else ""}" d="{_path(points, x, y)}"/>')
         if smooth:
-            mean = _thin(list(zip(one.x, running_mean(one.y, max(3, len(one.y) // 15)), strict=True)))
-            parts.append(f'<path class="line c{one.color}" d="{_path(mean, x, y)}"/>')
+            every = max(1, len(one.x) // MOST_POINTS)
+            mean = running_mean(one.y, max(3, len(one.y) // 15), every)
+            parts.append(
+                f'<path class="line c{one.color}" d="{_path(zip(one.x[::every], mean, strict=True), x, y)}"/>'
+            )
         if one.style == "dots" or len(points) == 1:
             parts += [
                 f'<circle class="dot c{one.color}" cx="{x(at):.1f}" cy="{y(float(value)):.1f}" r="3.5"/>'
@@ -198,13 +201,14 @@ def _path(points: Iterable[tuple[float, Value]], x: _Scale, y: _Scale) -> str:
     return "".join(commands)
 
 
-def running_mean(values: Sequence[Value], width: int) -> list[Value]:
-    """Return the mean of the finite values within `width // 2` places on either side; None where there is none.
+def running_mean(values: Sequence[Value], width: int, every: int = 1) -> list[Value]:
+    """Return the mean of the finite values within `width // 2` places on either side, of every so many places; None where there is
+    none.
 
     Centred, so that it does not lag behind what it smooths.
     """
     half, result = width // 2, []
-    for index in range(len(values)):
+    for index in range(0, len(values), every):
         near = _finite_of(values[max(0, index - half) : index + half + 1])
         result.append(sum(near) / len(near) if near else None)
     return result
@@ -266,17 +270,16 @@ def _mean(values: Sequence[Value]) -> float:
 
 def _hover(series: Sequence[Series], show: Callable[[float | None], str]) -> list[list[object]]:
     """For the page's script: [step, x in the view box as a share, text] at up to MOST_POINTS steps."""
-    by_step: dict[float, list[str]] = {}
+    steps = sorted(
+        {at for one in series for at, value in zip(one.x, one.y, strict=True) if value is not None}
+    )
+    by_step: dict[float, list[str]] = {at: [] for at in steps[:: max(1, math.ceil(len(steps) / MOST_POINTS))]}
     for one in series:
         for at, value in zip(one.x, one.y, strict=True):
-            if value is not None:
-                by_step.setdefault(at, []).append(f"{one.name} {show(float(value))}")
+            if value is not None and at in by_step:
+                by_step[at].append(f"{one.name} {show(float(value))}")
     x = _x_scale(series)
-    steps = sorted(by_step)
-    return [
-        [f"step {at:.0f}", round(x(at) / WIDTH, 4), "\n".join(by_step[at])]
-        for at in steps[:: max(1, math.ceil(len(steps) / MOST_POINTS))]
-    ]
+    return [[f"step {at:.0f}", round(x(at) / WIDTH, 4), "\n".join(said)] for at, said in by_step.items()]
 
 
 def _finite(value: Value) -> TypeGuard[float]:

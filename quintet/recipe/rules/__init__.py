@@ -25,6 +25,7 @@ from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in th
     rollout,
     run,
     sglang,
+    unread,
     vllm,
 )
 from quintet.recipe.rules.facts import RULES, Command, Facts, shape_of_built
@@ -44,7 +45,7 @@ def shape_of(recipe: Recipe) -> ModelShape | None:
     path, build = recipe.model.path, recipe.model.build
     use_family(recipe.model.family)
     if path is not None and build is None:
-        return trained_shape(path)
+        return trained_shape(recipe.model.directory or path)
     return shape_of_built(build) if path is None and build is not None else None
 
 

@@ -16,26 +16,11 @@ from quintet.recipe.schema import Critic, Reference
 
 _LAYOUT = re.compile(r"(?<![.\w])layout\.")
 
-_OF_ALGORITHM = {
-    "ppo": ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.kl_in"),
-    "dapo": ("algorithm.max_refills",),
-}
-_NOT_OF_PPO = ("algorithm.normalize_by_std",)
-
 
 @rule
-def algorithm_reads_its_keys(facts: Facts) -> Iterator[Problem]:
-    """A key that another algorithm reads is an error."""
+def roles_are_there(facts: Facts) -> Iterator[Problem]:
+    """The section of a role is given only where the algorithm has that role."""
     recipe, name = facts.recipe, facts.recipe.algorithm.name
-    for other, keys in _OF_ALGORITHM.items():
-        if other != name:
-            for key in filter(facts.said, keys):
-                yield Problem(
-                    f"{key} is read by algorithm.name={other}, and it is {name}; remove it, or use {other}"
-                )
-    if name == "ppo":
-        for key in filter(facts.said, _NOT_OF_PPO):
-            yield Problem(f"{key} is of groups, which algorithm.name=ppo does not compare; remove it")
     if name != "ppo" and recipe.critic != Critic():
         yield Problem(
             f"algorithm.name={name} has no critic: the section critic is read by ppo; remove it, or use ppo",
@@ -91,29 +76,10 @@ def roles_layouts_are_layouts(facts: Facts) -> Iterator[Problem]:
 
 
 @rule
-def critic_warms_up_within_the_run(facts: Facts) -> Iterator[Problem]:
-    """The policy learns at some point."""
-    recipe = facts.recipe
-    if (
-        facts.command == "train"
-        and recipe.algorithm.name == "ppo"
-        and recipe.critic.warmup_steps >= recipe.train.steps
-    ):
-        yield Problem(
-            f"critic.warmup_steps={recipe.critic.warmup_steps} leaves the policy no step of train.steps={recipe.train.steps}"
-        )
-
-
-@rule
 def overlong_fits(facts: Facts) -> Iterator[Problem]:
     """What is taken off long responses lies within what a response may have."""
     reward, longest = facts.recipe.reward, facts.recipe.rollout.max_response_tokens
-    if reward.overlong_tokens is None:
-        if facts.said("reward.overlong_penalty"):
-            yield Problem(
-                "reward.overlong_penalty is not read while reward.overlong_tokens is null; set both or neither"
-            )
-    elif reward.overlong_tokens > longest:
+    if reward.overlong_tokens is not None and reward.overlong_tokens > longest:
         yield Problem(
             f"reward.overlong_tokens={reward.overlong_tokens} is more than rollout.max_response_tokens={longest}; use fewer"
         )

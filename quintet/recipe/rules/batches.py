@@ -8,7 +8,6 @@ from quintet.recipe.capacity import overflow
 from quintet.recipe.derived import optimizers
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules.facts import Facts, rule
-from quintet.recipe.schema import Optimizer
 
 
 @rule
@@ -95,45 +94,10 @@ def _multiples(count: int, of: int) -> str:
 
 
 @rule
-def kl_is_weighted(facts: Facts) -> Iterator[Problem]:
-    """An estimator of the KL is chosen only where the KL has a weight."""
-    for key in ("algorithm.kl_estimator", "algorithm.kl_in"):
-        if facts.recipe.algorithm.kl_coef == 0 and (said := facts.said(key)):
-            yield Problem(
-                f"{said} is not read while algorithm.kl_coef=0; remove it, or set algorithm.kl_coef"
-            )
-
-
-@rule
 def schedules_are_whole(facts: Facts) -> Iterator[Problem]:
-    """A schedule has the keys it reads and no others, and its parts fit in the run."""
-    recipe = facts.recipe
-    steps, minis = recipe.train.steps, recipe.train.mini_batches_per_step
-    alone = recipe.critic.warmup_steps if recipe.algorithm.name == "ppo" else 0
-    taken = {"optimizer": max(steps - alone, 0) * minis, "critic.optimizer": steps * minis}
-    for section, optimizer in optimizers(recipe).items():
-        if section == "sft.optimizer":
-            assert recipe.sft is not None
-            yield from _schedule(optimizer, section, recipe.sft.steps)
-        else:
-            yield from _schedule(optimizer, section, taken[section])
-
-
-def _schedule(optimizer: Optimizer, section: str, steps: int) -> Iterator[Problem]:
-    decay = f"{section}.decay_steps"
-    if optimizer.schedule == "constant":
-        for name, given in (("decay_steps", optimizer.decay_steps), ("min_lr_ratio", optimizer.min_lr_ratio)):
-            if given:
-                yield Problem(
-                    f"{section}.{name}={given} is not read by {section}.schedule=constant; remove it or use cosine or wsd"
-                )
-    elif optimizer.schedule == "wsd" and optimizer.decay_steps is None:
-        yield Problem(f"{section}.schedule=wsd needs {decay}, the length of its final decay in steps")
-    warmup, tail = optimizer.warmup_steps, optimizer.decay_steps
-    if optimizer.schedule == "constant" or tail is None:
-        text, needed = f"{section}.warmup_steps={warmup}", warmup
-    else:
-        needed = warmup + tail
-        text = f"{section}.warmup_steps + decay_steps = {warmup} + {tail} = {needed}"
-    if needed > steps:
-        yield Problem(f"{text} is more than the run's {steps} optimizer steps; lower it, or take more steps")
+    """A schedule has what it needs; what is longer than the run is shortened: see `quintet.recipe.length`."""
+    for section, optimizer in optimizers(facts.recipe).items():
+        if optimizer.schedule == "wsd" and optimizer.decay_steps is None:
+            yield Problem(
+                f"{section}.schedule=wsd needs {section}.decay_steps, the length of its final decay in steps"
+            )

@@ -17,6 +17,11 @@ def data_is_named(facts: Facts) -> Iterator[Problem]:
     """A task that reads files names those its command needs, and a built-in task names none."""
     data, train = facts.recipe.data, facts.recipe.train
     paths = {"data.train_path": data.train_path, "data.eval_path": data.eval_path}
+    for key, path in {**paths, "data.sft_path": data.sft_path}.items():
+        if path is not None and not Path(path).exists() and not _HUB_NAME.fullmatch(path):
+            yield Problem(f"{key}: there is no file {path} (looked in {Path.cwd()})")
+    if data.sft_path is not None and facts.command == "train" and facts.recipe.sft is None:
+        yield Problem("data.sft_path is not read without a section sft; add one, or remove it")
     if data.task in ("addition", "countdown"):
         for key, path in paths.items():
             if path is not None:
@@ -24,33 +29,17 @@ def data_is_named(facts: Facts) -> Iterator[Problem]:
                     f"{key} is set, but data.task={data.task} makes its own problems; remove it, or use data.task=jsonl"
                 )
         return
-    if data.train_path is None and facts.command in ("train", "sft"):
+    of_its_own = facts.command == "sft" and data.sft_path is not None
+    if data.train_path is None and facts.command in ("train", "sft") and not of_its_own:
         yield Problem(
-            f"data.train_path is not set; data.task={data.task} needs a jsonl or parquet file, a directory or a hub name"
+            f"data.train_path is not set; data.task={data.task} needs a jsonl, parquet or csv file, a directory or a hub name"
         )
     if data.eval_path is None and facts.command in ("train", "eval") and train.eval_prompts:
         instead = ", or train.eval_prompts=0 to evaluate nothing" if facts.command == "train" else ""
         yield Problem(f"data.eval_path is not set; name held-out prompts{instead}", "data.task")
-    for key, path in paths.items():
-        if path is not None and not Path(path).exists() and not _HUB_NAME.fullmatch(path):
-            yield Problem(f"{key}: there is no file {path} (looked in {Path.cwd()})")
 
 
 _HUB_NAME = re.compile(r"(?!.*\.(?:jsonl?|parquet|csv|txt)$)[\w-][\w.-]*/[\w.-]+(?::[\w.-]+){0,2}")
-
-
-@rule
-def columns_are_read(facts: Facts) -> Iterator[Problem]:
-    """Columns are named only where rows are read by them."""
-    data = facts.recipe.data
-    unread = {
-        "addition": ("prompt_key", "answer_key", "response_key"),
-        "countdown": ("prompt_key", "answer_key", "response_key"),
-        "gsm8k": ("response_key",),  # the response to imitate is its worked answer
-    }
-    for name in unread.get(data.task, ()):
-        if said := facts.said(f"data.{name}"):
-            yield Problem(f"{said} is not read by data.task={data.task}; remove it, or use data.task=jsonl")
 
 
 @rule

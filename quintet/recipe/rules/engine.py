@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from quintet.recipe.problem import Problem
 from quintet.recipe.recompute import MODULES
-from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rules.facts import Facts, rule
 
 
@@ -54,15 +53,3 @@ def recompute_modules_are_there(facts: Facts) -> Iterator[Problem]:
             yield Problem(
                 f"{key}: {part} is part of moe, which would compute it again a second time; name one"
             )
-
-
-@rule
-def context_communication_is_read(facts: Facts) -> Iterator[Problem]:
-    """How context-parallel ranks communicate is chosen only where there are some."""
-    recipe = facts.recipe
-    roles = roles_of(recipe) if facts.command == "train" else ()
-    layouts = [recipe.layout, *(layout_of(recipe, role) for role in roles)]
-    if max(one.cp for one in layouts) == 1 and recipe.engine.cp_comm != "all_gather":
-        yield Problem(
-            f"engine.cp_comm={recipe.engine.cp_comm} is not read while layout.cp=1; remove it, or raise layout.cp"
-        )

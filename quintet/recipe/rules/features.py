@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from quintet.install import with_extra
 from quintet.recipe.features import FEATURES
-from quintet.recipe.megatron import FREE, REFUSED, transformer_config_fields
+from quintet.recipe.megatron import FREE, transformer_config_fields, why_refused
 from quintet.recipe.problem import Problem
 from quintet.recipe.refused import NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS
 from quintet.recipe.rules.facts import Facts, rule
@@ -54,15 +54,13 @@ def megatron_options_are_free(facts: Facts) -> Iterator[Problem]:
     known = transformer_config_fields() if options else frozenset()
     for name, value in options.items():
         key = f"engine.megatron.{name}"
-        if name in REFUSED:
-            yield Problem(f"{key}: {REFUSED[name]}; remove it")
-        elif known and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            close = f"; did you mean {near[0]}?" if near and near[0] in FREE else ""
-            close = close or (f"; {near[0]} is {REFUSED[near[0]]}" if near and near[0] in REFUSED else "")
-            yield Problem(
-                f"{key}: megatron-core's TransformerConfig has no such field{close or '; remove it'}"
-            )
+        if known and name not in known:
+            near = next(iter(difflib.get_close_matches(name, known, 1)), None)
+            free = f"did you mean {near}?" if near in FREE else None
+            close = free or (f"{near} is {why_refused(near)}" if near else "remove it")
+            yield Problem(f"{key}: megatron-core's TransformerConfig has no such field; {close}")
+        elif name not in FREE:
+            yield Problem(f"{key}: {why_refused(name)}; remove it")
         elif name == "moe_permute_fusion" and value:
             if facts.shape is not None and facts.shape.moe is None:
                 yield Problem(f"{key} is of experts, and the model has none; remove it")

@@ -20,7 +20,7 @@ def one_model(facts: Facts) -> Iterator[Problem]:
     model = facts.recipe.model
     if model.path is None and model.build is None:
         yield Problem(
-            "no model: set model.path to a Hugging Face directory, or model.build to make a small one from nothing"
+            "no model: set model.path to a Hugging Face directory or a model of the hub, or model.build to make a small one from nothing"
         )
     if model.path is not None and model.build is not None:
         yield Problem("both model.path and model.build are set; set one of them to null")
@@ -32,7 +32,7 @@ def own_family_is_used(facts: Facts) -> Iterator[Problem]:
     model = facts.recipe.model
     if model.family is None or facts.shape is None:
         return
-    if model.path is None:
+    if model.directory is None:
         yield Problem(
             f"model.family={model.family}: model.build makes a Qwen3; set model.family=null, or name a model.path"
         )
@@ -40,7 +40,7 @@ def own_family_is_used(facts: Facts) -> Iterator[Problem]:
     named = use_family(model.family)
     if named is not None and facts.shape.family != named.name:
         yield Problem(
-            f"model.family={model.family} answers to {', '.join(named.architectures)}, but {model.path / 'config.json'} names "
+            f"model.family={model.family} answers to {', '.join(named.architectures)}, but {model.directory / 'config.json'} names "
             f"an architecture of the family {facts.shape.family}; set model.family=null, or mend config.json"
         )
 
@@ -48,8 +48,7 @@ def own_family_is_used(facts: Facts) -> Iterator[Problem]:
 @rule
 def weights_are_there(facts: Facts) -> Iterator[Problem]:
     """A Hugging Face directory holds a tokenizer and safetensors weights whose headers fit config.json."""
-    path = facts.recipe.model.path
-    if path is None or facts.read is None:
+    if facts.read is None or (path := facts.recipe.model.directory) is None:
         return
     if not any(path.glob("*.safetensors")):
         yield Problem(

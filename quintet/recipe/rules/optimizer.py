@@ -19,24 +19,6 @@ from quintet.recipe.roles import optimizer_of
 from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.schema import Optimizer
 
-_READ_BY = {
-    "beta1": ("adamw", "adam"),
-    "beta2": ("adamw", "adam"),
-    "eps": ("adamw", "adam"),
-    "momentum": ("sgd",),
-}
-
-
-@rule
-def optimizer_keys_are_read(facts: Facts) -> Iterator[Problem]:
-    """An optimizer is given the keys it reads and no others."""
-    for section, optimizer in optimizers(facts.recipe).items():
-        for name, readers in _READ_BY.items():
-            if optimizer.name not in readers and (said := facts.said(f"{section}.{name}")):
-                yield Problem(
-                    f"{said} is read by {' and '.join(readers)} alone, and {section}.name is {optimizer.name}; remove it"
-                )
-
 
 @rule
 def lr_multipliers_match(facts: Facts) -> Iterator[Problem]:
@@ -74,9 +56,9 @@ def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) 
             tensors[_EXPERT.sub(".experts.", weight.name)] += weight.hf
     for section, optimizer in sections.items():
         try:
-            check_lr_multipliers(tensors.values(), optimizer.lr_multipliers)
+            check_lr_multipliers(tensors.values(), optimizer.lr_multipliers, section)
         except UserError as error:
-            yield Problem(str(error).replace("optimizer.", f"{section}.", 1))
+            yield Problem(str(error))
 
 
 @rule

@@ -9,7 +9,6 @@ from quintet.recipe.lora import lora_shape
 from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules.facts import Facts, rule
-from quintet.recipe.schema import Rollout
 from quintet.recipe.vllm import ADAPTED, RANKS
 
 LEAST_TEMPERATURE = 0.01
@@ -17,14 +16,9 @@ LEAST_TEMPERATURE = 0.01
 
 @rule
 def separate_rollouts_have_devices(facts: Facts) -> Iterator[Problem]:
-    """Devices of a separate rollout are counted by rollout.ranks, in whole copies; no other rollout has any."""
+    """Devices of a separate rollout are counted by rollout.ranks, in whole copies."""
     rollout = facts.recipe.rollout
     if rollout.placement == "colocated":
-        if rollout.ranks is not None:
-            yield Problem(
-                f"rollout.ranks={rollout.ranks} is not read by a colocated rollout, which is on the cluster.ranks devices that "
-                "train; remove it, or set rollout.placement=separate"
-            )
         return
     if rollout.ranks is None:
         yield Problem(
@@ -59,25 +53,6 @@ def restart_needs_own_processes(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "rollout.restart=true needs a rollout in processes of its own: one in the trainer's dies with it, and "
             "`resume=auto` goes on from the last checkpoint; set rollout.own_processes=true, or rollout.restart=false"
-        )
-
-
-@rule
-def sleep_level_is_read(facts: Facts) -> Iterator[Problem]:
-    """What a rollout keeps in sleep is said only of one that sleeps, and has weights of its own that come anew."""
-    recipe = facts.recipe
-    said = facts.said("rollout.sleep_level")
-    if said is None:
-        return
-    if recipe.rollout.placement == "separate":
-        yield Problem(f"{said} is not read by a separate rollout, which keeps its weights; remove it")
-    elif placement_of(recipe).shares_weights:
-        yield Problem(
-            f"{said} is not read by a rollout on the engine's own parameters, which it could not keep or forget; remove it"
-        )
-    elif placement_of(recipe).adapters_separate:
-        yield Problem(
-            f"{said} is what a rollout does that gets adapters alone in any case: the frozen weights come once; remove it"
         )
 
 
@@ -119,56 +94,14 @@ def _what_vllm_cannot_adapt(facts: Facts) -> Iterator[str]:
 
 
 @rule
-def sync_keys_are_read(facts: Facts) -> Iterator[Problem]:
-    """How weights travel is said only where they do; the probe, where weights may be unreadable and are proved."""
-    recipe, rollout = facts.recipe, facts.recipe.rollout
-    if placement_of(recipe).shares_weights:
-        for name in ("bucket_mib", "sync_proof"):
-            if said := facts.said(f"rollout.{name}"):
-                yield Problem(
-                    f"{said} is not read by a rollout on the engine's own parameters: nothing travels; remove it"
-                )
-    if said := facts.said("rollout.probe_tolerance"):
-        if rollout.backend == "native":
-            yield Problem(
-                f"{said} is not read by the native rollout, whose weights can all be read back; remove it"
-            )
-        elif not rollout.sync_proof:
-            yield Problem(f"{said} is not read with rollout.sync_proof=false; remove one of them")
-
-
-@rule
 def temperatures_are_told_apart(facts: Facts) -> Iterator[Problem]:
-    """Greedy is temperature 0, where nothing is left to cut; any other is large enough to divide logits by."""
+    """Greedy is temperature 0; any other is large enough to divide logits by."""
     rollout = facts.recipe.rollout
     if 0 < rollout.temperature < LEAST_TEMPERATURE:
         yield Problem(
             f"rollout.temperature={rollout.temperature}: log-probs mean little at less than {LEAST_TEMPERATURE}, and vLLM would "
             "sample at that; use 0 for greedy, or at least that"
         )
-    if rollout.temperature == 0:
-        for name in ("top_p", "top_k", "min_p"):
-            if said := facts.said(f"rollout.{name}"):
-                yield Problem(
-                    f"{said} is not read with rollout.temperature=0, which takes the likeliest token; set "
-                    f"rollout.{name}={Rollout.model_fields[name].default}, or a temperature"
-                )
-
-
-@rule
-def native_reads_its_keys(facts: Facts) -> Iterator[Problem]:
-    """Keys of the engines that native is not are not given to it."""
-    rollout = facts.recipe.rollout
-    if rollout.backend != "native":
-        return
-    reasons = {
-        "mode": "of vllm",
-        "quantization": "of vllm: native generates in the type that trains",
-        "memory_fraction": "of vllm and sglang: native takes what its sequences need",
-    }
-    for name, reason in reasons.items():
-        if said := facts.said(f"rollout.{name}"):
-            yield Problem(f"{said} is {reason}; remove it, or choose that rollout.backend")
 
 
 @rule

@@ -47,21 +47,6 @@ def resume_names_something(facts: Facts) -> Iterator[Problem]:
 
 
 @rule
-def checkpoint_keys_are_read(facts: Facts) -> Iterator[Problem]:
-    """How checkpoints are written is said only where some are."""
-    checkpoint = facts.recipe.checkpoint
-    if checkpoint.every_steps:
-        return
-    unread = ["keep_last", "async_save"] + ([] if checkpoint.hf_every_steps else ["on_error"])
-    for name in unread:
-        # The default may be written out, as the resolved recipe does.
-        if (given := getattr(checkpoint, name)) != type(checkpoint).model_fields[name].default:
-            yield Problem(
-                f"checkpoint.{name}={str(given).lower()} is not read while checkpoint.every_steps=0; set every_steps, or remove it"
-            )
-
-
-@rule
 def sft_has_its_section(facts: Facts) -> Iterator[Problem]:
     """`quintet sft` trains by the sft section."""
     if facts.command == "sft" and facts.recipe.sft is None:

@@ -13,18 +13,27 @@ class Data(Section):
     task: Literal["addition", "countdown", "gsm8k", "jsonl"] = "jsonl"
     """Built-in synthetic task (no files), or the shape of the files under train_path and eval_path."""
     train_path: UserPathText | None = None
-    """jsonl or parquet file, directory saved by `datasets`, or hub name."""
+    """jsonl, parquet or csv file, directory saved by `datasets`, or hub name (docs/data.md)."""
     eval_path: UserPathText | None = None
+    sft_path: UserPathText | None = None
+    """What SFT imitates, where that is not train_path: rows with prompt_key and response_key, whatever the task."""
     prompt_key: str = "prompt"
     """Column with the prompt: text, or a list of chat messages. "question" unless named when task is gsm8k."""
     answer_key: str = "answer"
+    """Column with the answer that rewards get; "" where there is none."""
+    eval_prompt_key: str | None = None
+    """The same of eval_path; null is prompt_key."""
+    eval_answer_key: str | None = None
+    """null is answer_key."""
     response_key: str = "response"
     """Column with the response to imitate (sft)."""
     system_prompt: str | None = None
     chat: bool = True
     """Render prompts with the chat template; false feeds the text as it is."""
     max_prompt_tokens: PositiveInt = 1024
-    """A longer prompt is an error naming its file and line."""
+    """Of a prompt as it is rendered; long_prompts says what becomes of a longer one."""
+    long_prompts: Literal["error", "drop", "cut_left"] = "error"
+    """error names the file and line, drop leaves the prompt out, cut_left keeps its last tokens; how many there were is told."""
     shuffle: bool = True
     task_options: dict[str, int] = {}
     """Options of a synthetic task, such as digits."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from quintet.models.shape import MOST_LAYERS
+from quintet.recipe.hub import is_hub_id, keep_path, snapshot
 from quintet.recipe.sections.fields import (
     Pattern,
     PositiveFloat,
@@ -32,8 +34,11 @@ class BuildModel(Section):
 
 
 class Model(Section):
-    path: UserPath | None = None
-    """Hugging Face directory: config.json, *.safetensors, tokenizer files."""
+    path: Annotated[UserPath | None, BeforeValidator(keep_path)] = None
+    """Hugging Face directory: config.json, *.safetensors, tokenizer files; or a model of the hub as owner/name, downloaded to the
+    cache of HF_HOME where it is not there yet. A directory that exists comes first."""
+    revision: str | None = None
+    """Branch, tag or commit of a model of the hub; null is main. The resolved recipe has the commit."""
     family: UserCode | None = None
     """A model family of your own, module:Class or file.py:Class, that config.json's architecture names (docs/models.md)."""
     build: BuildModel | None = None
@@ -41,9 +46,26 @@ class Model(Section):
     dtype: Literal["fp32", "bf16"] | None = None
     """Compute and parameter type; null is bf16 on GPU (fp32 master weights) and fp32 on CPU."""
     chat_template: str | None = None
-    """Jinja text or a file; null takes the tokenizer's own."""
+    """Jinja text or a file; null takes the tokenizer's own. Saved models have what was used, and chat_template.jinja of the run
+    directory."""
     trust_remote_code: bool = False
     """Run code that `path` brings along (auto_map in its JSON files), in every process of the run. Read it first."""
+
+    @property
+    def of_hub(self) -> bool:
+        """Whether `path` names a model of the hub, and no directory."""
+        return self.path is not None and is_hub_id(self.path)
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the files of `path` are on this machine: of a model of the hub, its snapshot, which may be downloaded first.
+        Raises UserError where it cannot be had."""
+        return snapshot(str(self.path), self.revision) if self.of_hub else self.path
+
+    def pin(self) -> None:
+        """Make `revision` the commit that a model of the hub is at, so that it stays the same one."""
+        if self.of_hub and self.directory is not None:
+            self.revision = self.directory.name
 
 
 class Layout(Section):

@@ -20,7 +20,7 @@ class Run(Section):
     trackers: list[Literal["tensorboard", "wandb"]] = []
     """Where metrics go besides metrics.jsonl."""
     samples_logged_per_step: NonNegativeInt = 4
-    """Samples written to samples.jsonl each step."""
+    """Samples written to samples.jsonl each step, spread over its prompts; of an evaluation as many sampled and as many greedy ones."""
 
 
 class Cluster(Section):
@@ -30,7 +30,8 @@ class Cluster(Section):
     """What Ray asks of whoever connects: a token, made anew for a local Ray, and of an existing cluster found where Ray looks for it
     (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token); or nothing."""
     ranks: Ranks = 1
-    """Worker processes; one device each. The product of the layout's sizes must divide it."""
+    """Worker processes; one device each. The product of the layout's sizes must divide it. On CPUs each has its share of the cores as
+    threads, or OMP_NUM_THREADS. generate and eval are one rank, in their own process, where that is enough."""
     ranks_per_node: Ranks | None = None
     """Ranks on one node; null packs them on as few nodes as hold them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

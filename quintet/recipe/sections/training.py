@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from quintet.recipe.sections.fields import (
     Beta,
@@ -21,6 +21,7 @@ from quintet.recipe.sections.model import Layout
 
 
 class Optimizer(Section):
+    key: ClassVar[str] = "optimizer"
     name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     """adamw decouples weight decay from the gradient, adam adds it to the gradient (L2)."""
     lr: PositiveFloat = 1e-6
@@ -74,15 +75,22 @@ class Engine(Section):
     quintet's layers read (docs/layouts.md lists them)."""
 
 
+NAME_SETS: dict[str, dict[str, Any]] = {"dr_grpo": {"aggregation": "fixed_length", "normalize_by_std": False}}
+"""Keys of the section whose defaults are others under an algorithm's name."""
+
+
 class Algorithm(Section):
-    name: Literal["grpo", "dapo", "ppo"] = "grpo"
-    """grpo compares the samples of a group; dapo does so with groups that carry a signal alone, and generates more in place of the
-    others (dynamic sampling); ppo compares each token with what a critic expected. See docs/algorithms.md."""
+    name: Literal["grpo", "dr_grpo", "dapo", "ppo"] = "grpo"
+    """grpo compares the samples of a group; dr_grpo does so without what favours short right and long wrong responses (it sets
+    aggregation=fixed_length and normalize_by_std=false where the recipe does not); dapo takes groups that carry a signal alone, and
+    generates more in place of the others (dynamic sampling); ppo compares each token with what a critic expected. See
+    docs/algorithms.md."""
     clip_low: Fraction = 0.2
     clip_high: Annotated[float, Field(ge=0)] = 0.28
     """Clip-higher (DAPO): the ratio stays within [1 - clip_low, 1 + clip_high]."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """How per-token losses become one number: over all tokens of the mini-batch, or within each sample first."""
+    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """How per-token losses become one number: over all tokens of the mini-batch, within each sample first, or (fixed_length) as their
+    sum over samples × rollout.max_response_tokens, so that a token weighs the same in every sample and step."""
     normalize_by_std: bool = True
     """Divide a group's advantages by the standard deviation of its rewards."""
     kl_coef: NonNegativeFloat = 0.0
@@ -97,12 +105,26 @@ class Algorithm(Section):
     gae_lambda: Fraction = 0.95
     """Of ppo: discount of longer estimates of an advantage (generalized advantage estimation)."""
 
+    @model_validator(mode="after")
+    def _what_the_name_sets(self) -> Self:
+        # Written into the fields, so that the resolved recipe says it and reads back to the same.
+        for key, value in NAME_SETS.get(self.name, {}).items():
+            if key not in self.model_fields_set:
+                setattr(self, key, value)
+        return self
+
 
 class Reference(Section):
     """The reference policy: the weights RL starts from."""
 
     layout: Layout | None = None
     """null is the policy's. Over the same ranks."""
+
+
+class CriticOptimizer(Optimizer):
+    """The critic's own optimizer."""
+
+    key: ClassVar[str] = "critic.optimizer"
 
 
 class Critic(Section):
@@ -112,7 +134,7 @@ class Critic(Section):
     """Hugging Face directory to start from; null starts from the policy as RL begins. A head that it lacks starts at zero."""
     layout: Layout | None = None
     """null is the policy's. Over the same ranks."""
-    optimizer: Optimizer | None = None
+    optimizer: CriticOptimizer | None = None
     """null is the policy's."""
     warmup_steps: NonNegativeInt = 0
     """Steps at the beginning in which the critic learns alone."""
@@ -135,6 +157,7 @@ class Train(Section):
 class SftOptimizer(Optimizer):
     """The optimizer of SFT: a class of its own, so that naming one key leaves the default of `lr` alone."""
 
+    key: ClassVar[str] = "sft.optimizer"
     lr: PositiveFloat = 1e-5
 
 

@@ -102,18 +102,20 @@ class SlotCache:
         scale = how.scale_of(q)
         if how.sinks is not None:
             q, k, v = sink_as_key(q, k, v, how.sinks.view(kv_heads, -1), scale)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(how), scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(how, q.dtype), scale=scale)
         return out[..., : query.shape[2]].reshape(n, heads, -1)
 
-    def _mask(self, how: AttentionParams) -> Tensor:
-        """[active, 1, 1, longest], with sinks one more column before them. The same in all layers that look alike."""
+    def _mask(self, how: AttentionParams, dtype: torch.dtype) -> Tensor:
+        """[active, 1, 1, longest], with sinks one more column before them; 0 or -inf, which torch would make of a bool in every layer.
+        The same in all layers that look alike."""
         key = (how.window, how.sinks is not None)
         if key not in self._masks:
             steps = torch.arange(self._length, device=self._positions.device)
             mask = steps <= self._positions[:, None]
             if how.window is not None:
                 mask &= steps > self._positions[:, None] - how.window
-            self._masks[key] = F.pad(mask, (int(key[1]), 0), value=True)[:, None, None]
+            seen = F.pad(mask, (int(key[1]), 0), value=True)[:, None, None]
+            self._masks[key] = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
         return self._masks[key]
 
     def _flash(self, query: Tensor, keys: Tensor, values: Tensor, how: AttentionParams) -> Tensor:

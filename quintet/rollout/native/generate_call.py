@@ -75,7 +75,7 @@ class GenerateCall:
         self.cache.prefill(at[0], at[1], at[2])
         row.cache = self.cache
         hidden = self.stage.forward(micro.input_ids.to(self.device), row)
-        fresh = [draft for group in groups for draft in group]
+        fresh = [sequence for group in groups for sequence in group]
         if self.routes is not None:
             begins = [int(start) for group, start in zip(groups, starts[:-1], strict=False) for _ in group]
             rows = [(d, start, start + d.prompt_length) for d, start in zip(fresh, begins, strict=True)]
@@ -113,10 +113,10 @@ class GenerateCall:
             self._done += ended
             self._progress(self._done)
 
-    def _draw(self, hidden: Tensor | None, rows: Tensor, drafts: list[SequenceState]) -> None:
-        """Draw the next token of each draft from the hidden state at its row. Whether the requests are held or given up travels
+    def _draw(self, hidden: Tensor | None, rows: Tensor, sequences: list[SequenceState]) -> None:
+        """Draw the next token of each sequence from the hidden state at its row. Whether the requests are held or given up travels
         with the tokens, so that all ranks do it at the same one."""
-        count = len(drafts)
+        count = len(sequences)
         picked = torch.zeros((4, count + 1), dtype=torch.float64, device=self.device)
         if hidden is not None:
             model, mesh = self.stage.model, self.stage.mesh
@@ -124,17 +124,17 @@ class GenerateCall:
             vocab = VocabSlice(len(weight), model.shape.vocab_size, mesh.groups.tp)
             z = logits(hidden.index_select(0, rows.to(self.device)), weight, vocab)
             z = z[:, : model.shape.vocab_size]
-            seeds = torch.tensor([self._seeds[d.request, d.number] for d in drafts], device=self.device)
-            at = torch.tensor([d.prompt_length + len(d.response_ids) for d in drafts], device=self.device)
+            seeds = torch.tensor([self._seeds[d.request, d.number] for d in sequences], device=self.device)
+            at = torch.tensor([d.prompt_length + len(d.response_ids) for d in sequences], device=self.device)
             picked[:, :count] = torch.stack([x.double() for x in draw(z, self.sampling, seeds, at)])
             picked[0, count] = float(self._state())
         *drawn, last_column = zip(*self.stage.share(picked).tolist(), strict=True)
-        for draft, (token, *logprobs) in zip(drafts, drawn, strict=True):
-            draft.response_ids.append(int(token))
-            draft.logprobs.append(logprobs[0])
-            draft.policy_logprobs.append(logprobs[1])
-            draft.raw_logprobs.append(logprobs[2])
-            self._check_end(draft)
+        for sequence, (token, *logprobs) in zip(sequences, drawn, strict=True):
+            sequence.response_ids.append(int(token))
+            sequence.logprobs.append(logprobs[0])
+            sequence.policy_logprobs.append(logprobs[1])
+            sequence.raw_logprobs.append(logprobs[2])
+            self._check_end(sequence)
         self._heed(int(last_column[0]))
 
     def hold(self) -> None:
@@ -149,15 +149,15 @@ class GenerateCall:
         if state == ABORTED:
             self.scheduler.give_up()
 
-    def _check_end(self, draft: SequenceState) -> None:
-        if draft.response_ids[-1] in self._stops or (self._tail and self._stop_string(draft)):
-            draft.finish = "stop"
-        elif len(draft.response_ids) >= draft.most_tokens:
-            draft.finish = "length"
+    def _check_end(self, sequence: SequenceState) -> None:
+        if sequence.response_ids[-1] in self._stops or (self._tail and self._stop_string(sequence)):
+            sequence.finish = "stop"
+        elif len(sequence.response_ids) >= sequence.most_tokens:
+            sequence.finish = "length"
 
-    def _stop_string(self, draft: SequenceState) -> bool:
+    def _stop_string(self, sequence: SequenceState) -> bool:
         # A token is at least one byte, so the last `tail` tokens hold any stop string that just ended.
-        text = self._decode(draft.response_ids[-(self._tail * 4 + 1) :])
+        text = self._decode(sequence.response_ids[-(self._tail * 4 + 1) :])
         return any(stop in text for stop in self.sampling.stop)
 
 

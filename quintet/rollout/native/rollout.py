@@ -102,10 +102,10 @@ class NativeRollout:
                         run.decode()
                     run.retire()
                     for number in scheduler.take_finished():
-                        drafts = scheduler.sequences[number]
-                        samples = [self._sample(draft, sampling) for draft in drafts]
+                        sequences = scheduler.sequences[number]
+                        samples = [self._sample(sequence, sampling) for sequence in sequences]
                         if routes is not None:
-                            routes.tell(drafts, samples)
+                            routes.tell(sequences, samples)
                         yield number, samples
 
     @torch.no_grad()
@@ -168,12 +168,12 @@ class NativeRollout:
             )
         return self._cache
 
-    def _sample(self, draft: SequenceState, sampling: Sampling) -> Sample:
-        text = self._decode(draft.response_ids)
+    def _sample(self, made: SequenceState, sampling: Sampling) -> Sample:
+        text = self._decode(made.response_ids)
         for stop in sampling.stop:
             text = text.split(stop)[0]
         return Sample(
-            draft.response_ids, draft.logprobs, draft.policy_logprobs, draft.raw_logprobs, draft.finish, text
+            made.response_ids, made.logprobs, made.policy_logprobs, made.raw_logprobs, made.finish, text
         )
 
     # weights

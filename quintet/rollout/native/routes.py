@@ -36,7 +36,7 @@ class Routes:
         self._top_k = moe.top_k
         self._sliced = model.config.sequence_parallel and mesh.sizes.tp > 1
         self._heard: dict[int, Tensor] = {}
-        self._of: dict[int, list[np.ndarray]] = {}  # by draft: pieces [tokens, layers, top-k]
+        self._of: dict[int, list[np.ndarray]] = {}  # by sequence: pieces [tokens, layers, top-k]
 
     @contextmanager
     def listening(self, model: PolicyModel) -> Iterator[None]:
@@ -55,16 +55,16 @@ class Routes:
             first = mesh.at("tp") * len(heard) if self._sliced else 0
             pieces[first : first + len(heard), layers] = heard
         self._heard.clear()
-        for draft, start, stop in rows:
-            self._of.setdefault(id(draft), []).append(pieces[start:stop])
+        for sequence, start, stop in rows:
+            self._of.setdefault(id(sequence), []).append(pieces[start:stop])
 
-    def tell(self, drafts: Sequence[SequenceState], samples: Sequence[Sample]) -> None:
-        """Give each sample its draft's: int16 [tokens that were read, layers, top-k]. Collective over the ranks that share
+    def tell(self, sequences: Sequence[SequenceState], samples: Sequence[Sample]) -> None:
+        """Give each sample its sequence's: int16 [tokens that were read, layers, top-k]. Collective over the ranks that share
         the requests."""
         nothing = np.zeros((0, len(self._place), self._top_k), dtype=np.int16)
         group = self._mesh.groups.mp
-        for draft, sample in zip(drafts, samples, strict=True):
-            sample.routes = np.concatenate([nothing, *self._of.pop(id(draft), ())])
+        for sequence, sample in zip(sequences, samples, strict=True):
+            sample.routes = np.concatenate([nothing, *self._of.pop(id(sequence), ())])
             if group.size() > 1:
                 self._sum(sample.routes, group)
 

@@ -1,8 +1,7 @@
 """Sampling with noise keyed by (seed, position, token), so that output does not depend on batching.
 
 The Gumbel-max trick: argmax over tokens of log p + g, with g independent Gumbel noise, is a draw from p
-(Gumbel 1954). The noise is a hash, not a stream: whoever else is in the batch, in whatever slot or order, cannot
-change it. Written as log p - log e with e exponential, it keeps full precision where it matters.
+(Gumbel 1954). Written as log p - log e with e exponential, it keeps full precision where it matters.
 """
 
 from __future__ import annotations
@@ -10,18 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quintet.engine.weights.hashing import GOLDEN, mix, shift
 from quintet.rollout.base import Sampling
-
-
-def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return Exponential(1) noise, fp32 [n, vocab], a function of (seed, position, token) alone. seeds, positions: int64 [n]."""
-    key = mix(seeds + mix(positions * GOLDEN))
-    tokens = torch.arange(vocab_size, device=seeds.device, dtype=torch.int64) * GOLDEN
-    bits = shift(
-        mix(key[:, None] + tokens[None]), 41
-    )  # 23 bits and a half: exact in fp32, never 0 and never 1
-    return -torch.log1p(-(bits.float() + 0.5) * 2.0**-23)
+from quintet.rollout.noise import exponential_noise
 
 
 def draw(
@@ -43,7 +32,7 @@ def draw(
     cut = keep_mask(policy, sampling)
     log_p = policy if cut is None else policy.masked_fill(~cut, float("-inf")).log_softmax(-1)
     noise = exponential_noise(seeds, positions, logits.shape[1])
-    tokens = (log_p - noise.log()).argmax(-1)
+    tokens = noise.log_().sub_(log_p).argmin(-1)
     of_policy = policy.gather(1, tokens[:, None])[:, 0]
     drawn = of_policy if cut is None else log_p.gather(1, tokens[:, None])[:, 0]
     return tokens, drawn, of_policy, of_policy if plain else raw.gather(1, tokens[:, None])[:, 0]

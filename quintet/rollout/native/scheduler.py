@@ -89,8 +89,8 @@ class Scheduler:
     def give_up(self) -> None:
         """End all sequences that are not done, the waiting ones without a token."""
         for row in self.sequences:
-            for draft in row:
-                draft.finish = draft.finish or "abort"
+            for sequence in row:
+                sequence.finish = sequence.finish or "abort"
         self._count_finished(self._waiting)
         self._waiting.clear()
 

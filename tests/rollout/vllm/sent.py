@@ -57,8 +57,7 @@ def _expect(ids: list[str]) -> list[Ticket]:
     global _door
     _door = Rendezvous("127.0.0.1", PATIENCE_S)
     plan = _door.expect(ids)
-    addresses = _door.address(True), _door.address(False)
-    return [Ticket(one, *addresses, plan, _door.key, PATIENCE_S) for one in ids]
+    return [Ticket(one, _door.address, plan, _door.key, PATIENCE_S) for one in ids]
 
 
 def _send(weights: Pieces) -> None:
@@ -81,7 +80,8 @@ def _one(who: str, number: int, here: Any, weights: Pieces) -> None:
     outlet = SharedMemorySender([who], buckets, PATIENCE_S)
     memory = [SharedBuffer(nbytes, torch.device(DEVICE)) for nbytes in (room, ALIGNMENT)]
     outlet.meet(here, {})
-    outlet.open(Answer(room=(room, ALIGNMENT), device=DEVICE), memory)
+    shown = tuple((one.handle, one.nbytes) for one in memory)
+    outlet.open(Answer(memory=shown, device=DEVICE))
     for turn, (_, tensor) in enumerate(sent):
         buckets[turn].views(memory[0].bytes)[0].copy_(tensor)
         if DEVICE == "cuda":

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.compare import compare
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import QuintetError, SyncMismatch
 from quintet.models.lora import PEFT_PREFIX
 from quintet.rollout import Request, Sampling
 from quintet.rollout.vllm.offline import OfflineEngine
-from quintet.sync.proof import compare
 from tests.rollout.vllm.conftest import DEVICE, TOLERANCE
 from tests.rollout.vllm.greedy import PROMPTS
 from tests.rollout.vllm.models import model

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.compare import compare
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, whole_box
 from quintet.rollout.base import Piece
 from quintet.rollout.vllm.weights import Weights, check, combine
-from quintet.sync.proof import compare
 
 HIDDEN, HEADS, VOCAB, EXPERTS = 8, 4, 10, 4
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.compare import compare
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, volume, whole_box
 from quintet.rollout import Piece, Wanted
 from quintet.sync.logprob_probe import check, default_tolerance, sequences
-from quintet.sync.proof import compare
 from tests.oracle.models import hub_names
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.greedy import greedy, greedy_by_transformers, made

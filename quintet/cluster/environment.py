@@ -1,0 +1,49 @@
+"""What a rank finds around it: its environment, its threads, the address that it listens on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from quintet.cluster.worker import Place
+
+LOOPBACK = "127.0.0.1"
+
+
+def cores_here() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def listen(host: str) -> socket.socket:
+    """Find a port for rank 0's store on this address alone, and hold it: torch's own would listen on all addresses."""
+    return socket.create_server((host, 0), backlog=4096)
+
+
+def threads_per_rank(cores: int, ranks: int) -> str:
+    """Return OMP_NUM_THREADS of a rank that computes on a CPU: the user's, or an equal share of its node's cores."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+
+
+def rank_environment(place: Place, cores: int, gpus: Sequence[int], is_local: bool) -> dict[str, str]:
+    """Return what a rank's environment needs beside its node's, which has so many cores. gpus: its own; is_local: all ranks of the run are on this machine."""
+    env = {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": place.master_host,
+        "MASTER_PORT": str(place.master_port),
+    }
+    if place.device == "cpu":
+        env["OMP_NUM_THREADS"] = threads_per_rank(cores, place.local_world_size)
+    else:  # as Ray sets it for ranks with devices of their own
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    if is_local:
+        # gloo would look the host's name up, which laptops often cannot, and which may stand for an address that others reach.
+        # What the environment says for runs on a cluster does not count here.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        env |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    return env

@@ -1,0 +1,116 @@
+"""What other trainers call quintet's keys: TRL, verl, OpenRLHF, Megatron-LM, peft. For the hint in an error alone; none is accepted."""
+
+from __future__ import annotations
+
+_WORDS = {
+    "train.steps": "max_steps num_train_epochs total_epochs total_training_steps num_episodes",
+    "train.prompts_per_step": "batch_size train_batch_size rollout_batch_size per_device_train_batch_size generation_batch_size "
+    "gen_batch_size",
+    "train.mini_batches_per_step": "steps_per_generation ppo_mini_batch_size ppo_epochs num_mini_batches",
+    "train.eval_every_steps": "eval_steps eval_freq test_freq eval_interval",
+    "train.eval_prompts": "per_device_eval_batch_size val_batch_size",
+    "rollout.samples_per_prompt": "num_generations group_size n_samples_per_prompt",
+    "rollout.max_response_tokens": "max_new_tokens max_tokens max_completion_length max_response_length generate_max_len response_length",
+    "rollout.backend=vllm": "use_vllm",
+    "rollout.memory_fraction": "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static",
+    "rollout.layout.tp": "vllm_tensor_parallel_size",
+    "rollout.sequences_per_rank": "max_num_seqs",
+    "optimizer.lr": "learning_rate actor_learning_rate",
+    "optimizer.schedule": "lr_scheduler_type lr_decay_style",
+    "optimizer.warmup_steps": "warmup_ratio lr_warmup_steps lr_warmup_steps_ratio lr_warmup_iters",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.name": "optim",
+    "optimizer.clip_grad_norm": "max_grad_norm grad_clip",
+    "optimizer.min_lr_ratio": "min_lr",
+    "optimizer.cpu_fraction": "optimizer_cpu_offload",
+    "lora.rank": "lora_rank lora_r",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "lora_target_modules target_modules",
+    "lora.rslora": "use_rslora",
+    "lora.path": "peft_path adapter_path",
+    "algorithm.name": "adv_estimator advantage_estimator",
+    "algorithm.clip_low": "epsilon cliprange clip_ratio clip_ratio_low eps_clip eps_clip_low",
+    "algorithm.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
+    "algorithm.aggregation": "loss_type loss_agg_mode",
+    "algorithm.normalize_by_std": "scale_rewards norm_adv_by_std_in_grpo",
+    "algorithm.kl_coef": "beta init_kl_coef kl_loss_coef",
+    "algorithm.kl_estimator": "kl_loss_type kl_penalty",
+    "algorithm.kl_in": "use_kl_in_reward use_kl_loss",
+    "algorithm.gae_lambda": "lam lambd",
+    "algorithm.max_refills": "max_num_gen_batches",
+    "critic.path": "critic_pretrain value_model",
+    "critic.optimizer.lr": "critic_learning_rate",
+    "critic.value_clip": "cliprange_value value_clip_range",
+    "critic.warmup_steps": "critic_warmup freezing_actor_steps",
+    "reward.function": "reward_funcs reward_function custom_reward_function reward_model",
+    "layout.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel",
+    "layout.pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel",
+    "layout.cp": "context_parallel_size context_parallel",
+    "layout.ep": "expert_model_parallel_size expert_parallel_size expert_parallel",
+    "layout.vpp": "virtual_pipeline_model_parallel_size",
+    "layout.etp": "expert_tensor_parallel_size",
+    "layout.sp": "sequence_parallel",
+    "cluster.ranks": "data_parallel_size dp world_size num_gpus gpus nnodes",
+    "cluster.ranks_per_node": "n_gpus_per_node gpus_per_node",
+    "engine.backend": "transformer_impl",
+    "engine.distributed_optimizer": "use_distributed_optimizer",
+    "engine.recompute": "recompute_granularity gradient_checkpointing activation_checkpointing enable_gradient_checkpointing",
+    "engine.offload_params": "param_offload",
+    "engine.offload_grads": "grad_offload",
+    "engine.offload_optimizer": "optimizer_offload",
+    "engine.tokens_per_microbatch_per_rank": "micro_batch_size gradient_accumulation_steps ppo_max_token_len_per_gpu max_token_len_per_gpu "
+    "ppo_micro_batch_size_per_gpu micro_train_batch_size",
+    "data.train_path": "train_files dataset_name prompt_data train_dataset",
+    "data.eval_path": "val_files eval_dataset",
+    "data.max_prompt_tokens": "max_prompt_length prompt_max_len",
+    "data.long_prompts=drop": "filter_overlong_prompts",
+    "data.long_prompts": "truncation truncate_prompt_tokens truncation_mode",
+    "data.chat": "apply_chat_template",
+    "model.path": "model_name_or_path pretrain hf_model_path",
+    "model.dtype": "bf16 torch_dtype param_dtype",
+    "run.trackers": "report_to logger use_wandb",
+    "run.dir": "output_dir default_local_dir",
+    "run.name": "run_name experiment_name project_name",
+    "checkpoint.every_steps": "save_steps save_freq save_interval",
+    "checkpoint.keep_last": "save_total_limit max_actor_ckpt_to_keep",
+    "resume": "resume_from_checkpoint resume_mode resume_from_path",
+}
+_DOTTED = {
+    "rollout.samples_per_prompt": "rollout.n",
+    "rollout.backend": "rollout.name",
+    "rollout.layout.tp": "rollout.tensor_model_parallel_size rollout.tensor_parallel_size",
+    "optimizer.lr": "actor.optim.lr optim.lr",
+    "optimizer.weight_decay": "actor.optim.weight_decay optim.weight_decay",
+    "critic.optimizer.lr": "critic.optim.lr",
+    "critic.optimizer.weight_decay": "critic.optim.weight_decay",
+    "critic.path": "critic.model.path",
+    "model.path": "actor.model.path",
+    "algorithm.kl_coef": "kl_ctrl.kl_coef algorithm.kl_ctrl.kl_coef",
+    "algorithm.name=dapo": "algorithm.filter_groups filter_groups.enable",
+    "reward.overlong_tokens": "overlong_buffer.len",
+    "reward.overlong_penalty": "overlong_buffer.penalty_factor",
+    "reward.function": "custom_reward_function.path custom_reward_function.name",
+}
+"""Words that mean this only where they stand so."""
+
+
+def _turned(table: dict[str, str]) -> dict[str, str]:
+    return {name: key for key, names in table.items() for name in names.split()}
+
+
+WORDS, DOTTED = _turned(_WORDS), _turned(_DOTTED)
+"""Name elsewhere → the key, or the key and its value."""
+
+
+def dotted_elsewhere(unknown: str) -> str | None:
+    """Return what a dotted name means here by its end, "rollout.samples_per_prompt" of "actor_rollout_ref.rollout.n"."""
+    parts = unknown.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((DOTTED[end] for end in ends if end in DOTTED), None)
+
+
+def is_elsewhere(unknown: str) -> bool:
+    """Return whether another trainer has a key of this name."""
+    return dotted_elsewhere(unknown) is not None or unknown.rpartition(".")[2] in WORDS

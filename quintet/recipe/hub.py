@@ -1,0 +1,68 @@
+"""Models of the Hugging Face hub, as a recipe names them: owner/name, and their files in the hub's cache on this machine."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from quintet.errors import UserError
+from quintet.recipe.time_limit import no_time_limit
+
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.py")
+"""What config, weights, tokenizer, chat template and their code are in."""
+_OTHERS = ("*/*", "consolidated*")
+"""The same model in other formats."""
+
+
+def is_hub_id(path: Path) -> bool:
+    """Return whether a model's path is an id of the hub: owner/name, and neither it nor a directory `owner` is here."""
+    return bool(re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", str(path), re.ASCII)) and not (
+        path.exists() or path.parent.exists()
+    )
+
+
+def keep_path(given: Any) -> Any:
+    """Return what a recipe gives as a model's path, "./owner/name" as the absolute path that is meant: a Path drops the dot."""
+    dotted = isinstance(given, str) and given.startswith("./")
+    return str(Path(given).absolute()) if dotted and is_hub_id(Path(given)) else given
+
+
+@functools.cache
+def snapshot(name: str, revision: str | None) -> Path:
+    """Return the directory of a model's files in the hub's cache, named by its commit; what is not there is downloaded.
+
+    Without a network, what the cache holds of the revision counts. Raises UserError that says what is missing and where.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    what = f"{name} is no directory here (looked in {Path.cwd()}), and as a model of the hub (revision {revision or 'main'}) it "
+    try:
+        with no_time_limit():
+            return Path(
+                huggingface_hub.snapshot_download(
+                    name, revision=revision, allow_patterns=list(_FILES), ignore_patterns=list(_OTHERS)
+                )
+            )
+    except errors.RevisionNotFoundError:
+        raise UserError(
+            f"{what}has no such revision; set model.revision to a branch, tag or commit of it"
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.GatedRepoError):
+        raise UserError(
+            f"{what}was not found: check the id on {constants.ENDPOINT}/{name}. A private or gated model needs your token: "
+            "hf auth login, or HF_TOKEN"
+        ) from None
+    except (
+        OSError,
+        errors.HfHubHTTPError,
+        ValueError,
+    ) as error:  # offline and not whole in the cache among them
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            f"{what}could not be read from {constants.ENDPOINT} and is not whole in the cache {constants.HF_HUB_CACHE} (of HF_HOME): "
+            f"{why} Run `hf download {name}` where there is a network, and copy the cache here or set HF_HOME to it; or name a "
+            "directory"
+        ) from None

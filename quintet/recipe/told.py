@@ -1,0 +1,40 @@
+"""What a user is told of a recipe before it runs, by `quintet check` and by the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quintet.recipe.length import shortened
+from quintet.recipe.schema import Algorithm, Recipe
+from quintet.recipe.sections.training import NAME_SETS
+
+_GROUPS = ("clip_low", "clip_high", "aggregation", "normalize_by_std", "kl_coef")
+_READ_BY = {
+    "grpo": _GROUPS,
+    "dr_grpo": _GROUPS,
+    "dapo": (*_GROUPS, "max_refills"),
+    "ppo": ("clip_low", "clip_high", "aggregation", "gamma", "gae_lambda", "kl_coef"),
+}
+
+
+def told(recipe: Recipe, command: str) -> Iterator[str]:
+    """Yield what follows from the name of the algorithm and from the length of the run."""
+    if command == "train":
+        yield _algorithm(recipe.algorithm)
+    yield from shortened(recipe, command)
+
+
+def _algorithm(algorithm: Algorithm) -> str:
+    values = ", ".join(f"{key}={_text(getattr(algorithm, key))}" for key in _READ_BY[algorithm.name])
+    own = [
+        f"{key}={_text(value)}"
+        for key, value in NAME_SETS.get(algorithm.name, {}).items()
+        if getattr(algorithm, key) != value
+    ]
+    return f"Algorithm: {algorithm.name}, {values}." + (
+        f" The name alone would have set {' and '.join(own)}." if own else ""
+    )
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,68 @@
+"""What a reward function is called with, read from its signature before it is called; other libraries' shapes are told apart."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from quintet.errors import UserError
+
+_FOREIGN = {
+    "completions": (
+        "TRL's shape, which takes a list of completions and returns a list; here one sample is scored at a time. Turn it by "
+        "`def reward(prompt, response, answer): return {name}(prompts=[prompt], completions=[response], answer=[answer])[0]` (where it "
+        'takes chats, completions=[[{{"role": "assistant", "content": response}}]]) and name that one'
+    ),
+    "solution_str": (
+        "verl's shape. Turn it by `def reward(prompt, response, answer): return {name}(data_source, response, answer)`, with the "
+        "data_source that it expects, and name that one"
+    ),
+}
+"""By a parameter that gives it away, another library's shape of a reward and how it becomes ours."""
+
+
+class Arguments(NamedTuple):
+    """What a function takes: the answer as its third argument, and the row of the data set as `row`. where: file:line of it."""
+
+    answer: bool
+    row: bool
+    where: str
+
+
+def arguments_of(spec: str, function: Callable[..., Any]) -> Arguments:
+    """Return what a reward function is to be called with.
+
+    Raises:
+        UserError: nothing that it could be called with, or it has another library's shape; says how to turn it.
+    """
+    where = _where(spec, function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return Arguments(True, False, where)
+    for parameter, shape in _FOREIGN.items():
+        if parameter in signature.parameters:
+            name = spec.rpartition(":")[2]
+            raise UserError(f"reward.function: {where}: {name} has {shape.format(name=name)}")
+    if inspect.iscoroutinefunction(function):
+        raise UserError(
+            f"reward.function: {where}: it is `async`; a reward returns its number itself: write `def`, and asyncio.run(…) in it"
+        )
+    row = "row" in signature.parameters
+    for answer in (True, False):
+        try:
+            signature.bind(*("", "", "")[: 2 + answer], **({"row": {}} if row else {}))
+        except TypeError:
+            continue
+        return Arguments(answer, row, where)
+    raise UserError(
+        f"reward.function: {where}: it takes {signature}; a reward is called with prompt and response, then the answer if it takes "
+        "three, and row=… if it has a parameter of that name: write `def reward(prompt, response, answer):`"
+    )
+
+
+def _where(spec: str, function: Callable[..., Any]) -> str:
+    plain = inspect.unwrap(function if inspect.isroutine(function) else type(function).__call__)
+    code = getattr(plain, "__code__", None)
+    return spec if code is None else f"{code.co_filename}:{code.co_firstlineno}"
