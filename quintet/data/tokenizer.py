@@ -80,13 +80,8 @@ def _read(path: Path, trust_remote_code: bool) -> Any:
     (tests/data/test_tokenizer.py: the class is the one that AutoTokenizer takes)"""
     import transformers
 
-    if _is_plain(path):
-        return transformers.PreTrainedTokenizerFast.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-    return transformers.AutoTokenizer.from_pretrained(
-        path, local_files_only=True, trust_remote_code=trust_remote_code
-    )
+    kind = transformers.PreTrainedTokenizerFast if _is_plain(path) else transformers.AutoTokenizer
+    return kind.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
 
 
 def _is_plain(path: Path) -> bool:
