@@ -36,7 +36,7 @@ test: $(STAMP)  ## the tests (about 6 minutes on two cores); ARGS="-k name" is h
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 # 5 is pytest's exit code for "nothing selected", which is no failure here.
-test-slow: $(STAMP)  ## the tests that take minutes each and guard most (about 15 minutes on two cores)
+test-slow: $(STAMP)  ## the tests that take minutes each and guard most (about 20 minutes on two cores)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not nightly" -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
 
 # Its versions of torch and transformers are those that vLLM for CPU was built for, so it has an environment of its own.

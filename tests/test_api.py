@@ -97,7 +97,7 @@ def test_the_notebook_runs() -> None:
     assert all(one["response"] for one in place["answers"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("checkout")
 def test_the_page_runs() -> None:
     place: dict[str, Any] = {}

@@ -62,6 +62,7 @@ def right(group: WorkerGroup, copies: RolloutReplicas, engine: Engine) -> None:
 """
 
 
+@pytest.mark.slow
 def test_mypy_finds_each_mistake_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "mistakes.py"
     file.write_text(MISTAKES)

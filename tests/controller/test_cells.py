@@ -37,6 +37,7 @@ def prompt(number: int, response: list[int]) -> Prompt:
     return Prompt(number, "", ids, "", "", "", response, "")
 
 
+@pytest.mark.slow
 def test_what_ranks_tell_adds_up(ray_cluster: Cluster, model_dir: Path) -> None:
     recipe = schema.Recipe(
         cluster=schema.Cluster(ranks=2, device="cpu"),

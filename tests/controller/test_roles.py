@@ -93,7 +93,7 @@ def test_a_critic_of_another_layout(
         assert found == pytest.approx(of_one_layout, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_critic_of_another_layout_with_adapters(
     ray_cluster: Cluster,
     model_dir: Path,  # noqa: F811
@@ -109,6 +109,7 @@ def test_a_critic_of_another_layout_with_adapters(
         assert expected != of_one_layout
 
 
+@pytest.mark.slow
 def test_two_batches_and_mistakes_with_them(ray_cluster: Cluster, model_dir: Path) -> None:  # noqa: F811
     recipe = recipe_of(model_dir, None)
     controller = Controller(ray_cluster, recipe, model_dir, trained_shape(model_dir))

@@ -62,7 +62,7 @@ def test_a_flipped_bit_costs_one_checkpoint(copies: Callable[[], Path]) -> None:
     assert contents(damaged / "checkpoints" / NEWEST / "policy") == whole
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_that_was_named_is_not_passed_over(copies: Callable[[], Path]) -> None:
     directory = copies()
     path = directory / "checkpoints" / NEWEST

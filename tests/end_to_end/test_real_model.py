@@ -147,6 +147,7 @@ def with_adapters(path: Path, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.slow
 def test_it_is_the_model_that_transformers_has(pool: Any, model: Path) -> None:
     (found,) = pool.run(beside_transformers, 1, model, prompts_of(model), 24)
     assert found["other"] == []

@@ -288,11 +288,8 @@ OF_PPO = [
 ]
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [pytest.param(OF_PPO, marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.nightly)],
-    ids=["ppo", "grpo"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("algorithm", [OF_PPO, []], ids=["ppo", "grpo"])
 def test_verify_resume_proves_it(tmp_path, algorithm):
     recipe = [*SMALL[:-1], f"run.dir={tmp_path}", "cluster.ranks=1", *algorithm]
     output = run("verify-resume", *recipe, "--steps", "2")

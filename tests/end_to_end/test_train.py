@@ -325,6 +325,7 @@ def test_a_malformed_prompt_file_is_named_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_ends_the_run_with_the_sample_or_counts_as_0(
     ray_cluster, tmp_path, monkeypatch, capsys
 ):

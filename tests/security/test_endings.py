@@ -41,6 +41,7 @@ def test_a_process_of_rays_own_is_named_with_its_log(name: str, tmp_path: Path) 
     assert list(tmp_path.glob("quintet-*")) == []
 
 
+@pytest.mark.slow
 def test_ray_that_dies_while_the_controller_is_busy_ends_it_too(tmp_path: Path) -> None:
     """It would wait a minute in a call of Ray's, and be ended by it."""
     run = Run(["tests.cluster.controller", "busy"], tmp_path)
@@ -53,6 +54,7 @@ def test_ray_that_dies_while_the_controller_is_busy_ends_it_too(tmp_path: Path) 
     run.nothing_left(within_s=5)
 
 
+@pytest.mark.slow
 def test_an_end_that_takes_long_is_not_cut_short(tmp_path: Path) -> None:
     run = Run(["tests.cluster.controller", "slow end"], tmp_path)
     run.until("calling")
@@ -64,6 +66,7 @@ def test_an_end_that_takes_long_is_not_cut_short(tmp_path: Path) -> None:
     run.nothing_left(within_s=5)
 
 
+@pytest.mark.slow
 def test_everything_ends_with_the_controller_also_what_is_stopped(tmp_path: Path) -> None:
     run = Run(["tests.cluster.controller", "stop"], tmp_path)
     run.until("calling")

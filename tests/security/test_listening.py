@@ -43,6 +43,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_ranks_of_a_local_run_listen_on_loopback_whatever_the_environment_says(
     ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +98,7 @@ def run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     run.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stranger_on_the_machine_runs_nothing_in_a_run(run: subprocess.Popen[str], tmp_path: Path) -> None:
     """It writes to the store of a run that saves checkpoints, as often as it can. The run may end by that, with a sentence."""
     harm, seen = tmp_path / "harm", set[tuple[str, int]]()

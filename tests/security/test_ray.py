@@ -119,6 +119,7 @@ def test_nothing_of_ray_answers_without_the_token(run: list[psutil.Process]) -> 
     assert answer(gcs, CALLS[0], OUTER) == grpc.StatusCode.UNAUTHENTICATED
 
 
+@pytest.mark.slow
 def test_only_the_recipe_switches_the_token_off() -> None:
     with started(["tests.cluster.controller", "open"], "calling") as processes:
         gcs = next(port for port, whose in listening(processes).items() if whose == "gcs_server")

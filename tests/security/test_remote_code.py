@@ -81,7 +81,14 @@ def quintet(command: str, model: Path, *words: str, stdin: int = subprocess.DEVN
     return done.returncode, done.stdout.decode()
 
 
-@pytest.mark.parametrize(("command", "terminal"), [("check", True), ("train", False), ("generate", True)])
+@pytest.mark.parametrize(
+    ("command", "terminal"),
+    [
+        pytest.param("check", True, marks=pytest.mark.slow),
+        pytest.param("train", False, marks=pytest.mark.slow),
+        ("generate", True),
+    ],
+)
 def test_nothing_runs_and_nobody_is_asked(model: Path, command: str, terminal: bool) -> None:
     words = ["--prompt", "1+1="] if command == "generate" else []
     user, machine = pty.openpty()

@@ -89,6 +89,7 @@ def test_no_answer_takes_long(name: str) -> None:
             assert spent() - start < MOST_S, answer[:60]
 
 
+@pytest.mark.slow
 def test_as_gold_they_take_no_longer() -> None:
     reward = load_reward("math")
     for answer in [*HOSTILE, *LONG]:

@@ -66,7 +66,9 @@ MODULE = [sys.executable, "-m", "quintet"]
 SCRIPT = [str(Path(sys.executable).with_name("quintet"))]
 
 
-@pytest.mark.parametrize("quintet", [MODULE, SCRIPT], ids=["python -m", "script"])
+@pytest.mark.parametrize(
+    "quintet", [MODULE, pytest.param(SCRIPT, marks=pytest.mark.slow)], ids=["python -m", "script"]
+)
 def test_check_imports_nothing_from_there(hostile: Path, quintet: list[str]) -> None:
     assert "is a sound recipe" in run(hostile, *quintet, "check", RECIPE, *TINY)
 
@@ -81,6 +83,7 @@ def my_reward(hostile: Path) -> str:
 @pytest.mark.parametrize(
     "quintet", [MODULE, pytest.param(SCRIPT, marks=pytest.mark.nightly)], ids=["python -m", "script"]
 )
+@pytest.mark.slow
 def test_no_process_of_a_run_imports_anything_from_there(
     hostile: Path, quintet: list[str], my_reward: str
 ) -> None:

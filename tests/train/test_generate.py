@@ -44,7 +44,7 @@ def spent() -> float:
     return times.children_user + times.children_system
 
 
-@pytest.mark.parametrize("command", ["generate", "eval"])
+@pytest.mark.parametrize("command", ["generate", pytest.param("eval", marks=pytest.mark.slow)])
 def test_a_command_answers_soon_and_without_ray(command: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('ray is not needed')\n")
     threads = "1" if command == "generate" else "2"
@@ -84,6 +84,7 @@ def test_what_is_much_or_laid_out_over_ranks_has_processes(model: Path) -> None:
     assert not is_little("eval", "train.eval_samples_per_prompt=16")
 
 
+@pytest.mark.slow
 def test_one_rank_says_the_same_here_and_in_rays_process(
     model: Path, ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from quintet.engine.checkpoint.compare import differences
@@ -31,6 +32,7 @@ def saves(path: Path, where: Path) -> None:
     release(other)
 
 
+@pytest.mark.slow
 def test_a_lost_moment_is_found_in_another_layout(pool, models, tmp_path):
     pool.run(saves, 2, save("qwen2", models / "qwen2"), tmp_path)
     assert differences(tmp_path / "saved", tmp_path / "again") == []
