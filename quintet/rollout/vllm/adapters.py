@@ -25,6 +25,7 @@ from quintet.models.mcore import whole_box
 from quintet.recipe.vllm import RANKS
 from quintet.rollout.base import Piece, Wanted
 from quintet.rollout.vllm.weights import LoadReport, Reading, Weights
+from quintet.rollout.vllm.worker_models import WorkerModels
 
 ADAPTER = 1
 """vLLM's number of the adapter."""
@@ -71,7 +72,7 @@ class LoraSlots:
 
     def __init__(self, manager: Any, frozen: Weights) -> None:
         self._slot, self._frozen = Slot(manager), frozen
-        self._adapters = Weights([("", self._slot)], self._slot.load, lambda name: False)
+        self._adapters = Weights(WorkerModels(self._slot), self._slot.load, lambda name: False)
 
     def read_frozen(self, pieces: Iterator[Piece]) -> LoadReport:
         """Take the frozen weights, once."""

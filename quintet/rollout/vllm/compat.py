@@ -291,57 +291,6 @@ def release_kv_cache() -> None:
     torch.cuda.empty_cache()
 
 
-@contextmanager
-def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Keep experts' kernels while weights are loaded again: made as at the first load; afterwards the first ones are back.
-
-    vLLM 0.32.0 for CPU packs experts only where no kernel exists yet, and otherwise keeps them unpacked in silence
-    (tests/rollout/vllm/test_worker.py::test_new_weights). vLLM 0.20.2 makes a new kernel each time, which refers to
-    tensors that only look like the layer's, while captured graphs have the first one's.
-    """
-    kept = []
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            kept.append((method, {k: getattr(method, k) for k in ("moe_kernel", "moe_quant_config")}))
-            method.moe_kernel = None
-    yield
-    for method, attributes in kept:
-        for name, value in attributes.items():
-            setattr(method, name, value)
-
-
-def load_again(model: Any, weights: Iterator[tuple[str, torch.Tensor]], config: Any) -> None:
-    """Load a model's weights in place, through its loaders and what follows them, layer by layer.
-
-    This is what the worker's own `reload_weights` does, for any model of a worker: that of 0.20.2 and 0.32.0 knows the policy
-    only, not what drafts for it; no test loads a draft model yet.
-    """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    with kernels_kept(model):
-        initialize_layerwise_reload(model)
-        model.load_weights(weights)
-        finalize_layerwise_reload(model, config)
-    _pack_shared(model)
-
-
-def _pack_shared(model: torch.nn.Module) -> None:
-    """Have layers on the CPU that share a parameter with others take their own copy of it again.
-
-    vLLM 0.32.0 does not where the weights were loaded into one of the others: a head that is tied to the embedding then goes on
-    with the old ones (test_worker.py::test_new_weights).
-    """
-    packing: Any
-    holders: dict[int, list[Any]] = {}
-    for packing in model.modules():
-        if "cpu_linear" in vars(packing):  # its own: what wraps a layer to add adapters shows the layer's
-            holders.setdefault(id(packing.weight), []).append(packing)
-    for layers in holders.values():
-        for layer in layers if len(layers) > 1 else ():
-            layer.quant_method.process_weights_after_loading(layer)
-
-
 def name_beside_adapters(manager: Any, name: str) -> str:
     """Return a Hugging Face name as loaders know it where layers have slots for adapters. manager: vLLM's, of the adapters.
 

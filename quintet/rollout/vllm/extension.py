@@ -33,6 +33,7 @@ class Extension(WeightWorker):
 
     device: torch.device
     _kv_bytes: list[tuple[torch.UntypedStorage, int]]
+    _buffers: dict[str, torch.Tensor]
 
     def called(self, message: bytes) -> bytes:
         """Call a method, and return what `answers` reads. vLLM's own way through its processes makes other things of objects,
@@ -52,7 +53,14 @@ class Extension(WeightWorker):
 
         vLLM for CPU gives nothing up. There the KV cache's memory is taken from under it, at any level; its weights stay, in
         forms of oneDNN's that nobody can take apart and put together again.
+
+        Buffers stay as they are, at any level. vLLM 0.20.2 itself sees to those of the policy alone: a drafter that has lost its
+        own drafts what is never accepted (test_drafting.py::test_sleep_that_loses_buffers_costs_no_acceptance).
         """
+        if level:
+            self._buffers = {
+                name: one.cpu().clone() for name, one in self._models().drafter_buffers().items()
+            }
         if self.device.type != "cpu":
             torch.cuda.synchronize()  # a step that was scheduled ahead may still read what is about to go
             with runners.tables_kept(self.model_runner.kv_caches):
@@ -75,6 +83,9 @@ class Extension(WeightWorker):
                 storage.resize_(size)
             for cache in self.model_runner.kv_caches:
                 cache.zero_()
+        if part == "weights":
+            for name, buffer in self._models().drafter_buffers().items():
+                buffer.copy_(self._buffers[name])
 
 
 class _Verb:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -311,12 +311,3 @@ def _aligned(origin: _Tensor, source: Tensor, region: Region) -> Tensor:
             steps[along] = step
     sizes = box_sizes(region.box)
     return torch.as_strided(source, sizes, steps, source.storage_offset())
-
-
-def named_tensors(
-    models: Iterable[tuple[str, torch.nn.Module]], *, buffers: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers of models, by the models' prefixes and their own names."""
-    for prefix, model in models:
-        for name, tensor in [*model.named_parameters(), *(model.named_buffers() if buffers else ())]:
-            yield prefix + name, tensor

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,8 @@ from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, meet, slices, volume, whole_box
 from quintet.rollout.base import Fingerprints, Piece
 from quintet.rollout.vllm.load_trace import Record, Region
+from quintet.rollout.vllm.worker_models import WorkerModels
 
-Models = Sequence[tuple[str, torch.nn.Module]]
-"""The models of a worker with a prefix for their names: the policy, and what drafts for it."""
 TRIED = 4
 """Regions of a parameter that are read to find its form."""
 
@@ -47,7 +46,7 @@ class Form:
 class Live:
     """The map of one worker's live weights. record: of a load that has just ended; models: those it loaded."""
 
-    def __init__(self, record: Record, models: Models) -> None:
+    def __init__(self, record: Record, models: WorkerModels) -> None:
         self.regions = {name: list(regions) for name, regions in record.regions.items()}
         self._models = models
         self._filled = {name: list(parts) for name, parts in record.filled.items()}
@@ -56,7 +55,7 @@ class Live:
             for region in regions:
                 self._of[region.parameter].append(region)
         self._forms = {
-            name: _form(models, *owner(models, name), *record.loaded[name], regions, record.arrived)
+            name: _form(models, *models.owner(name), *record.loaded[name], regions, record.arrived)
             for name, regions in self._of.items()
         }
         self._mixed = set(record.mixed)
@@ -83,15 +82,12 @@ class Live:
         Raises SyncMismatch where two copies of a part differ.
         """
         unreadable = set(self.unreadable)
-        for _, model in self._models:
-            for layer, copies in _absorbed(model):
-                names = self._names_in(layer)
-                if copies is None:
-                    unreadable |= names
-                elif not all(torch.equal(*pair) for pair in copies):
-                    raise SyncMismatch(
-                        f"{', '.join(sorted(names))}: the copy that attention works with differs"
-                    )
+        for layer, copies in _absorbed(self._models):
+            names = self._names_in(layer)
+            if copies is None:
+                unreadable |= names
+            elif not all(torch.equal(*pair) for pair in copies):
+                raise SyncMismatch(f"{', '.join(sorted(names))}: the copy that attention works with differs")
         return fingerprints(self._parts()), unreadable
 
     def _parts(self) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
@@ -115,12 +111,7 @@ class Live:
         return narrow
 
     def _names_in(self, layer: Any) -> set[str]:
-        held = {
-            prefix + name + "."
-            for prefix, model in self._models
-            for name, module in model.named_modules()
-            if module is layer
-        }
+        held = {name + "." for name, module in self._models.named_modules() if module is layer}
         return {
             r.name for p, regions in self._of.items() if p.rpartition(".")[0] + "." in held for r in regions
         }
@@ -139,11 +130,10 @@ class Live:
 
     def end(self) -> None:
         """Renew in place what layers derive from their weights, after new ones were written."""
-        for _, model in self._models:
-            for _, copies in _absorbed(model):
-                for copy, source in copies or ():
-                    if copy.data_ptr() != source.data_ptr():
-                        copy.copy_(source)
+        for _, copies in _absorbed(self._models):
+            for copy, source in copies or ():
+                if copy.data_ptr() != source.data_ptr():
+                    copy.copy_(source)
 
 
 class Copying:
@@ -166,22 +156,13 @@ class Copying:
         return sorted(name for name, left in self._left.items() if left > 0)
 
 
-def owner(models: Models, name: str) -> tuple[Any, str]:
-    """Return the layer that a parameter belongs to, and its name there."""
-    for prefix, model in models:
-        if name.startswith(prefix):
-            path, _, attribute = name.removeprefix(prefix).rpartition(".")
-            return model.get_submodule(path), attribute
-    raise KeyError(name)
-
-
 def _holds(module: Any, attribute: str, layer: Any) -> bool:
     """Whether a module is the layer, or shares this parameter with it."""
     return module is layer or getattr(module, attribute, None) is getattr(layer, attribute)
 
 
 def _form(
-    models: Models,
+    models: WorkerModels,
     layer: Any,
     attribute: str,
     shape: tuple[int, ...],
@@ -190,7 +171,7 @@ def _form(
     arrived: dict[Region, Tensor],
 ) -> Form | None:
     """The form of a parameter that was loaded with this shape and type; None where it cannot be read."""
-    holders = [m for _, model in models for m in model.modules() if _holds(m, attribute, layer)]
+    holders = [m for _, m in models.named_modules() if _holds(m, attribute, layer)]
     if attribute == "weight" and any(map(_packs, holders)):
         return None  # what computes is the kernel's copy, also where the parameter is there as well (of embeddings)
     held = getattr(layer, attribute)
@@ -230,11 +211,11 @@ def _packs(layer: Any) -> bool:
     return vars(layer).get("cpu_linear", linear) is not linear
 
 
-def _absorbed(model: torch.nn.Module) -> Iterator[tuple[Any, list[tuple[Tensor, Tensor]] | None]]:
+def _absorbed(models: WorkerModels) -> Iterator[tuple[Any, list[tuple[Tensor, Tensor]] | None]]:
     """Layers of latent attention that work with their own copies of kv_b_proj: that layer, and the copies, each with what it
     is to be: None where that takes arithmetic (quantised weights)."""
     module: Any
-    for module in model.modules():
+    for _, module in models.named_modules():
         up = getattr(module, "W_UV", None)
         if up is None or getattr(module, "W_UK_T", None) is None:
             continue

@@ -25,8 +25,9 @@ from quintet.engine.weights.fingerprint import fingerprint
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, meet, volume, whole_box
 from quintet.rollout.base import Fingerprints, Piece, Wanted
-from quintet.rollout.vllm.load_trace import Record, Trace, named_tensors
-from quintet.rollout.vllm.param_map import Live, Models, owner
+from quintet.rollout.vllm.load_trace import Record, Trace
+from quintet.rollout.vllm.param_map import Live
+from quintet.rollout.vllm.worker_models import WorkerModels
 from quintet.typed import AsPairs
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], None]
@@ -55,10 +56,10 @@ class Reading:
 
 
 class Weights:
-    """The weights of one worker. models: see `Live`. idle: whether a name is of a tensor that only a model that drafts has,
+    """The weights of one worker. load: loads both models. idle: whether a name is of a tensor that only a model that drafts has,
     and none does here."""
 
-    def __init__(self, models: Models, load: Load, idle: Callable[[str], bool]) -> None:
+    def __init__(self, models: WorkerModels, load: Load, idle: Callable[[str], bool]) -> None:
         self._models, self._load, self._idle = models, load, idle
         self._live: Live | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -115,7 +116,7 @@ class Weights:
 
     def _through_loaders(self, pieces: Iterator[Piece]) -> LoadReport:
         taken, known = LoadReport(), dict(self._shapes)
-        trace = None if self._live else Trace(lambda: named_tensors(self._models))
+        trace = None if self._live else Trace(self._models.named_tensors)
         came: dict[str, tuple[int, ...]] = {}
         self._arrived = {}
         kept = None if self._live is None else self._live.unreadable | self._untaken
@@ -231,15 +232,15 @@ def _reshaped(piece: Piece, before: tuple[int, ...]) -> str:
     return f"{piece.name} {list(piece.shape)}, before {list(before)}"
 
 
-def _missing(record: Record, models: Models, came: Iterable[str]) -> list[str]:
+def _missing(record: Record, models: WorkerModels, came: Iterable[str]) -> list[str]:
     """What a first load left out: in Hugging Face names, which the same layer elsewhere in the model tells, or in vLLM's."""
     fed = defaultdict[str, set[str]](set)
     for name, regions in record.regions.items():
         for region in regions:
             fed[region.parameter].add(name)
     missing = set[str]()
-    for parameter, _ in named_tensors(models, buffers=False):
-        if _DERIVED.search(parameter) or _only_pads(owner(models, parameter)[0]):
+    for parameter, _ in models.named_tensors(buffers=False):
+        if _DERIVED.search(parameter) or _only_pads(models.owner(parameter)[0]):
             continue
         left, elements = record.unwritten(parameter) if parameter in record.loaded else (1, 1)
         if left:

@@ -16,8 +16,10 @@ from torch import Tensor
 from quintet.rollout.base import Wanted, opened
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import LoraSlots, pieces_on_disk
+from quintet.rollout.vllm.reload import Loading, load_again, models_of
 from quintet.rollout.vllm.routes import Listener, Told
 from quintet.rollout.vllm.weights import LoadReport, Reading, Weights
+from quintet.rollout.vllm.worker_models import WorkerModels
 
 
 class WeightWorker:
@@ -70,12 +72,9 @@ class WeightWorker:
 
     def _held(self) -> Weights | LoraSlots:
         if not hasattr(self, "_weights_held"):
-            runner = self.model_runner
-            policy, drafter = runner.get_model(), getattr(getattr(runner, "drafter", None), "model", None)
-            models = [("", policy), *([("draft:", drafter)] if drafter is not None else [])]
-            layers = self.vllm_config.model_config.hf_text_config.num_hidden_layers
+            models = self._models()
             weights = Weights(
-                models, self._load_all, lambda name: drafter is None and only_drafts(name, layers)
+                models, self._load_all, lambda name: models.drafter is None and self._only_drafts(name)
             )
             alone = self.vllm_config.lora_config is not None
             self._weights_held = LoraSlots(self._slots(), weights) if alone else weights
@@ -84,31 +83,32 @@ class WeightWorker:
     def _slots(self) -> Any:
         return self.model_runner.lora_manager._adapter_manager
 
+    def _models(self) -> WorkerModels:
+        return models_of(self.model_runner, self.vllm_config.speculative_config)
+
+    def _only_drafts(self, name: str) -> bool:
+        return only_drafts(name, self.vllm_config.model_config.hf_text_config.num_hidden_layers)
+
     def _load_all(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Load the policy, and what drafts for it with what is left of the tensors."""
+        """Load the policy, and with what is not its own the model that drafts."""
         from vllm.config import set_current_vllm_config
 
-        runner, config = self.model_runner, self.vllm_config
-        drafter = getattr(getattr(runner, "drafter", None), "model", None)
-        layers = config.model_config.hf_text_config.num_hidden_layers
-        drafts: list[tuple[str, Tensor]] = []
-
+        config, models = self.vllm_config, self._models()
         slots = self._slots() if config.lora_config is not None else None
+        drafts: list[tuple[str, Tensor]] = []
 
         def policy() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
-                if drafter is not None and (only_drafts(name, layers) or name.endswith(_SHARED)):
+                if models.drafter is not None and self._only_drafts(name):
                     drafts.append((name, tensor))
-                yield name if slots is None else compat.name_beside_adapters(slots, name), tensor
+                else:
+                    yield name if slots is None else compat.name_beside_adapters(slots, name), tensor
 
+        loads: list[Loading] = [(models.policy, policy(), config.model_config)]
+        if models.drafter is not None:
+            loads.append((models.drafter, drafts, config.speculative_config.draft_model_config))
         with set_current_vllm_config(config):
-            compat.load_again(runner.get_model(), policy(), config.model_config)
-            if drafter is not None:
-                compat.load_again(drafter, iter(drafts), config.speculative_config.draft_model_config)
-
-
-_SHARED = ("embed_tokens.weight", "lm_head.weight")
-"""Ends of names of what a draft model may have a copy of."""
+            load_again(loads)
 
 
 def only_drafts(name: str, layers: int) -> bool:

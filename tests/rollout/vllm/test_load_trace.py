@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from quintet.engine.weights.fingerprint import fingerprint
-from quintet.rollout.vllm.load_trace import Region, Trace, named_tensors, part_of
+from quintet.rollout.vllm.load_trace import Region, Trace, part_of
+from quintet.rollout.vllm.worker_models import WorkerModels
 
 
 def watched(parameter: Tensor, load: Callable[[Tensor, Tensor], None], source: Tensor) -> Trace:
     model = nn.Module()
     model.p = nn.Parameter(parameter, requires_grad=False)
-    trace = Trace(lambda: named_tensors([("", model)]))
+    trace = Trace(WorkerModels(model).named_tensors)
     with trace:
         trace.follow("hf", source)
         load(model.p.data, source)
@@ -67,7 +68,7 @@ def test_what_is_computed_is_known_to_be_and_counts_as_written() -> None:
 
 def test_a_tensor_that_is_freed_is_not_taken_for_the_next_in_its_memory() -> None:
     model = nn.Linear(4, 4, bias=False).requires_grad_(False)
-    trace = Trace(lambda: named_tensors([("", model)]))
+    trace = Trace(WorkerModels(model).named_tensors)
     with trace:
         for _ in range(20):
             trace.follow("hf", torch.ones(4, 4))
@@ -89,7 +90,7 @@ def test_padding_and_other_types_are_noted() -> None:
 
 def test_parameters_that_are_made_anew_while_loading_are_found() -> None:
     model = nn.Linear(2, 2, bias=False).requires_grad_(False)
-    trace = Trace(lambda: named_tensors([("", model)]))
+    trace = Trace(WorkerModels(model).named_tensors)
     with trace:
         for n in range(3):
             source = torch.full((2, 2), float(n))

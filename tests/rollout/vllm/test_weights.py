@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,10 @@ from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, whole_box
 from quintet.rollout.base import Piece
+from quintet.rollout.vllm.extension import Extension
+from quintet.rollout.vllm.reload import models_of
 from quintet.rollout.vllm.weights import Weights, check, combine
+from quintet.rollout.vllm.worker_models import WorkerModels
 
 HIDDEN, HEADS, VOCAB, EXPERTS = 8, 4, 10, 4
 
@@ -100,7 +105,7 @@ def pieces(named: dict[str, Tensor], rows: int | None = None) -> Iterator[Piece]
 
 def make(rank: int = 0, tp: int = 1) -> tuple[Fused, Weights]:
     model = Fused(rank, tp)
-    return model, Weights([("", model)], model.load, lambda name: name.startswith("mtp"))
+    return model, Weights(WorkerModels(model), model.load, lambda name: name.startswith("mtp"))
 
 
 def asked(held: Weights, named: dict[str, Tensor]) -> Iterator[Piece]:
@@ -138,7 +143,7 @@ def test_weights_arrive_in_whole_and_in_parts(rows: int | None) -> None:
 def test_a_loader_that_stops_early_is_found() -> None:
     model = Fused()
     held = Weights(
-        [("", model)], lambda weights: model.load(itertools.islice(weights, 3)), lambda name: False
+        WorkerModels(model), lambda weights: model.load(itertools.islice(weights, 3)), lambda name: False
     )
     with pytest.raises(RuntimeError, match="did not take all tensors"):
         held.take(pieces(weights_of(0)))
@@ -187,7 +192,7 @@ def test_what_loaders_pack_is_asked_for_in_the_parts_they_read() -> None:
     models = [Repacked(rank, 2) for rank in range(2)]
     for model in models:
         model.w13_is_packed(True)
-    workers = [Weights([("", model)], model.load, lambda name: False) for model in models]
+    workers = [Weights(WorkerModels(model), model.load, lambda name: False) for model in models]
     named = weights_of(0)
     check([held.take(pieces(named)) for held in workers])
     everything = sum(t.nbytes for t in named.values())
@@ -293,3 +298,130 @@ def test_a_narrower_type_cannot_be_read_and_what_arrived_is_told() -> None:
     found, unreadable = combine([held.read()])
     assert set(unreadable) == set(named)
     assert found == fingerprints((n, tuple(t.shape), whole(t.shape), t) for n, t in named.items())
+
+
+class Drafter(nn.Module):
+    """A layer of its own, behind the policy's embedding."""
+
+    def __init__(self, policy: Fused) -> None:
+        super().__init__()
+        self.embed, self.layer = policy.embed, Layer(1)
+        self.layer.requires_grad_(False)
+        self.register_buffer("turns", torch.arange(8.0))
+
+
+def draft_weights(seed: int) -> dict[str, Tensor]:
+    """Of policy and drafter."""
+    named = weights_of(seed)
+    return named | {
+        f"mtp.{name.removeprefix('layers.1.')}": t + 1
+        for name, t in named.items()
+        if name.startswith("layers.1.")
+    }
+
+
+def with_drafter(policy: type[Fused] = Fused) -> tuple[WorkerModels, Weights]:
+    models = WorkerModels(policy := policy(), Drafter(policy))
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        drafts = {}
+        for name, tensor in weights:
+            if name.startswith("mtp."):
+                drafts[name] = tensor
+            else:
+                models.policy.load([(name, tensor)])  # type: ignore[operator]
+        for name, tensor in drafts.items():
+            policy._load_layer(models.drafter.layer, f"layers.0.{name.removeprefix('mtp.')}", tensor)
+
+    return models, Weights(models, load, lambda name: False)
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_weights_of_policy_and_drafter_arrive(rows: int | None) -> None:
+    models, held = with_drafter()
+    for seed in range(3):
+        named = draft_weights(seed)
+        check([held.take(pieces(named, rows))])
+        assert not differing([held], named)
+        drafter: Any = models.drafter
+        assert torch.equal(drafter.layer.norm.weight, named["mtp.norm"])
+        assert torch.equal(drafter.layer.w13[2, 3:], named["mtp.experts.2.up"])
+        for _, parameter in models.named_tensors(buffers=False):
+            parameter.fill_(torch.nan)
+
+
+def test_what_a_drafter_shares_is_the_policys() -> None:
+    models, _ = with_drafter()
+    names = [name for name, _ in models.named_tensors()]
+    assert "embed.weight" in names
+    assert [n for n in names if n.startswith("draft:")] == [
+        "draft:layer.w13",
+        "draft:layer.qkv_proj.weight",
+        "draft:layer.norm.weight",
+        "draft:turns",
+    ]
+    assert models.owner("draft:layer.norm.weight") == (models.drafter.layer.norm, "weight")  # type: ignore[union-attr]
+    assert models.owner("layers.0.norm.weight")[0] is models.policy.layers[0].norm  # type: ignore[index, union-attr]
+    assert list(models.drafter_buffers()) == ["draft:turns"]
+    assert WorkerModels(Fused()).drafter_buffers() == {}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_drafter_does_not_get_is_named(first: bool) -> None:
+    _, held = with_drafter()
+    if not first:
+        check([held.take(pieces(draft_weights(0)))])
+    named = draft_weights(1)
+    del named["mtp.norm"]
+    with pytest.raises(SyncMismatch, match=r"did not get (mtp|draft:layer)\.norm"):
+        check([held.take(pieces(named))])
+    if first:
+        with pytest.raises(SyncMismatch, match=r"did not get draft:layer\.norm"):
+            check([held.take(pieces(weights_of(1)))])
+
+
+def test_a_drafter_one_sync_behind_is_named() -> None:
+    models, held = with_drafter()
+    check([held.take(pieces(draft_weights(0)))])
+    behind = copy.deepcopy(models.drafter.state_dict())  # type: ignore[union-attr]
+    del behind["embed.weight"]
+    named = draft_weights(1)
+    check([held.take(pieces(named))])
+    models.drafter.load_state_dict(behind, strict=False)  # type: ignore[union-attr]
+    assert differing([held], named) == [name for name in named if name.startswith("mtp.")]
+
+
+class Runner:
+    """Of a worker of vLLM. model: what drafts in it."""
+
+    def __init__(self, policy: nn.Module, model: nn.Module | None) -> None:
+        self.get_model = lambda: policy
+        self.kv_caches = [torch.ones(4)]
+        self.drafter = SimpleNamespace() if model is None else SimpleNamespace(model=model)
+
+
+MTP = SimpleNamespace(method="mtp", use_eagle=lambda: True)
+
+
+def test_a_drafter_that_vllm_did_not_make_is_found() -> None:
+    policy, no_model = Fused(), SimpleNamespace(method="ngram", use_eagle=lambda: False)
+    for asked in (None, no_model):
+        assert models_of(Runner(policy, None), asked).drafter is None
+    drafter = Drafter(policy)
+    assert models_of(Runner(policy, drafter), MTP).drafter is drafter
+    with pytest.raises(SyncMismatch, match="was to draft with mtp, and a worker of it has no model"):
+        models_of(Runner(policy, None), MTP)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_buffers_of_a_drafter_outlast_sleep(level: int) -> None:
+    policy = Fused()
+    drafter: Any = Drafter(policy)
+    worker: Any = Extension()
+    worker.device, worker.model_runner = torch.device("cpu"), Runner(policy, drafter)
+    worker.vllm_config = SimpleNamespace(speculative_config=MTP)
+    worker.fall_asleep(level)
+    drafter.turns.zero_()
+    worker.wake_part("weights")
+    worker.wake_part("kv_cache")
+    assert drafter.turns.tolist() == list(range(8))
