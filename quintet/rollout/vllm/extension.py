@@ -102,6 +102,7 @@ class _Verb:
 VERBS = {
     method.__name__: _Verb(method)
     for method in (
+        Extension.begin_to_draft,
         Extension.fall_asleep,
         Extension.listen_for_routes,
         Extension.read_fingerprints,

@@ -68,6 +68,8 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         self._routes_at_end = recipe.rollout.return_routes and device == "cpu"
         if self._routes_at_end:
             self._engine.rpc(Extension.listen_for_routes)
+        if arguments.get("speculative_config"):
+            self._engine.rpc(Extension.begin_to_draft)
         self._alone = placement_of(recipe).adapters_separate
         # The directory holds other weights, or no adapters.
         self._forgot = recipe.rollout.quantization is not None or self._alone

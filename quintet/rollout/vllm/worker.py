@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintet.errors import UserError
 from quintet.rollout.base import Wanted, opened
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import LoraSlots, pieces_on_disk
@@ -52,6 +53,14 @@ class WeightWorker:
     def wanted_weights(self) -> list[Wanted] | None:
         """Return the parts of tensors that this worker takes: see `Weights.wanted`."""
         return self._held().wanted()
+
+    def begin_to_draft(self) -> None:
+        """Prepare what vLLM does wrong with drafts. Raises UserError where it speculates in no way, SyncMismatch where a model was to draft and
+        there is none."""
+        if self.vllm_config.speculative_config is None:
+            raise UserError("vLLM was to draft, and has left that out of its settings without a word")
+        self._models()
+        compat.draft_at_temperature()
 
     def listen_for_routes(self) -> None:
         """Begin to write down the experts of every token of every request (on CPU: see `routes`)."""
