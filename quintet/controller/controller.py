@@ -19,6 +19,7 @@ from torch import Tensor
 from quintet.cluster.dispatch import megatron_compute
 from quintet.controller.batch_ref import BatchRef, Lease, Placement
 from quintet.controller.colocation import DeviceHandover
+from quintet.controller.counted import counted_metrics
 from quintet.controller.finished_groups import FinishedGroups
 from quintet.controller.messages import SampleInfo, TrainedTokens
 from quintet.controller.progress_bar import watched
@@ -259,18 +260,8 @@ class Controller:
         return combine_peaks(ranks if self._handover is None else ranks + self.rollouts.memory())
 
     def counted(self) -> dict[str, float]:
-        """Return the metrics of what rollouts counted since the last time: shares of the prefix cache's and of the drafts'
-        tokens."""
-        counts = {} if self._handover is None else self.rollouts.counts()
-        told = {}
-        if counts.get("prefix_cache_queries"):
-            told["rollout/prefix_cache_fraction"] = (
-                counts["prefix_cache_hits"] / counts["prefix_cache_queries"]
-            )
-        if counts.get("draft_tokens"):
-            told["rollout/draft_tokens"] = counts["draft_tokens"]
-            told["rollout/accepted_fraction"] = counts["accepted_tokens"] / counts["draft_tokens"]
-        return told
+        """Return the metrics of what rollouts counted since the last time."""
+        return counted_metrics({} if self._handover is None else self.rollouts.counts())
 
 
 def _seed(text: str) -> int:

@@ -19,6 +19,7 @@ from typing import Any, Self, TextIO
 from rich.console import Console
 
 from quintet.errors import Stopped
+from quintet.observe.acceptance import AcceptanceFalls
 from quintet.observe.losses import Losses
 from quintet.observe.memory import Tree, device_peak
 from quintet.observe.phases import PhaseTimer
@@ -70,7 +71,7 @@ class Observer:
         self.extra: dict[str, Any] = {}
         self._ledger = Ledger(self.directory.metrics)
         self._printer = StepPrinter(self.console)
-        self._idle = IdleSteps()
+        self._watches = (IdleSteps(), AcceptanceFalls())
         self._processes = Tree()
         self._untouched = resume is not None
         self._report_due = 0.0
@@ -142,8 +143,9 @@ class Observer:
         self._record(stage, step, line)
         if show:
             self._printer.step(stage, step, total, line)
-        if (warning := self._idle(line)) is not None:
-            self.note(warning)
+        for watch in self._watches:
+            if (warning := watch(line)) is not None:
+                self.note(warning)
         self._report_so_far()
 
     def evaluation(self, step: int, metrics: Mapping[str, Any], *, stage: str = "rl") -> None:

@@ -137,7 +137,12 @@ def opened(words: str) -> WeightSource:
 
 COUNTS = ("prefix_cache_queries", "prefix_cache_hits", "drafts", "draft_tokens", "accepted_tokens")
 """What a rollout may count: prompt tokens looked for in the prefix cache and found there; with speculation, drafts, the
-tokens in them, and those of them that were accepted."""
+tokens in them, and those of them that were accepted. Beside these, `accepted_at` of each place in a draft."""
+
+
+def accepted_at(position: int) -> str:
+    """Return the name under which a rollout counts drafts of which at least so many tokens, from 1, were accepted."""
+    return f"accepted_at_{position}"
 
 
 class Rollout(Protocol):
@@ -193,7 +198,7 @@ class Rollout(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return what was counted since the last call, under the names of `COUNTS`; {} of a back end that counts nothing."""
+        """Return what was counted since the last call, under the names of `COUNTS` and `accepted_at`; {} of a back end that counts nothing."""
         ...
 
     def abort(self) -> None:

@@ -24,7 +24,23 @@ def counted(**counts: float) -> dict[str, float]:
         ({"prefix_cache_queries": 8.0, "prefix_cache_hits": 2.0}, {"rollout/prefix_cache_fraction": 0.25}),
         (
             {"draft_tokens": 10.0, "accepted_tokens": 4.0, "drafts": 5.0},
-            {"rollout/draft_tokens": 10.0, "rollout/accepted_fraction": 0.4},
+            {"rollout/draft_tokens": 10.0, "rollout/accepted_fraction": 0.4, "rollout/accepted_length": 1.8},
+        ),
+        (
+            {
+                "draft_tokens": 10.0,
+                "accepted_tokens": 4.0,
+                "drafts": 5.0,
+                "accepted_at_1": 3.0,
+                "accepted_at_2": 1.0,
+            },
+            {
+                "rollout/draft_tokens": 10.0,
+                "rollout/accepted_fraction": 0.4,
+                "rollout/accepted_length": 1.8,
+                "rollout/accepted_at_1": 0.6,
+                "rollout/accepted_at_2": 0.2,
+            },
         ),
     ],
 )

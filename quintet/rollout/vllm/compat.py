@@ -12,7 +12,7 @@ import importlib.metadata
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from quintet.errors import UserError, WorkerFailure
 from quintet.install import with_extra
+from quintet.rollout.base import accepted_at
 from quintet.rollout.vllm.runners import complete_runner, other_runner
 
 if TYPE_CHECKING:
@@ -235,6 +236,7 @@ COUNTERS = {
     "vllm:prefix_cache_hits": "prefix_cache_hits",
 }
 """vLLM's counters, and what `VllmRollout.metrics` calls them."""
+COUNTED_BY_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 def counters() -> dict[str, float]:
@@ -245,7 +247,14 @@ def counters() -> dict[str, float]:
     for metric in get_metrics_snapshot():
         if metric.name in COUNTERS:
             sums[COUNTERS[metric.name]] += metric.value
+        elif metric.name == COUNTED_BY_PLACE:
+            _add_by_place(sums, metric.values)
     return sums
+
+
+def _add_by_place(sums: dict[str, float], accepted: Sequence[int]) -> None:
+    for position, count in enumerate(accepted, 1):
+        sums[accepted_at(position)] = sums.get(accepted_at(position), 0.0) + count
 
 
 class StepCounts:
@@ -269,6 +278,7 @@ class StepCounts:
             self.counts["drafts"] += drafts.num_drafts
             self.counts["draft_tokens"] += drafts.num_draft_tokens
             self.counts["accepted_tokens"] += drafts.num_accepted_tokens
+            _add_by_place(self.counts, drafts.num_accepted_tokens_per_pos)
 
     def log(self) -> None:
         """Say nothing: what is counted is asked for."""

@@ -56,6 +56,7 @@ def accepted(rollout: Any) -> float:
     rollout.metrics()
     responses(rollout)
     counts = rollout.metrics()
+    assert counts["accepted_at_1"] == counts["accepted_tokens"]
     return counts["accepted_tokens"] / counts["draft_tokens"]
 
 
@@ -244,6 +245,14 @@ def test_without_a_drafter_its_weights_are_proved_to_have_come(start: Any, path:
     rollout = start("mimo", path)
     sync(rollout, Source(mimo.tensors(1)))
     assert differing(rollout, mimo.tensors(1)) == []
+
+
+def test_a_server_drafts_alike(start: Any, path: Any, rollout: Any) -> None:
+    """In a process of its own, whose counters are vLLM's."""
+    server = start("mimo", path, vllm=MTP, mode="server")
+    assert responses(server) == greedy_by_transformers(25)
+    assert accepted(server) == pytest.approx(accepted(rollout), abs=0.02)
+    assert min(p_values(server, 1000)) > SURE
 
 
 def test_speculation_that_vllm_leaves_out_is_found(
