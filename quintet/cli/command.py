@@ -25,7 +25,7 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     usage: str = "RECIPE.yaml [key=value ...] [options]"
-    takes: tuple[str, str] = ("RECIPE.yaml", "the recipe file")
+    takes: tuple[str, str] = ("RECIPE.yaml", "the recipe file, or a model's directory")
     """What comes before key=value, and its help."""
     codes: str = (
         "0 done, 2 something to put right, 3 a worker failed or was not reached, 5 a rollout has other weights than the trainer, "

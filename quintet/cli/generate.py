@@ -99,7 +99,7 @@ unless data.chat is false. On a terminal the samples are printed to be read, oth
 Where one rank is enough it is this process, and nothing else is started. Progress goes to standard error, and no run directory is left behind.""",
     examples="""\
   quintet generate my.yaml --prompt "What is 12 + 30?" rollout.samples_per_prompt=1 rollout.temperature=0
-  quintet generate my.yaml model.path=runs/demo-20261121-100000/checkpoint --prompts questions.txt
+  quintet generate runs/demo-20261121-100000/checkpoint --prompts questions.txt data.chat=false
   quintet generate my.yaml --prompts questions.jsonl --output samples.jsonl""",
     run=run,
     add_options=_add_options,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quintet.engine.device import runs_fused
+from quintet.engine.layers.linear import product
 
 KEPT_BYTES = {"cuda": 5 << 30, "cpu": 1 << 30}
 """Most bytes of logits a rank keeps from the forward to the backward pass: 17,600 tokens of 152k bf16 logits on a GPU."""
@@ -65,7 +66,7 @@ def logits(hidden: Tensor, weight: Tensor, vocab: VocabSlice) -> Tensor:
 
     Columns from vocab_size on are padding.
     """
-    local = (hidden @ weight.t()).float()
+    local = product(hidden, weight).float()
     if vocab.group.size() == 1:
         return local
     ranks = vocab.group.size()
@@ -91,7 +92,7 @@ class _Scores(torch.autograd.Function):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         statistics = hidden.new_empty((4, len(hidden)), dtype=exact)
         for part, kept in _parts(hidden, weight, keep):
-            z = hidden[part] @ weight.t()
+            z = product(hidden[part], weight)
             _statistics(z, targets[part] - vocab.start, vocab.valid, temperature, statistics[:, part])
             if kept:
                 ctx.kept_logits = z
@@ -110,14 +111,14 @@ class _Scores(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = _Sum(weight) if ctx.needs_input_grad[1] else None
         for part, kept in _parts(hidden, weight, kept_logits is not None):
-            z = kept_logits if kept else hidden[part] @ weight.t()
+            z = kept_logits if kept else product(hidden[part], weight)
             row = (lse[part], entropy[part], grad_log_prob[part])
             of_entropy = None if grad_entropy is None else grad_entropy[part]
             _to_gradient_(z, targets[part] - vocab.start, vocab.valid, ctx.temperature, *row, of_entropy)
             if grad_hidden is not None:
-                torch.mm(z, weight, out=grad_hidden[part])
+                grad_hidden[part] = product(z, weight.t())
             if grad_weight is not None:
-                grad_weight.add(z.t() @ hidden[part])
+                grad_weight.add(product(z.t(), hidden[part].t()))
             del z
         return grad_hidden, grad_weight and grad_weight.value(), None, None, None, None
 

@@ -56,7 +56,7 @@ def load_recipe(
     """Read, override and check a recipe.
 
     Args:
-        path: YAML file; None begins with nothing but defaults.
+        path: YAML file; a model's directory stands for a recipe of `model.path` alone; None begins with nothing but defaults.
         overrides: "dotted.key=value" each, in order; the value is YAML (`true`, `null`, `[a, b]`, `1e-6`).
         command: what the recipe is for; some keys are needed by some commands only.
 
@@ -100,7 +100,9 @@ def _read(path: Path) -> _Source:
     except FileNotFoundError:
         raise UserError(f"recipe {path} does not exist (looked in {Path.cwd()})") from None
     except IsADirectoryError:
-        raise UserError(f"recipe {path} is a directory; name a YAML file") from None
+        if (path / "config.json").is_file():
+            return _Source("the recipe", {"model": {"path": str(path)}}, {("model", "path"): str(path)})
+        raise UserError(f"recipe {path} is a directory without a model; name a YAML file") from None
     except OSError as error:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

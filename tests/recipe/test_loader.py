@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from quintet.data.tokenizer import build_char_tokenizer
 from quintet.errors import UserError
 from quintet.recipe import dump_resolved, load_recipe
 from quintet.recipe.elsewhere import DOTTED, WORDS
 from quintet.recipe.keys import all_keys, expected, leaf_keys, nearest_key
 from quintet.recipe.schema import Recipe, Sft
+from tests.models.directory import QWEN3, write_model
 
 
 def test_free_form_options_stand_in_three_places_only() -> None:
@@ -175,7 +177,16 @@ def test_a_file_of_another_shape(refuse, text: str, said: str) -> None:
 def test_a_missing_file_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere.yaml does not exist \(looked in "):
         load_recipe("nowhere.yaml")
-    with pytest.raises(UserError, match="is a directory"):
+    with pytest.raises(UserError, match="is a directory without a model"):
+        load_recipe(tmp_path)
+
+
+def test_a_models_directory_is_a_recipe_of_it_alone(tmp_path: Path) -> None:
+    build_char_tokenizer("0123", tmp_path)
+    write_model(tmp_path, QWEN3)
+    recipe = load_recipe(tmp_path, ["data.chat=false"], command="generate")
+    assert recipe == load_recipe(None, [f"model.path={tmp_path}", "data.chat=false"], command="generate")
+    with pytest.raises(UserError, match=r"data.train_path"):
         load_recipe(tmp_path)
 
 

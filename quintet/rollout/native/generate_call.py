@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quintet.engine.head import VocabSlice, logits
+from quintet.engine.layers.linear import packed
 from quintet.engine.row import MicroBatch, PackedRow, pack
 from quintet.packing import Alignment
 from quintet.rollout.base import Sampling
@@ -43,6 +44,7 @@ class GenerateCall:
         self.stage, self.scheduler, self.cache, self.sampling = stage, scheduler, cache, sampling
         self.routes, self._decode, self._state, self._progress = routes, decode, state, progress
         self.device = stage.model.device
+        self._head = packed(stage.model.head_weight()) if stage.mesh.last_stage else None
         self._stops = set() if sampling.ignore_end else set(sampling.stop_token_ids)
         self._tail = max((len(s) for s in sampling.stop), default=0)
         seeds = torch.tensor([r.seed for r in scheduler.requests])
@@ -120,9 +122,9 @@ class GenerateCall:
         picked = torch.zeros((4, count + 1), dtype=torch.float64, device=self.device)
         if hidden is not None:
             model, mesh = self.stage.model, self.stage.mesh
-            weight = model.head_weight()
-            vocab = VocabSlice(len(weight), model.shape.vocab_size, mesh.groups.tp)
-            z = logits(hidden.index_select(0, rows.to(self.device)), weight, vocab)
+            assert self._head is not None
+            vocab = VocabSlice(len(self._head), model.shape.vocab_size, mesh.groups.tp)
+            z = logits(hidden.index_select(0, rows.to(self.device)), self._head, vocab)
             z = z[:, : model.shape.vocab_size]
             seeds = torch.tensor([self._seeds[d.request, d.number] for d in sequences], device=self.device)
             at = torch.tensor([d.prompt_length + len(d.response_ids) for d in sequences], device=self.device)

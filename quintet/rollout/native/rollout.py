@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from quintet.engine.layers.linear import packed_weights
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
 from quintet.engine.weights.fingerprint import Fingerprints
@@ -92,7 +93,8 @@ class NativeRollout:
                 self._stage, scheduler, cache, sampling, decode=self._decode, state=self._state,
                 progress=self._progress, routes=routes,
             )  # fmt: skip
-            with routes.listening(self.model) if routes is not None else nullcontext():
+            listening = routes.listening(self.model) if routes is not None else nullcontext()
+            with packed_weights(self.model), listening:
                 while not scheduler.done:
                     if run.paused:
                         run.hold()
