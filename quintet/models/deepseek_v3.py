@@ -7,6 +7,7 @@ from quintet.models.experts import sigmoid_experts
 from quintet.models.family import Family, register
 from quintet.models.hf_config import HfConfig
 from quintet.models.shape import MlaShape, ModelShape
+from quintet.models.table import MtpNames, Names
 
 
 @register
@@ -16,6 +17,7 @@ class DeepseekV3(Family):
 
     name = "deepseek_v3"
     architectures = ("DeepseekV3ForCausalLM",)
+    names = Names(mtp=MtpNames())
 
     def shape(self, config: HfConfig) -> ModelShape:
         refuse_biases(config, "attention_bias")

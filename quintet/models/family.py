@@ -25,7 +25,7 @@ from typing import Any, ClassVar, TypeVar
 from quintet.errors import UserError
 from quintet.models.hf_config import HfConfig, read_json
 from quintet.models.shape import MOST_EXPERT_LAYERS, ModelShape
-from quintet.models.table import Names, decoder_weights
+from quintet.models.table import MtpNames, Names, decoder_weights
 from quintet.models.weight import Weight
 
 VALUE_MODEL = "ForSequenceClassification"
@@ -189,6 +189,17 @@ def family_named(name: str) -> Family:
     return _FAMILIES[name]
 
 
+def mtp_names(shape: ModelShape) -> MtpNames:
+    """Return what the family says of its layers for multi-token prediction; defaults where it says nothing."""
+    return family_named(shape.family).names.mtp or MtpNames()
+
+
+def families_with_mtp() -> list[str]:
+    """Return the names of the families whose models may have layers for multi-token prediction."""
+    _load_builtin()
+    return sorted(name for name, family in _FAMILIES.items() if family.names.mtp is not None)
+
+
 def table_of(shape: ModelShape) -> tuple[Weight, ...]:
     """Return the table of a model's weights, in layer order, which the latest callers share: of the largest models it has 50,000."""
     return _table(family_named(shape.family), shape)
@@ -206,7 +217,8 @@ def read_shape(path: Path) -> ModelShape:
     return family_of(config, where).shape_of(config, where)
 
 
-def trained_shape(path: Path) -> ModelShape:
-    """Return the shape of what is trained of the model in a Hugging Face directory, and generated with: all but its layers
-    for multi-token prediction."""
-    return read_shape(path).without_mtp()
+def trained_shape(path: Path, *, mtp: bool = False) -> ModelShape:
+    """Return the shape of what is trained of the model in a Hugging Face directory, and generated with. mtp: its layers for
+    multi-token prediction, which are left on the disk otherwise, are loaded too."""
+    shape = read_shape(path)
+    return shape if mtp else shape.without_mtp()

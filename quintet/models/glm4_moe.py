@@ -7,6 +7,7 @@ from quintet.models.experts import sigmoid_experts
 from quintet.models.family import Family, register
 from quintet.models.hf_config import HfConfig
 from quintet.models.shape import ModelShape
+from quintet.models.table import MtpNames, Names
 
 
 @register
@@ -16,6 +17,7 @@ class Glm4Moe(Family):
 
     name = "glm4_moe"
     architectures = ("Glm4MoeForCausalLM",)
+    names = Names(mtp=MtpNames())
 
     def shape(self, config: HfConfig) -> ModelShape:
         shape = dense_shape(

@@ -27,6 +27,7 @@ class Mimo(Family):
             final_norm="final_layernorm",
             embedding_copy=None,
             head_copy=None,
+            reads_normed=False,
         )
     )
 

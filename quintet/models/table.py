@@ -40,6 +40,8 @@ class MtpNames:
     embedding_copy: str | None = "embed_tokens"
     """Where it may hold the embedding again, which it shares with the model."""
     head_copy: str | None = "shared_head.head"
+    reads_normed: bool = True
+    """Whether the first layer reads the decoder's output after its final norm, and not before it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class Names:
     stack: StackNames | None = None
     """Where one tensor holds a matrix of all experts, in place of the names of one expert's."""
 
-    mtp: MtpNames = MtpNames()
+    mtp: MtpNames | None = None
+    """None of a family whose models have no layers for multi-token prediction."""
 
 
 def decoder_weights(shape: ModelShape, names: Names) -> Iterator[Weight]:
@@ -95,12 +98,13 @@ def decoder_weights(shape: ModelShape, names: Names) -> Iterator[Weight]:
 class _Table:
     def __init__(self, shape: ModelShape, names: Names) -> None:
         self.shape, self.names = shape, names
+        self.mtp = names.mtp or MtpNames()
 
     def weights(self) -> Iterator[Weight]:
         shape, names, h = self.shape, self.names, self.shape.hidden_size
         vocabulary = (shape.vocab_size, h)
         tied = shape.tied_embeddings
-        copies = self._copies(names.mtp.embedding_copy, names.mtp.head_copy if tied else None)
+        copies = self._copies(self.mtp.embedding_copy, self.mtp.head_copy if tied else None)
         yield _one("embedding.word_embeddings", names.embedding, vocabulary, "vocab", copies)
         for i in range(shape.layers):
             yield from self._layer(i, f"decoder.layers.{i}.", names.layer.format(i) + ".")
@@ -110,13 +114,13 @@ class _Table:
                 "value_head", "score", (1, h)
             )  # as transformers' ...ForSequenceClassification names it
         elif not tied:
-            yield _one("output_layer", names.head, vocabulary, "vocab", self._copies(names.mtp.head_copy))
+            yield _one("output_layer", names.head, vocabulary, "vocab", self._copies(self.mtp.head_copy))
         for i in range(shape.mtp_layers):
             yield from self._mtp_layer(i, f"mtp.layers.{i}.", self._mtp_prefix(i))
 
     def _mtp_layer(self, number: int, ours: str, theirs: str) -> Iterator[Weight]:
         """A projection of embedding and hidden state, each after a norm, into a decoder layer, and a norm on top."""
-        mtp, h = self.names.mtp, self.shape.hidden_size
+        mtp, h = self.mtp, self.shape.hidden_size
         yield _one(ours + "enorm", theirs + mtp.embedding_norm, (h,))
         yield _one(ours + "hnorm", theirs + mtp.hidden_norm, (h,))
         split: Split = "rows_halves_swapped" if mtp.hidden_first else "rows"
@@ -125,8 +129,7 @@ class _Table:
         yield _one(ours + "final_layernorm", theirs + mtp.final_norm, (h,))
 
     def _mtp_prefix(self, number: int) -> str:
-        mtp = self.names.mtp
-        return mtp.layer.format(number + (self.shape.layers if mtp.numbered_on else 0)) + "."
+        return self.mtp.layer.format(number + (self.shape.layers if self.mtp.numbered_on else 0)) + "."
 
     def _copies(self, *names: str | None) -> tuple[str, ...]:
         """Names under which layers for multi-token prediction may hold what they share with the model."""

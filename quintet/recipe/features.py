@@ -153,6 +153,12 @@ _ENGINE = [
     ),
     Feature("lora", "low-rank adapters", ("lora",), lambda r, s: r.lora is not None),
     Feature(
+        "mtp",
+        "training of layers for multi-token prediction",
+        ("mtp.train",),
+        lambda r, s: r.mtp is not None and r.mtp.train,
+    ),
+    Feature(
         "lr_multipliers",
         "learning rates by parameter",
         of_optimizers("lr_multipliers"),

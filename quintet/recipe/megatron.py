@@ -71,7 +71,7 @@ _REASONS = {
         enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool
         cuda_graph_retain_backward_graph cuda_graph_warmup_steps use_te_rng_tracker
     """,
-    "multi-token prediction is not available in this version": "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",
+    "decided by mtp and the model": "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",
     (
         "micro-batches share one context-parallel group, of layout.cp ranks, in this version; "
         "engine.tokens_per_microbatch_per_rank is their size"

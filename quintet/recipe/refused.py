@@ -101,6 +101,12 @@ REFUSED_PAIRS = [
         "the state of adapters is too small to be worth the way to the CPU, and has not been tried there",
         "set cpu_fraction=0",
     ),
+    RefusedPair(
+        "lora",
+        "mtp",
+        "adapters are beside the model's own layers, and nothing else is saved or trained then",
+        "set mtp.train=false, which keeps the layers as they are, or lora=null",
+    ),
     *(
         RefusedPair(
             other,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from quintet.recipe.sections.data import BUILT_IN_REWARDS, Data, Reward
 from quintet.recipe.sections.fields import Section, UserPathText
-from quintet.recipe.sections.model import BuildModel, Layout, Lora, Model
+from quintet.recipe.sections.model import BuildModel, Layout, Lora, Model, Mtp
 from quintet.recipe.sections.rollout import Mismatch, Rollout, RolloutLayout
 from quintet.recipe.sections.run import Checkpoint, Cluster, Run
 from quintet.recipe.sections.training import (
@@ -38,6 +38,7 @@ __all__ = [
     "Lora",
     "Mismatch",
     "Model",
+    "Mtp",
     "Optimizer",
     "Recipe",
     "Reference",
@@ -60,6 +61,8 @@ class Recipe(Section):
     engine: Engine = Engine()
     lora: Lora | None = None
     """Train low-rank adapters instead of the model when present."""
+    mtp: Mtp | None = None
+    """Keep a model's layers for multi-token prediction, and train them, when present."""
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
     mismatch: Mismatch = Mismatch()

@@ -71,6 +71,19 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["model.dtype (fp32) does not go with optimizer.cpu_fraction", "model.dtype=bf16"],
     ),
     (
+        "features_go_together",
+        ["model.build.family=mimo", "mtp.init_layers=1", "lora.rank=4"],
+        ["lora (low-rank adapters) does not go with mtp.train", "set mtp.train=false"],
+    ),
+    (
+        "tied_copies_are_updated_alike",
+        [
+            *("cluster.device=cuda", "layout.pp=2", "model.dtype=bf16", "optimizer.cpu_fraction=0.5"),
+            *("model.build.family=mimo", "model.build.tied_embeddings=false", "mtp.init_layers=1"),
+        ],
+        ["has layers for multi-token prediction (mtp): its embedding is on two stages", "use 0 or 1"],
+    ),
+    (
         "tied_copies_are_updated_alike",
         ["cluster.device=cuda", "layout.pp=2", "model.dtype=bf16", "optimizer.cpu_fraction=0.5"],
         ["optimizer.cpu_fraction=0.5 with layout.pp=2", "rounding would part them", "use 0 or 1"],
@@ -124,7 +137,7 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["engine.megatron.moe_expert_capacity_factor=1.5"],
         ["which tokens are dropped would depend"],
     ),
-    ("megatron_options_are_free", ["engine.megatron.mtp_num_layers=1"], ["multi-token prediction is not"]),
+    ("megatron_options_are_free", ["engine.megatron.mtp_num_layers=1"], ["decided by mtp"]),
     ("megatron_options_are_free", ["engine.megatron.multi_latent_attention=true"], ["decided by the model"]),
     ("megatron_options_are_free", ["engine.megatron.kv_lora_rank=8"], ["decided by the model"]),
     (

@@ -8,8 +8,10 @@ a group; a new feature adds its rules to the group they belong to.
 from __future__ import annotations
 
 from quintet.errors import UserError
-from quintet.models.family import trained_shape
+from quintet.models.family import read_shape
 from quintet.models.shape import ModelShape
+from quintet.models.weights_on_disk import held_shape
+from quintet.recipe.mtp import with_mtp
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in this order)
     algorithm,
@@ -37,16 +39,18 @@ __all__ = ["RULES", "Command", "Facts", "Problem", "broken_rules", "shape_of"]
 
 
 def shape_of(recipe: Recipe) -> ModelShape | None:
-    """Return the shape of the model that the recipe trains; None when it names none, or two. A built model's vocabulary is left
+    """Return the shape of what the recipe loads of its model; None when it names none, or two. A built model's vocabulary is left
     open (1).
 
-    Raises UserError for a directory that cannot be read, a model that is not supported or a family that is none.
+    Raises UserError for a directory that cannot be read, a model that is not supported or a family that is none, and for layers
+    that `mtp` asks for in vain.
     """
     path, build = recipe.model.path, recipe.model.build
     use_family(recipe.model.family)
     if path is not None and build is None:
-        return trained_shape(recipe.model.directory or path)
-    return shape_of_built(build) if path is None and build is not None else None
+        directory = recipe.model.directory or path
+        return with_mtp(recipe, read_shape(directory) if recipe.mtp is None else held_shape(directory))
+    return with_mtp(recipe, shape_of_built(build)) if path is None and build is not None else None
 
 
 def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
@@ -56,8 +60,9 @@ def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
     try:
         shape = shape_of(recipe)
     except UserError as error:
-        key = "model.family" if str(error).startswith("model.family: ") else "model.path"
-        problems.append(Problem(f"{key}: {str(error).removeprefix(f'{key}: ')}"))
+        keys = [key for key in ("model.family", "mtp.init_layers", "mtp") if str(error).startswith(key)]
+        text = str(error) if keys else f"model.path: {str(error).removeprefix('model.path: ')}"
+        problems.append(Problem(text, *keys[:1]))
     facts = Facts(recipe, command, shape)
     for number, one in enumerate(RULES):
         try:

@@ -36,7 +36,8 @@ class Facts:
         given = getattr(section, name)
         if given == type(section).model_fields[name].default:
             return None
-        return f"{key}={str(given).lower() if isinstance(given, bool) else given}"
+        text = "null" if given is None else str(given).lower() if isinstance(given, bool) else given
+        return f"{key}={text}"
 
     @property
     def dp(self) -> int:
@@ -61,8 +62,9 @@ def rule(function: Rule) -> Rule:
 
 def shape_of_built(build: BuildModel) -> ModelShape:
     """Return the shape of a model to be built, but for its vocabulary, for which 1 stands: it follows from the data."""
+    mimo = build.family == "mimo"
     return ModelShape(
-        family="qwen3",
+        family=build.family,
         layers=build.layers,
         hidden_size=build.hidden_size,
         ffn_hidden_size=build.ffn_hidden_size,
@@ -73,5 +75,6 @@ def shape_of_built(build: BuildModel) -> ModelShape:
         max_positions=build.max_position_embeddings,
         tied_embeddings=build.tied_embeddings,
         norm_eps=1e-6,
-        qk_norm=True,
+        qk_norm=not mimo,
+        qkv_bias=mimo,
     )

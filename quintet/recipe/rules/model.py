@@ -34,7 +34,7 @@ def own_family_is_used(facts: Facts) -> Iterator[Problem]:
         return
     if model.directory is None:
         yield Problem(
-            f"model.family={model.family}: model.build makes a Qwen3; set model.family=null, or name a model.path"
+            f"model.family={model.family}: model.build makes a Qwen3 or a MiMo; set model.family=null, or name a model.path"
         )
         return
     named = use_family(model.family)
@@ -56,7 +56,8 @@ def weights_are_there(facts: Facts) -> Iterator[Problem]:
         )
     else:
         try:
-            check_weights(path, facts.read)
+            new = facts.recipe.mtp is not None and facts.recipe.mtp.init_layers is not None
+            check_weights(path, facts.read.without_mtp() if new else facts.read)
         except UserError as error:
             yield Problem(f"model.path: {error}")
     code_may_read_others = facts.recipe.model.trust_remote_code

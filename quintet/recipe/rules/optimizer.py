@@ -63,15 +63,17 @@ def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) 
 
 @rule
 def tied_copies_are_updated_alike(facts: Facts) -> Iterator[Problem]:
-    """Tied embeddings lie on the first and on the last pipeline stage: both copies are updated in one place's arithmetic."""
+    """Tied embeddings, and the one that layers for multi-token prediction read, lie on the first and on the last pipeline stage: both
+    copies are updated in one place's arithmetic."""
     shape, pp = facts.shape, facts.recipe.layout.pp
-    if shape is None or not shape.tied_embeddings or pp == 1:
+    if shape is None or not (shape.tied_embeddings or shape.mtp_layers) or pp == 1:
         return
+    why = "ties its embeddings" if shape.tied_embeddings else "has layers for multi-token prediction (mtp)"
     for section, optimizer in optimizers(facts.recipe).items():
         if 0 < optimizer.cpu_fraction < 1:
             yield Problem(
-                f"{section}.cpu_fraction={optimizer.cpu_fraction:g} with layout.pp={pp}: the model ties its embeddings, one copy "
-                "may be updated on the CPU and the other on a GPU, and rounding would part them; use 0 or 1, or layout.pp=1"
+                f"{section}.cpu_fraction={optimizer.cpu_fraction:g} with layout.pp={pp}: the model {why}: its embedding is on "
+                "two stages, one copy may be updated on the CPU and the other on a GPU, and rounding would part them; use 0 or 1, or layout.pp=1"
             )
 
 

@@ -33,7 +33,13 @@ _KEPT = "by a rollout that gets adapters alone in any case: the frozen weights c
 _GREEDY = "with rollout.temperature=0, which takes the likeliest token"
 _COLOCATED = "by a colocated rollout, which is on the cluster.ranks devices that train, but with rollout.placement=separate"
 
+_FROZEN = "with mtp.train=false, which keeps these layers as they are"
 _UNREAD: list[_Row] = [
+    (
+        "mtp.loss_weight mtp.detach mtp.loss mtp.clip_grad_norm",
+        lambda r: r.mtp is not None and not r.mtp.train,
+        _FROZEN,
+    ),
     ("algorithm.kl_estimator algorithm.kl_in", lambda r: r.algorithm.kl_coef == 0, _KL),
     ("algorithm.gamma algorithm.gae_lambda", lambda r: r.algorithm.name != "ppo", f"{_OTHER}ppo"),
     ("algorithm.kl_in", lambda r: r.algorithm.name != "ppo", f"{_OTHER}ppo"),

@@ -21,8 +21,10 @@ from quintet.recipe.sections.fields import (
 
 
 class BuildModel(Section):
-    """A model made from nothing, for laptops and speed tests: a Qwen3-shaped decoder with random weights."""
+    """A model made from nothing, for laptops and speed tests: a small decoder with random weights."""
 
+    family: Literal["qwen3", "mimo"] = "qwen3"
+    """Whose shape it has; of a mimo, `mtp.init_layers` are layers for multi-token prediction."""
     layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 4
     hidden_size: Annotated[int, Field(gt=0, le=1 << 18)] = 128
     ffn_hidden_size: Annotated[int, Field(gt=0, le=1 << 20)] = 384
@@ -106,3 +108,21 @@ class Lora(Section):
     """Scale by alpha / √rank instead (https://arxiv.org/abs/2312.03732); null is as in lora.path, otherwise false."""
     path: UserPath | None = None
     """Adapters to start from: a directory that peft, or a run's adapter/, wrote for this model. null draws fresh ones."""
+
+
+class Mtp(Section):
+    """Layers for multi-token prediction are loaded, kept, saved and sent to rollouts: DeepSeek-V3, GLM-4.5 and MiMo have them
+    (https://arxiv.org/abs/2412.19437, section 2.2). Without this section they stay on the disk, and are saved as found."""
+
+    train: bool = True
+    """Train them beside the policy, in SFT and RL."""
+    loss_weight: PositiveFloat = 0.1
+    """Weight of their loss, each depth's a mean over its own targets."""
+    detach: bool = True
+    """Train these layers alone: neither the policy's layers nor its embedding nor its head get gradient from their loss."""
+    loss: Literal["cross_entropy", "self_distill"] = "cross_entropy"
+    """What they are trained towards: the token that came, or the policy's own distribution of it at temperature 1."""
+    clip_grad_norm: PositiveFloat | None = 1.0
+    """Their gradients are scaled down to this norm, by themselves; null leaves them."""
+    init_layers: Annotated[int, Field(gt=0, le=8)] | None = None
+    """Give a model that has none so many new ones, with random weights."""

@@ -1,0 +1,60 @@
+"""The section `mtp`: which layers a recipe means, and what is said where there are none."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.recipe.mtp import depths
+from quintet.recipe.rules import shape_of
+from tests.models.directory import DEEPSEEK_V3, write_model
+
+MIMO = ("model.build.family=mimo", "model.build.tied_embeddings=false")
+
+
+@pytest.fixture
+def ahead(tmp_path) -> list[str]:
+    """Overrides that name a model with two layers for multi-token prediction."""
+    directory = write_model(tmp_path / "model", DEEPSEEK_V3 | {"num_nextn_predict_layers": 2})
+    (directory / "tokenizer.json").touch()
+    return ["model.build=null", f"model.path={directory}"]
+
+
+def test_layers_are_loaded_where_the_section_is_there_and_trained_where_it_says_so(load, ahead) -> None:
+    for overrides, held, trained in (
+        ([], 0, 0),
+        (["mtp={}"], 2, 2),
+        (["mtp.train=false"], 2, 0),
+    ):
+        recipe = load(*ahead, *overrides)
+        shape = shape_of(recipe)
+        assert shape is not None
+        assert (shape.mtp_layers, depths(recipe, shape)) == (held, trained)
+
+
+def test_a_built_model_and_one_without_layers_get_new_ones(load, models) -> None:
+    for overrides in (MIMO, models["mla"]):
+        shape = shape_of(load(*overrides, "mtp.init_layers=2"))
+        assert shape is not None
+        assert shape.mtp_layers == 2
+
+
+def test_layers_that_are_not_there_are_refused(refuse, models, ahead) -> None:
+    none = "mtp: no layers for multi-token prediction are known of the family qwen3; models of deepseek_v3, glm4_moe, mimo"
+    assert none in refuse("mtp={}")
+    assert none in refuse(*models["dense"], "mtp.init_layers=1")
+    assert "set mtp.init_layers to give it new ones, or mtp=null" in refuse(*models["mla"], "mtp={}")
+    assert "set mtp.init_layers to give it new ones, or mtp=null" in refuse(*MIMO, "mtp={}")
+    assert "mtp.init_layers=1: the model has 2 layers" in refuse(*ahead, "mtp.init_layers=1")
+
+
+@pytest.mark.parametrize(
+    "key", ["loss_weight=0.2", "detach=false", "loss=self_distill", "clip_grad_norm=null"]
+)
+def test_keys_of_training_are_not_read_by_layers_that_are_not_trained(refuse, key) -> None:
+    said = refuse(*MIMO, "mtp.init_layers=1", "mtp.train=false", f"mtp.{key}")
+    assert f"mtp.{key} is not read with mtp.train=false" in said
+
+
+def test_names_of_others_are_hints(refuse) -> None:
+    assert "mtp.loss_weight" in refuse(*MIMO, "mtp.init_layers=1", "mtp.mtp_loss_scaling_factor=0.1")
+    assert "mtp.train" in refuse(*MIMO, "mtp.init_layers=1", "mtp.enable_train=true")
