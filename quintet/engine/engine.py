@@ -30,13 +30,16 @@ from quintet.algorithms.aggregation import Tally
 from quintet.data.batch import Batch
 from quintet.engine import build, lora
 from quintet.engine.agree import run_on_all_or_raise
+from quintet.engine.ahead import AheadLoss
 from quintet.engine.checkpoint.checkpoints import Checkpoints
+from quintet.engine.clip import clipped_step
 from quintet.engine.device import upload
 from quintet.engine.layers.attention_backends import kernel_title
+from quintet.engine.layers.mtp import freeze_ahead
 from quintet.engine.layers.specs import choose_backend
 from quintet.engine.model import PolicyModel
 from quintet.engine.offload import KINDS, Offloader
-from quintet.engine.optimizer import build_optimizer, set_learning_rate
+from quintet.engine.optimizer import build_optimizer, gradient_sets, set_learning_rate
 from quintet.engine.outputs import Loss, MiniBatchResult, fields_of, flat_fields
 from quintet.engine.pipeline import Pipeline
 from quintet.engine.row import MicroBatch
@@ -68,17 +71,21 @@ class Engine:
         dtype: str,
         total_steps: int = 1,
         lora: LoraShape | None = None,
+        mtp: schema.Mtp | None = None,
     ) -> None:
-        if shape.mtp_layers and optimizer is not None:
+        if shape.mtp_layers and optimizer is not None and mtp is None:
             raise UserError(
-                f"this version does not train layers for multi-token prediction, of which the {shape.family} model has "
-                f"{shape.mtp_layers}: build it without them (ModelShape.without_mtp); a saved model takes them along"
+                f"the {shape.family} model has {shape.mtp_layers} layers for multi-token prediction, and nothing says whether "
+                "they are trained: give the engine `mtp`, or build it without them (ModelShape.without_mtp); a saved model "
+                "takes them along"
             )
         self.shape, self.layout, self.recipe = shape, layout, engine
         self.dtype = DTYPES[dtype]
         self.mesh = build.mesh_of(layout, dist.get_world_size())
-        self.lora = lora
+        self.lora, self.mtp = lora, mtp
         self.chunks = build.build_chunks(shape, layout, self.mesh, self.dtype, engine, lora)
+        if mtp is not None and not mtp.train:
+            freeze_ahead(self.chunks)
         self.config = self.chunks[0].config
         self.steps, self.total_steps = 0, total_steps
         self._wrapped: list[Any] = list(self.chunks)
@@ -97,6 +104,11 @@ class Engine:
     def model(self) -> PolicyModel:
         """The pipeline stage. Of an interleaved pipeline's several chunks, the first."""
         return self.chunks[0]
+
+    @property
+    def depths(self) -> int:
+        """Layers for multi-token prediction that are trained."""
+        return self.shape.mtp_layers if self.mtp is not None and self.mtp.train else 0
 
     @property
     def trains(self) -> bool:
@@ -139,7 +151,9 @@ class Engine:
         self.reload()
         self._optimizer = self._offloader.optimizer = None  # the old state goes before the new one comes
         if optimizer is not None:
-            self._optimizer = build_optimizer(self._wrapped, self.mesh, self.dtype, optimizer, self.recipe)
+            self._optimizer = build_optimizer(
+                self._wrapped, self.mesh, self.dtype, optimizer, self.recipe, self.mtp
+            )
             self._offloader.optimizer = self._optimizer
             self.config.grad_scale_func = self._optimizer.scale_loss
 
@@ -265,10 +279,10 @@ class Engine:
         names = [field.name for field in dataclasses.fields(kind)]
         flat = {name: torch.zeros(len(batch["input_ids"].values()), device=build.device()) for name in names}
 
-        def collect(outputs: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+        def collect(outputs: list[Any], micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
             at = upload(micro.targets[0].token_index, build.device())
             for name, out in flat.items():
-                out[at] = getattr(outputs, name)
+                out[at] = getattr(outputs[0], name)
             return torch.zeros((), device=build.device()), {}
 
         self._require("params")
@@ -282,23 +296,30 @@ class Engine:
         cells: Sequence[RankCell],
         loss: Loss,
         temperature: float = 1.0,
+        ahead: Sequence[AheadLoss] = (),
     ) -> MiniBatchResult | None:
         """Compute the gradients of a mini-batch, in place of what was there. Ranks of the last stage return what came of the
         cells of which they are the first rank, others None: over dp and cp, these parts add up to the mini-batch.
 
-        cells: this rank's, as planned, with samples as positions in `batch`; every rank has as many.
+        cells: this rank's, as planned, with samples as positions in `batch`; every rank has as many. ahead: the losses of the
+        layers for multi-token prediction, each depth's, as `ahead_losses` gives them; the loss that is returned is without them,
+        their own are in the tally.
         """
+        if len(ahead) != self.depths:
+            raise ValueError(f"{len(ahead)} losses for {self.depths} layers for multi-token prediction")
         fields = flat_fields(batch, build.device())
+        losses: list[Loss] = [loss, *ahead]
         shares: list[Tensor] = []
         tally = Tally()
 
-        def compute(outputs: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-            at = fields_of(fields, micro.targets[0])
-            share, quantities = loss(outputs, at)
+        def compute(outputs: list[Any], micro: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+            at = [fields_of(fields, targets) for targets in micro.targets]
+            told = [one(out, here) for one, out, here in zip(losses, outputs, at, strict=True)]
             if micro.first:  # all ranks of a cell compute the same loss
-                shares.append(share.detach())
-                tally.add(quantities, at["loss_mask"])
-            return share, {}
+                shares.append(told[0][0].detach())
+                for (_, quantities), here in zip(told, at, strict=True):
+                    tally.add(quantities, here["loss_mask"])
+            return sum((share for share, _ in told[1:]), told[0][0]), {}
 
         if self._optimizer_recipe is None:
             raise RuntimeError("this engine was made without an optimizer: it can only be evaluated")
@@ -308,23 +329,26 @@ class Engine:
         if self._optimizer is not None:
             # The whole optimizer left the buffers as each parameter's grad: backward would add to them twice.
             self._optimizer.zero_grad()
-        self._pipeline.run(batch, cells, compute, temperature, forward_only=False)
+        self._pipeline.run(batch, cells, compute, temperature, forward_only=False, ahead=ahead)
         if not self.mesh.last_stage:
             return None
         return MiniBatchResult(float(torch.stack(shares).sum()) if shares else 0.0, tally.cpu())
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, and return the gradient norm before clipping and the learning rate used."""
+        """Clip, step, and return the learning rate used and the gradient norm before clipping; `mtp/grad_norm` is that of layers
+        for multi-token prediction, which are clipped by themselves."""
         assert self._optimizer_recipe is not None
         self._require(*KINDS)
         self.steps += 1
         rate = learning_rate(self.steps, self.total_steps, self._optimizer_recipe)
         set_learning_rate(self._optimizer, rate)
-        _, norm, _ = self._optimizer.step()
-        # The norm is the same on all ranks: all stop here, or none. What these weights have become is not saved.
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"optimizer step {self.steps}: the gradient norm is {norm}. Lower {self._optimizer_recipe.key}.lr, or look "
-                "at what the samples and rewards of this step hold"
-            )
-        return {"grad_norm": float(norm), "lr": rate}
+        norms = clipped_step(self._optimizer, gradient_sets(self._optimizer_recipe, self.mtp))
+        # The norms are the same on all ranks: all stop here, or none. What these weights have become is not saved.
+        for name, norm in norms.items():
+            if not math.isfinite(norm):
+                of = f" of {name}" if name else ""
+                raise FloatingPointError(
+                    f"optimizer step {self.steps}: the gradient norm{of} is {norm}. Lower {self._optimizer_recipe.key}.lr, or "
+                    "look at what the samples and rewards of this step hold"
+                )
+        return {"lr": rate} | {f"{name}/grad_norm".lstrip("/"): norm for name, norm in norms.items()}

@@ -23,7 +23,8 @@ from quintet.engine.device import runs_fused
 from quintet.engine.layers.linear import product
 
 KEPT_BYTES = {"cuda": 5 << 30, "cpu": 1 << 30}
-"""Most bytes of logits a rank keeps from the forward to the backward pass: 17,600 tokens of 152k bf16 logits on a GPU."""
+"""Most bytes of logits a rank keeps from the forward to the backward pass, of all heads: 17,600 tokens of 152k bf16 logits on a
+GPU."""
 
 CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
 """Most bytes of logits alive at once besides the kept ones. A smaller chunk makes slower matrix products."""
@@ -37,6 +38,8 @@ class TokenScores(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
+    top: Tensor
+    """Whether the target is the likeliest token, 1 or 0."""
 
 
 class VocabSlice:
@@ -50,14 +53,22 @@ class VocabSlice:
 
 
 def log_probs_and_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab: VocabSlice, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: VocabSlice,
+    temperature: float = 1.0,
+    heads: int = 1,
 ) -> TokenScores:
-    """Return the log-prob of each target and entropy of each distribution, both fp32 [N] (fp64 for fp64) and differentiable.
+    """Return the log-prob of each target and entropy of each distribution, fp32 [N] each (fp64 for fp64) and differentiable, and
+    whether the target is the likeliest.
 
     hidden: [N, H], the same on every rank of the tp group. weight: [vocabulary rows of this rank, H].
-    targets: [N] token ids. The gradient of `hidden` is this rank's share; `PolicyModel.for_head` sums it over tp.
+    targets: [N] token ids. The gradient of `hidden` is this rank's share; `PolicyModel.for_head` sums it over tp. heads: how many
+    of a micro-batch's are alive until its backward pass, which share the memory for logits.
     """
-    keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    keep = KEPT_BYTES[weight.device.type] // heads if trained else 0
     return TokenScores(*_Scores.apply(hidden, weight, targets, vocab, temperature, keep))
 
 
@@ -84,11 +95,11 @@ class _Scores(torch.autograd.Function):
         targets: Tensor,
         vocab: VocabSlice,
         temperature: float,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor]:
+        keep: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # No entropy in the loss shows as no gradient of it: nothing on the GPU has to be looked at to know.
         ctx.set_materialize_grads(False)
-        ctx.vocab, ctx.temperature, ctx.kept_logits = vocab, temperature, None
+        ctx.vocab, ctx.temperature, ctx.keep, ctx.kept_logits = vocab, temperature, keep, None
         exact = torch.promote_types(hidden.dtype, torch.float32)
         statistics = hidden.new_empty((4, len(hidden)), dtype=exact)
         for part, kept in _parts(hidden, weight, keep):
@@ -97,12 +108,13 @@ class _Scores(torch.autograd.Function):
             if kept:
                 ctx.kept_logits = z
             del z  # before the next chunk comes
-        lse, log_prob, entropy = _over_vocabulary(statistics, vocab.group)
+        lse, log_prob, entropy, top = _over_vocabulary(statistics, vocab.group)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        return log_prob, entropy
+        ctx.mark_non_differentiable(top)
+        return log_prob, entropy, top
 
     @staticmethod
-    def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None, grad_top: None) -> Any:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         vocab: VocabSlice = ctx.vocab
         kept_logits, ctx.kept_logits = ctx.kept_logits, None  # gone after one use: they are overwritten
@@ -110,7 +122,7 @@ class _Scores(torch.autograd.Function):
             grad_log_prob = torch.zeros_like(lse)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = _Sum(weight) if ctx.needs_input_grad[1] else None
-        for part, kept in _parts(hidden, weight, kept_logits is not None):
+        for part, kept in _parts(hidden, weight, 0 if kept_logits is None else ctx.keep):
             z = kept_logits if kept else product(hidden[part], weight)
             row = (lse[part], entropy[part], grad_log_prob[part])
             of_entropy = None if grad_entropy is None else grad_entropy[part]
@@ -137,10 +149,10 @@ class _Sum:
         return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like.dtype)
 
 
-def _parts(hidden: Tensor, weight: Tensor, keep: bool) -> Iterator[tuple[slice, bool]]:
-    """Slices of the N tokens whose logits are computed together, and whether they are kept: the first may be."""
+def _parts(hidden: Tensor, weight: Tensor, keep: int) -> Iterator[tuple[slice, bool]]:
+    """Slices of the N tokens whose logits are computed together, and whether they are kept: the first may be, of `keep` bytes."""
     tokens, per_token = len(hidden), max(len(weight), 1) * weight.element_size()
-    kept = min(tokens, KEPT_BYTES[weight.device.type] // per_token) if keep else 0
+    kept = min(tokens, keep // per_token)
     if kept:
         yield slice(0, kept), True
     step = max(1, CHUNK_BYTES[weight.device.type] // per_token)
@@ -148,21 +160,28 @@ def _parts(hidden: Tensor, weight: Tensor, keep: bool) -> Iterator[tuple[slice, 
         yield slice(start, min(start + step, tokens)), False
 
 
-def _over_vocabulary(statistics: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """From every rank's `_statistics` [4, N]: lse, log-prob and entropy [N] over the whole vocabulary."""
-    ranks = statistics[None]
-    if group.size() > 1:
-        gathered = statistics.new_empty((group.size() * len(statistics), statistics.shape[1]))
-        dist.all_gather_into_tensor(gathered, statistics, group=group)
-        ranks = gathered.view(group.size(), *statistics.shape)
-    tops, totals, moments, targets = ranks.unbind(1)
+def of_all_ranks(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return every rank's statistics of its part of the vocabulary: [tp, kinds, N] from [kinds, N] each."""
+    if group.size() == 1:
+        return statistics[None]
+    gathered = statistics.new_empty((group.size() * len(statistics), statistics.shape[1]))
+    dist.all_gather_into_tensor(gathered, statistics, group=group)
+    return gathered.view(group.size(), *statistics.shape)
+
+
+def _over_vocabulary(statistics: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From every rank's `_statistics` [4, N]: lse, log-prob, entropy, and whether the target is the likeliest [N], over the whole
+    vocabulary."""
+    tops, totals, moments, targets = of_all_ranks(statistics, group).unbind(1)
     top = tops.amax(0)
     shift = tops - top
     scale = shift.exp()
     total = (scale * totals).sum(0)
     moment = (scale * (moments + shift * totals)).sum(0)
     log_total = total.log()
-    return top + log_total, targets.sum(0) - top - log_total, log_total - moment / total
+    target = targets.sum(0)
+    likeliest = (target == top).to(top.dtype)  # both are read off the same logits by the same arithmetic
+    return top + log_total, target - top - log_total, log_total - moment / total, likeliest
 
 
 # One pass over logits z [n, vocabulary rows] forward, one backward. `targets` are relative to the slice and may lie

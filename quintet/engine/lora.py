@@ -9,7 +9,7 @@ tp ranks is A x, as wide as the rank, never the layer's input:
 
 A parameter that is whole on every rank gets, under SP, a gradient from the rank's tokens only, which core sums over tp
 for those marked `sequence_parallel`. Experts' adapters are cut over etp; of the whole ones each rank has a share of the
-gradient from its part of the expert, and `sum_over_etp` adds them up.
+gradient from its part of the expert, and `gradients.sum_over_etp` adds them up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -32,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from quintet.engine.gradients import mark_etp_sum
 from quintet.engine.layers.experts import group_rows, grouped_linear, mark_expert
 from quintet.engine.weights.shards import Box, Shard
 from quintet.models import ModelShape, family_named
@@ -206,8 +206,7 @@ class _ExpertAdapter:
             for parameter in held.values():
                 mark_expert(parameter, groups, dim=1 if first else 2)
                 if whole and etp > 1:
-                    parameter.summed_over_etp = True
-                    parameter.shared = groups.expt_tp.rank() > 0  # counts once in the gradient norm
+                    mark_etp_sum(parameter, groups)
 
     def __call__(self, x: Tensor, out: Tensor, counts: Tensor | list[int]) -> Tensor:
         """x: [T, in] sorted by expert, out: [T, out here], counts: of each expert's rows."""
@@ -220,17 +219,6 @@ class _ExpertAdapter:
         rows = group_rows(counts, x.device, a, b)
         low = grouped_linear(x, a, rows)
         return out + grouped_linear(low * self.adapters.lora.scale, b, rows)
-
-
-def sum_over_etp(chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup) -> None:
-    """Add up the gradients of parameters that every etp rank holds whole. Collective over etp."""
-    marked = [p for chunk in chunks for p in chunk.parameters() if getattr(p, "summed_over_etp", False)]
-    if not marked:
-        return
-    flat = torch.cat([p.main_grad.flatten() for p in marked])  # type: ignore[attr-defined]
-    dist.all_reduce(flat, group=group)
-    for parameter, part in zip(marked, flat.split([p.numel() for p in marked]), strict=True):
-        parameter.main_grad.copy_(part.view(parameter.shape))  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -96,7 +96,8 @@ def _plain_router_products() -> None:
 
 
 _KEYS: Typed[Any] = Typed(
-    list[tuple[tuple[tuple[str, float | bool], ...] | None, bool]], "the keys of a rank's parameter groups"
+    list[tuple[tuple[tuple[str, float | bool | str], ...] | None, bool]],
+    "the keys of a rank's parameter groups",
 )
 
 

@@ -5,7 +5,9 @@ The LM head is applied outside (`quintet.engine.head`), where only the positions
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -18,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from quintet.engine.device import upload
+from quintet.engine.gradients import mark_embedding_copy
 from quintet.engine.head import VocabSlice, log_probs_and_entropy
 from quintet.engine.layers.attention_backends import reads_offsets
 from quintet.engine.layers.mtp import MtpBlock
@@ -25,7 +28,15 @@ from quintet.engine.layers.specs import block_spec
 from quintet.engine.mesh import Mesh
 from quintet.engine.row import MicroBatch, PackedRow, TargetSet, attention_metadata
 from quintet.models import ModelShape
+from quintet.models.family import mtp_names
 from quintet.models.rope import inverse_frequencies, rotary_scale
+
+
+class States(NamedTuple):
+    """The hidden states [T (/tp under SP), 1, H] that the last stage puts out, after the decoder's final norm and before it."""
+
+    normed: Tensor
+    plain: Tensor
 
 
 class PolicyModel(GPTModel):
@@ -64,6 +75,9 @@ class PolicyModel(GPTModel):
             self.mtp = MtpBlock(shape, config, mesh, backend, vp_stage)
             if not self.pre_process:
                 self.embedding = self._embedding_of_last_stage()
+        ends = self.pre_process or self.post_process
+        if shape.mtp_layers and mesh.sizes.pp > 1 and not shape.tied_embeddings and ends:
+            mark_embedding_copy(self.embedding.word_embeddings.weight, copy=self.post_process)
         self._inverse_frequencies = torch.tensor(inverse_frequencies(shape.rope, shape.rotary_dim))
         self._rotary_scale = rotary_scale(shape.rope)
 
@@ -102,11 +116,34 @@ class PolicyModel(GPTModel):
         scale = self._rotary_scale
         return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
-    def forward(self, input_ids: Tensor, row: PackedRow) -> Tensor:
+    def forward(self, input_ids: Tensor, row: PackedRow, ahead: bool = False) -> Tensor | States:
         """Compute what this stage or chunk puts out. input_ids: [1, T], read on the first stage only. Other stages take their
-        input by `set_input_tensor`."""
+        input by `set_input_tensor`. ahead: the last one returns `States`, which layers for multi-token prediction read."""
         hidden = self.embed(input_ids) if self.pre_process else None
-        return self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=row)
+        decode = partial(self.decoder, hidden_states=hidden, attention_mask=None, packed_seq_params=row)
+        if not (ahead and self.post_process):
+            return decode()
+        plain: list[Tensor] = []
+        # Core's block returns what its norm gives; the norm is a module of its own with either back end of layers.
+        with self.decoder.final_layernorm.register_forward_pre_hook(
+            lambda norm, given: plain.append(given[0])
+        ):
+            return States(decode(), *plain)
+
+    def look_ahead(self, states: States, micro: MicroBatch, row: PackedRow, detach: bool) -> Iterator[Tensor]:
+        """Yield the hidden states of each layer for multi-token prediction, shaped like `states`', for `for_head`. Last stage
+        only, and all ranks that share the row or a layer's experts, whether or not they predict one of its targets.
+
+        detach: gradients stop at these layers, for the trunk as for the embedding.
+        """
+        hidden = states.normed if mtp_names(self.shape).reads_normed else states.plain
+        if detach:
+            hidden = hidden.detach()
+        for layer, ids in zip(self.mtp.layers, micro.following, strict=True):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+                embeddings = self.embed(upload(ids, hidden.device))
+            hidden = layer(hidden, embeddings, row)
+            yield hidden
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embed tokens [1, T] → [T (/tp under SP), 1, H]. On the first stage, and where layers for multi-token prediction are."""
@@ -127,16 +164,23 @@ class PolicyModel(GPTModel):
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.mesh.groups.tp)
         return hidden.squeeze(1)
 
-    def score(self, hidden: Tensor, targets: TargetSet, temperature: float = 1.0) -> tuple[Tensor, ...]:
+    def score(
+        self, hidden: Tensor, targets: TargetSet, temperature: float = 1.0, heads: int = 1
+    ) -> tuple[Tensor, ...]:
         """Return what the head says of the M targets that are predicted here, fp32 [M] each: log-probs and entropies, or, of a
-        value model, values. hidden: as `forward` returns it. Last stage only."""
+        value model, values. hidden: as `forward` returns it. heads: see `log_probs_and_entropy`. Last stage only."""
         at = upload(targets.predictors, hidden.device)
         if self.shape.head == "value":
             return (self.values(hidden, at),)
-        weight = self.head_weight()
-        vocab = VocabSlice(len(weight), self.shape.vocab_size, self.mesh.groups.tp)
         wanted = self.for_head(hidden).index_select(0, at)
-        return log_probs_and_entropy(wanted, weight, upload(targets.ids, hidden.device), vocab, temperature)
+        ids = upload(targets.ids, hidden.device)
+        how = (self.vocab_slice(), temperature, heads)
+        scores = log_probs_and_entropy(wanted, self.head_weight(), ids, *how)
+        return scores.logprobs, scores.entropy
+
+    def vocab_slice(self) -> VocabSlice:
+        """Return which rows of the vocabulary this rank's head has."""
+        return VocabSlice(len(self.head_weight()), self.shape.vocab_size, self.mesh.groups.tp)
 
     def values(self, hidden: Tensor, at: Tensor) -> Tensor:
         """Return a value model's fp32 values [N] at row positions `at` [N], the same on every tp rank."""

@@ -19,6 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from quintet.engine.agree import gathered
+from quintet.engine.clip import SET
 from quintet.engine.mesh import Mesh
 from quintet.engine.weights.shards import shard_map
 from quintet.errors import UserError
@@ -26,6 +27,8 @@ from quintet.recipe import schema
 from quintet.recipe.lr_multipliers import check_lr_multipliers, lr_factor
 from quintet.typed import Typed
 
+MTP = "mtp"
+"""The set of gradients of layers for multi-token prediction."""
 _NAMES: Typed[list[list[str]]] = Typed(list[list[str]], "the tensors of each parameter")
 
 
@@ -35,6 +38,7 @@ def build_optimizer(
     dtype: torch.dtype,
     recipe: schema.Optimizer,
     engine: schema.Engine,
+    mtp: schema.Mtp | None = None,
 ) -> MegatronOptimizer:
     """Build the optimizer of all chunks of a rank, on their present weights. Collective.
 
@@ -54,7 +58,7 @@ def build_optimizer(
         adam_beta2=recipe.beta2,
         adam_eps=recipe.eps,
         sgd_momentum=recipe.momentum,
-        clip_grad=recipe.clip_grad_norm or 0.0,
+        clip_grad=0.0,  # `quintet.engine.clip` does it
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=engine.distributed_optimizer,
@@ -67,6 +71,9 @@ def build_optimizer(
             "weight_decay": 0.0,
         }
     }
+    if mtp is not None:
+        ahead = {p for chunk in chunks if hasattr(chunk.module, "mtp") for p in chunk.module.mtp.parameters()}
+        overrides[ParamKey(predicate=ParamPredicate(MTP, ahead.__contains__))] = {SET: MTP}
     if recipe.lr_multipliers:
         overrides |= _multipliers(chunks, mesh, recipe)
     optimizer = get_megatron_optimizer(
@@ -79,6 +86,12 @@ def build_optimizer(
     elif torch.cuda.is_available():
         _one_kernel(optimizer)
     return optimizer
+
+
+def gradient_sets(recipe: schema.Optimizer, mtp: schema.Mtp | None) -> dict[str, float | None]:
+    """Return the sets of parameters whose gradients are clipped by themselves, and the norm that each is clipped to; "" is the
+    policy, or whatever the engine trains."""
+    return {"": recipe.clip_grad_norm} | ({MTP: mtp.clip_grad_norm} if mtp is not None and mtp.train else {})
 
 
 def _holds_vectors(parameter: torch.nn.Parameter) -> bool:

@@ -8,25 +8,26 @@ from itertools import tee
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from quintet.data.batch import Batch, offsets
-from quintet.engine import build, lora
+from quintet.engine import build
+from quintet.engine.ahead import AheadLoss, AheadOutputs, scores_ahead
 from quintet.engine.device import upload
+from quintet.engine.gradients import finalize
 from quintet.engine.layers.context_parallel import gather_places
 from quintet.engine.mesh import Mesh
-from quintet.engine.model import PolicyModel
+from quintet.engine.model import PolicyModel, States
 from quintet.engine.outputs import Outputs, ValueOutputs
 from quintet.engine.row import MicroBatch, PackedRow, pack
 from quintet.models import ModelShape
 from quintet.packing import RankCell, alignment_of
 from quintet.recipe import schema
 
-Use = Callable[[Any, MicroBatch], tuple[Tensor, dict[str, Any]]]
-"""(outputs, the micro-batch they are of) → (what backward starts from, what the schedule keeps of it)."""
+Use = Callable[[list[Any], MicroBatch], tuple[Tensor, dict[str, Any]]]
+"""(outputs of each target set, the micro-batch they are of) → (what backward starts from, what the schedule keeps of it)."""
 
 
 class Pipeline:
@@ -45,9 +46,9 @@ class Pipeline:
         self._mesh, self._layout, self._recipe = mesh, layout, recipe
         config = chunks[0].config
         self._p2p = P2PCommunicator(mesh.groups.pp, config) if mesh.sizes.pp > 1 else None
-        config.finalize_model_grads_func = _finalize
+        config.finalize_model_grads_func = finalize
         self.output_type = ValueOutputs if shape.head == "value" else Outputs
-        """What `use` is handed."""
+        """What `use` is handed of the model's own head."""
 
     def run(
         self,
@@ -57,19 +58,21 @@ class Pipeline:
         temperature: float,
         *,
         forward_only: bool,
+        ahead: Sequence[AheadLoss] = (),
     ) -> None:
         """Run all micro-batches, forward and, unless `forward_only`, backward; the last stage's ranks use what comes out.
-        cells: this rank's, samples as positions in `batch`; every rank has as many. Collective."""
+        cells: this rank's, samples as positions in `batch`; every rank has as many. ahead: what layers for multi-token
+        prediction are trained by, which are left out without it. Collective."""
         for chunk in self._chunks:
             chunk.train(not forward_only)
         pp, chunks = self._mesh.sizes.pp, len(self._chunks)
         if chunks > 1:  # interleaving wants a multiple of pp; what is missing is padding alone
             cells = [*cells, *([RankCell([])] * (-len(cells) % pp))]
         schedule = get_forward_backward_func(pp_size=pp, vp_size=chunks if chunks > 1 else None)
-        rows = self.rows(batch, cells)
+        rows = self.rows(batch, cells, len(ahead))
         extra = {"p2p_communicator": self._p2p} if self._p2p else {}
         schedule(
-            forward_step_func=partial(self._forward_step, use=use, temperature=temperature),
+            forward_step_func=partial(self._forward_step, use=use, temperature=temperature, ahead=ahead),
             # Each chunk goes through all micro-batches; what one is ahead of another is kept for it.
             data_iterator=list(tee(rows, chunks)) if chunks > 1 else rows,
             model=self._wrapped,
@@ -81,37 +84,55 @@ class Pipeline:
             **extra,
         )
 
-    def rows(self, batch: Batch, cells: Sequence[RankCell]) -> Iterator[tuple[MicroBatch, PackedRow]]:
-        """Yield this rank's part of each micro-batch, packed when its turn comes."""
+    def rows(
+        self, batch: Batch, cells: Sequence[RankCell], depths: int = 0
+    ) -> Iterator[tuple[MicroBatch, PackedRow]]:
+        """Yield this rank's part of each micro-batch, packed when its turn comes. depths: of multi-token prediction, each with a
+        target set after the model's own."""
         values = batch["input_ids"].values()
         trained = batch["loss_mask"].values() > 0
         ends = offsets(batch)
         for samples, cp, place in cells:
-            micro = pack(values, ends, trained, samples, alignment_of(self._layout, cp), cp, place)
+            align, distances = alignment_of(self._layout, cp), range(1, 2 + depths)
+            micro = pack(values, ends, trained, samples, align, cp, place, distances)
             yield micro, self._chunks[0].row(micro, self._recipe.cp_comm)
 
     def _forward_step(
-        self, rows: Iterator[tuple[MicroBatch, PackedRow]], chunk: Any, *, use: Any, temperature: float
-    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        self,
+        rows: Iterator[tuple[MicroBatch, PackedRow]],
+        chunk: Any,
+        *,
+        use: Use,
+        temperature: float,
+        ahead: Sequence[AheadLoss],
+    ) -> tuple[Tensor | States, Callable[[Any], Any]]:
         micro, row = next(rows)
-        hidden = chunk(upload(micro.input_ids, build.device()), row)
+        out = chunk(upload(micro.input_ids, build.device()), row, bool(ahead))
 
-        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            value, extra = use(self._outputs(hidden, micro, row, temperature), micro)
+        def loss(out: Tensor | States) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            value, extra = use(self._outputs(out, micro, row, temperature, ahead), micro)
             return value, torch.zeros((), dtype=torch.int, device=value.device), extra
 
-        return hidden, loss
+        return out, loss
 
-    def _outputs(self, hidden: Tensor, micro: MicroBatch, row: PackedRow, temperature: float) -> Any:
-        targets = micro.targets[0]
-        found = self._chunks[-1].score(hidden, targets, temperature)
+    def _outputs(
+        self,
+        out: Tensor | States,
+        micro: MicroBatch,
+        row: PackedRow,
+        temperature: float,
+        ahead: Sequence[AheadLoss],
+    ) -> list[Any]:
+        """What each head says of its target set: `output_type`, and `AheadOutputs` of each depth. All heads' meet over cp at once."""
+        model = self._chunks[-1]
+        hidden = out.normed if isinstance(out, States) else out
+        found = [torch.stack(model.score(hidden, micro.targets[0], temperature, 1 + len(ahead)))]
+        if isinstance(out, States):
+            found += [torch.stack(one) for one in scores_ahead(model, out, micro, row, ahead)]
         if micro.cp > 1:
-            place, count = upload(targets.place, hidden.device), len(targets.token_index)
-            found = gather_places(torch.stack(found), place, count, row.cp_group).unbind()
-        return self.output_type(*found)
-
-
-def _finalize(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
-    """megatron-core's reduction of gradients, without its division by token counts: the loss did that."""
-    finalize_model_grads(model, None, **kwargs)
-    lora.sum_over_etp(model, kwargs["pg_collection"].expt_tp)
+            counts = [len(one.token_index) for one in micro.targets]
+            place = torch.cat([one.place + sum(counts[:k]) for k, one in enumerate(micro.targets)])
+            place = upload(place, hidden.device)
+            found = [*gather_places(torch.cat(found, -1), place, sum(counts), row.cp_group).split(counts, -1)]
+        kinds = [self.output_type, *(AheadOutputs for _ in ahead)]
+        return [kind(*one) for kind, one in zip(kinds, found, strict=True)]

@@ -47,12 +47,14 @@ class TargetSet:
     """What one head is trained on in a micro-batch: N tokens of the row, M of which are predicted here.
 
     predictors: [M] positions here from which they are predicted; ids: [M] those tokens; place: [M] which of the N they are.
+    own: [M] which of the first set's tokens they are, which the model's own head predicts.
     token_index: [N] where the N lie in the flat values of the rank's batch; sample: [N] their samples.
     """
 
     predictors: Tensor
     ids: Tensor
     place: Tensor
+    own: Tensor
     token_index: Tensor
     sample: Tensor
 
@@ -65,7 +67,9 @@ class MicroBatch:
     number in the rank's batch, or -1 for padding at the row's end.
     lengths: of the row's sequences, padding included, before they are cut.
     cp, cp_rank: in how many parts the row is cut, and which one this is.
-    targets: of each head; the first set is that of the model's own.
+    targets: of each head; the first set is that of the model's own, whose tokens are all that the others have.
+    following: [1, T / cp] each, the first of each token's next one, the second of the one after it, as many as heads but the
+    first need; 0 where the sequence has ended.
     """
 
     input_ids: Tensor
@@ -75,6 +79,7 @@ class MicroBatch:
     cp: int
     cp_rank: int
     targets: list[TargetSet]
+    following: list[Tensor]
 
     @property
     def tokens(self) -> int:
@@ -125,16 +130,22 @@ def pack(
     source, real = _locate(owner, positions, offsets)
     input_ids = _take(values, source, real, 0)
 
+    def following(distance: int) -> Tensor:
+        return _take(values, *_locate(owner, positions + distance, offsets), 0)[held][None]
+
     wanted = _take(trained, source, real, False)
     held = _index(held_ranges(lengths, cp, cp_rank))
     here = torch.full((total,), -1)
     here[held] = torch.arange(len(held))
+    own = (wanted & (positions >= 1)).cumsum(0) - 1
 
     def target_set(distance: int) -> TargetSet:
         at = (wanted & (positions >= distance)).nonzero()[:, 0]
         predictors = here[at - distance]
         place = (predictors >= 0).nonzero()[:, 0]
-        return TargetSet(predictors[place], input_ids[at[place]], place, source[at], owner[at])
+        return TargetSet(
+            predictors[place], input_ids[at[place]], place, own[at[place]], source[at], owner[at]
+        )
 
     return MicroBatch(
         input_ids=input_ids[held][None],
@@ -144,6 +155,7 @@ def pack(
         cp=cp,
         cp_rank=cp_rank,
         targets=[target_set(distance) for distance in ahead],
+        following=[following(distance) for distance in range(1, max(ahead))],
     )
 
 

@@ -52,7 +52,16 @@ def of_chunk(setup: Setup, layers: range, *, ends: bool) -> int:
     kept = sum(kept_in_layer(setup, layer) for layer in layers)
     if setup.lora is not None and setup.engine.recompute != "full":
         kept += _low_rank(setup, setup.lora, layers)
-    return kept + (_norm(sizes, sizes.s, sizes.hidden) if ends else 0)
+    return kept + (_norm(sizes, sizes.s, sizes.hidden) + _ahead(setup) if ends else 0)
+
+
+def _ahead(setup: Setup) -> int:
+    """What layers for multi-token prediction keep: each has two norms and a projection before it, whose input they put side by side,
+    and a norm after it."""
+    sizes = _Sizes(setup)
+    around = 3 * _norm(sizes, sizes.s, sizes.hidden) + 2 * sizes.s * sizes.hidden * sizes.w
+    first = setup.shape.layers
+    return sum(around + kept_in_layer(setup, first + depth) for depth in range(setup.depths))
 
 
 def kept_in_layer(setup: Setup, layer: int, *, whole: bool = False) -> int:

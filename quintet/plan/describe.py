@@ -55,16 +55,21 @@ def _model(recipe: Recipe, shape: ModelShape) -> str:
     if path is None:  # 1 stands for the vocabulary in the shape of a built model
         return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters and the embeddings, built from nothing."
     active = f", {_count(shape.active_parameter_count)} of them for each token" if shape.moe else ""
-    return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters{active}.{_ahead(path)}"
+    return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters{active}.{_ahead(recipe, path)}"
 
 
-def _ahead(path: Path) -> str:
+def _ahead(recipe: Recipe, path: Path) -> str:
     """What becomes of layers for multi-token prediction."""
-    layers = held_shape(path).mtp_layers
-    if not layers:
+    layers, mtp = held_shape(path).mtp_layers, recipe.mtp
+    new = mtp.init_layers if mtp is not None else None
+    if not (layers or new):
         return ""
-    what = "Its layer" if layers == 1 else f"Its {layers} layers"
-    return f" {what} for multi-token prediction: not trained, saved as found."
+    if mtp is None:
+        how = "not trained, saved as found"
+    else:
+        how = f"{'new ones, ' if new else ''}{'trained' if mtp.train else 'kept as they are'}"
+    what = "Its layer" if (new or layers) == 1 else f"Its {new or layers} layers"
+    return f" {what} for multi-token prediction: {how}."
 
 
 def _lora(recipe: Recipe, shape: ModelShape) -> str | None:
@@ -177,6 +182,7 @@ def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:
         device="cpu" if on_cpu else "cuda",
         backend="transformer_engine" if _layers(recipe).startswith("transformer_engine") else "portable",
         lora=lora_shape(recipe, shape),
+        mtp=recipe.mtp,
     )
     sections = optimizers(recipe)
     sections.pop("critic.optimizer", None)
@@ -208,7 +214,7 @@ def _beside(setup: Setup, recipe: Recipe) -> dict[str, int]:
     for role in roles_of(recipe):
         if role == "reference" and recipe.lora is not None:
             continue
-        own = replace(setup, layout=layout_of(recipe, role), optimizer=None)
+        own = replace(setup, shape=setup.shape.without_mtp(), layout=layout_of(recipe, role), optimizer=None)
         if role == "critic":
             own = replace(own, shape=setup.shape.as_value_model(), optimizer=optimizer_of(recipe, role))
         resting = []

@@ -16,6 +16,8 @@ from quintet.plan.setup import Place, Setup
 KEPT_LOGITS_BYTES = {"cuda": 5 << 30, "cpu": 1 << 30}
 CHUNK_LOGITS_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
 """As `quintet.engine.head` has them."""
+_DISTILLED_AT_ONCE = 1 << 24
+"""As `quintet.engine.distill` has it."""
 
 
 @dataclass(frozen=True)
@@ -122,16 +124,22 @@ def _activations(setup: Setup, stage: int) -> int:
 
 def _head(setup: Setup) -> int:
     """Logits of one micro-batch's trained tokens: those kept and those of a chunk; their hidden states and what they are
-    gradients of; the weight's gradient, of more than one chunk an fp32 sum besides."""
+    gradients of; the weight's gradient, of more than one chunk an fp32 sum besides. Heads of layers for multi-token prediction
+    have as many tokens each, and share the memory for logits: those that are distilled keep none."""
     shape, w = setup.shape, setup.width
     tokens = setup.tokens if setup.trained_tokens is None else setup.trained_tokens
     hidden = shape.hidden_size
     stream = setup.tokens * hidden * w  # the gradient of the stage's output
     if shape.head == "value":
         return tokens * (hidden * (w + 8) + 4) + stream  # rows and their gradients in fp32, and in w bytes
-    rows = -(-shape.vocab_size // setup.layout.tp)
+    rows, heads = -(-shape.vocab_size // setup.layout.tp), 1 + setup.depths
     logits = tokens * rows * w
-    kept = min(logits, KEPT_LOGITS_BYTES[setup.device] // (rows * w) * rows * w)
+    kept = min(logits, KEPT_LOGITS_BYTES[setup.device] // heads // (rows * w) * rows * w)
     chunk = min(logits - kept, CHUNK_LOGITS_BYTES[setup.device])
+    distilled = setup.mtp is not None and setup.mtp.loss == "self_distill" and heads > 1
+    if distilled:  # of both sides, in fp32
+        chunk = max(chunk, 8 * min(tokens * rows, _DISTILLED_AT_ONCE))
     weight = 0 if setup.lora else rows * hidden * (w if not chunk else w + 4)
-    return kept + chunk + weight + tokens * (2 * hidden * w + 4 * 6) + stream
+    kept *= 1 if distilled else heads
+    teacher = tokens * setup.layout.cp * hidden * w if distilled else 0
+    return kept + chunk + weight + heads * tokens * (2 * hidden * w + 4 * 6) + teacher + stream

@@ -3,7 +3,7 @@
 The family's table of weights says what there is and how it is cut. With the distributed optimizer, core 0.16.1
 (`_ParamAndGradBuffer`) puts a chunk's parameters into one flat buffer, the last first: each begins at a multiple of 64
 elements, each bucket ends at a multiple of 128 and of the ranks that share it, and each of those ranks owns an equal
-part of every bucket. A tied embedding that is on two stages has a bucket of its own. Experts that are spread over other
+part of every bucket. An embedding that is on two stages has a bucket of its own. Experts that are spread over other
 ranks than the rest have buffers of their own.
 """
 
@@ -26,7 +26,7 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.linear_fc(\d)\.")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter on one rank. shared: a tied embedding that is on two stages. trained: with adapters, most are frozen."""
+    """A parameter on one rank. shared: an embedding that is on two stages. trained: with adapters, most are frozen."""
 
     name: str
     numel: int
@@ -114,9 +114,10 @@ def _with_adapters(
 def _of_chunk(setup: Setup, weights: Sorted, layers: range, begins: bool, ends: bool) -> Iterator[Parameter]:
     shape = setup.shape
     twice = shape.tied_embeddings and setup.layout.pp > 1
+    copied = bool(weights.ahead) and setup.layout.pp > 1 and not twice
     embedding, *others = weights.others
     if begins:
-        yield Parameter(embedding.name, _numel(setup, embedding), shared=twice)
+        yield Parameter(embedding.name, _numel(setup, embedding), shared=twice or copied)
     for number in layers:
         yield from _of_layer(setup, weights.layers.get(number, []))
     if not ends:
@@ -125,10 +126,11 @@ def _of_chunk(setup: Setup, weights: Sorted, layers: range, begins: bool, ends: 
         yield Parameter(weight.name, _numel(setup, weight))
     if twice:
         yield Parameter("output_layer.weight", _numel(setup, embedding), shared=True)
-    # Layers for multi-token prediction, of a model that is only evaluated, read an embedding on their own stage.
-    yield from _of_layer(setup, weights.ahead)
-    if weights.ahead and not begins and not twice:
-        yield Parameter(embedding.name, _numel(setup, embedding))
+    # Layers for multi-token prediction read an embedding on their own stage.
+    for one in _of_layer(setup, weights.ahead):
+        yield replace(one, trained=setup.depths > 0)
+    if copied:
+        yield Parameter(embedding.name, _numel(setup, embedding), shared=True)
 
 
 def _of_layer(setup: Setup, weights: list[Weight]) -> Iterator[Parameter]:

@@ -40,7 +40,7 @@ def checkpoint_bytes(recipe: schema.Recipe, shape: ModelShape, dtype: Type) -> i
 def _trained(recipe: schema.Recipe, shape: ModelShape) -> int:
     lora = lora_shape(recipe, shape)
     if lora is None:
-        return shape.without_mtp().parameter_count
+        return shape.parameter_count
     return adapter_parameters(table_of(shape), lora)
 
 

@@ -17,7 +17,8 @@ class Setup:
     optimizer: None for a model that is only evaluated. backend: of layers, as it was chosen. trained_tokens: tokens of
     a micro-batch on one rank whose log-prob is wanted; None is all of them. microbatches: of a dp rank in a mini-batch;
     None is as many as the pipeline can have in flight. imbalance: tokens of the fullest rank's experts over the mean. lora:
-    the adapters that are trained instead of the model.
+    the adapters that are trained instead of the model. mtp: how layers for multi-token prediction are trained, of which the shape
+    says how many there are.
     """
 
     shape: ModelShape
@@ -32,6 +33,12 @@ class Setup:
     microbatches: int | None = None
     imbalance: float = 1.0
     lora: LoraShape | None = None
+    mtp: schema.Mtp | None = None
+
+    @property
+    def depths(self) -> int:
+        """Layers for multi-token prediction that are trained."""
+        return self.shape.mtp_layers if self.mtp is not None and self.mtp.train else 0
 
     @property
     def width(self) -> int:

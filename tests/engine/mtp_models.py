@@ -87,8 +87,8 @@ class Model:
     trunk: Any
     layers: list[Layer]
 
-    def states(self, ids: list[int], following: list[int]) -> list[Tensor]:
-        """Hidden states [T, H] of each layer for one sample, `following` being each token's next one."""
+    def states(self, ids: list[int]) -> list[Tensor]:
+        """Hidden states [T, H] of each layer for one sample: the first reads each token's next one, the second the one after it."""
         seen = []
         hook = self.trunk.model.norm.register_forward_hook(
             lambda module, args, out: seen.extend((*args, out))
@@ -97,11 +97,11 @@ class Model:
             self.trunk.model(input_ids=torch.tensor([ids]))
             hook.remove()
             hidden = seen[1] if KINDS[self.family].normed else seen[0]
-            embeddings = self.trunk.model.embed_tokens(torch.tensor([following]))
             rotary = self.trunk.model.rotary_emb(hidden, torch.arange(len(ids))[None])
             out = []
-            for layer in self.layers:
-                hidden = layer(hidden, embeddings, rotary)
+            for depth, layer in enumerate(self.layers, start=1):
+                following = torch.tensor([ids[depth:] + [0] * depth])
+                hidden = layer(hidden, self.trunk.model.embed_tokens(following), rotary)
                 out.append(hidden[0])
         return out
 

@@ -68,7 +68,7 @@ def found(
     weight = full[group.rank() * rows :][:rows].clone().requires_grad_()
     hidden = data["hidden"].clone().requires_grad_()
     vocab = VocabSlice(rows, VOCAB, group)
-    logprobs, entropy = log_probs_and_entropy(hidden, weight, data["targets"], vocab, temperature)
+    logprobs, entropy, _ = log_probs_and_entropy(hidden, weight, data["targets"], vocab, temperature)
     loss = (logprobs * data["of_logprob"]).sum()
     if with_entropy:
         loss = loss + (entropy * data["of_entropy"]).sum()
@@ -167,7 +167,7 @@ def test_a_certain_token_has_no_entropy_and_large_logits_lose_no_precision() -> 
     """Logits of thousands: differences of log-sum-exps would be off by 1e-4."""
     hidden, weight = torch.full((2, 1), 1000.0), torch.zeros(VOCAB, 1)
     weight[:3, 0] = torch.tensor([4.0, 4.0, 3.9])
-    logprobs, entropy = log_probs_and_entropy(
+    logprobs, entropy, _ = log_probs_and_entropy(
         hidden, weight, torch.tensor([0, 2]), VocabSlice(VOCAB, VOCAB, Alone())
     )
     log_p = (hidden.double() @ weight.double().t()).log_softmax(-1)
@@ -233,3 +233,13 @@ def test_on_a_gpu_equals_log_softmax(limits) -> None:
     data = inputs(13)
     want = expected(data, 0.8, True)
     close(found({name: value.cuda() for name, value in data.items()}, 0.8, True), want, 1e-4)
+
+
+def test_the_likeliest_token_is_told(limits) -> None:
+    limits(3, 2, 1, element_size=4)
+    data = inputs(20)
+    vocab = VocabSlice(VOCAB, VOCAB, Alone())
+    best = (data["hidden"] @ data["weight"].t()).argmax(1)
+    targets = torch.where(torch.arange(20) % 3 == 0, best, (best + 1) % VOCAB)
+    top = log_probs_and_entropy(data["hidden"], data["weight"], targets, vocab, 0.7).top
+    assert top.tolist() == [float(k % 3 == 0) for k in range(20)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from quintet.recipe import schema
 from tests.oracle.covering import Constraint, PackedRow, Table
-from tests.oracle.data import BATCHES, BF16_BATCH
+from tests.oracle.data import AHEAD_CLIP, AHEAD_WEIGHT, BATCHES, BF16_BATCH
 
 DENSE = ("qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "mimo")
 MOE = ("qwen3_moe", "deepseek_v3", "deepseek_v3-tied", "glm4_moe", "mixtral", "gpt_oss")
@@ -76,6 +76,10 @@ class Case:
     offload_params: bool = False
     offload_grads: bool = False
     offload_optimizer: bool = False
+    mtp: int = 0
+    """Layers for multi-token prediction."""
+    mtp_loss: str = "cross_entropy"
+    mtp_detach: bool = True
     mixed: bool = False
     """Every other round has cells of one rank instead of cp."""
 
@@ -132,12 +136,20 @@ class Case:
                 offload_optimizer=float(self.offload_optimizer),
             ),
             lora=schema.Lora(path=self.adapters(path)) if self.lora else None,
+            mtp=self.mtp_recipe,
             optimizer=optimizer,
             sft=schema.Sft(optimizer=optimizer),
             # What is not of the engine: some data that fits.
             data=schema.Data(train_path=str(path / "config.json"), max_prompt_tokens=4),
             rollout=schema.Rollout(max_response_tokens=TOKENS_PER_ROW - 4),
         )
+
+    @property
+    def mtp_recipe(self) -> schema.Mtp | None:
+        """Of its layers for multi-token prediction, if it has any."""
+        settings: dict[str, Any] = {"loss": self.mtp_loss, "detach": self.mtp_detach}
+        made = schema.Mtp(loss_weight=AHEAD_WEIGHT, clip_grad_norm=AHEAD_CLIP, **settings)
+        return made if self.mtp else None
 
     @property
     def optimizer_recipe(self) -> schema.Optimizer:
@@ -274,6 +286,31 @@ def lora_cases(ranks: int, **fixed: Any) -> list[Case]:
     return [*found, *bf16("qwen3", ranks, lora=True, **fixed)]
 
 
+MTP_LAYOUTS = (
+    Case("mimo", mtp=2, tp=2, sp=True, pp=2, vpp=2, distributed_optimizer=True),
+    Case("mimo", mtp=1, mtp_loss="self_distill", mtp_detach=False, pp=2, cp=2, recompute="full"),
+    Case("mimo", mtp=2, mtp_loss="self_distill", tp=2, sp=True, cp=2, mixed=True, lr_multipliers=True),
+    Case("deepseek_v3", mtp=2, dp=2, ep=2, recompute="full", distributed_optimizer=True),
+    Case("deepseek_v3", mtp=2, pp=2, vpp=2, dp=2, ep=2, recompute="selective"),
+)
+"""Layers for multi-token prediction in `make test`."""
+_MTP = (("cross_entropy", True), ("cross_entropy", False), ("self_distill", True), ("self_distill", False))
+
+
+def mtp_cases(ranks: int, **fixed: Any) -> list[Case]:
+    """Every value of every axis beside layers for multi-token prediction: however they are trained, and with each family of those
+    that have them. A trunk that they train too would come near ties of routes."""
+    found = []
+    for number, (loss, detach) in enumerate(_MTP):
+        how = {"mtp": 2 - number % 2, "mtp_loss": loss, "mtp_detach": detach, "head": "lm"}
+        found += covering("mimo", ranks, strength=1, **how, **fixed)
+    for family in ("deepseek_v3", "glm4_moe"):
+        found += covering(family, ranks, strength=1, mtp=2, head="lm", **fixed)
+    if ranks > 1:
+        found.append(Case("deepseek_v3-tied", mtp=2, pp=2, **fixed))
+    return [*found, *bf16("mimo", ranks, mtp=1, head="lm", **fixed)]
+
+
 def fast_cases() -> list[Case]:
     """What `make test` runs: up to 4 ranks."""
     found: list[Case] = []
@@ -284,17 +321,17 @@ def fast_cases() -> list[Case]:
         found += covering(family, 4) if family in THOROUGH else few(family)
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
     found += [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
-    return ordered(found)
+    return ordered([*found, *MTP_LAYOUTS])
 
 
 def slow_cases() -> list[Case]:
-    """What `make test-slow` runs besides: all pairs of most families up to 4 or 8 ranks, the rest of BRIEFLY, and adapters
-    up to 4."""
+    """What `make test-slow` runs besides: all pairs of most families up to 4 or 8 ranks, the rest of BRIEFLY, and adapters and
+    layers for multi-token prediction up to 4."""
     found = [
         case for family, n in THOROUGH_SLOWLY.items() for case in (*covering(family, n), *bf16(family, n))
     ]
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
-    found += lora_cases(4)
+    found += [*lora_cases(4), *mtp_cases(4)]
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)
 
@@ -316,7 +353,11 @@ def bf16(family: str, ranks: int, **fixed: Any) -> list[Case]:
 def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
     """What `python -m tests.oracle` runs on so many GPUs: with each back end of layers all pairs of some families, every
     value of every axis of the others, beside adapters and of bf16, and of bf16 beside optimizer state on the CPU."""
-    found = [case for backend in backends for case in lora_cases(gpus, backend=backend)]
+    found = [
+        case
+        for backend in backends
+        for case in (*lora_cases(gpus, backend=backend), *mtp_cases(gpus, backend=backend))
+    ]
     for family, backend in product(FAMILIES, backends):
         found += covering(family, gpus, 2 if family in THOROUGH else 1, backend=backend)
         if family in MOE and family not in THOROUGH_SLOWLY:
@@ -326,6 +367,8 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
         # Of tied embeddings one copy would be updated on the CPU and the other on a GPU: refused.
         one_stage = {"pp": 1} if family.endswith("-tied") else {}
         found += bf16(family, gpus, backend=backend, **hybrid, **one_stage)
+        if family == "mimo":  # its embedding is on two stages as well
+            found += bf16(family, gpus, backend=backend, mtp=1, head="lm", **hybrid, pp=1)
     return ordered(found)
 
 

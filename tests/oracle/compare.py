@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quintet.algorithms.aggregation import Tally
 from tests.oracle.cases import Case
 from tests.oracle.data import BATCHES
 from tests.oracle.ranks import Piece, Report
-from tests.oracle.reference import NORM_FLOOR, Reference
+from tests.oracle.reference import NORM_FLOOR, Reference, Step
 
 
 class Error(NamedTuple):
@@ -32,7 +33,9 @@ class Bounds:
     outputs: log-probs and entropies, or values, of the first batch: largest difference over largest magnitude.
     loss: of the first step; losses: of later ones. gradients: of each parameter in the first step, and all: of all
     of them as one vector. norm: of the gradients in the first step; norms: in later ones. parameters: after the last
-    step, of each one's *change*, which is stricter than of the parameter. copies: between ranks that hold the same.
+    step, of each one's *change*, which is stricter than of the parameter. copies: between ranks that hold the same. ahead, aheads:
+    of layers for multi-token prediction, each depth's loss and accuracy and the norm of their gradients, in the first step and
+    in later ones.
     """
 
     outputs: float
@@ -44,6 +47,8 @@ class Bounds:
     norms: float
     parameters: float
     copies: float
+    ahead: float
+    aheads: float
 
 
 BOUNDS = {
@@ -57,6 +62,8 @@ BOUNDS = {
         norms=1e-4,
         parameters=1e-4,
         copies=0.0,
+        ahead=1e-5,
+        aheads=1e-4,
     ),
     # Rounding to 8 bits of mantissa in 4 layers of large weights. Measured on CPU, the worst of all layouts: outputs 0.02,
     # loss 0.005, gradients 0.20 (all of them 0.03), norm 0.008, parameters 0.26.
@@ -70,6 +77,8 @@ BOUNDS = {
         norms=0.02,
         parameters=0.4,
         copies=0.0,
+        ahead=0.02,
+        aheads=0.02,
     ),
 }
 """By float type. Gradients and master weights are fp32 in both."""
@@ -102,7 +111,20 @@ def errors(case: Case, reports: Sequence[Report], expected: Reference) -> dict[s
         "norms": _worst((e, f"step {k + 1}") for k, e in enumerate(norms)),
         "parameters": _parameter_error(case, parameters, expected),
         "copies": max(gradient_copies, parameter_copies),
+        "ahead": _ahead_error(reports, expected.steps[:1]),
+        "aheads": _ahead_error(reports, expected.steps),
     }
+
+
+def _ahead_error(reports: Sequence[Report], steps: Sequence[Step]) -> Error:
+    """Of what the heads of layers for multi-token prediction say, and of the norm of their gradients."""
+    found = [(0.0, "")]
+    for k, step in enumerate(steps):
+        means = Tally().merge(r.tallies[k] for r in reports if r.tallies).means()
+        found += [(abs(means[name] - want), f"{name}, step {k + 1}") for name, want in step.ahead.items()]
+        if step.ahead:
+            found += [(abs(r.ahead_norms[k] / step.ahead_norm - 1), f"norm, step {k + 1}") for r in reports]
+    return _worst(found)
 
 
 def _parameter_error(case: Case, parameters: dict[str, Tensor], expected: Reference) -> Error:

@@ -21,9 +21,21 @@ def token_ids(batch: int = 0) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in BATCHES[batch]]
 
 
-def loss_mask(length: int) -> list[float]:
-    """Which tokens of a sample are trained: its response, less every fifth token (as a tool's answer would be)."""
-    return [float(t >= PROMPT and t % 5 != 4) for t in range(length)]
+AHEAD_WEIGHT, AHEAD_CLIP = 0.3, 0.5
+"""Of the loss of layers for multi-token prediction, and the norm that their gradients are clipped to."""
+
+
+def loss_mask(length: int, ahead: bool = False) -> list[float]:
+    """Which tokens of a sample are trained: its response, less every fifth token (as a tool's answer would be). ahead: with layers
+    for multi-token prediction prompts have one token, and of short samples what the second depth would predict is not trained."""
+    first, last = (1, 2 if length < 6 else length) if ahead else (PROMPT, length)
+    return [float(first <= t <= last and t % 5 != 4) for t in range(length)]
+
+
+def ahead_counts(batch: int, depths: int) -> list[int]:
+    """The global counts of a batch's target sets, the model's own first."""
+    masks = [loss_mask(n, ahead=True) for n in BATCHES[batch]]
+    return [int(sum(sum(mask[1 + depth :]) for mask in masks)) for depth in range(1 + depths)]
 
 
 def returns(length: int) -> list[float]:

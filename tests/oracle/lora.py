@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from tests.oracle.ahead import save_with_layers
 from tests.oracle.cases import Case
 from tests.oracle.models import model, save
 
@@ -79,6 +80,8 @@ def base_names(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
 
 def written(case: Case, models: Path) -> Path:
     """The Hugging Face directory of a case's model, which is below `models`, with its adapters in it."""
+    if case.mtp:
+        return save_with_layers(case.family, case.mtp, models / f"{case.family}-mtp{case.mtp}")
     path = save(case.family, models / f"{case.family}-{case.head}", case.head)
     if case.lora:
         save_adapters(case.family, case.adapters(path))

@@ -109,7 +109,13 @@ _REFUSED_CONFIGS: dict[frozenset[str], tuple[str, dict[str, bool]]] = {
     frozenset(("sinks", "tied")): ("gpt_oss", {"tie_word_embeddings": True}),
 }
 """Pairs that a config.json asks for in vain: a family, and what its config.json would have to say."""
-_IN_NO_FAMILY = {frozenset(("sinks", "mla")): "no family of models has both"}
+_IN_NO_FAMILY = {
+    frozenset(("sinks", "mla")): "no family of models has both",
+    frozenset(("sinks", "mtp")): "no family of models has both",
+    frozenset(
+        ("value_head", "mtp")
+    ): "a value model predicts no tokens: a critic is made without these layers",
+}
 
 
 def page(cells: Mapping[frozenset[str], Cell]) -> str:

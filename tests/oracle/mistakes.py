@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from tests.oracle.cases import Case
+from tests.oracle.data import TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def _optimizer_first(original: Any, engine: Any, path: Any, **kwargs: Any) -> No
         original(engine, path, **kwargs)
 
 
-def _decay_all(original: Any, chunks: Any, mesh: Any, dtype: Any, recipe: Any, engine: Any) -> Any:
-    optimizer = original(chunks, mesh, dtype, recipe, engine)
+def _decay_all(original: Any, chunks: Any, mesh: Any, dtype: Any, recipe: Any, *args: Any) -> Any:
+    optimizer = original(chunks, mesh, dtype, recipe, *args)
     for group in optimizer.param_groups:
         group["weight_decay"] = recipe.weight_decay
     return optimizer
@@ -124,8 +125,8 @@ def _softmax_of_all(original: Any, *args: Any) -> dict[str, Any]:
 
 
 def _constant_entropy(original: Any, *args: Any) -> Any:
-    logprobs, entropy = original(*args)
-    return logprobs, entropy.detach()
+    scores = original(*args)
+    return scores._replace(entropy=scores.entropy.detach())
 
 
 def _always(original: Any, *args: Any, **kwargs: Any) -> bool:
@@ -134,6 +135,71 @@ def _always(original: Any, *args: Any, **kwargs: Any) -> bool:
 
 def _unscaled(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args)
+
+
+def _other_norms(original: Any, shape: Any) -> Any:
+    """A MiMo's layer reads the trunk after its final norm."""
+    return replace(original(shape), reads_normed=True)
+
+
+def _with_ahead(micro: Any, at: torch.Tensor, kept: torch.Tensor) -> Any:
+    """The first depth's targets are these of the model's own, at row positions `at`; on one rank alone."""
+    own = micro.targets[0]
+    made = replace(
+        own,
+        predictors=at[kept] - 2,
+        ids=own.ids[kept],
+        place=torch.arange(int(kept.sum())),
+        own=own.own[kept],
+        token_index=own.token_index[kept],
+        sample=own.sample[kept],
+    )
+    return replace(micro, targets=[own, made, *micro.targets[2:]])
+
+
+def _across_sequences(original: Any, *args: Any) -> Any:
+    """A sample's first targets are predicted from the sample before it."""
+    micro = original(*args)
+    at = micro.targets[0].predictors + 1
+    return _with_ahead(micro, at, at >= 2)
+
+
+def _mask_of_predictors(original: Any, *args: Any) -> Any:
+    """What is trained is what is predicted from trained tokens."""
+    micro = original(*args)
+    at = micro.targets[0].predictors + 1
+    return _with_ahead(micro, at, torch.isin(at - 2, at))
+
+
+def _one_count(original: Any, settings: Any, counts: Any) -> Any:
+    return original(settings, counts[:1] * len(counts))
+
+
+def _count_of_micro_batch(original: Any, loss: Any, outputs: Any, fields: Any) -> Any:
+    return original(replace(loss, count=len(outputs.losses)), outputs, fields)
+
+
+def _temperature_of_rollout(original: Any, *args: Any) -> Any:
+    return [replace(one, temperature=TEMPERATURE) for one in original(*args)]
+
+
+def _attached(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Whatever is to be detached is not."""
+    return original(*args[:-1], False)
+
+
+def _as_no_copy(original: Any, parameter: Any, *, copy: bool) -> None:
+    original(parameter, copy=False)
+
+
+def _in_another_bucket(original: Any, parameter: Any, *, copy: bool) -> None:
+    original(parameter, copy=copy)
+    parameter.shared_embedding = not copy
+
+
+def _one_norm(original: Any, optimizer: Any, name: str) -> Any:
+    """The policy's norm and clipping are of all gradients."""
+    return [p for other in ("", "mtp") for p in original(optimizer, other)] if name == "" else []
 
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -222,8 +288,59 @@ MISTAKES = {
     "gradients of experts' whole adapters are not summed over etp": Mistake(
         Case("qwen3_moe", lora=True, tp=2, sp=True, etp=2),
         ("gradients", "copies"),
-        "quintet.engine.lora:sum_over_etp",
+        "quintet.engine.gradients:sum_over_etp",
         nothing,
+    ),
+    "the embedding's copy is not summed with it": Mistake(
+        Case("mimo", mtp=1, pp=2),
+        ("copies", "parameters"),
+        "quintet.engine.gradients:sum_over_ends",
+        nothing,
+    ),
+    "the embedding's copy counts in the norm too": Mistake(
+        Case("mimo", mtp=1, pp=2),
+        ("norm", "norms"),
+        "quintet.engine.model:mark_embedding_copy",
+        _as_no_copy,
+    ),
+    "the embedding's copy is cut otherwise over dp": Mistake(
+        Case("mimo", mtp=1, pp=2, dp=2, distributed_optimizer=True),
+        ("copies", "parameters"),
+        "quintet.engine.model:mark_embedding_copy",
+        _in_another_bucket,
+    ),
+    "a MiMo's layer reads the normed state": Mistake(
+        Case("mimo", mtp=1), ("gradients", "ahead"), "quintet.engine.model:mtp_names", _other_norms
+    ),
+    "targets ahead cross sequences": Mistake(
+        Case("mimo", mtp=1), ("gradients", "ahead"), "quintet.engine.pipeline:pack", _across_sequences
+    ),
+    "the predictor's mask is taken for the target's": Mistake(
+        Case("mimo", mtp=1), ("gradients", "ahead"), "quintet.engine.pipeline:pack", _mask_of_predictors
+    ),
+    "targets ahead are counted as the model's own": Mistake(
+        Case("mimo", mtp=2), ("gradients", "ahead"), "quintet.engine.ahead:ahead_losses", _one_count
+    ),
+    "the loss ahead is a mean over its micro-batch": Mistake(
+        Case("mimo", mtp=1),
+        ("gradients", "ahead"),
+        "quintet.engine.ahead:AheadLoss.__call__",
+        _count_of_micro_batch,
+    ),
+    "the loss ahead is at the rollout's temperature": Mistake(
+        Case("mimo", mtp=1),
+        ("gradients", "ahead"),
+        "quintet.engine.ahead:ahead_losses",
+        _temperature_of_rollout,
+    ),
+    "the trunk is not detached": Mistake(
+        Case("mimo", mtp=1), ("gradients", "norm"), "quintet.engine.model:PolicyModel.look_ahead", _attached
+    ),
+    "the head is not detached": Mistake(
+        Case("mimo", mtp=1), ("gradients", "norm"), "quintet.engine.ahead:head_of", _attached
+    ),
+    "gradients ahead are in the policy's norm": Mistake(
+        Case("mimo", mtp=1), ("norm", "parameters"), "quintet.engine.clip:_parameters", _one_norm
     ),
     "replicated gradients count once a rank in the norm": Mistake(
         Case("qwen3", tp=2, distributed_optimizer=True),

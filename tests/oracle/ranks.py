@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quintet.algorithms.aggregation import Tally
 from quintet.packing import Cell, Plan, RankCell, alignment_of, plan_microbatches, rank_cells
 from tests.oracle.cases import Case
 from tests.oracle.data import (
     ENTROPY_WEIGHT,
     PROMPT,
     TEMPERATURE,
+    ahead_counts,
     loss_mask,
     returns,
     token_ids,
@@ -46,6 +48,10 @@ class Report:
     norms: list[float] = field(default_factory=list)
     gradients: list[Piece] = field(default_factory=list)
     parameters: list[Piece] = field(default_factory=list)
+    tallies: list[Tally] = field(default_factory=list)
+    """What this rank tells of each step."""
+    ahead_norms: list[float] = field(default_factory=list)
+    """Of the gradients of layers for multi-token prediction."""
 
 
 class Objective:
@@ -62,8 +68,8 @@ class Objective:
         return (fields["loss_mask"] * off).sum() / self.tokens, {}
 
 
-def engine_of(case: Case, path: Path, *, trained: bool = True) -> Any:
-    """The engine of a case on this rank, weights loaded."""
+def engine_of(case: Case, path: Path, *, trained: bool = True, **how: Any) -> Any:
+    """The engine of a case on this rank, weights loaded. how: what it is made with instead."""
     from quintet.engine.engine import Engine
     from quintet.models import read_shape
     from quintet.recipe.lora import lora_shape
@@ -77,6 +83,7 @@ def engine_of(case: Case, path: Path, *, trained: bool = True) -> Any:
         dtype=case.dtype,
         total_steps=len(case.batches),
         lora=lora_shape(recipe, shape),
+        **({"mtp": recipe.mtp} | how),
     )
     made.load_hf(path, adapters=recipe.lora.path if recipe.lora else None)
     return made
@@ -88,7 +95,8 @@ def share(engine: Any, batch: int, mixed: bool = False) -> tuple[Any, list[RankC
 
     ids = token_ids(batch)
     lengths = [len(one) for one in ids]
-    fields = {"loss_mask": [loss_mask(n) for n in lengths], "returns": [returns(n) for n in lengths]}
+    masks = [loss_mask(n, ahead=engine.shape.mtp_layers > 0) for n in lengths]
+    fields = {"loss_mask": masks, "returns": [returns(n) for n in lengths]}
     whole = make_batch(ids, [PROMPT] * len(ids), **fields)
     sizes, dp = engine.mesh.sizes, engine.mesh.at("dp")
     budget = engine.recipe.tokens_per_microbatch_per_rank
@@ -117,16 +125,23 @@ class Training:
 
     def step(self, batch: int) -> None:
         """One optimizer step, and what the trainer does around generation: offload and reload."""
+        from quintet.engine.ahead import ahead_losses
+
         engine, report = self.engine, self.report
         mine, cells, _ = share(engine, batch, self.case.mixed)
-        objective = Objective(self.case.head, trained_tokens(batch))
-        result = engine.forward_backward(mine, cells, objective, temperature=TEMPERATURE)
+        counts = ahead_counts(batch, engine.depths) if engine.depths else [trained_tokens(batch)]
+        objective, ahead = Objective(self.case.head, counts[0]), ahead_losses(engine.mtp, counts)
+        result = engine.forward_backward(mine, cells, objective, TEMPERATURE, ahead)
+        if result is not None and engine.mesh.at("tp") == 0:
+            report.tallies.append(result.tally)
         report.losses.append(result.loss if result is not None and engine.mesh.at("tp") == 0 else 0.0)
         if not report.gradients:
             if self.case.distributed_optimizer:
                 gather_gradients(engine)
             report.gradients = pieces(engine, "main_grad")
-        report.norms.append(engine.optimizer_step()["grad_norm"])
+        stepped = engine.optimizer_step()
+        report.norms.append(stepped["grad_norm"])
+        report.ahead_norms.append(stepped.get("mtp/grad_norm", 0.0))
         recipe = engine.recipe
         engine.offload(
             params=recipe.offload_params, grads=recipe.offload_grads, optimizer=recipe.offload_optimizer

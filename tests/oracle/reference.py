@@ -25,8 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.parametrize import cached
 
+from tests.oracle.ahead import layers_of, losses, named
 from tests.oracle.cases import OPTIMIZERS, Case, lr_multipliers
 from tests.oracle.data import (  # noqa: F401  (LENGTHS and PROMPT: for those who import this module alone)
+    AHEAD_CLIP,
+    AHEAD_WEIGHT,
     BATCHES,
     BF16_BATCH,
     ENTROPY_WEIGHT,
@@ -34,6 +37,7 @@ from tests.oracle.data import (  # noqa: F401  (LENGTHS and PROMPT: for those wh
     PROMPT,
     TEMPERATURE,
     VOCAB,
+    ahead_counts,
     loss_mask,
     returns,
     token_ids,
@@ -56,13 +60,25 @@ MARGIN = 100.0
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Layers for multi-token prediction, and how they are trained."""
+
+    depths: int
+    loss: str
+    detach: bool
+
+
+@dataclass(frozen=True)
 class Step:
-    """One optimizer step: loss and gradients before it (norm before clipping), parameters after it, by hub name."""
+    """One optimizer step: loss and gradients before it (norm before clipping), parameters after it, by hub name. Of layers for
+    multi-token prediction: what each depth's head says (loss, accuracy), and the norm of their gradients."""
 
     loss: float
     grad_norm: float
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
+    ahead: dict[str, float]
+    ahead_norm: float
 
 
 @dataclass(frozen=True)
@@ -82,17 +98,25 @@ def reference(case: Case) -> Reference:
 
     Raises AssertionError when a routing choice is too near a tie to be compared, or a gradient too small.
     """
-    return _reference(case.family, case.head, case.optimizer, case.lr_multipliers, case.lora, case.batches)
+    ahead = Ahead(case.mtp, case.mtp_loss, case.mtp_detach) if case.mtp else None
+    kind = case.head, case.optimizer, case.lr_multipliers, case.lora
+    return _reference(case.family, *kind, case.batches, ahead)
 
 
 @cache
 def _reference(
-    name: str, head: str, optimizer: str, multipliers: bool, lora: bool, batches: tuple[int, ...]
+    name: str,
+    head: str,
+    optimizer: str,
+    multipliers: bool,
+    lora: bool,
+    batches: tuple[int, ...],
+    ahead: Ahead | None,
 ) -> Reference:
-    trained = _Run(name, head, optimizer, multipliers, lora)
+    trained = _Run(name, head, optimizer, multipliers, lora, ahead)
     found = trained.train(batches)
     if trained.routers:
-        exact = _Run(name, head, optimizer, multipliers, lora, dtype=torch.float64)
+        exact = _Run(name, head, optimizer, multipliers, lora, ahead, dtype=torch.float64)
         exact.train(batches)
         check_margin(name, trained, exact)
     for step in found.steps:
@@ -111,21 +135,32 @@ class _Run:
         optimizer: str = "adamw",
         multipliers: bool = False,
         lora: bool = False,
+        ahead: Ahead | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         seed: int | None = None,
         adapter_seed: int | None = None,
+        ahead_seed: int | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.ahead = name, ahead
         made = model(name) if seed is None else drawn(name, seed)
         self.model = made.to(dtype)
+        self.layers = layers_of(name, ahead.depths, ahead_seed).to(dtype) if ahead else []
+        self.seen: tuple[Tensor, Tensor] | None = None  # states before and after the final norm
+        self.model.model.norm.register_forward_hook(self._see)
         self.score = torch.nn.Parameter(value_head().to(dtype)) if head == "value" else None
         self.routers = [
-            _Router(m, made.config) for m in made.modules() if hasattr(m, "top_k") and hasattr(m, "weight")
+            _Router(m, made.config)
+            for one in (made, *self.layers)
+            for m in one.modules()
+            if hasattr(m, "top_k") and hasattr(m, "weight")
         ]
         self.adapters = attach(self.model, name, adapter_seed) if lora else None
         self.recipe = OPTIMIZERS[optimizer]
         self.optimizer = self._optimizer(lr_multipliers(lora) if multipliers else {})
+
+    def _see(self, norm: Any, given: tuple[Tensor], normed: Tensor) -> None:
+        self.seen = given[0], normed
 
     def _optimizer(self, multipliers: Mapping[str, float]) -> torch.optim.Optimizer:
         """torch's own, of the engine's recipe: matrices decay, vectors (also one an expert) do not, and the first pattern that matches a name counts."""
@@ -145,6 +180,8 @@ class _Run:
             trunk = list(self.adapters.items())
         else:
             trunk = list(self.model.named_parameters())
+        if self.ahead:
+            trunk += [(n, p) for n, p in named(self.name, self.layers) if p.requires_grad]  # type: ignore[misc]
         if self.score is None:
             return trunk
         return [*((n, p) for n, p in trunk if n != "lm_head.weight"), ("score.weight", self.score)]
@@ -152,6 +189,7 @@ class _Run:
     def _fixed(self) -> dict[str, Tensor]:
         """What is on disk and not trained."""
         fixed = {n: b.clone() for n, b in self.model.named_buffers() if n.endswith("e_score_correction_bias")}
+        fixed |= {n: b for n, b in named(self.name, self.layers) if n.endswith("e_score_correction_bias")}
         if self.adapters is not None:
             base = self._on_hub((n, p.detach().clone()) for n, p in base_names(self.model.named_parameters()))
             fixed |= {n: t for n, t in base.items() if self.score is None or n != "lm_head.weight"}
@@ -169,26 +207,37 @@ class _Run:
             self.optimizer.zero_grad()
             with cached():  # adapters are merged once
                 loss, outs = self._loss(batch)
+                ahead = self._ahead(batch)
             outputs = outputs or outs
-            loss.backward()
+            (loss + AHEAD_WEIGHT * sum(one[0] for one in ahead)).backward()
             gradients = self._on_hub((n, p.grad.clone()) for n, p in self._named() if p.grad is not None)
-            norm = torch.nn.utils.clip_grad_norm_([p for _, p in self._named()], self.recipe.clip_grad_norm)
+            of_ahead = {id(p) for p in self.layers.parameters()} if self.ahead else set()
+            own = [p for _, p in self._named() if id(p) not in of_ahead]
+            norm = torch.nn.utils.clip_grad_norm_(own, self.recipe.clip_grad_norm)
+            ahead_norm = torch.nn.utils.clip_grad_norm_(
+                self.layers.parameters() if self.ahead else [], AHEAD_CLIP
+            )
             self.optimizer.step()
             after = self._on_hub((n, p.detach().clone()) for n, p in self._named())
-            steps.append(Step(loss.item(), norm.item(), gradients, after))
+            told = {
+                f"mtp/{what}_{depth}": float(torch.as_tensor(value).detach())
+                for depth, one in enumerate(ahead, start=1)
+                for what, value in zip(("loss", "accuracy"), one, strict=True)
+            }
+            steps.append(Step(loss.item(), norm.item(), gradients, after, told, ahead_norm.item()))
         return Reference(before, buffers, outputs, steps)
 
     def _loss(self, batch: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """All samples at once, padded on the right: under a causal mask no token sees what follows it."""
         samples = [torch.tensor(ids) for ids in token_ids(batch)]
-        padded = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1)
+        padded = _padded(batch)
         for router in self.routers:
             router.real = padded.flatten() >= 0
         states = self._states(padded.clamp(min=0))
         columns: list[tuple[Tensor, ...]] = []
         loss = torch.zeros(())
         for x, state in zip(samples, states, strict=True):
-            mask, state = torch.tensor(loss_mask(len(x))), state[: len(x)]
+            mask, state = torch.tensor(loss_mask(len(x), self.ahead is not None)), state[: len(x)]
             if self.score is None:
                 made = _log_probs_and_entropy(x, state)
                 loss = loss - (mask * (made[0] + ENTROPY_WEIGHT * made[1])).sum()
@@ -196,13 +245,27 @@ class _Run:
                 made = (_shifted(state),)
                 loss = loss + (mask * (made[0] - torch.tensor(returns(len(x)))) ** 2).sum()
             columns.append(tuple((mask * column).detach() for column in made))
-        return loss / trained_tokens(batch), tuple(torch.cat(c) for c in zip(*columns, strict=True))
+        count = ahead_counts(batch, 0)[0] if self.ahead else trained_tokens(batch)
+        return loss / count, tuple(torch.cat(c) for c in zip(*columns, strict=True))
+
+    def _ahead(self, batch: int) -> list[tuple[Tensor, float]]:
+        """Loss and accuracy of each depth, of the states that the loss has just been made from."""
+        if self.ahead is None:
+            return []
+        assert self.seen is not None
+        how = {"loss": self.ahead.loss, "detach": self.ahead.detach}
+        return list(zip(*losses(self, _padded(batch), *self.seen, batch, **how), strict=True))
 
     def _states(self, ids: Tensor) -> Tensor:
         """ids: [samples, tokens]. Logits [..., vocabulary], or values."""
         if self.score is None:
             return self.model(input_ids=ids).logits
         return (self.model.model(input_ids=ids).last_hidden_state @ self.score.t())[..., 0]
+
+
+def _padded(batch: int) -> Tensor:
+    samples = [torch.tensor(ids) for ids in token_ids(batch)]
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1)
 
 
 def _log_probs_and_entropy(x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

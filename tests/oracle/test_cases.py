@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quintet.recipe.rules import broken_rules
+from tests.oracle.ahead import save_with_layers
 from tests.oracle.cases import (
     FAMILIES,
     HEADS,
@@ -36,11 +37,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (save(family, root / family) / "tokenizer.json").write_text("{}")
         if any(case.lora for case in slow_cases() if case.family == family):
             save_adapters(family, Case(family).adapters(root / family))
-    return {family: root / family for family in FAMILIES}
+    for family, depths in {(case.family, case.mtp) for case in gpu_cases(8, ["portable"]) if case.mtp}:
+        (save_with_layers(family, depths, root / f"{family}{depths}") / "tokenizer.json").write_text("{}")
+    return {path.name: path for path in root.iterdir()}
 
 
 def problems(case: Case, models: dict[str, Path], device: str = "cpu") -> list[str]:
-    return [one.message for one in broken_rules(case.recipe(models[case.family], device), "sft")]
+    path = models[f"{case.family}{case.mtp or ''}"]
+    return [one.message for one in broken_rules(case.recipe(path, device), "sft")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

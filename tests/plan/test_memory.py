@@ -107,6 +107,7 @@ def setup(family: str, ranks: int = 1, **how: Any) -> Setup:
         dtype=how.get("dtype", "fp32"),
         device=how.get("device", DEVICE),
         lora=how.get("lora"),
+        mtp=how.get("mtp"),
     )
 
 
@@ -118,7 +119,13 @@ def skip_without(ranks: int) -> None:
 def build(case: Setup) -> Any:
     from quintet.engine.engine import Engine
 
-    how = {"engine": case.engine, "optimizer": case.optimizer, "dtype": case.dtype, "lora": case.lora}
+    how = {
+        "engine": case.engine,
+        "optimizer": case.optimizer,
+        "dtype": case.dtype,
+        "lora": case.lora,
+        "mtp": case.mtp,
+    }
     engine = Engine(case.shape, case.layout, **how)
     engine.start_optimizer(case.optimizer, 1)
     return engine
@@ -158,6 +165,10 @@ STATIC: list[tuple[str, int, dict[str, Any]]] = [
     ("mixtral", 2, {"ep": 2, "dtype": "bf16"}),
     ("mimo", 2, {"pp": 2, "trained": False, "dtype": "bf16"}),
     ("deepseek_v3-ahead", 2, {"ep": 2, "trained": False}),
+    ("mimo", 2, {"pp": 2, "dtype": "bf16", "mtp": schema.Mtp()}),
+    ("mimo", 4, {"pp": 2, "vpp": 2, "dtype": "bf16", "mtp": schema.Mtp()}),
+    ("mimo", 2, {"pp": 2, "mtp": schema.Mtp(train=False)}),
+    ("deepseek_v3-ahead", 2, {"tp": 2, "sp": True, "mtp": schema.Mtp()}),
 ]
 
 

@@ -6,15 +6,17 @@ head predicts the token after that one:
     h' = final_layernorm(layer(eh_proj [enorm(e_next); hnorm(h)]))
 
 Parameters are named as in megatron-core's MultiTokenPredictionBlock. Its own module rolls token ids over process-global
-groups and knows no row with an exchange; here the caller gives the embeddings. Nothing in this version trains these
-layers or generates with them: they are loaded, converted and exported.
+groups and knows no row with an exchange; here the caller gives the embeddings (`PolicyModel.look_ahead`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -47,6 +49,13 @@ class MtpBlock(torch.nn.Module):
         )
 
 
+def freeze_ahead(chunks: Iterable[Any]) -> None:
+    """Keep the layers for multi-token prediction of a model's chunks from being trained."""
+    for chunk in chunks:
+        if hasattr(chunk, "mtp"):
+            chunk.mtp.requires_grad_(False)
+
+
 class MtpLayer(torch.nn.Module):
     """One layer for multi-token prediction. number: among those of the model, from 0."""
 
@@ -62,6 +71,7 @@ class MtpLayer(torch.nn.Module):
         super().__init__()
         provider, groups = provider_of(backend), mesh.groups
         self.tp, self.sequence_parallel = groups.tp, config.sequence_parallel
+        self.recomputed = config.recompute_granularity == "full"
         norm = provider.layer_norm(rms_norm=True)
         sizes: dict[str, Any] = {
             "config": config,
@@ -102,5 +112,17 @@ class MtpLayer(torch.nn.Module):
         joined = gather_from_tensor_model_parallel_region(joined, group=self.tp)
         if self.sequence_parallel:
             joined = scatter_to_sequence_parallel_region(joined, group=self.tp)
-        out, _ = self.transformer_layer(hidden_states=joined, attention_mask=None, packed_seq_params=row)
-        return self.final_layernorm(out)
+        compute = partial(self._decode, row=row)
+        if self.recomputed and self.training:
+            # Core's block, which recomputes its layers, has not got this one. Like there, the input has a gradient: with the
+            # trunk detached, the projection's.
+            joined = tensor_parallel.checkpoint(compute, False, joined)
+        else:
+            joined = compute(joined)
+        return self.final_layernorm(joined)
+
+    def _decode(self, hidden: Tensor, row: PackedRow) -> Tensor:
+        out: Tensor = self.transformer_layer(
+            hidden_states=hidden, attention_mask=None, packed_seq_params=row
+        )[0]
+        return out

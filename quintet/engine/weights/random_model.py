@@ -1,26 +1,43 @@
-"""A model from nothing: a Qwen3-shaped Hugging Face directory with random weights."""
+"""Models from nothing: a small Hugging Face directory with random weights, or one with new layers for multi-token prediction."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from quintet.models import family_of
+from quintet.engine.weights.hf_read import TORCH_DTYPES
+from quintet.models import Weight, family_of, read_shape
+from quintet.models.dense import MTP_KEYS
+from quintet.models.hf_config import read_json
+from quintet.models.weights_on_disk import find_weights, mtp_weights
 from quintet.recipe.schema import BuildModel
 
 INITIAL_STD = 0.02
+_INDEX = "model.safetensors.index.json"
 
 
 def write_fresh_model(
-    build: BuildModel, path: Path, *, vocab_size: int, eos_id: int, pad_id: int, seed: int
+    build: BuildModel,
+    path: Path,
+    *,
+    vocab_size: int,
+    eos_id: int,
+    pad_id: int,
+    seed: int,
+    mtp_layers: int | None = None,
 ) -> None:
-    """Write config.json and model.safetensors (fp32): matrices normal with std 0.02, norms 1."""
+    """Write config.json and model.safetensors (fp32): matrices normal with std 0.02, norms 1, biases 0. mtp_layers: for
+    multi-token prediction, of a family that has them."""
+    mimo = build.family == "mimo"
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": ["MiMoForCausalLM" if mimo else "Qwen3ForCausalLM"],
+        "model_type": "qwen2" if mimo else "qwen3",  # transformers knows a MiMo as its trunk
         "vocab_size": vocab_size,
         "hidden_size": build.hidden_size,
         "intermediate_size": build.ffn_hidden_size,
@@ -33,20 +50,49 @@ def write_fresh_model(
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": mimo,
         "eos_token_id": eos_id,
         "pad_token_id": pad_id,
         "dtype": "float32",
-    }
+    } | ({MTP_KEYS[0]: mtp_layers} if mtp_layers else {})
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
     family = family_of(config)
+    tensors = _fresh(family.weights(family.shape_of(config)), torch.float32, seed)
+    save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
+
+
+def write_with_fresh_layers(source: Path, path: Path, mtp_layers: int, seed: int) -> None:
+    """Write the model of another directory with new layers for multi-token prediction: they, config.json and the index are
+    written, all other files are links to the source's.
+
+    Raises UserError when the source's weights cannot be read.
+    """
+    there, shape = find_weights(source), replace(read_shape(source), mtp_layers=mtp_layers)
+    matrices = (one.entry.dtype for one in there.tensors.values() if len(one.entry.shape) == 2)
+    tensors = _fresh(mtp_weights(shape), TORCH_DTYPES[next(matrices)], seed)
+    path.mkdir(parents=True, exist_ok=True)
+    for file in source.resolve().iterdir():
+        if file.is_file() and file.name not in ("config.json", _INDEX):
+            (path / file.name).symlink_to(file.resolve())
+    new = "model-mtp.safetensors"
+    save_file(tensors, str(path / new), metadata={"format": "pt"})
+    files = {name: one.file.name for name, one in there.tensors.items()} | dict.fromkeys(tensors, new)
+    (path / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    config = read_json(source / "config.json")
+    key = next((key for key in MTP_KEYS if key in config), MTP_KEYS[0])
+    (path / "config.json").write_text(json.dumps(config | {key: mtp_layers}, indent=2))
+
+
+def _fresh(weights: Iterable[Weight], dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for weight in family.weights(family.shape_of(config)):
+    for weight in weights:
         for name, shape in weight.tensors:
-            ones = len(shape) == 1
-            tensors[name] = (
-                torch.ones(shape) if ones else torch.empty(shape).normal_(0, INITIAL_STD, generator=generator)
-            )
-    save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
+            kind = dtype if weight.trained else torch.float32
+            if len(shape) == 1:
+                one = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            else:
+                one = torch.empty(shape).normal_(0, INITIAL_STD, generator=generator)
+            tensors[name] = one.to(kind)
+    return tensors
