@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quintet.controller.held_batches import HeldMiniBatch
 from quintet.engine import build
+from quintet.engine.ahead import ahead_losses
 from quintet.engine.engine import Engine
 from quintet.engine.mesh import Mesh
 from quintet.engine.offload import KINDS
@@ -59,14 +60,20 @@ class Engines(Mapping[str, Engine | AdapterReference]):
             return self._engine(value, layout_of(recipe, role), directory, optimizer_of(recipe, role))
         if self._lora is not None:
             return AdapterReference(self.policy)
-        return self._engine(shape, layout_of(recipe, role), model_dir, None)
+        return self._engine(shape.without_mtp(), layout_of(recipe, role), model_dir, None)
 
     def _engine(
         self, shape: ModelShape, layout: schema.Layout, directory: Path, optimizer: schema.Optimizer | None
     ) -> Engine:
         recipe = self._recipe
         engine = Engine(
-            shape, layout, engine=recipe.engine, optimizer=optimizer, dtype=self._dtype, lora=self._lora
+            shape,
+            layout,
+            engine=recipe.engine,
+            optimizer=optimizer,
+            dtype=self._dtype,
+            lora=self._lora,
+            mtp=recipe.mtp if shape.mtp_layers else None,
         )
         adapters = recipe.lora.path if recipe.lora is not None and shape.head == "lm" else None
         engine.load_hf(directory, adapters=adapters, seed=recipe.run.seed)
@@ -140,7 +147,9 @@ class Engines(Mapping[str, Engine | AdapterReference]):
                 f"{role}: forward_backward before optimizer_step. A mini-batch's gradients take the place of the last one's, which "
                 "no step was taken on; take one after each mini-batch, or make the mini-batch larger (train.mini_batches_per_step)"
             )
-        result = self._trained(role).forward_backward(mini.batch, mini.cells, loss, temperature)
+        engine = self._trained(role)
+        ahead = ahead_losses(engine.mtp, mini.assignment.targets)
+        result = engine.forward_backward(mini.batch, mini.cells, loss, temperature, ahead)
         self._due.add(role)
         return result
 

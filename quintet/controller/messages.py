@@ -79,7 +79,9 @@ class MiniBatchTold:
 
 @dataclass(frozen=True)
 class OptimizerTold:
-    """What an optimizer step came to: the gradient norm before clipping, and the learning rate; the same on all ranks."""
+    """What an optimizer step came to: the gradient norm before clipping, and the learning rate; the same on all ranks. metrics: norms
+    of what is clipped by itself, as they are logged."""
 
     grad_norm: float
     lr: float
+    metrics: dict[str, float] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from quintet.data.prompts import Prompt
 from quintet.models import ModelShape
 from quintet.packing import Plan, alignment_of, plan_microbatches, split_evenly, target_counts
 from quintet.recipe import schema
+from quintet.recipe.mtp import depths
 
 if TYPE_CHECKING:  # they bring Ray
     from quintet.cluster.group import WorkerGroup
@@ -39,6 +40,7 @@ class Scatterer:
     ) -> None:
         self._workers, self._recipe, self._placements = workers, recipe, placements
         self._dropped: list[str] = []
+        self._ahead = range(1, 2 + depths(recipe, shape))
         # Attention's cost next to the rest, per token of length: see `ModelShape.flops_per_token`.
         self._quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (
             2 * shape.flops_per_token(0.0)
@@ -126,7 +128,7 @@ class Scatterer:
         replayed: set[int],
     ) -> list[Assignment]:
         """What each dp rank does with its samples of a mini-batch, which arrive in `order`."""
-        targets = target_counts([lengths[i] for i in mini], [prompts[i] for i in mini])
+        targets = target_counts([lengths[i] for i in mini], [prompts[i] for i in mini], self._ahead)
         at = {number: position for position, number in enumerate(mini)}
         return [
             Assignment(

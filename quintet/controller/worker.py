@@ -67,7 +67,7 @@ class PolicyWorker(Worker):
         recipe = self.recipe
         use_family(recipe.model.family)
         self.tokenizer = load_tokenizer(self.model_dir, recipe.model)
-        self.shape = trained_shape(self.model_dir)
+        self.shape = trained_shape(self.model_dir, mtp=recipe.mtp is not None)
         self.roles = Engines(recipe, self.shape, self.model_dir, self.command, self.dtype)
         self.engine = self.roles.policy
         if self.command != "sft" and not self.placement.own_processes:
@@ -166,7 +166,7 @@ class PolicyWorker(Worker):
     def optimizer_step(self, *, role: str) -> OptimizerTold:
         """Take one step on the gradients of the mini-batch before."""
         step = self.roles.optimizer_step(role)
-        return OptimizerTold(step["grad_norm"], step["lr"])
+        return OptimizerTold(step.pop("grad_norm"), step.pop("lr"), step)
 
     # the devices change hands: see `quintet.controller.colocation`
 

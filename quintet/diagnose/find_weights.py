@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from quintet.recipe.mtp import is_made
 from quintet.recipe.schema import Recipe
 from quintet.runs.checkpoints import Checkpoint, Checkpoints, Damaged, name_of
 from quintet.runs.ledger import read_metrics
@@ -24,7 +25,7 @@ class Weights:
 
 def starting_model(run: Path, recipe: Recipe) -> Path:
     """Return the Hugging Face directory that the run began with."""
-    if recipe.model.build is not None:
+    if is_made(recipe):
         return run / "model"
     assert recipe.model.directory is not None
     return recipe.model.directory

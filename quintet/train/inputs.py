@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from quintet.models.weights_on_disk import find_weights, fingerprint
 from quintet.recipe import schema
 from quintet.recipe.capacity import overflow
 from quintet.recipe.features import FEATURES
+from quintet.recipe.mtp import is_made, with_mtp
 from quintet.recipe.refused import NEEDS_GPU
 from quintet.recipe.roles import roles_of
 from quintet.recipe.rules.facts import shape_of_built
@@ -47,7 +48,7 @@ from quintet.runs.resume import Resume
 
 Command = Literal["train", "sft", "generate", "eval"]
 MODEL = "model"
-"""Where a built model is, below the run directory."""
+"""Where a model that was made is, below the run directory."""
 
 
 @dataclass
@@ -132,13 +133,15 @@ def _read_model(recipe: schema.Recipe, scratch: Path, resume: Resume | None, sta
     """The model's directory, made if need be, its shape and its tokenizer: None where only code of the model's could read that, and
     nothing is to start."""
     build, model_dir = recipe.model.build, recipe.model.directory
-    if build is not None and resume is not None and resume.run is not None:
-        model_dir = resume.run / MODEL
+    new = recipe.mtp.init_layers if recipe.mtp is not None else None
+    if is_made(recipe) and resume is not None and resume.run is not None:
+        model_dir, new = resume.run / MODEL, None
     elif build is not None:
         model_dir = scratch / MODEL
         tokenizer = build_char_tokenizer(alphabet_of(recipe.data, download=starts), model_dir)
         if not starts:
-            return Inputs(model_dir, shape_of_built(build), load_tokenizer(model_dir, recipe.model))
+            shape = with_mtp(recipe, shape_of_built(build))
+            return Inputs(model_dir, shape, load_tokenizer(model_dir, recipe.model))
         from quintet.engine.weights.random_model import write_fresh_model
 
         write_fresh_model(
@@ -148,7 +151,9 @@ def _read_model(recipe: schema.Recipe, scratch: Path, resume: Resume | None, sta
             eos_id=tokenizer.eos_token_id,
             pad_id=tokenizer.pad_token_id,
             seed=recipe.run.seed,
+            mtp_layers=new,
         )
+        new = None
     if model_dir is None:
         raise UserError("model.path is not set: name a Hugging Face directory, or give model.build")
     notes = []
@@ -157,7 +162,14 @@ def _read_model(recipe: schema.Recipe, scratch: Path, resume: Resume | None, sta
             print(remote_code_warning(model_dir), file=sys.stderr)
         else:
             notes.append(remote_code_warning(model_dir))
-    shape = trained_shape(model_dir)
+    if new is not None and starts:
+        from quintet.engine.weights.random_model import write_with_fresh_layers
+
+        write_with_fresh_layers(model_dir, scratch / MODEL, new, recipe.run.seed)
+        model_dir, new = scratch / MODEL, None
+    shape = trained_shape(model_dir, mtp=recipe.mtp is not None)
+    if new is not None:
+        shape = replace(shape, mtp_layers=new)
     if not starts and recipe.model.trust_remote_code and code_of_tokenizer(model_dir) is not None:
         return Inputs(model_dir, shape, None, notes=notes)
     tokenizer = load_tokenizer(model_dir, recipe.model)

@@ -14,6 +14,7 @@ from quintet.data.prompts import (
 from quintet.errors import QuintetError, RayFailure, SyncFailure, SyncMismatch, WorkerFailure
 from quintet.observe import Observer
 from quintet.recipe import schema
+from quintet.recipe.mtp import is_made
 from quintet.recipe.rollout import placement_of
 from quintet.rollout import Sampling
 from quintet.runs.fsync import Scratch
@@ -100,7 +101,7 @@ def session(
                 observer.directory.keep_chat_template(inputs.tokenizer.chat_template)
             for note in [*inputs.notes, *resume.notes]:
                 observer.note(note)
-            if recipe.model.build is not None and resume.run is None:
+            if is_made(recipe) and resume.run is None:
                 inputs.model_dir = Path(
                     shutil.move(str(inputs.model_dir), str(observer.directory.path / MODEL))
                 )

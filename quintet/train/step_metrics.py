@@ -63,6 +63,7 @@ def _policy(update: Update | None) -> dict[str, float | None]:
         "clip/high_fraction": means["clip_high"],
         "grad_norm": update.grad_norm,
         "lr": update.lr,
+        **update.metrics,
     }
 
 

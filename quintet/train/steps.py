@@ -22,6 +22,8 @@ class Update:
     lr: float = 0.0
     replayed: dict[int, TrainedTokens] = field(default_factory=dict)
     """The step's first samples as they were trained on, by number."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What is told of further heads, by name."""
 
     @property
     def loss(self) -> float:
@@ -32,6 +34,8 @@ class Update:
         self.losses.append(sum(one.loss for one in told))
         self.tally.merge(one.tally for one in told)
         self.grad_norm, self.lr = stepped.grad_norm, stepped.lr
+        means = self.tally.means()
+        self.metrics = {name: mean for name, mean in means.items() if "/" in name} | stepped.metrics
         for one in told:
             self.replayed |= one.replayed
 
