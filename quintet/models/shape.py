@@ -110,7 +110,7 @@ class ModelShape:
     """The sizes of a decoder-only language model, as its family reads them from config.json.
 
     With `mla`, head_dim is that of queries and keys and kv_heads is heads. mtp_layers: layers for multi-token
-    prediction after the others, each with a projection and norms of its own; a model that is trained has none
+    prediction after the others, each with a projection and norms of its own; those that a recipe has no use for are taken off
     (`without_mtp`). head: what stands on top, a language model's rows of the vocabulary or a value model's one number a
     token. proj_bias: the projection out of attention has a bias. sinks: each head has a logit of its own in the softmax
     over keys. window: in `window_layers` a token sees that many tokens, itself among them, in the other layers all before

@@ -94,6 +94,31 @@ def test_the_policy_learns_the_same_with_and_without_them(pool: Pool, models: Pa
             torch.testing.assert_close(other[0][name], after, rtol=0, atol=1e-6)
 
 
+def with_adapters(case: Case, path: Path) -> list[Piece]:
+    """On one rank: weights after a step that trains adapters alone."""
+    from quintet.models.lora import LoraShape
+
+    settings = schema.Mtp(train=False)
+    engine = engine_of(case, path, mtp=settings, lora=LoraShape(rank=4, alpha=8.0))
+    mine, cells, _ = share(engine, 0)
+    for _ in range(2):  # in the first one, B is zero and A gets no gradient
+        engine.forward_backward(mine, cells, Objective("lm", ahead_counts(0, 0)[0]), TEMPERATURE)
+        engine.optimizer_step()
+    return [(s.name, s.box, s.read().clone()) for s in engine.exported()]
+
+
+def test_layers_stay_as_they_are_beside_adapters(pool: Pool, models: Path) -> None:
+    case = Case("mimo", mtp=2, pp=2)
+    path = written(case, models)
+    after, copies = assemble(pool.run(with_adapters, case.ranks, case, path))
+    assert copies.size == 0.0
+    before = load_file(path / "model.safetensors")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert after.keys() == before.keys()
+    assert moved
+    assert all(".layers." in name and not of_layers(name) for name in moved)
+
+
 def one_short_sample(case: Case, path: Path, skips: bool) -> dict[str, float]:
     """On one rank: a mini-batch of one target at the first depth and none at the second, on one rank of a cell."""
     from unittest import mock

@@ -213,9 +213,8 @@ def kept(cases: list[Setup]) -> list[int]:
         engine = build(case)
         length = TOKENS // 4
         batch = make_batch([[1] * length] * 4, [3] * 4)
-        micro, row = next(
-            engine._pipeline.rows(batch, [RankCell([0, 1, 2, 3], engine.layout.cp, engine.mesh.at("cp"))])
-        )
+        cells = [RankCell([0, 1, 2, 3], engine.layout.cp, engine.mesh.at("cp"))]
+        micro, row = next(engine._pipeline.rows(batch, cells, engine.depths))
         known = {p.untyped_storage()._cdata for c in engine.chunks for p in c.parameters()}
         seen: dict[int, Any] = {}
 
@@ -225,7 +224,9 @@ def kept(cases: list[Setup]) -> list[int]:
 
         engine.model.train()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            hidden = engine._wrapped[0](micro.input_ids.to(engine.model.device), row)
+            hidden = engine._wrapped[0](micro.input_ids.to(engine.model.device), row, engine.depths > 0)
+            if engine.depths:
+                *_, hidden = engine.model.look_ahead(hidden, micro, row, detach=False)
         # What recomputation discards is in the list with a size of 0.
         found.append(sum(s.nbytes() for key, s in seen.items() if key not in known))
         hidden.sum().backward()
@@ -248,6 +249,9 @@ ACTIVATIONS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"lora": LORA}),
     ("gpt_oss", {}),
     ("gpt_oss", {"dtype": "bf16"}),
+    ("mimo", {"mtp": schema.Mtp()}),
+    ("deepseek_v3-ahead", {"mtp": schema.Mtp(), "dtype": "bf16"}),
+    ("deepseek_v3-ahead", {"mtp": schema.Mtp(), "recompute": "full"}),
     *((family, {"recompute": "full"}) for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
     *(
         (family, {"recompute": "selective", "recompute_modules": modules.split()})
@@ -276,6 +280,7 @@ PARALLEL: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"tp": 2, "sp": True}),
     ("qwen3_moe", {"ep": 2}),
     ("qwen3_moe", {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+    ("mimo", {"mtp": schema.Mtp(), "tp": 2, "sp": True}),
     ("qwen3", {"lora": LORA, "tp": 2, "sp": True}),
     ("deepseek_v3", {"lora": LORA, "tp": 2, "sp": True}),
     ("gpt_oss", {"ep": 2}),

@@ -55,6 +55,11 @@ def test_keys_of_training_are_not_read_by_layers_that_are_not_trained(refuse, ke
     assert f"mtp.{key} is not read with mtp.train=false" in said
 
 
+def test_an_engine_that_may_not_know_their_weights_is_refused(refuse) -> None:
+    said = refuse(*MIMO, "mtp.init_layers=1", "rollout.backend=sglang", "cluster.device=cuda")
+    assert "rollout.backend=sglang with mtp" in said
+
+
 def test_names_of_others_are_hints(refuse) -> None:
     assert "mtp.loss_weight" in refuse(*MIMO, "mtp.init_layers=1", "mtp.mtp_loss_scaling_factor=0.1")
     assert "mtp.train" in refuse(*MIMO, "mtp.init_layers=1", "mtp.enable_train=true")

@@ -19,6 +19,13 @@ def sglang_can_do_it(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "rollout.backend=sglang needs NVIDIA GPUs, and cluster.device=cpu; use rollout.backend=native, or cluster.device=cuda"
         )
+    if facts.recipe.mtp is not None:
+        yield Problem(
+            "rollout.backend=sglang with mtp: whether SGLang takes the weights of layers for multi-token prediction has not been "
+            "tried; use rollout.backend=vllm or native, or mtp=null",
+            "rollout.backend",
+            "mtp",
+        )
     yield from refusals(facts.recipe.rollout)
 
 

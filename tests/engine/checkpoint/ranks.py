@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle.cases import Case
-from tests.oracle.data import BATCHES, TEMPERATURE, trained_tokens
+from tests.oracle.data import BATCHES, TEMPERATURE, ahead_counts, trained_tokens
 from tests.oracle.ranks import Objective, share
 
 BEFORE, AFTER = 2, 3
@@ -44,15 +44,19 @@ def bare_engine(case: Case, path: Path, *, trained: bool = True) -> Any:
         optimizer=recipe.optimizer if trained else None,
         dtype=case.dtype,
         total_steps=BEFORE + AFTER,
+        mtp=recipe.mtp,
     )
 
 
 def step(engine: Any, case: Case) -> tuple[float, float]:
     """One optimizer step: this rank's share of the loss, and the gradient norm."""
+    from quintet.engine.ahead import ahead_losses
+
     batch = engine.steps % len(BATCHES)
     mine, cells, _ = share(engine, batch)
-    objective = Objective(case.head, trained_tokens(batch))
-    result = engine.forward_backward(mine, cells, objective, temperature=TEMPERATURE)
+    counts = ahead_counts(batch, case.mtp) if case.mtp else [trained_tokens(batch)]
+    objective, ahead = Objective(case.head, counts[0]), ahead_losses(engine.mtp, counts)
+    result = engine.forward_backward(mine, cells, objective, TEMPERATURE, ahead)
     loss = result.loss if result is not None and engine.mesh.at("tp") == 0 else 0.0
     return loss, engine.optimizer_step()["grad_norm"]
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.engine.checkpoint.ranks import Told, gathered, load_and_train, train_and_save
 from tests.oracle.cases import Case
+from tests.oracle.lora import written
 from tests.oracle.models import save
 
 FIRST_LOSS, LATER_LOSS = 1e-6, 1e-4
@@ -22,6 +23,10 @@ FAST = {
     "tied, experts, latent": [
         Case("deepseek_v3-tied", pp=2, dp=2, ep=2, distributed_optimizer=True),
         Case("deepseek_v3-tied", tp=2, sp=True, dp=2, ep=2, etp=2, distributed_optimizer=True),
+    ],
+    "layers ahead": [
+        Case("mimo", mtp=1, pp=2, dp=2, distributed_optimizer=True),
+        Case("mimo", mtp=1, tp=2, sp=True),
     ],
 }
 SLOW = {
@@ -96,7 +101,7 @@ def assert_resumes(pool, path: Path, where: Path, cases: list[Case]) -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_layouts(pool, models, tmp_path, name):
     cases = FAST[name]
-    path = save(cases[0].family, models / cases[0].family)
+    path = written(cases[0], models)
     assert_resumes(pool, path, tmp_path / "saved", cases)
 
 

@@ -1,0 +1,38 @@
+"""Runs that train layers for multi-token prediction: what they log, send and save."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quintet.models import read_shape
+from tests.end_to_end.test_train import DEMO, metrics, run, run_directory
+from tests.engine.moe_models import stored
+
+MIMO = [
+    *("model.build.family=mimo", "model.build.tied_embeddings=false", "mtp.init_layers=1", "layout.pp=2"),
+    *("algorithm.kl_coef=0.01", "train.mini_batches_per_step=2"),
+]
+
+
+def test_layers_learn_in_sft_and_in_rl_and_are_saved(tmp_path):
+    """On two stages, of which the last has a copy of the embedding, beside a reference policy that has no layers."""
+    rollout = "rollout.layout={tp: 2}"
+    directory = run_directory(run("train", *DEMO, *MIMO, rollout, f"run.dir={tmp_path}", "sft.steps=12"))
+    tuned, steps = metrics(directory, "sft"), [m for m in metrics(directory, "rl") if "loss" in m]
+    for line in (*tuned, *steps):
+        assert line["mtp/loss_1"] > 0
+        assert line["mtp/grad_norm"] > 0
+        assert 0 <= line["mtp/accuracy_1"] <= 1
+    assert tuned[-1]["mtp/loss_1"] < 0.9 * tuned[0]["mtp/loss_1"]
+    assert read_shape(directory / "checkpoint").mtp_layers == 1
+    before, after = (stored(directory / name) for name in ("model", "checkpoint"))
+    assert before.keys() == after.keys()
+    assert not [n for n in after if "mtp_layers" in n and torch.equal(before[n], after[n])]
+
+
+@pytest.mark.slow
+def test_runs_with_layers_resume_bit_for_bit(tmp_path):
+    """By a rollout on the engine's own weights, which has no use for the layers."""
+    said = run("verify-resume", *DEMO, *MIMO, "rollout.layout=null", f"run.dir={tmp_path}")
+    assert "identical: every step and every weight, bit for bit" in said
