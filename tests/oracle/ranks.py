@@ -75,16 +75,15 @@ def engine_of(case: Case, path: Path, *, trained: bool = True, **how: Any) -> An
     from quintet.recipe.lora import lora_shape
 
     recipe, shape = case.recipe(path), read_shape(path)
-    made = Engine(
-        shape,
-        recipe.layout,
-        engine=recipe.engine,
-        optimizer=recipe.optimizer if trained else None,
-        dtype=case.dtype,
-        total_steps=len(case.batches),
-        lora=lora_shape(recipe, shape),
-        **({"mtp": recipe.mtp} | how),
-    )
+    settings = {
+        "engine": recipe.engine,
+        "optimizer": recipe.optimizer if trained else None,
+        "dtype": case.dtype,
+        "total_steps": len(case.batches),
+        "lora": lora_shape(recipe, shape),
+        "mtp": recipe.mtp,
+    }
+    made = Engine(shape, recipe.layout, **(settings | how))
     made.load_hf(path, adapters=recipe.lora.path if recipe.lora else None)
     return made
 
