@@ -40,6 +40,7 @@ MAY_CHANGE = (
     "rollout.return_routes",
     "rollout.layout",
     "rollout.sequences_per_rank",
+    "rollout.draft_tokens",
     "rollout.vllm",
     "rollout.sglang",
     "reward.timeout_s",

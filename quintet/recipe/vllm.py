@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from quintet.recipe.problem import Problem
 from quintet.recipe.reserved_options import decided_options
-from quintet.recipe.schema import Rollout
+from quintet.recipe.schema import Recipe, Rollout
 
 DECIDED = {
     "model": "it is model.path",
@@ -63,8 +63,50 @@ ADAPTED = ("llama", "qwen2", "qwen3")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for: an adapter has the room of the next larger one."""
 
+MOST_DRAFTED = 8
 _DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation for which no model drafts."""
+
+
+def drafts_refused(recipe: Recipe) -> Iterator[str]:
+    """Yield what of a recipe keeps vLLM from drafting with the model's own layers: a sentence each, which `rollout.draft_tokens=n: ` goes
+    before."""
+    rollout, t = recipe.rollout, recipe.rollout.temperature
+    if rollout.layout is not None and rollout.layout.pp > 1:
+        yield (
+            f"with rollout.layout.pp={rollout.layout.pp} vLLM's drafter has no embedding on the last stage, and crashes or drafts wrongly; "
+            "use pp=1 and a larger rollout.layout.tp"
+        )
+    if rollout.quantization is not None:
+        yield (
+            f"rollout.quantization={rollout.quantization} does not reach vLLM's drafter, whose weights stay in 16 bits; this pair is not "
+            "available in this version; use rollout.quantization=null"
+        )
+    if "hf_overrides" in rollout.vllm:
+        yield "rollout.vllm.hf_overrides do not reach vLLM's drafter, which would be another model; write them into the model's config.json"
+    if "speculative_config" in rollout.vllm:
+        yield "vLLM drafts in one way, and rollout.vllm.speculative_config names another; remove one of them"
+    if rollout.adapter_sync == "separate":
+        yield (
+            "rollout.adapter_sync=separate sends adapters alone, and layers for multi-token prediction have none: the drafter would get no "
+            "weights; use rollout.adapter_sync=merged"
+        )
+    if rollout.return_routes:
+        yield (
+            "rollout.return_routes=true: routes of vLLM's drafter may stand in the place of the policy's; use one of them"
+        )
+    if rollout.min_p > 0:
+        yield f"rollout.min_p={rollout.min_p}: vLLM drafts without min_p; use top_p or top_k"
+    if t not in (0, 1):
+        yield (
+            f"rollout.temperature={t}: log-probs that vLLM tells of drafted tokens are not tried at another temperature than 1; use "
+            "rollout.temperature=1"
+        )
+
+
+def draft_lengths(layers: int) -> list[int]:
+    """Return how many tokens vLLM drafts with so many layers for multi-token prediction: at most as many as there are layers, or a multiple."""
+    return [k for k in range(1, MOST_DRAFTED + 1) if k <= layers or k % layers == 0] if layers else []
 
 
 def refusals(rollout: Rollout) -> Iterator[Problem]:
@@ -111,8 +153,8 @@ def _weights(rollout: Rollout) -> Iterator[Problem]:
         if method not in _DRAFT_WITHOUT_WEIGHTS:
             yield Problem(
                 f"rollout.vllm.speculative_config with method={'null' if method is None else method}: a model that drafts has "
-                "weights of its own, which the trainer does not have, so no sync brings them; use one of "
-                f"{', '.join(_DRAFT_WITHOUT_WEIGHTS)}, or no speculation"
+                "weights of its own, which the trainer does not have, so no sync brings them; use rollout.draft_tokens where the model "
+                f"has layers for multi-token prediction (mtp), one of {', '.join(_DRAFT_WITHOUT_WEIGHTS)}, or no speculation"
             )
     if rollout.quantization == "fp8" and "load_format" in rollout.vllm:
         yield Problem(

@@ -4,8 +4,61 @@ SEPARATE = ["rollout.placement=separate", "rollout.ranks=2"]
 
 ALONE = ["rollout.backend=vllm", "rollout.adapter_sync=separate"]
 
+MIMO = ["model.build.family=mimo", "mtp.init_layers=1", "rollout.backend=vllm"]
+_MANY = ["model.build.family=mimo", "mtp.init_layers=2", "rollout.backend=vllm"]
+_NOT = [
+    (["rollout.layout.pp=2", "rollout.draft_tokens=1", "cluster.ranks=2"], "no embedding on the last stage"),
+    (
+        ["rollout.quantization=fp8", "rollout.draft_tokens=1"],
+        "does not reach vLLM's drafter, whose weights stay in 16 bits",
+    ),
+    (
+        ["rollout.vllm.hf_overrides={rope_theta: 2}", "rollout.draft_tokens=1"],
+        "write them into the model's config.json",
+    ),
+    (
+        ["rollout.vllm.speculative_config={method: ngram}", "rollout.draft_tokens=1"],
+        "names another; remove one of them",
+    ),
+    (["rollout.draft_tokens=1", "rollout.min_p=0.1"], "vLLM drafts without min_p"),
+    (
+        ["rollout.draft_tokens=auto", "rollout.temperature=0.7"],
+        "draft_tokens=auto: rollout.temperature=0.7: log-probs",
+    ),
+    (
+        ["rollout.draft_tokens=1", "lora.rank=4", "mtp.train=false", "rollout.adapter_sync=separate"],
+        "the drafter would get no weights",
+    ),
+]
+"""Of a model that could draft: what it cannot draft with, and what is said."""
+DRAFTS = [
+    (
+        "drafts_can_be_made",
+        ["rollout.draft_tokens=1"],
+        ["rollout.draft_tokens=1: native rollouts do not draft"],
+    ),
+    (
+        "drafts_can_be_made",
+        ["rollout.draft_tokens=auto", "rollout.backend=sglang", "cluster.device=cuda"],
+        ["rollout.draft_tokens=auto: SGLang"],
+    ),
+    (
+        "drafts_can_be_made",
+        ["rollout.draft_tokens=1", "rollout.backend=vllm"],
+        ["without the section mtp a run keeps none", "or draft_tokens=0"],
+    ),
+    (
+        "drafts_can_be_made",
+        ["rollout.draft_tokens=3", *_MANY],
+        ["vLLM drafts 1, 2, 4, 6, 8 tokens, and no other"],
+    ),
+    *(("drafts_can_be_made", [*overrides, *MIMO], [said]) for overrides, said in _NOT),
+]
+"""Recipes whose model cannot draft for itself."""
+
 # rule → overrides of a valid recipe that break it ("@moe" names a model) → parts of the message
 BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
+    *DRAFTS,
     (
         "separate_rollouts_have_devices",
         ["rollout.ranks=2"],

@@ -8,7 +8,7 @@ import pytest
 from quintet.recipe.rules import RULES
 from tests.models.directory import QWEN3, write_model
 from tests.recipe.broken_engine import BROKEN_ENGINE, OWN, named
-from tests.recipe.broken_rollout import BROKEN_ROLLOUT
+from tests.recipe.broken_rollout import BROKEN_ROLLOUT, MIMO
 from tests.recipe.broken_vllm import BROKEN_VLLM
 
 
@@ -284,6 +284,9 @@ def test_a_broken_rule_is_told_with_its_keys(
         ["@moe", "engine.recompute=selective", "engine.recompute_modules=[core_attn, moe]"],
         ["@mla", "engine.recompute=selective", "engine.recompute_modules=[mlp, shared_experts, mla_up_proj]"],
         ["@moe", "engine.megatron.moe_permute_fusion=true"],
+        [*MIMO, "rollout.draft_tokens=1"],
+        [*MIMO, "rollout.draft_tokens=auto", "mtp.train=false"],
+        [*MIMO, "rollout.draft_tokens=8", "rollout.layout.tp=2", "cluster.ranks=2", "layout.tp=2"],
         ["engine.offload_params=0.5", "cluster.ranks=2", "layout.tp=2", "rollout.layout.tp=1"],
         ["engine.offload_grads=1.0", "engine.offload_optimizer=0.5"],
         ["optimizer.name=sgd", "optimizer.momentum=0.8", "engine.distributed_optimizer=false"],

@@ -9,7 +9,7 @@ from quintet.recipe.lora import lora_shape
 from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules.facts import Facts, rule
-from quintet.recipe.vllm import ADAPTED, RANKS
+from quintet.recipe.vllm import ADAPTED, RANKS, draft_lengths, drafts_refused
 
 LEAST_TEMPERATURE = 0.01
 
@@ -91,6 +91,38 @@ def _what_vllm_cannot_adapt(facts: Facts) -> Iterator[str]:
         return
     if lora is not None and lora.rank > RANKS[-1]:
         yield f"vLLM has adapters of rank {RANKS[-1]} at most, and these have {lora.rank}"
+
+
+@rule
+def drafts_can_be_made(facts: Facts) -> Iterator[Problem]:
+    """The model drafts for itself where the back end can, and with layers that the run keeps."""
+    recipe, said = facts.recipe, facts.said("rollout.draft_tokens")
+    if said is None:
+        return
+    if recipe.rollout.backend == "native":
+        yield Problem(
+            f"{said}: native rollouts do not draft in this version; use rollout.backend=vllm, or draft_tokens=0"
+        )
+    elif recipe.rollout.backend == "sglang":
+        yield Problem(
+            f"{said}: SGLang makes its drafter of a directory and has not been tried with weights that a sync brings; use "
+            "rollout.backend=vllm, or draft_tokens=0"
+        )
+    else:
+        for why in drafts_refused(recipe):
+            yield Problem(f"{said}: {why}, or draft_tokens=0", "rollout.draft_tokens")
+    if recipe.mtp is None:
+        yield Problem(
+            f"{said}: it is the layers for multi-token prediction that draft, and without the section mtp a run keeps none; set "
+            "mtp.train=true (or false, which leaves them as they are), or draft_tokens=0"
+        )
+    elif facts.shape is not None and facts.shape.mtp_layers:
+        allowed, asked = draft_lengths(facts.shape.mtp_layers), recipe.rollout.draft_tokens
+        if asked != "auto" and asked not in allowed:
+            yield Problem(
+                f"{said}: with {facts.shape.mtp_layers} layers for multi-token prediction vLLM drafts "
+                f"{', '.join(map(str, allowed))} tokens, and no other number"
+            )
 
 
 @rule

@@ -72,6 +72,9 @@ class Rollout(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[NonNegativeInt] = []
     """Besides the tokenizer's end-of-sequence token."""
+    draft_tokens: Annotated[int, Field(ge=0, le=8)] | Literal["auto"] = 0
+    """Of vllm, with mtp: tokens that the model's layers for multi-token prediction draft ahead, which the policy accepts or replaces: what
+    is generated has the same distribution, and log-probs, as with 0. auto takes what was measured to be the fastest."""
     sequences_per_rank: PositiveInt = 256
     """Most sequences decoded at once on one rank; also the KV cache's slots."""
     vllm: dict[str, Any] = {}

@@ -284,6 +284,15 @@ class StepCounts:
         """Say nothing: what is counted is asked for."""
 
 
+def device_name(device: str) -> str:
+    """Return what torch calls this process's device; cpu for any CPU."""
+    if device == "cpu":
+        return device
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
 def release_kv_cache() -> None:
     """Give the device memory of this worker's KV cache back, and keep its addresses, which captured graphs know; the worker's
     own `wake_up(["kv_cache"])` takes memory for them again.

@@ -30,7 +30,7 @@ from quintet.rollout.vllm.offline import OfflineEngine
 from quintet.rollout.vllm.routes import heard, routes_of
 from quintet.rollout.vllm.sampling import check, mode_of, parameters
 from quintet.rollout.vllm.server import ServerEngine
-from quintet.rollout.vllm.settings import engine_arguments, second_runner_lacks
+from quintet.rollout.vllm.settings import draft_length, engine_arguments, second_runner_lacks
 from quintet.rollout.vllm.weights import check as check_taken
 from quintet.rollout.vllm.weights import combine
 
@@ -60,6 +60,8 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
             print(runners.choose_runner(second_runner_lacks(recipe)), flush=True)
         self._mode = mode_of(recipe.rollout)
         arguments = engine_arguments(recipe, model_dir, device)
+        if recipe.rollout.draft_tokens == "auto":
+            print(f"vLLM: {draft_length(recipe, model_dir, device).why}", flush=True)
         make = ServerEngine if recipe.rollout.mode == "server" else OfflineEngine
         with compat.starting():
             engine: Engine = make(arguments)

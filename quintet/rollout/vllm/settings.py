@@ -13,7 +13,8 @@ from quintet.models.shape import ModelShape
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.rollout import placement_of
-from quintet.recipe.vllm import CPU_EXPERTS, DECIDED
+from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, draft_lengths
+from quintet.rollout.draft_length import Choice, choose, read_table
 from quintet.rollout.external_engine import longest
 from quintet.rollout.options import passed_through
 from quintet.rollout.vllm import compat
@@ -74,11 +75,32 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         lora = lora_shape(recipe, shape)
         assert lora is not None
         arguments |= adapter_arguments(shape, lora)
+    if drafted := draft_length(recipe, model_dir, device).draft_tokens:
+        arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafted}
+        if device == "cpu":
+            most = rollout.sequences_per_rank * (1 + drafted)
+            arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], most)
     if rollout.quantization == "fp8":
         fp8 = fp8_arguments(read_shape(model_dir))
         fp8["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | fp8["hf_overrides"]
         arguments |= fp8
     return arguments
+
+
+def draft_length(recipe: schema.Recipe, model_dir: Path, device: str) -> Choice:
+    """Return how many tokens the model drafts, and why: `rollout.draft_tokens`, what was measured where it is auto. device: cpu or cuda."""
+    rollout = recipe.rollout
+    if rollout.draft_tokens != "auto":
+        return Choice(rollout.draft_tokens, f"rollout.draft_tokens={rollout.draft_tokens}")
+    copies = max(1, placement_of(recipe).copies)
+    samples = recipe.train.prompts_per_step * rollout.samples_per_prompt
+    return choose(
+        read_table(),
+        compat.device_name(device),
+        min(rollout.sequences_per_rank, -(-samples // copies)),
+        recipe.data.max_prompt_tokens + rollout.max_response_tokens // 2,
+        draft_lengths(read_shape(model_dir).mtp_layers),
+    )
 
 
 _TRIED_WITH_SECOND = {"enforce_eager", "hf_overrides", "load_format", "max_num_batched_tokens", "block_size"}
@@ -91,6 +113,8 @@ def second_runner_lacks(recipe: schema.Recipe) -> str | None:
         return "rollout.return_routes"
     if placement_of(recipe).adapters_separate:
         return "rollout.adapter_sync=separate"
+    if recipe.rollout.draft_tokens:
+        return "rollout.draft_tokens (not tried)"
     if "speculative_config" in recipe.rollout.vllm:
         return "rollout.vllm.speculative_config"
     other = sorted(recipe.rollout.vllm.keys() - _TRIED_WITH_SECOND)
@@ -105,8 +129,10 @@ def _kv_bytes(recipe: schema.Recipe, model_dir: Path, dtype: str) -> int:
     """KV cache on CPU, a rank: every slot's longest sequence, within its share of the machine's memory."""
     layout = placement_of(recipe).layout
     shape = read_shape(model_dir)
-    blocks = recipe.rollout.sequences_per_rank * -(-longest(recipe) // _BLOCK) + 1
-    values = blocks * _BLOCK * _kv_values(shape, layout.tp) * -(-shape.layers // layout.pp)
+    drafted = draft_length(recipe, model_dir, "cpu").draft_tokens
+    blocks = recipe.rollout.sequences_per_rank * -(-(longest(recipe) + drafted) // _BLOCK) + 1
+    layers = -(-shape.layers // layout.pp) + (shape.mtp_layers if drafted else 0)
+    values = blocks * _BLOCK * _kv_values(shape, layout.tp) * layers
     share = recipe.rollout.memory_fraction * psutil.virtual_memory().total / (layout.tp * layout.pp)
     return min(values * (4 if dtype == "fp32" else 2), int(share))
 

@@ -21,7 +21,6 @@ from tests.rollout.vllm.test_worker import differing
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 GREEDY = Sampling(temperature=0, max_response_tokens=25)
 PROMPT = (5, 9, 2)
 DRAWS = 4000
@@ -44,7 +43,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def rollout(start: Any, path: Any) -> Any:
-    return start("mimo", path, vllm=MTP)
+    return start("mimo", path, draft_tokens=1)
 
 
 def responses(rollout: Any, sampling: Sampling = GREEDY) -> list[list[int]]:
@@ -226,7 +225,7 @@ def lose_buffers(worker: Any) -> None:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="captured graphs know the first table")
 def test_sleep_that_loses_buffers_costs_no_acceptance(start: Any, path: Any) -> None:
-    rollout = start("mimo", path, vllm=MTP)
+    rollout = start("mimo", path, draft_tokens=1)
     call = rollout._engine._engine.collective_rpc
     before = accepted(rollout)
     call(own_table)
@@ -249,7 +248,7 @@ def test_without_a_drafter_its_weights_are_proved_to_have_come(start: Any, path:
 
 def test_a_server_drafts_alike(start: Any, path: Any, rollout: Any) -> None:
     """In a process of its own, whose counters are vLLM's."""
-    server = start("mimo", path, vllm=MTP, mode="server")
+    server = start("mimo", path, draft_tokens=1, mode="server")
     assert responses(server) == greedy_by_transformers(25)
     assert accepted(server) == pytest.approx(accepted(rollout), abs=0.02)
     assert min(p_values(server, 1000)) > SURE
@@ -265,4 +264,4 @@ def test_speculation_that_vllm_leaves_out_is_found(
 
     monkeypatch.setattr(compat, "make_offline", without)
     with pytest.raises(UserError, match="has left that out of its settings"):
-        start("mimo", path, vllm=MTP)
+        start("mimo", path, draft_tokens=1)

@@ -9,11 +9,14 @@ from pydantic import create_model
 
 from quintet.errors import UserError, WorkerFailure
 from quintet.rollout import Sampling
-from quintet.rollout.vllm import compat, runners
+from quintet.rollout.draft_length import Measured
+from quintet.rollout.vllm import compat, runners, settings
 from quintet.rollout.vllm.sampling import check, mode_of
-from quintet.rollout.vllm.settings import engine_arguments, second_runner_lacks
-from tests.models.directory import write_model
+from quintet.rollout.vllm.settings import draft_length, engine_arguments, second_runner_lacks
+from tests.models.directory import QWEN3, write_model
 from tests.rollout.vllm.conftest import recipe_of
+
+MIMO = QWEN3 | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
 
 
 @pytest.fixture
@@ -51,6 +54,39 @@ def test_on_cpu_the_cache_holds_what_the_slots_need(arguments):
     assert "gpu_memory_utilization" not in made
     with pytest.raises(UserError, match=r"rollout\.layout\.ep=2: vLLM for CPU"):
         arguments("cpu", layout={"tp": 2, "ep": 2})
+
+
+def test_drafts_are_a_setting_of_vllm(tmp_path, monkeypatch):
+    monkeypatch.setattr(compat, "require", lambda: "0.32.0")
+    model = write_model(tmp_path / "model", MIMO)
+
+    def made(device, **rollout):
+        return engine_arguments(recipe_of(**rollout), model, device)
+
+    assert "speculative_config" not in made("cuda")
+    assert made("cuda", draft_tokens=2)["speculative_config"] == {
+        "method": "mtp",
+        "num_speculative_tokens": 2,
+    }
+    without, drafting = made("cpu"), made("cpu", draft_tokens=1)
+    layers = MIMO["num_hidden_layers"]
+    assert drafting["kv_cache_memory_bytes"] * layers == without["kv_cache_memory_bytes"] * (layers + 1)
+    many = made("cpu", draft_tokens=3, sequences_per_rank=1000)
+    assert many["max_num_batched_tokens"] == 4000
+
+
+def test_auto_drafts_as_was_measured(tmp_path, monkeypatch):
+    model = write_model(tmp_path / "model", MIMO)
+    rows = [
+        Measured("cpu", n, 64, k, 0.6 * k, speed)
+        for n, k, speed in ((16, 1, 1.3), (16, 2, 1.1), (64, 1, 0.8))
+    ]
+    monkeypatch.setattr(settings, "read_table", lambda: rows)
+    for sequences, length in ((16, 1), (17, 0)):
+        chosen = draft_length(recipe_of(draft_tokens="auto", sequences_per_rank=sequences), model, "cpu")
+        assert chosen.draft_tokens == length, chosen.why
+    other = draft_length(recipe_of(draft_tokens=2), model, "cpu")
+    assert (other.draft_tokens, other.why) == (2, "rollout.draft_tokens=2")
 
 
 def test_routes_cost_the_prefix_cache_on_cpu_alone(arguments):
@@ -139,6 +175,7 @@ def test_processes_that_do_not_start_are_told_with_where_to_look():
         ({"layout": {"pp": 2}}, "rollout.layout.pp > 1 (not tried)"),
         ({"lora": {"rank": 8}, "adapter_sync": "separate"}, "rollout.adapter_sync=separate"),
         ({"vllm": {"speculative_config": {"method": "ngram"}}}, "rollout.vllm.speculative_config"),
+        ({"draft_tokens": 1}, "rollout.draft_tokens (not tried)"),
         ({"vllm": {"enforce_eager": True, "enable_dbo": True}}, "rollout.vllm.enable_dbo (not tried)"),
         ({"vllm": {"enforce_eager": True}}, None),
     ],

@@ -1,0 +1,237 @@
+"""Tokens a second of vLLM behind quintet's adapter with drafts by the model's own layer, by draft length, sequences and context.
+
+    python -m benchmarks.mtp                        a MiMo of 445M parameters on one GPU
+    python -m benchmarks.mtp --shape laptop         a small one on a CPU, where vLLM for CPU is installed
+    python -m benchmarks.mtp --shape tiny --rounds 1    a dry run
+    python -m benchmarks.mtp --table quintet/rollout/draft_speed.json    and what rollout.draft_tokens=auto reads
+
+The model is made so that three of four drafted tokens are accepted (`mtp_work.write_model`). Temperature 1, log-probs told, no end
+of sequence. Each draft length has an engine of its own; starting, and the first call of `generate`, are not counted. Prompts are as
+long as makes the mean context that of the case. What is measured and how: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.mtp_work import SHAPES, Shape, write_model
+from benchmarks.records import RESULTS, ROOT, merged, record, write_records
+
+METRIC, UNIT = "rollout_tokens_per_s", "tokens/s"
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.mtp", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="400m")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2, 3],
+        help="of drafts; 0, without any, is among them",
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory-fraction", type=float, default=0.8)
+    parser.add_argument("--timeout-s", type=float, default=1800.0, help="of one draft length")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON records go here, instead of being merged into benchmarks/results/mtp.json",
+    )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        help="rows of quintet/rollout/draft_speed.json go here, in place of this device's",
+    )
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if 0 not in args.lengths or min(args.lengths) < 0 or len({*args.lengths}) < len(args.lengths):
+        parser.error("--lengths: name 0, which the others are compared with, and each length once")
+    if args.rounds < 1:
+        parser.error("--rounds: at least 1")
+    return args
+
+
+def cases(shape: Shape) -> list[tuple[int, int]]:
+    """Sequences and context of each case."""
+    return [(n, context) for context in shape.contexts for n in shape.sequences]
+
+
+def one_round(rollout: Any, shape: Shape, case: tuple[int, int], turn: int) -> tuple[float, float]:
+    """Seconds of a call, and the mean number of accepted tokens of a draft (0 without drafts)."""
+    from quintet.rollout import Request, Sampling
+
+    count, context = case
+    prompt_tokens = context - shape.response // 2
+    requests = [
+        Request(
+            random.Random(turn * 1000 + at).choices(range(shape.vocab), k=prompt_tokens),
+            seed=turn * 1000 + at,
+        )
+        for at in range(count)
+    ]
+    rollout.metrics()
+    start = time.perf_counter()
+    rows = rollout.generate(requests, Sampling(max_response_tokens=shape.response, ignore_end=True))
+    seconds = time.perf_counter() - start
+    if any(
+        len(s.response_ids) != shape.response or len(s.policy_logprobs) != shape.response for (s,) in rows
+    ):
+        raise SystemExit(
+            "a response is not of the length that was asked, or came without a log-prob for each token"
+        )
+    counts = rollout.metrics()
+    return seconds, counts["accepted_tokens"] / max(counts["drafts"], 1)
+
+
+def work(args: argparse.Namespace) -> None:
+    """Be the process of one draft length: prints the device, and seconds and accepted tokens of each round by case."""
+    import torch
+
+    from quintet.recipe import schema
+    from quintet.rollout.vllm import VllmRollout, compat
+
+    shape, device = SHAPES[args.shape], "cuda" if torch.cuda.is_available() else "cpu"
+    recipe = schema.Recipe.model_validate(
+        {
+            "model": {"dtype": "bf16" if device == "cuda" else "fp32"},
+            "data": {"max_prompt_tokens": max(shape.contexts)},
+            "mtp": {"train": False},
+            "rollout": {
+                "backend": "vllm",
+                "draft_tokens": args.worker,
+                "max_response_tokens": shape.response,
+                "memory_fraction": args.memory_fraction,
+                "sequences_per_rank": max(shape.sequences),
+            },
+        }
+    )
+    rollout = VllmRollout(recipe, args.model, device=device, decode=str)
+    found = [
+        [one_round(rollout, shape, case, turn) for turn in range(args.rounds + 1)][1:]
+        for case in cases(shape)
+    ]
+    rollout.close()
+    print("\n" + json.dumps({"device": compat.device_name(device), "rounds": found}), flush=True)
+
+
+def run(args: argparse.Namespace, model: Path, length: int) -> dict[str, Any]:
+    """What `work` told of one draft length. SystemExit with the end of its output when it fails."""
+    options = [
+        "--shape",
+        args.shape,
+        "--rounds",
+        str(args.rounds),
+        "--memory-fraction",
+        str(args.memory_fraction),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.mtp",
+        *options,
+        "--worker",
+        str(length),
+        "--model",
+        str(model),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=args.timeout_s, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"drafts of {length} failed:\n{(done.stdout + done.stderr)[-6000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def measured(
+    args: argparse.Namespace, told: dict[int, dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Records, and rows of the table, of what each draft length's process told; prints them."""
+    from quintet.rollout.draft_length import ASSUMED_ACCEPTANCE, Measured, choose
+
+    shape, records, rows, speeds = SHAPES[args.shape], [], [], {}
+    device = told[0]["device"]
+    for at, (count, context) in enumerate(cases(shape)):
+        for length, one in sorted(told.items()):
+            tokens = count * shape.response
+            speed = tokens / statistics.median(seconds for seconds, _ in one["rounds"][at])
+            accepted = statistics.fmean(accepted for _, accepted in one["rounds"][at])
+            speeds[count, context, length] = speed
+            base = speeds[count, context, 0]
+            name = f"{args.shape}/vllm/seqs{count}/context{context}/k{length}"
+            records.append(record("mtp", name, METRIC, speed, UNIT, baseline=base if length else None))
+            print(
+                f"{name}: {speed:,.0f} {UNIT}, {speed / base:.2f} of none, {accepted:.2f} tokens of a draft accepted",
+                flush=True,
+            )
+            if length:
+                records.append(record("mtp", name, "accepted_length", 1 + accepted, "tokens"))
+                rows.append(
+                    {
+                        "device": device,
+                        "sequences": count,
+                        "context_tokens": context,
+                        "draft_tokens": length,
+                        "accepted": round(accepted, 3),
+                        "speedup": round(speed / base, 3),
+                    }
+                )
+    table = [Measured(**row) for row in rows]
+    for count, context in cases(shape):
+        chosen = choose(table, device, count, context, args.lengths, ASSUMED_ACCEPTANCE)
+        print(
+            f"auto, {chosen.why}: {speeds[count, context, chosen.draft_tokens] / speeds[count, context, 0]:.2f} of none",
+            flush=True,
+        )
+        name = f"{args.shape}/vllm/seqs{count}/context{context}/auto"
+        value = speeds[count, context, chosen.draft_tokens]
+        records.append(record("mtp", name, METRIC, value, UNIT, baseline=speeds[count, context, 0]))
+    return records, rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure all draft lengths, one after another."""
+    args = arguments(argv)
+    if args.worker is not None:
+        work(args)
+        return
+    import torch
+
+    shape = SHAPES[args.shape]
+    with tempfile.TemporaryDirectory(prefix="quintet-mtp-") as directory:
+        model = Path(directory) / "model"
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        write_model(model, shape, max(shape.contexts) + 2 * shape.response, dtype)
+        told = {}
+        for length in sorted(args.lengths):
+            print(f"drafts of {length}", flush=True)
+            told[length] = run(args, model, length)
+    records, rows = measured(args, told)
+    if args.table is not None:
+        before = json.loads(args.table.read_text(encoding="utf-8")) if args.table.exists() else []
+        kept = [row for row in before if row["device"] != rows[0]["device"]] if rows else before
+        args.table.write_text(
+            "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in kept + rows) + "\n]\n", encoding="utf-8"
+        )
+    path = args.out or RESULTS / "mtp.json"
+    if args.shape != "tiny" or args.out:
+        write_records(path, records if args.out else merged(path, records))
+        print(f"written to {path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

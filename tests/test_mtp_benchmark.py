@@ -1,0 +1,97 @@
+"""The benchmark of drafts: its model is what it says, and what it tells of what was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.mtp import arguments, cases, measured
+from benchmarks.mtp_work import ACCEPTANCE, SHAPES, write_model
+from benchmarks.records import ROOT, check
+from quintet.models import check_weights, read_shape
+
+TINY = SHAPES["tiny"]
+
+
+def test_the_model_is_a_mimo_whose_drafts_are_accepted_as_often_as_said(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", TINY, 64, torch.float32)
+    shape = read_shape(tmp_path / "model")
+    assert (shape.family, shape.layers, shape.mtp_layers) == ("mimo", TINY.layers, 1)
+    check_weights(tmp_path / "model", shape)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    state = tensors[
+        "model.embed_tokens.weight"
+    ]  # nothing is added to it, and its norm is that of the final one's
+    likeliest = (state @ tensors["lm_head.weight"].T).softmax(-1).max(-1)
+    assert likeliest.values.mean() == pytest.approx(
+        ACCEPTANCE, abs=0.05
+    )  # embeddings of 128 are not quite orthogonal
+    assert len(set(likeliest.indices.tolist())) == TINY.vocab  # the text goes on
+
+
+@pytest.mark.parametrize(
+    "options", [["--lengths", "1", "2"], ["--lengths", "0", "1", "1"], ["--rounds", "0"], ["--shape", "7b"]]
+)
+def test_what_cannot_be_measured_is_refused(options: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(options)
+
+
+def test_records_and_rows_follow_from_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments(["--shape", "tiny", "--lengths", "0", "1"])
+    assert cases(TINY) == [(1, 32), (4, 32)]
+    told = {
+        0: {"device": "NVIDIA H200", "rounds": [[(2.0, 0.0)], [(1.0, 0.0)]]},
+        1: {"device": "NVIDIA H200", "rounds": [[(1.0, 0.7), (1.0, 0.8), (9.0, 0.75)], [(2.0, 0.75)]]},
+    }
+    records, rows = measured(args, told)
+    for one in records:
+        check(one)
+    by_case = {(one["case"], one["metric"]): (one["value"], one["baseline"]) for one in records}
+    assert by_case["tiny/vllm/seqs1/context32/k1", "rollout_tokens_per_s"] == (16.0, 8.0)
+    assert by_case["tiny/vllm/seqs4/context32/k1", "rollout_tokens_per_s"] == (32.0, 64.0)
+    assert by_case["tiny/vllm/seqs1/context32/k1", "accepted_length"] == (1.75, None)
+    assert by_case["tiny/vllm/seqs1/context32/auto", "rollout_tokens_per_s"] == (16.0, 8.0)
+    assert by_case["tiny/vllm/seqs4/context32/auto", "rollout_tokens_per_s"] == (64.0, 64.0)
+    assert [(row["sequences"], row["accepted"], row["speedup"]) for row in rows] == [
+        (1, 0.75, 2.0),
+        (4, 0.75, 0.5),
+    ]
+    assert "none was measured faster" in capsys.readouterr().out
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
+def test_it_measures(tmp_path: Path) -> None:
+    """A dry run."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.mtp",
+        "--shape",
+        "tiny",
+        "--rounds",
+        "1",
+        "--lengths",
+        "0",
+        "1",
+    ]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "records.json"), "--table", str(tmp_path / "table.json")],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "table.json").read_text())
+    assert all(0.5 < row["accepted"] < 0.95 for row in rows)
+    assert len(json.loads((tmp_path / "records.json").read_text())) == 8
