@@ -58,6 +58,9 @@ CPU_EXPERTS = (
     "vLLM for CPU does not spread experts over ranks; use ep=1, every rank then holds a part of each expert"
 )
 
+PLAIN_HEADS = ("mimo", "qwen2")
+"""Families in which vLLM (0.20.2, 0.32.0) does not read head_dim: it takes a part of larger matrices without a word."""
+
 ADAPTED = ("llama", "qwen2", "qwen3")
 """Families that vLLM computes adapters of, beside all of their linear layers."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

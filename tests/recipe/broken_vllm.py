@@ -4,6 +4,21 @@ V = "rollout.backend=vllm"
 BROKEN_VLLM = [
     (
         "vllm_can_do_it",
+        [
+            V,
+            "model.build.family=mimo",
+            "model.build.hidden_size=64",
+            "model.build.heads=2",
+            "model.build.kv_heads=1",
+            "model.build.head_dim=64",
+        ],
+        [
+            "vLLM has heads of hidden_size / heads = 32 in models of mimo, and these have 64",
+            "model.build.head_dim=32",
+        ],
+    ),
+    (
+        "vllm_can_do_it",
         [V, "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=5"],
         ["rollout.top_p=0.9 and rollout.top_k=5 with rollout.temperature=0.7", "use rollout.temperature=1"],
     ),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from quintet.recipe.problem import Problem
 from quintet.recipe.reserved_options import unknown_here
 from quintet.recipe.rules.facts import Facts, rule
-from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, refusals
+from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, PLAIN_HEADS, refusals
 
 
 @rule
@@ -23,6 +23,17 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "rollout.vllm.enable_chunked_prefill=true: of a prompt that is cut over two steps vLLM for CPU cannot set a seed's "
             "generator back; remove it"
+        )
+    shape = facts.shape
+    if (
+        shape is not None
+        and shape.family in PLAIN_HEADS
+        and shape.heads * shape.head_dim != shape.hidden_size
+    ):
+        yield Problem(
+            f"rollout.backend=vllm: vLLM has heads of hidden_size / heads = {shape.hidden_size // shape.heads} in models of {shape.family}, "
+            f"and these have {shape.head_dim}; use model.build.head_dim={shape.hidden_size // shape.heads} where the model is built, or "
+            "rollout.backend=native"
         )
     if recipe.rollout.quantization == "fp8" and recipe.model.dtype == "fp32":
         yield Problem(

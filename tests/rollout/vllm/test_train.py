@@ -41,6 +41,14 @@ pytestmark = pytest.mark.vllm
             ["cluster.ranks=1", "lora.rank=4", "rollout.adapter_sync=separate", "optimizer.lr=1.0e-3"],
             id="adapters",
         ),
+        pytest.param(
+            [
+                *("cluster.ranks=1", "model.build.family=mimo", "model.build.tied_embeddings=false"),
+                *("model.build.heads=2", "model.build.kv_heads=2", "model.build.head_dim=32"),
+                *("mtp.init_layers=1", "rollout.draft_tokens=1"),
+            ],
+            id="drafts",
+        ),
     ],
 )
 def test_a_run_trains_on_what_vllm_generates(
@@ -55,6 +63,7 @@ def test_a_run_trains_on_what_vllm_generates(
     for line in steps:
         assert line["sync/gib"] > 0
         assert line["sync/proof_seconds"] > 0
+        assert (line.get("rollout/draft_tokens", 0) > 0) == ("rollout.draft_tokens=1" in placement)
         # The same weights, in fp32, by other kernels.
         assert line["mismatch/logprob_gap_max"] < max(TOLERANCE, 1e-3)
     # Once vLLM's loading has shown what each of two devices needs, which is before the first step, each gets that alone.
