@@ -20,6 +20,7 @@ from quintet.errors import SyncFailure, UserError
 from quintet.models.mcore import whole_box
 from quintet.rollout.base import Piece
 from quintet.rollout.vllm.weights import Weights, check
+from quintet.rollout.vllm.worker_models import WorkerModels
 from quintet.sync.server import ReceiverSpec, WeightServer
 from quintet.sync.source import ChannelSource
 from tests.rollout.vllm.test_weights import Fused, Repacked, weights_of
@@ -246,7 +247,7 @@ def test_a_vllm_worker_gets_some_of_the_heads_that_share_a_kv_head(model):
     """Two workers, each with two of the four heads: they ask for them after a first sync of whole tensors. So small are
     buckets that they are cut as well."""
     workers = [model(rank, 2) for rank in range(2)]
-    held = [Weights([("", one)], one.load, lambda name: False) for one in workers]
+    held = [Weights(WorkerModels(one), one.load, lambda name: False) for one in workers]
     named = weights_of(0)
     server = server_of(list(trained(named)), bucket_mib=64 / 2**20)
     for seed in range(3):

@@ -17,6 +17,7 @@ from quintet.rollout.base import Piece
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.fp8 import fp8_arguments
 from quintet.rollout.vllm.weights import Weights, check, combine
+from quintet.rollout.vllm.worker_models import WorkerModels
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.models import model, save
 from tests.rollout.vllm.sent import update
@@ -45,7 +46,7 @@ def test_eight_bits_and_scales_arrive_and_are_read() -> None:
             rows = len(target) // 2
             target.data[half * rows : (half + 1) * rows].copy_(tensor)
 
-    held = Weights([("", layer)], load, lambda name: False)
+    held = Weights(WorkerModels(layer), load, lambda name: False)
     for seed in range(2):
         torch.manual_seed(seed)
         sent = {f"{half}.weight": torch.randn(128, 128).to(torch.float8_e4m3fn) for half in ("gate", "up")}
