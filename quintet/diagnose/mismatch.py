@@ -171,6 +171,8 @@ def _recipe_of(recipe: Recipe, weights: Weights) -> Recipe:
     own.model.build, own.model.path = None, weights.model
     if weights.merged:
         own.lora = None
+    if own.mtp is not None:
+        own.mtp.init_layers = None  # the model has them
     own.train.eval_prompts, own.checkpoint.every_steps = 0, 0
     return own
 

@@ -37,7 +37,7 @@ class OracleModel:
 
     def __init__(self, recipe: schema.Recipe, model_dir: Path, dtype: str) -> None:
         self._recipe, self._model_dir = recipe, model_dir
-        self._shape = trained_shape(model_dir)
+        self._shape = trained_shape(model_dir, mtp=recipe.mtp is not None)
         self._engine = Engine(
             self._shape,
             schema.Layout(),
@@ -47,7 +47,7 @@ class OracleModel:
             lora=lora_shape(recipe, self._shape),
         )
         self._model = self._engine.model.eval()
-        self._taps = [_Tap(one) for one in self._model.modules() if isinstance(one, Router)]
+        self._taps = [_Tap(one) for one in self._model.decoder.modules() if isinstance(one, Router)]
 
     def load(self, weights: Weights) -> None:
         """Take these weights. Raises UserError for files that are damaged or of another model."""

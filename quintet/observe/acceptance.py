@@ -21,7 +21,7 @@ class AcceptanceFalls:
         if line.get(DRAFTED, 0) < ENOUGH:
             return None
         before, self._before = self._before, line[METRIC]
-        if before is None or line[METRIC] > before / 2:
+        if not before or line[METRIC] > before / 2:
             return None
         return (
             f"warning: {line[METRIC]:.1%} of drafted tokens are accepted, {before:.1%} in the step before. What is generated is right all "

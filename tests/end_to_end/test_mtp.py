@@ -36,3 +36,12 @@ def test_runs_with_layers_resume_bit_for_bit(tmp_path):
     """By a rollout on the engine's own weights, which has no use for the layers."""
     said = run("verify-resume", *DEMO, *MIMO, "rollout.layout=null", f"run.dir={tmp_path}")
     assert "identical: every step and every weight, bit for bit" in said
+
+
+@pytest.mark.slow
+def test_a_rollout_of_its_own_gets_the_layers_and_mismatch_is_diagnosed(tmp_path):
+    """By a rollout that proves all that it is sent, and by plain models of the run's checkpoint and model."""
+    own = ["layout=null", "rollout.own_processes=true", "checkpoint.every_steps=1", "sft=null"]
+    directory = run_directory(run("train", *DEMO, *MIMO, *own, f"run.dir={tmp_path}"))
+    said = run("diagnose", "mismatch", str(directory))
+    assert "rollout" in said

@@ -26,6 +26,7 @@ def test_a_slow_fall_few_tokens_and_steps_without_drafts_say_nothing() -> None:
     assert not any(said((0.8, 1000), (0.5, 1000), (0.3, 1000), (0.2, 1000)))
     assert not any(said((0.8, 1000), (0.1, ENOUGH - 1), None, (0.7, 1000)))
     assert said((0.8, 1000), None, (0.1, 1000)) == [False, False, True]
+    assert not any(said((0.0, 1000), (0.0, 1000)))  # new layers
 
 
 def test_it_says_both_shares() -> None:

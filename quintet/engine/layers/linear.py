@@ -43,7 +43,7 @@ def packed(weight: Tensor) -> Tensor:
 @contextmanager
 def packed_weights(model: torch.nn.Module) -> Iterator[None]:
     """Have the model's linear layers multiply by packed copies of their weights, which must not change meanwhile, without gradients."""
-    layers = [layer for layer in model.modules() if isinstance(layer, _Direct)]
+    layers = [one for one in model.modules() if isinstance(one, _Direct) and one.tp_group.size() == 1]
     try:
         for layer in layers:
             layer.packed = packed(layer.weight)

@@ -72,10 +72,10 @@ def write_with_fresh_layers(source: Path, path: Path, mtp_layers: int, seed: int
     matrices = (one.entry.dtype for one in there.tensors.values() if len(one.entry.shape) == 2)
     tensors = _fresh(mtp_weights(shape), TORCH_DTYPES[next(matrices)], seed)
     path.mkdir(parents=True, exist_ok=True)
-    for file in source.resolve().iterdir():
-        if file.is_file() and file.name not in ("config.json", _INDEX):
-            (path / file.name).symlink_to(file.resolve())
     new = "model-mtp.safetensors"
+    for file in source.resolve().iterdir():
+        if file.is_file() and file.name not in ("config.json", _INDEX, new):
+            (path / file.name).symlink_to(file.resolve())
     save_file(tensors, str(path / new), metadata={"format": "pt"})
     files = {name: one.file.name for name, one in there.tensors.items()} | dict.fromkeys(tensors, new)
     (path / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))

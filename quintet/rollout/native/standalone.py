@@ -31,7 +31,7 @@ def native_rollout(
 
     Its weights come with the first sync. With adapters the frozen rest is read from `model_dir`, and adapters alone come.
     """
-    shape = trained_shape(model_dir)
+    shape = trained_shape(model_dir, mtp=recipe.mtp is not None)
     lora, wanted = lora_shape(recipe, shape), placement_of(recipe).layout
     layout = schema.Layout(tp=wanted.tp, pp=wanted.pp)
     mesh = build.mesh_of(layout, dist.get_world_size())

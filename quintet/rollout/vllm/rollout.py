@@ -56,12 +56,13 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         progress: Progress = lambda done: None,
     ) -> None:
         compat.prepare(device)
+        drafted = draft_length(recipe, model_dir, device)
         if device == "cuda":
-            print(runners.choose_runner(second_runner_lacks(recipe)), flush=True)
+            print(runners.choose_runner(second_runner_lacks(recipe, drafted.draft_tokens)), flush=True)
         self._mode = mode_of(recipe.rollout)
         arguments = engine_arguments(recipe, model_dir, device)
         if recipe.rollout.draft_tokens == "auto":
-            print(f"vLLM: {draft_length(recipe, model_dir, device).why}", flush=True)
+            print(f"vLLM: {drafted.why}", flush=True)
         make = ServerEngine if recipe.rollout.mode == "server" else OfflineEngine
         with compat.starting():
             engine: Engine = make(arguments)

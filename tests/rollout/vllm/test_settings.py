@@ -183,7 +183,7 @@ def test_processes_that_do_not_start_are_told_with_where_to_look():
 def test_the_second_runner_is_taken_where_it_can_do_all(monkeypatch, rollout, lacks):
     monkeypatch.setenv(runners.RUNNER, "left by an engine before")
     monkeypatch.setattr(runners, "_RUNNER_ASKED", None)
-    assert second_runner_lacks(recipe_of(**rollout)) == lacks
+    assert second_runner_lacks(recipe_of(**rollout), rollout.get("draft_tokens", 0)) == lacks
     line = runners.choose_runner(lacks)
     assert os.environ[runners.RUNNER] == ("0" if lacks else "1")
     assert line == (
