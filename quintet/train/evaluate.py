@@ -23,6 +23,7 @@ def evaluate(s: Session, step: int, *, show_all: bool = False) -> dict[str, floa
             )
         s.controller.reward(sampled)
         s.controller.reward(greedy)
+        s.controller.counted()  # greedy drafts are accepted more often: they are not the next step's
     metrics: dict[str, float] = {}
     told = means(sampled.rewards)
     if "accuracy" in told:
