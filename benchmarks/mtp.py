@@ -1,20 +1,20 @@
 """Tokens a second of vLLM behind quintet's adapter with drafts by the model's own layer, by draft length, sequences and context.
 
-    python -m benchmarks.mtp                        a MiMo of 445M parameters on one GPU
+    python -m benchmarks.mtp                        a MiMo of 445M parameters on one GPU, trained there first
     python -m benchmarks.mtp --shape laptop         a small one on a CPU, where vLLM for CPU is installed
     python -m benchmarks.mtp --shape tiny --rounds 1    a dry run
     python -m benchmarks.mtp --table quintet/rollout/draft_speed.json    and what rollout.draft_tokens=auto reads
 
-The model is made so that three of four drafted tokens are accepted (`mtp_work.write_model`). Temperature 1, log-probs told, no end
-of sequence. Each draft length has an engine of its own; starting, and the first call of `generate`, are not counted. Prompts are as
-long as makes the mean context that of the case. What is measured and how: benchmarks/README.md.
+The model is trained from scratch on a language in which three of four greedy drafts are accepted (`benchmarks.mtp_train`, which also
+tells what training the layer costs). Temperature 1, log-probs told, no end of sequence. Each draft length has an engine of its own;
+starting, and the first call of `generate`, are not counted. Prompts are as long as makes the mean context that of the case, and up to
+eight samples share one. What is measured and how: benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mtp_work import SHAPES, Shape, write_model
+from benchmarks.mtp_work import SHAPES, Shape
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 
 METRIC, UNIT = "rollout_tokens_per_s", "tokens/s"
@@ -55,8 +55,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=Path,
         help="rows of quintet/rollout/draft_speed.json go here, in place of this device's",
     )
+    parser.add_argument(
+        "--model", type=Path, help="made by benchmarks.mtp_train before; training is not measured then"
+    )
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if 0 not in args.lengths or min(args.lengths) < 0 or len({*args.lengths}) < len(args.lengths):
         parser.error("--lengths: name 0, which the others are compared with, and each length once")
@@ -70,31 +72,34 @@ def cases(shape: Shape) -> list[tuple[int, int]]:
     return [(n, context) for context in shape.contexts for n in shape.sequences]
 
 
-def one_round(rollout: Any, shape: Shape, case: tuple[int, int], turn: int) -> tuple[float, float]:
-    """Seconds of a call, and the mean number of accepted tokens of a draft (0 without drafts)."""
+SAMPLES = 8
+"""Of a prompt, at most."""
+
+
+def one_round(rollout: Any, shape: Shape, case: tuple[int, int], turn: int) -> tuple[float, float, float]:
+    """Seconds of a call; the mean number of accepted tokens of a draft, and how many of the first ones were (0 without drafts)."""
     from quintet.rollout import Request, Sampling
 
     count, context = case
-    prompt_tokens = context - shape.response // 2
-    requests = [
-        Request(
-            random.Random(turn * 1000 + at).choices(range(shape.vocab), k=prompt_tokens),
-            seed=turn * 1000 + at,
-        )
-        for at in range(count)
-    ]
+    samples = min(count, SAMPLES)
+    seeds = [turn * 1000 + at for at in range(count // samples)]
+    prompts = [shape.language.text(context - shape.response // 2, seed) for seed in seeds]
+    requests = [Request(p, samples=samples, seed=seed) for p, seed in zip(prompts, seeds, strict=True)]
     rollout.metrics()
     start = time.perf_counter()
     rows = rollout.generate(requests, Sampling(max_response_tokens=shape.response, ignore_end=True))
     seconds = time.perf_counter() - start
     if any(
-        len(s.response_ids) != shape.response or len(s.policy_logprobs) != shape.response for (s,) in rows
+        len(s.response_ids) != shape.response or len(s.policy_logprobs) != shape.response
+        for row in rows
+        for s in row
     ):
         raise SystemExit(
             "a response is not of the length that was asked, or came without a log-prob for each token"
         )
     counts = rollout.metrics()
-    return seconds, counts["accepted_tokens"] / max(counts["drafts"], 1)
+    drafts = max(counts["drafts"], 1)
+    return seconds, counts["accepted_tokens"] / drafts, counts.get("accepted_at_1", 0.0) / drafts
 
 
 def work(args: argparse.Namespace) -> None:
@@ -138,23 +143,41 @@ def run(args: argparse.Namespace, model: Path, length: int) -> dict[str, Any]:
         "--memory-fraction",
         str(args.memory_fraction),
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.mtp",
-        *options,
-        "--worker",
-        str(length),
-        "--model",
-        str(model),
-    ]
+    command = ["benchmarks.mtp", *options, "--worker", str(length), "--model", str(model)]
+    return answer_of(args, command, f"drafts of {length}")
+
+
+def answer_of(args: argparse.Namespace, command: list[str], what: str) -> dict[str, Any]:
+    """The last line, as JSON, that a module says. SystemExit with the end of its output when it fails."""
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=args.timeout_s, check=False
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=args.timeout_s,
+        check=False,
     )
     if done.returncode:
-        raise SystemExit(f"drafts of {length} failed:\n{(done.stdout + done.stderr)[-6000:]}")
+        raise SystemExit(f"{what} failed:\n{(done.stdout + done.stderr)[-6000:]}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
+
+
+def trained(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
+    """Train the model; the records of that, printed."""
+    told = answer_of(args, ["benchmarks.mtp_train", "--shape", args.shape, "--model", str(model)], "training")
+    overhead = told["without"] / told["with"] - 1
+    print(
+        f"trained to a loss of {told['loss']:.3f}, {told['loss_ahead']:.3f} ahead (the language's entropy is {told['entropy']:.3f}): "
+        f"{told['with']:,.0f} tokens/s, {told['without']:,.0f} without the layer; {overhead:.1%} of time for {told['flop_share']:.1%} of FLOPs",
+        flush=True,
+    )
+    name = f"{args.shape}/train"
+    return [
+        record("mtp", name, "tokens_per_s", told["with"], "tokens/s", baseline=told["without"]),
+        record("mtp", f"{name}/overhead", "time_over_flops", overhead / told["flop_share"], "ratio"),
+        record("mtp", name, "accuracy", told["accuracy_ahead"], "fraction"),
+    ]
 
 
 def measured(
@@ -168,18 +191,20 @@ def measured(
     for at, (count, context) in enumerate(cases(shape)):
         for length, one in sorted(told.items()):
             tokens = count * shape.response
-            speed = tokens / statistics.median(seconds for seconds, _ in one["rounds"][at])
-            accepted = statistics.fmean(accepted for _, accepted in one["rounds"][at])
+            speed = tokens / statistics.median(seconds for seconds, *_ in one["rounds"][at])
+            accepted, first = (statistics.fmean(r[place] for r in one["rounds"][at]) for place in (1, 2))
             speeds[count, context, length] = speed
             base = speeds[count, context, 0]
             name = f"{args.shape}/vllm/seqs{count}/context{context}/k{length}"
             records.append(record("mtp", name, METRIC, speed, UNIT, baseline=base if length else None))
             print(
-                f"{name}: {speed:,.0f} {UNIT}, {speed / base:.2f} of none, {accepted:.2f} tokens of a draft accepted",
+                f"{name}: {speed:,.0f} {UNIT}, {speed / base:.2f} of none, {accepted:.2f} tokens of a draft accepted, "
+                f"{first:.0%} of the first ones",
                 flush=True,
             )
             if length:
                 records.append(record("mtp", name, "accepted_length", 1 + accepted, "tokens"))
+                records.append(record("mtp", name, "acceptance", first, "fraction"))
                 rows.append(
                     {
                         "device": device,
@@ -209,18 +234,18 @@ def main(argv: list[str] | None = None) -> None:
     if args.worker is not None:
         work(args)
         return
-    import torch
 
-    shape = SHAPES[args.shape]
+    records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="quintet-mtp-") as directory:
-        model = Path(directory) / "model"
-        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-        write_model(model, shape, max(shape.contexts) + 2 * shape.response, dtype)
+        model = args.model or Path(directory) / "model"
+        if args.model is None:
+            records += trained(args, model)
         told = {}
         for length in sorted(args.lengths):
             print(f"drafts of {length}", flush=True)
             told[length] = run(args, model, length)
-    records, rows = measured(args, told)
+    more, rows = measured(args, told)
+    records += more
     if args.table is not None:
         before = json.loads(args.table.read_text(encoding="utf-8")) if args.table.exists() else []
         kept = [row for row in before if row["device"] != rows[0]["device"]] if rows else before

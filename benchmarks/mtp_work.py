@@ -1,121 +1,89 @@
-"""The work of the benchmark of drafts: models whose drafts are accepted as often as one likes, and how many sequences of what length.
+"""The work of the benchmark of drafts: a language of known entropy, the model that learns it, and how many sequences of what length.
 
 Imports without torch: the parent process plans with it.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ACCEPTANCE = 0.75
-"""Of each drafted token, if those before it were accepted."""
+LIKELY = 0.75
+"""Probability of the token that most often follows another; a greedy draft of a layer that has learnt the language is
+accepted so often, if those before it were."""
+
+
+@dataclass(frozen=True)
+class Language:
+    """Each of `words` token ids is followed by one certain other with probability LIKELY, else by any of them."""
+
+    words: int
+
+    def followers(self) -> list[int]:
+        """Return what most often follows each word: one cycle through all, so that no text is caught in a short one."""
+        order = list(range(self.words))
+        random.Random(0).shuffle(order)
+        follows = [0] * self.words
+        for word, following in zip(order, order[1:] + order[:1], strict=True):
+            follows[word] = following
+        return follows
+
+    def text(self, tokens: int, seed: int) -> list[int]:
+        """Return a text of so many tokens."""
+        draw, follows = random.Random(seed), self.followers()
+        found = [draw.randrange(self.words)]
+        while len(found) < tokens:
+            found.append(follows[found[-1]] if draw.random() < LIKELY else draw.randrange(self.words))
+        return found
+
+    @property
+    def entropy(self) -> float:
+        """Nats a token."""
+        rest = (1 - LIKELY) / self.words
+        likely = LIKELY + rest
+        return -likely * math.log(likely) - (self.words - 1) * rest * math.log(rest)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a MiMo: heads of 64 (32 for hidden sizes under 256), a quarter as many for keys and values."""
+    """Sizes of a MiMo, of its training, and of what it then generates.
+
+    Heads are of 64 (32 for hidden sizes under 256), a quarter as many for keys and values. tokens: of a micro-batch, of which a step
+    has four. steps: of training.
+    """
 
     hidden: int
     layers: int
     ffn: int
     vocab: int
+    language: Language
+    tokens: int
+    steps: int
     sequences: tuple[int, ...]
     contexts: tuple[int, ...]
     response: int
 
-    @property
-    def heads(self) -> int:
-        return self.hidden // (64 if self.hidden >= 256 else 32)
-
-    def config(self, longest: int) -> dict[str, Any]:
-        """Return config.json's content."""
+    def build(self) -> dict[str, Any]:
+        """Return the recipe's section `model.build`."""
+        heads = self.hidden // (64 if self.hidden >= 256 else 32)
         return {
-            "architectures": ["MiMoForCausalLM"],
-            "model_type": "qwen2",  # transformers knows a MiMo as its trunk
+            "family": "mimo",
             "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "intermediate_size": self.ffn,
-            "vocab_size": self.vocab,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": max(1, self.heads // 4),
-            "head_dim": self.hidden // self.heads,
-            "max_position_embeddings": longest,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
-            "hidden_act": "silu",
-            "num_nextn_predict_layers": 1,
+            "ffn_hidden_size": self.ffn,
+            "layers": self.layers,
+            "heads": heads,
+            "kv_heads": max(1, heads // 4),
+            "head_dim": self.hidden // heads,
+            "max_position_embeddings": max(self.contexts) + 2 * self.response,
+            "tied_embeddings": False,
         }
 
 
 SHAPES = {
     # 445M parameters.
-    "400m": Shape(1024, 24, 4096, 32768, (1, 8, 32, 64, 256), (512, 4096), 256),
-    "laptop": Shape(128, 4, 384, 512, (1, 8, 32), (64, 256), 48),
-    "tiny": Shape(128, 2, 256, 256, (1, 4), (32,), 16),
+    "400m": Shape(1024, 24, 4096, 32768, Language(4096), 16384, 240, (1, 8, 32, 64, 256), (512, 4096), 256),
+    "laptop": Shape(128, 4, 384, 512, Language(256), 2048, 120, (1, 8, 32), (64, 256), 48),
+    "tiny": Shape(128, 2, 256, 256, Language(64), 512, 60, (1, 4), (32,), 16),
 }
-
-
-def write_model(path: Path, shape: Shape, longest: int, dtype: Any) -> None:
-    """Write a model of this shape, as a Hugging Face directory, in which a token is followed by one certain other with probability
-    ACCEPTANCE, and by any of the rest alike.
-
-    What layers add to the residual stream is zero, so that a token's state is its embedding: a decoder of this size takes as long with
-    zeros as with other numbers. The head has the embedding of token t in the row of the token that follows t, at the scale that gives
-    ACCEPTANCE; the layer that drafts hands the next token's embedding on, and so drafts the likeliest token.
-    """
-    import torch
-    from safetensors.torch import save_file
-
-    torch.manual_seed(0)
-    h, f, v, kv = (
-        shape.hidden,
-        shape.ffn,
-        shape.vocab,
-        max(1, shape.heads // 4) * (shape.hidden // shape.heads),
-    )
-    embedding = torch.nn.functional.normalize(torch.randn(v, h), dim=-1) * math.sqrt(h)
-    head = torch.empty(v, h)
-    head[torch.randperm(v)] = embedding * math.log(ACCEPTANCE / (1 - ACCEPTANCE) * (v - 1)) / h
-
-    def layer(prefix: str) -> dict[str, Any]:
-        ones, random = torch.ones(h), 1 / math.sqrt(h)
-        return {
-            prefix + "input_layernorm.weight": ones.clone(),
-            prefix + "post_attention_layernorm.weight": ones.clone(),
-            **{
-                f"{prefix}self_attn.{x}_proj.weight": torch.randn(n, h) * random
-                for x, n in (("q", h), ("k", kv), ("v", kv))
-            },
-            **{
-                f"{prefix}self_attn.{x}_proj.bias": torch.zeros(n)
-                for x, n in (("q", h), ("k", kv), ("v", kv))
-            },
-            prefix + "self_attn.o_proj.weight": torch.zeros(h, h),
-            prefix + "mlp.gate_proj.weight": torch.randn(f, h) * random,
-            prefix + "mlp.up_proj.weight": torch.randn(f, h) * random,
-            prefix + "mlp.down_proj.weight": torch.zeros(h, f),
-        }
-
-    tensors = {
-        "model.embed_tokens.weight": embedding,
-        "lm_head.weight": head,
-        "model.norm.weight": torch.ones(h),
-    }
-    for number in range(shape.layers):
-        tensors |= layer(f"model.layers.{number}.")
-    drafts = "model.mtp_layers.0."
-    tensors |= layer(drafts)
-    tensors |= {f"{drafts}{x}_layernorm.weight": torch.ones(h) for x in ("token", "hidden", "final")}
-    tensors[f"{drafts}input_proj.weight"] = torch.cat([torch.zeros(h, h), torch.eye(h)], 1)
-    path.mkdir(parents=True)
-    save_file(
-        {name: t.to(dtype) for name, t in tensors.items()},
-        str(path / "model.safetensors"),
-        metadata={"format": "pt"},
-    )
-    (path / "config.json").write_text(json.dumps(shape.config(longest)))
