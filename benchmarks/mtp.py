@@ -56,8 +56,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="rows of quintet/rollout/draft_speed.json go here, in place of this device's",
     )
     parser.add_argument(
-        "--model", type=Path, help="made by benchmarks.mtp_train before; training is not measured then"
+        "--model", type=Path, help="where the model is; what is not there is trained, and kept"
     )
+    parser.add_argument("--train-only", action="store_true", help="generate nothing")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if 0 not in args.lengths or min(args.lengths) < 0 or len({*args.lengths}) < len(args.lengths):
@@ -238,17 +239,19 @@ def main(argv: list[str] | None = None) -> None:
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="quintet-mtp-") as directory:
         model = args.model or Path(directory) / "model"
-        if args.model is None:
+        if not model.exists():
             records += trained(args, model)
-        told = {}
-        for length in sorted(args.lengths):
+        told: dict[int, dict[str, Any]] = {}
+        for length in () if args.train_only else sorted(args.lengths):
             print(f"drafts of {length}", flush=True)
             told[length] = run(args, model, length)
-    more, rows = measured(args, told)
-    records += more
-    if args.table is not None:
+    rows: list[dict[str, Any]] = []
+    if told:
+        generated, rows = measured(args, told)
+        records += generated
+    if args.table is not None and rows:
         before = json.loads(args.table.read_text(encoding="utf-8")) if args.table.exists() else []
-        kept = [row for row in before if row["device"] != rows[0]["device"]] if rows else before
+        kept = [row for row in before if row["device"] != rows[0]["device"]]
         args.table.write_text(
             "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in kept + rows) + "\n]\n", encoding="utf-8"
         )

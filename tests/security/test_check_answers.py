@@ -196,7 +196,7 @@ TEMPLATES = {
     "{{ 'x' * 10**10 }}": "line 1: it takes more than 512 MiB of memory",
     "{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}": "it makes more than 1,048,576 characters",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "it takes more than 1 s",
-    "{% set s = namespace(x='x') %}{% for a in range(99) %}{% set s.x = s.x + s.x %}{% endfor %}": "512 MiB",
+    "{% set s = namespace(x='x') %}{% for a in range(99) %}{% set s.x = s.x + s.x %}{% endfor %}": "takes more than",
     "{% for m in messages %}": "line 1: Unexpected end of template",
     "{{ messages.clear() }}": "line 1: access to attribute 'clear' of 'list' object is unsafe",
     "{{ ''.__class__.__mro__ }}": "line 1: access to attribute '__class__'",
