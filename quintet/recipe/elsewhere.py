@@ -30,9 +30,11 @@ _WORDS = {
     "lora.targets": "lora_target_modules target_modules",
     "lora.rslora": "use_rslora",
     "lora.path": "peft_path adapter_path",
-    "mtp.train": "enable_train",
+    "mtp.train": "enable_train enable_mtp_training",
     "mtp.loss_weight": "mtp_loss_scaling_factor",
     "mtp.detach": "detach_encoder",
+    "rollout.draft_tokens": "num_speculative_tokens speculative_num_draft_tokens speculative_num_steps speculative_algorithm "
+    "speculative_eagle_topk",
     "mtp.init_layers": "mtp_num_layers",
     "algorithm.name": "adv_estimator advantage_estimator",
     "algorithm.clip_low": "epsilon cliprange clip_ratio clip_ratio_low eps_clip eps_clip_low",
@@ -96,6 +98,8 @@ _DOTTED = {
     "reward.overlong_tokens": "overlong_buffer.len",
     "reward.overlong_penalty": "overlong_buffer.penalty_factor",
     "reward.function": "custom_reward_function.path custom_reward_function.name",
+    "mtp={}": "mtp.enable",
+    "rollout.draft_tokens": "mtp.enable_rollout mtp.method",
 }
 """Words that mean this only where they stand so."""
 

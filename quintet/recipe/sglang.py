@@ -77,7 +77,8 @@ def refusals(rollout: Rollout) -> Iterator[Problem]:
     if drafts is not None and drafts != "NGRAM":
         yield Problem(
             f"rollout.sglang.speculative_algorithm={drafts}: a model that drafts has weights of its own, which the trainer does not "
-            "have, so no sync brings them; use NGRAM, or no speculation"
+            "have, so no sync brings them; use NGRAM, or no speculation, or rollout.draft_tokens with rollout.backend=vllm where the "
+            "model has layers for multi-token prediction (mtp)"
         )
     yield from decided_options("rollout.sglang", rollout.sglang, DECIDED)
 

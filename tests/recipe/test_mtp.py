@@ -60,6 +60,27 @@ def test_an_engine_that_may_not_know_their_weights_is_refused(refuse) -> None:
     assert "rollout.backend=sglang with mtp" in said
 
 
-def test_names_of_others_are_hints(refuse) -> None:
-    assert "mtp.loss_weight" in refuse(*MIMO, "mtp.init_layers=1", "mtp.mtp_loss_scaling_factor=0.1")
-    assert "mtp.train" in refuse(*MIMO, "mtp.init_layers=1", "mtp.enable_train=true")
+VERL = {
+    "enable=true": "mtp={}",
+    "enable_train=true": "mtp.train",
+    "mtp_loss_scaling_factor=0.1": "mtp.loss_weight",
+    "detach_encoder=true": "mtp.detach",
+    "enable_rollout=true": "rollout.draft_tokens",
+    "method=mtp": "rollout.draft_tokens",
+    "num_speculative_tokens=1": "rollout.draft_tokens",
+    "speculative_algorithm=EAGLE": "rollout.draft_tokens",
+    "speculative_num_steps=2": "rollout.draft_tokens",
+    "speculative_eagle_topk=1": "rollout.draft_tokens",
+    "speculative_num_draft_tokens=2": "rollout.draft_tokens",
+}
+
+
+@pytest.mark.parametrize("where", ["mtp", "actor_rollout_ref.model.mtp"])
+@pytest.mark.parametrize("key", VERL)
+def test_names_of_others_are_hints(refuse, where, key) -> None:
+    said = refuse(*MIMO, "mtp.init_layers=1", f"{where}.{key}")
+    assert f"unknown key {where}.{key.partition('=')[0]}; in quintet it is {VERL[key]}" in said
+
+
+def test_what_a_hint_says_of_verls_switch_is_a_setting(load) -> None:
+    assert load(*MIMO, "mtp={}", "mtp.init_layers=1").mtp.train
