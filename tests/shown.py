@@ -1,4 +1,4 @@
-"""What documentation shows of `quintet check my.yaml …`, and whether that is what comes out."""
+"""What documentation shows of `quintet check RECIPE …`, and whether that is what comes out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 
 def commands(page: str) -> list[tuple[str, str]]:
-    """Arguments and shown output of each `$ quintet check my.yaml` in a page's console blocks."""
+    """Arguments and shown output of each `$ quintet check` in a page's console blocks."""
     return [
         (arguments, said)
         for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL)
-        for part in block.split("$ quintet check my.yaml")[1:]
+        for part in block.replace("\\\n", "").split("$ quintet check ")[1:]
         for arguments, _, said in [part.partition("\n")]
     ]
 
@@ -22,7 +22,7 @@ def run_as_shown(capsys: pytest.CaptureFixture[str], arguments: str, said: str) 
     """Run the command here; what is shown, between its ellipses, must be what comes out, in order."""
     from quintet.cli import main
 
-    code = main(["check", "my.yaml", *shlex.split(arguments)])
+    code = main(["check", *shlex.split(arguments)])
     out = " ".join(capsys.readouterr().err.split())
     pieces = [" ".join(piece.split()) for piece in said.split("…")]
     assert code == (2 if "error:" in said else 0), out

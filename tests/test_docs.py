@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quintet.runs.checkpoints import Checkpoints
-from tests.models.directory import write_tokenizer
+from tests.models.directory import write_model, write_tokenizer
 from tests.runs.test_checkpoints import save
 from tests.shown import commands, run_as_shown
 
@@ -30,18 +30,15 @@ def test_the_benchmark_page_is_what_the_records_say():
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_recipe_loads(recipe, tmp_path, monkeypatch):
+def test_every_recipe_loads(recipe, tmp_path):
     from quintet.recipe import load_recipe
 
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
-    needs_files = "task: gsm8k" in recipe.read_text()
+    needs_files = "data.train_path=" in recipe.read_text()
     paths = [f"data.train_path={file}", f"data.eval_path={file}"] if needs_files else []
-    if "path: SmolLM2" in recipe.read_text():
-        (tmp_path / "config.json").write_text(json.dumps(MODELS["SmolLM2-135M-Instruct"]))
-        for name in ("model.safetensors", "tokenizer.json"):
-            (tmp_path / name).touch()
-        monkeypatch.setattr("quintet.recipe.rules.model.check_weights", lambda path, shape: None)
+    if model := re.search(r"^  path: (\S+)$", recipe.read_text(), re.MULTILINE):
+        (write_model(tmp_path, MODELS[model[1]]) / "tokenizer.json").touch()
         paths.append(f"model.path={tmp_path}")
     assert load_recipe(recipe, paths).run.name
 
@@ -146,40 +143,72 @@ MODELS = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 50000.0,
     },
+    "MiMo-7B-SFT": {
+        "architectures": ["MiMoForCausalLM"],
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 1,
+        "vocab_size": 151680,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 640000.0,
+        "tie_word_embeddings": False,
+    },
 }
 """The sizes of published models, as their config.json has them."""
 
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
 HYBRID = (ROOT / "docs" / "hybrid.md").read_text()
 LORA = (ROOT / "docs" / "lora.md").read_text()
+MTP = (ROOT / "docs" / "mtp.md").read_text()
 CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
 
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory):
-    """The directory that docs/layouts.md speaks of: its recipe, and models without weights."""
+    """The directory that docs/layouts.md speaks of: its recipe, our own, and models without weights."""
     root = tmp_path_factory.mktemp("layouts")
+    (root / "recipes").symlink_to(ROOT / "recipes")
+    for name in ("dapo_math_17k.jsonl", "aime_2024.jsonl"):
+        (root / name).write_text('{"prompt": "1+1?", "answer": "2"}\n')
     (recipe,) = re.findall(r"```yaml\n(.*?)```", LAYOUTS, re.DOTALL)
     (root / "my.yaml").write_text(recipe)
     for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
         (root / name).write_text('{"question": "1+1?", "answer": "#### 2"}\n')
     for name, config in MODELS.items():
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps(config))
-        (root / name / "model.safetensors").touch()
+        if "num_nextn_predict_layers" in config:  # headers tell whether the layers are there
+            write_model(root / name, config)
+        else:
+            (root / name).mkdir()
+            (root / name / "config.json").write_text(json.dumps(config))
+            (root / name / "model.safetensors").touch()
         write_tokenizer(root / name)
     return root
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [*commands(LAYOUTS), *commands(LORA), *commands(HYBRID)],
+    [*commands(LAYOUTS), *commands(LORA), *commands(HYBRID), *commands(MTP)],
     ids=lambda text: text.strip()[:80],
 )
 def test_outputs_in_the_guides_are_real(described, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(described)
     monkeypatch.setattr("quintet.recipe.rules.model.check_weights", lambda path, shape: None)
     run_as_shown(capsys, arguments, said)
+
+
+def test_the_mtp_guide_checks_what_the_recipe_says_to_run():
+    header = (ROOT / "recipes" / "mimo_7b_mtp_8gpu.yaml").read_text().partition("\nrun:")[0]
+    lines = re.findall(r"quintet train (.*)", header.replace("\\\n#", ""))
+    files = "data.train_path=dapo_math_17k.jsonl data.eval_path=aime_2024.jsonl"
+    said = [line.replace("…", files).split() for line in lines]
+    shown = [arguments.replace("engine.backend=portable", "").split() for arguments, _ in commands(MTP)]
+    assert said == shown
 
 
 @pytest.fixture
