@@ -153,13 +153,13 @@ def answer_of(args: argparse.Namespace, command: list[str], what: str) -> dict[s
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         timeout=args.timeout_s,
         check=False,
     )
     if done.returncode:
-        raise SystemExit(f"{what} failed:\n{(done.stdout + done.stderr)[-6000:]}")
+        raise SystemExit(f"{what} failed:\n{done.stdout[-6000:]}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 

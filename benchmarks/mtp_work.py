@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 LIKELY = 0.75
@@ -21,6 +22,7 @@ class Language:
 
     words: int
 
+    @cached_property
     def followers(self) -> list[int]:
         """Return what most often follows each word: one cycle through all, so that no text is caught in a short one."""
         order = list(range(self.words))
@@ -32,7 +34,7 @@ class Language:
 
     def text(self, tokens: int, seed: int) -> list[int]:
         """Return a text of so many tokens."""
-        draw, follows = random.Random(seed), self.followers()
+        draw, follows = random.Random(seed), self.followers
         found = [draw.randrange(self.words)]
         while len(found) < tokens:
             found.append(follows[found[-1]] if draw.random() < LIKELY else draw.randrange(self.words))
@@ -83,7 +85,7 @@ class Shape:
 
 SHAPES = {
     # 445M parameters.
-    "400m": Shape(1024, 24, 4096, 32768, Language(4096), 16384, 240, (1, 8, 32, 64, 256), (512, 4096), 256),
+    "400m": Shape(1024, 24, 4096, 32768, Language(4096), 16384, 120, (1, 8, 32, 64, 256), (512, 4096), 256),
     "laptop": Shape(128, 4, 384, 512, Language(256), 2048, 120, (1, 8, 32), (64, 256), 48),
     "tiny": Shape(128, 2, 256, 256, Language(64), 512, 60, (1, 4), (32,), 16),
 }

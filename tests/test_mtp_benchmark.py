@@ -22,7 +22,7 @@ TINY = SHAPES["tiny"]
 
 def test_the_language_has_the_entropy_that_is_said() -> None:
     language = TINY.language
-    text, follows = language.text(20_000, seed=1), language.followers()
+    text, follows = language.text(20_000, seed=1), language.followers
     assert sorted(follows) == list(range(language.words))
     right = sum(follows[a] == b for a, b in pairwise(text)) / (len(text) - 1)
     p = LIKELY + (1 - LIKELY) / language.words

@@ -19,7 +19,7 @@ from tests.rollout.vllm import mimo
 from tests.rollout.vllm.conftest import DEVICE, TOLERANCE
 from tests.rollout.vllm.test_offline import ALPHABET
 from tests.rollout.vllm.test_update import Source, sync
-from tests.rollout.vllm.test_worker import differing
+from tests.rollout.vllm.test_worker import DTYPE, differing
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -64,6 +64,11 @@ def accepted(rollout: Any) -> float:
     counts = rollout.metrics()
     assert counts["accepted_at_1"] == counts["accepted_tokens"]
     return counts["accepted_tokens"] / counts["draft_tokens"]
+
+
+def tensors(seed: int = 0) -> dict[str, Tensor]:
+    """What an engine sends of the model: in the type that is generated in."""
+    return {name: tensor.to(DTYPE) for name, tensor in mimo.tensors(seed).items()}
 
 
 def greedy_by_transformers(tokens: int, seed: int = 0) -> list[list[int]]:
@@ -228,12 +233,12 @@ def test_vllm_for_cpu_alone_draws_from_another_distribution(
 def test_new_weights_reach_the_drafter(rollout: Any) -> None:
     before = accepted(rollout)
     for seed in (1, 2):
-        sync(rollout, Source(mimo.tensors(seed)))
-        assert differing(rollout, mimo.tensors(seed)) == []
+        sync(rollout, Source(tensors(seed)))
+        assert differing(rollout, tensors(seed)) == []
         if DEVICE == "cpu":
             assert responses(rollout) == greedy_by_transformers(25, seed)
         assert accepted(rollout) > 0.2
-    sync(rollout, Source(mimo.tensors()))
+    sync(rollout, Source(tensors()))
     assert accepted(rollout) == before
     rollout.sleep(1)
     rollout.wake("weights")
@@ -242,11 +247,11 @@ def test_new_weights_reach_the_drafter(rollout: Any) -> None:
 
 
 def test_what_the_drafter_does_not_get_is_named(rollout: Any) -> None:
-    sent = mimo.tensors()
+    sent = tensors()
     del sent["model.mtp_layers.0.input_proj.weight"]
     with pytest.raises(SyncMismatch, match=r"did not get model\.mtp_layers\.0\.input_proj\.weight"):
         sync(rollout, Source(sent))
-    sync(rollout, Source(mimo.tensors()))
+    sync(rollout, Source(tensors()))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the engine's process is this one")
@@ -254,9 +259,9 @@ def test_a_drafter_one_sync_behind_is_named(rollout: Any, monkeypatch: pytest.Mo
     """Its weights are loaded, and then those of the sync before are there again."""
     from quintet.rollout.vllm import worker
 
-    sync(rollout, Source(mimo.tensors(1)))
+    sync(rollout, Source(tensors(1)))
     load: Callable[..., None] = worker.load_again
-    old = [(n, t) for n, t in mimo.tensors(1).items() if ".mtp_layers." in n]
+    old = [(n, t) for n, t in tensors(1).items() if ".mtp_layers." in n]
 
     def stale(loads: Any) -> None:
         policy, (drafter, drafts, config) = loads
@@ -268,13 +273,13 @@ def test_a_drafter_one_sync_behind_is_named(rollout: Any, monkeypatch: pytest.Mo
         load([policy, (drafter, taken(), config)])
 
     monkeypatch.setattr(worker, "load_again", stale)
-    sync(rollout, Source(mimo.tensors(2)))
-    named = differing(rollout, mimo.tensors(2))
+    sync(rollout, Source(tensors(2)))
+    named = differing(rollout, tensors(2))
     assert named
     assert all(".mtp_layers." in name for name in named)
     monkeypatch.undo()
-    sync(rollout, Source(mimo.tensors()))
-    assert differing(rollout, mimo.tensors()) == []
+    sync(rollout, Source(tensors()))
+    assert differing(rollout, tensors()) == []
 
 
 def own_table(worker: Any) -> None:
@@ -300,7 +305,7 @@ def test_sleep_that_loses_buffers_costs_no_acceptance(start: Any, path: Any) -> 
     rollout.sleep(2)
     call(lose_buffers)
     rollout.wake("weights")
-    sync(rollout, Source(mimo.tensors()))
+    sync(rollout, Source(tensors()))
     assert accepted(rollout) == before
     call(lose_buffers)
     assert responses(rollout) == greedy_by_transformers(25)  # what comes out does not show it
@@ -308,9 +313,9 @@ def test_sleep_that_loses_buffers_costs_no_acceptance(start: Any, path: Any) -> 
 
 
 def test_without_a_drafter_its_weights_are_proved_to_have_come(start: Any, path: Any) -> None:
-    rollout = start("mimo", path)
-    sync(rollout, Source(mimo.tensors(1)))
-    assert differing(rollout, mimo.tensors(1)) == []
+    rollout = start("mimo", path, mode="offline" if DEVICE == "cpu" else "server")
+    sync(rollout, Source(tensors(1)))
+    assert differing(rollout, tensors(1)) == []
 
 
 def test_a_server_drafts_alike(start: Any, path: Any, rollout: Any) -> None:
@@ -321,6 +326,7 @@ def test_a_server_drafts_alike(start: Any, path: Any, rollout: Any) -> None:
     assert min(p_values(server, 1000)) > SURE
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU, one vLLM a process can sleep")
 def test_speculation_that_vllm_leaves_out_is_found(
     start: Any, path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
