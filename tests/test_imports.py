@@ -20,6 +20,8 @@ OF_A_RANK = [
     "sympy",
     "setuptools",
     "tensorboard",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
     "transformers",
 ]
 """What a rank imports when it uses it, or never."""
@@ -110,6 +112,31 @@ def test_a_process_of_a_run_starts_without_what_it_does_not_use(
         [sys.executable, "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{module} brought in: {done.stderr}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels for GPUs are compiled")
+def test_a_process_of_a_run_trains_without_the_compiler() -> None:
+    command = """
+import sys, torch
+from quintet.engine.megatron_compat import install
+install()
+for kind, options in ((torch.optim.AdamW, {}), (torch.optim.Adam, {}), (torch.optim.SGD, {"momentum": 0.9})):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = kind([weight], lr=0.5, **options)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    print(kind.__name__, [round(one, 2) for one in weight.tolist()], weight.requires_grad)
+print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "AdamW [0.5, 0.5] True",  # decayed by 0.005 too
+        "Adam [0.5, 0.5] True",
+        "SGD [0.5, 0.5] True",
+        "[]",
+    ], done.stderr
 
 
 def test_marks_for_the_compiler_do_nothing_within_uncompiled_and_are_back_after(monkeypatch) -> None:

@@ -58,6 +58,7 @@ def install() -> None:
         _no_fp8_checkpoints()
     if not torch.cuda.is_available():
         _retarget_cuda_literals()
+        _plain_optimizers()
         _plain_rng()
         _plain_splits()
 
@@ -68,9 +69,14 @@ _NOT_USED = ("wandb", "torch.utils.tensorboard", "megatron.core.distributed.fsdp
 @contextlib.contextmanager
 def _without_what_is_not_used() -> Iterator[None]:
     """Its inference imports wandb where that is installed, 0.6 s for each rank, its timers tensorboard and its distributed room FSDP,
-    0.2 s; each goes on without. (tests/test_imports.py: a process of a run starts without what it does not use)"""
-    absent = [name for name in _NOT_USED if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+    0.2 s; each goes on without. So it does without torch's FSDP and checkpoints, another 0.2 s, which TransformerEngine needs on
+    GPUs. (tests/test_imports.py: a process of a run starts without what it does not use)"""
+    unused: dict[str, Any] = dict.fromkeys(_NOT_USED)
+    if not torch.cuda.is_available():
+        checkpoints = types.SimpleNamespace(default_planner=None)  # it insists on the name
+        unused |= {"torch.distributed.fsdp": None, "torch.distributed.checkpoint": checkpoints}
+    absent = [name for name in unused if name not in sys.modules]
+    sys.modules.update({name: unused[name] for name in absent})
     try:
         yield
     finally:
@@ -208,6 +214,20 @@ def _on_cpu(constant: Any) -> Any:
     if isinstance(constant, types.CodeType):
         return constant.replace(co_consts=tuple(_on_cpu(c) for c in constant.co_consts))
     return constant
+
+
+def _plain_optimizers() -> None:
+    """torch's optimizers import its compiler to hide from it: 2,000 modules, 3 s of a rank's start. Where nothing is compiled, what
+    they hide is called as it is. (tests/test_imports.py: a process of a run trains without the compiler)"""
+    if os.environ["TORCHDYNAMO_DISABLE"] == "0":
+        return
+    for method in vars(torch.optim.Optimizer).values():
+        if (hidden := getattr(method, "__wrapped__", None)) is not None:
+            setattr(hidden, "__dynamo_disable", hidden)  # where `torch._compile` keeps what it made of it
+    kinds: tuple[Any, ...] = (torch.optim.Adam, torch.optim.SGD)
+    for kind in kinds:
+        if not hasattr(kind.step, "hooked"):  # one was made before, and its step is wrapped once more
+            kind.step = torch.no_grad()(kind.step.__wrapped__)
 
 
 def _plain_rng() -> None:

@@ -23,23 +23,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from quintet.errors import UserError
 from quintet.models.mcore import Box, box_sizes
 from quintet.runs.fsync import fsync_path
+from quintet.skip_dynamo_import import uncompiled
 from quintet.typed import Dtype
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 INDEX = ".metadata"
 CHECKSUMS = "checksums.json"
@@ -183,6 +179,16 @@ _BACKENDS = {
 
 
 def _index(entries: list[Entry]) -> Metadata:
+    with uncompiled():  # only now: they bring torch's distributed tensors and FSDP
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+
     tensors: dict[str, Any] = {}
     places = {}
     for entry in entries:

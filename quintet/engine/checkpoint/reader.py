@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from quintet.engine.checkpoint.format import CHECKSUMS, INDEX, STATE
 from quintet.engine.checkpoint.unpickle import unpickle
 from quintet.errors import DamagedCheckpoint, UserError, reading
 from quintet.models.mcore import Box, box_sizes, meet, overlapping, slices, volume
+from quintet.skip_dynamo_import import uncompiled
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,9 @@ def within(tensor: Tensor, box: Box, part: Box) -> Tensor:
 
 
 def _stored(index: Any) -> dict[str, Stored]:
+    with uncompiled():
+        from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
     if not isinstance(index, Metadata):
         raise ValueError("it holds no checkpoint metadata")
     places = {(at.fqn, tuple(at.offset or ())): place for at, place in index.storage_data.items()}
