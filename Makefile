@@ -4,6 +4,8 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
+# Containers set it, and then every process of every test compiles torch anew: the environments below are ours to write to.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo quick test test-slow test-vllm test-nightly test-gpu lint bench-laptop lock lock-trl clean
 
 VENV := .venv

@@ -29,6 +29,7 @@ TORCH_INDEX = {
     "cpu": "https://download.pytorch.org/whl/cpu",
     "cuda": "https://download.pytorch.org/whl/cu130",
 }
+OF_A_RUN = "ray.dashboard.agent, transformers.tokenization_utils_tokenizers, quintet.train.ppo, quintet.cluster.group, quintet.controller.worker"
 PIP_OPTIONS = ["--disable-pip-version-check", "--no-input", "--retries", "5"]
 
 
@@ -228,12 +229,15 @@ def default_build(python: Path, requirement: str) -> tuple[str, bool]:
 def install(python: Path, torch: str, index: str | None, constraints: list[str], what: list[str]) -> None:
     """Install torch and the rest in one resolution.
 
-    Bytecode is left to the first import: compiling all of torch and transformers up front takes longer
-    than compiling the part that is used.
+    Compiling all of torch and transformers takes longer than compiling the part that is used: what a run imports
+    is imported once. Else the first run would compile it, and every run where PYTHONDONTWRITEBYTECODE is set.
     """
     say("installing the pinned packages (about 1.5 GB on disk)")
     extra = ["--extra-index-url", index] if index else []
     run_pip(module_pip(python), ["install", "--no-compile", *extra, *constraints, torch, *what])
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    # Other environments than quintet's lack some of it, and do without.
+    subprocess.run([str(python), "-c", f"import {OF_A_RUN}"], env=env, stderr=subprocess.DEVNULL)
 
 
 def module_pip(python: Path) -> list[str]:
