@@ -6,6 +6,30 @@ from __future__ import annotations
 from quintet.rewards.result import means
 from quintet.train.session import Session
 
+LOOK_PROMPTS, LOOK_TOKENS, LOOK_CHARACTERS = 2, 32, 60
+
+
+def look(s: Session, when: str) -> None:
+    """Tell how the present policy begins to answer a few prompts, held-out ones where there are: soon, and for no more than
+    `LOOK_TOKENS` each. when: what the lines begin with."""
+    prompts = list(s.inputs.eval or s.inputs.train or ())[:LOOK_PROMPTS]
+    longest = min(LOOK_TOKENS, s.recipe.rollout.max_response_tokens)
+    with s.observer.phase("evaluate"), s.controller.generating():
+        samples = s.controller.generate(
+            prompts,
+            s.sampling(greedy=True),
+            1,
+            f"{s.recipe.run.seed}/look",
+            [[longest]] * len(prompts),
+            title=when,
+            scored=False,
+        )
+    for prompt, made in zip(prompts, samples.generated, strict=True):
+        cut = made.finish == "length" or len(made.text) > LOOK_CHARACTERS
+        begins, ends = made.text[:LOOK_CHARACTERS], prompt.text[-LOOK_CHARACTERS:]
+        before = "… " if ends != prompt.text else ""
+        s.observer.note(f"{when}: {before}{ends!r} is answered by {begins!r}{' …' if cut else ''}")
+
 
 def evaluate(s: Session, step: int, *, show_all: bool = False) -> dict[str, float]:
     """Evaluate the present policy and record it as the state after `step` steps; {} where nothing is held out. show_all: record all

@@ -11,6 +11,7 @@ from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Recipe
 from quintet.runs.resume import past_damage
 from quintet.train.algorithms import Algorithm, algorithm_of
+from quintet.train.evaluate import look
 from quintet.train.final_replay import keep_final_replay
 from quintet.train.session import Session, session
 from quintet.train.sft import run_sft
@@ -35,6 +36,8 @@ def train(recipe: Recipe, stop_after: int | None = None) -> Path:
 def run_training(s: Session) -> Path:
     """Run both stages, and write the trained model and samples of it; returns the run directory."""
     if s.recipe.sft is not None and not s.saver.skips("sft"):
+        if not s.saver.goes_on:
+            look(s, "before training")
         run_sft(s, s.recipe.sft, s.recipe.sft.optimizer)
     reinforce(s)
     directory = s.finish()

@@ -91,6 +91,11 @@ class Saver:
                 f"model.dtype={resumed.manifest.dtype}"
             )
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on from a checkpoint."""
+        return self._resumed is not None
+
     def skips(self, stage: Stage) -> bool:
         """Return whether the run goes on from a later stage than this one."""
         return self._resumed is not None and self._resumed.manifest.stage == "rl" and stage == "sft"

@@ -71,6 +71,7 @@ def test_an_own_task_from_its_files_to_its_report(tmp_path: Path) -> None:
     assert "is a sound recipe" in quintet(tmp_path, "check", "recipe.yaml")
     told = quintet(tmp_path, "train", "recipe.yaml")
     assert "letters" in told
+    assert "before training: '" in told
     (run,) = (tmp_path / "runs").iterdir()
 
     summary = json.loads((run / "summary.json").read_text())
@@ -86,6 +87,7 @@ def test_an_own_task_from_its_files_to_its_report(tmp_path: Path) -> None:
 
     going_on = quintet(tmp_path, "train", str(run / "recipe.yaml"), f"resume={run}", "train.steps=5")
     assert json.loads((run / "summary.json").read_text())["steps"] == 5, going_on
+    assert "before training: '" not in going_on
     (run / "report.html").unlink()
     quintet(tmp_path, "report", str(run))
     assert (run / "report.html").is_file()

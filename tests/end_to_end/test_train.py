@@ -97,6 +97,13 @@ def test_run_directory_is_complete(resharded):
     assert str(directory / "report.html") in output
 
 
+def test_the_first_answers_come_before_any_training(resharded):
+    _, output = resharded
+    looks = re.findall(r"^before training: '\d+\+\d+=' is answered by '[^']+'(?: …)?$", output, re.MULTILINE)
+    assert len(looks) == 2
+    assert output.index("layers: portable") < output.index(looks[0]) < output.index("warm-up (SFT)")
+
+
 def test_every_metric_is_on_the_page(resharded):
     directory, _ = resharded
     told = {name for stage in ("sft", "rl") for line in metrics(directory, stage) for name in line}
