@@ -55,6 +55,12 @@ def ahead_losses(settings: schema.Mtp | None, counts: Sequence[int]) -> list[Ahe
     return [AheadLoss(settings, depth, count) for depth, count in enumerate(counts[1:], start=1)]
 
 
+def heads_keeping_logits(losses: Sequence[AheadLoss]) -> int:
+    """Return how many heads of a micro-batch keep logits until its backward pass, and share the memory for them: the model's own, and
+    those that are not distilled. losses: of each depth."""
+    return 1 + sum(one.settings.loss != "self_distill" for one in losses)
+
+
 def scores_ahead(
     model: PolicyModel, states: States, micro: MicroBatch, row: PackedRow, losses: Sequence[AheadLoss]
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -68,7 +74,8 @@ def scores_ahead(
         at, ids, own = (upload(t, hidden.device) for t in (targets.predictors, targets.ids, targets.own))
         rows = model.for_head(hidden).index_select(0, at)
         if teacher is None:
-            scores = log_probs_and_entropy(rows, weight, ids, vocab, loss.temperature, 1 + len(losses))
+            how = (vocab, loss.temperature, heads_keeping_logits(losses))
+            scores = log_probs_and_entropy(rows, weight, ids, *how)
             yield -scores.logprobs, scores.top
         else:
             yield distilled(rows, weight, teacher.index_select(0, own), ids, vocab, loss.temperature)

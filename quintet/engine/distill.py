@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quintet.engine.head import CHUNK_BYTES, VocabSlice, of_all_ranks
+from quintet.engine.layers.linear import product
 
 _FP32_ELEMENTS = 1 << 24
 """Logits of each of the two that are fp32 at once."""
@@ -76,9 +77,9 @@ class _Distilled(torch.autograd.Function):
             )
             z.sub_(lse[part, None]).exp_().sub_(y.sub_(teacher_lse[part, None]).exp_())
             outer = z.mul_(grad[part, None] / ctx.temperature).to(hidden.dtype)
-            torch.mm(outer, weight[:valid], out=grad_hidden[part])
+            grad_hidden[part] = product(outer, weight[:valid].t())
             if grad_weight is not None:
-                grad_weight[:valid].add_(outer.t() @ hidden[part])
+                grad_weight[:valid].add_(product(outer.t(), hidden[part].t()))
         to_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, to_weight, None, None, None, None
 
@@ -91,7 +92,7 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
 
 def _logits(x: Tensor, weight: Tensor, vocab: VocabSlice, temperature: float, exact: torch.dtype) -> Tensor:
     """[n, the rank's rows of the vocabulary that are no padding]."""
-    return (x @ weight[: vocab.valid].t()).to(exact).div_(temperature)
+    return product(x, weight[: vocab.valid]).to(exact).div_(temperature)
 
 
 def _statistics(z: Tensor, y: Tensor, targets: Tensor, out: Tensor) -> None:

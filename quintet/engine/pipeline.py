@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quintet.data.batch import Batch, offsets
 from quintet.engine import build
-from quintet.engine.ahead import AheadLoss, AheadOutputs, scores_ahead
+from quintet.engine.ahead import AheadLoss, AheadOutputs, heads_keeping_logits, scores_ahead
 from quintet.engine.device import upload
 from quintet.engine.gradients import finalize
 from quintet.engine.layers.context_parallel import gather_places
@@ -126,7 +126,7 @@ class Pipeline:
         """What each head says of its target set: `output_type`, and `AheadOutputs` of each depth. All heads' meet over cp at once."""
         model = self._chunks[-1]
         hidden = out.normed if isinstance(out, States) else out
-        found = [torch.stack(model.score(hidden, micro.targets[0], temperature, 1 + len(ahead)))]
+        found = [torch.stack(model.score(hidden, micro.targets[0], temperature, heads_keeping_logits(ahead)))]
         if isinstance(out, States):
             found += [torch.stack(one) for one in scores_ahead(model, out, micro, row, ahead)]
         if micro.cp > 1:

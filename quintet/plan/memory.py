@@ -125,7 +125,7 @@ def _activations(setup: Setup, stage: int) -> int:
 def _head(setup: Setup) -> int:
     """Logits of one micro-batch's trained tokens: those kept and those of a chunk; their hidden states and what they are
     gradients of; the weight's gradient, of more than one chunk an fp32 sum besides. Heads of layers for multi-token prediction
-    have as many tokens each, and share the memory for logits: those that are distilled keep none."""
+    have as many tokens each; those that keep logits share the memory for them, and those that are distilled keep none."""
     shape, w = setup.shape, setup.width
     tokens = setup.tokens if setup.trained_tokens is None else setup.trained_tokens
     hidden = shape.hidden_size
@@ -134,12 +134,12 @@ def _head(setup: Setup) -> int:
         return tokens * (hidden * (w + 8) + 4) + stream  # rows and their gradients in fp32, and in w bytes
     rows, heads = -(-shape.vocab_size // setup.layout.tp), 1 + setup.depths
     logits = tokens * rows * w
-    kept = min(logits, KEPT_LOGITS_BYTES[setup.device] // heads // (rows * w) * rows * w)
-    chunk = min(logits - kept, CHUNK_LOGITS_BYTES[setup.device])
     distilled = setup.mtp is not None and setup.mtp.loss == "self_distill" and heads > 1
+    keeping = 1 if distilled else heads
+    kept = min(logits, KEPT_LOGITS_BYTES[setup.device] // keeping // (rows * w) * rows * w)
+    chunk = min(logits - kept, CHUNK_LOGITS_BYTES[setup.device])
     if distilled:  # of both sides, in fp32
         chunk = max(chunk, 8 * min(tokens * rows, _DISTILLED_AT_ONCE))
     weight = 0 if setup.lora else rows * hidden * (w if not chunk else w + 4)
-    kept *= 1 if distilled else heads
     teacher = tokens * setup.layout.cp * hidden * w if distilled else 0
-    return kept + chunk + weight + heads * tokens * (2 * hidden * w + 4 * 6) + teacher + stream
+    return keeping * kept + chunk + weight + heads * tokens * (2 * hidden * w + 4 * 6) + teacher + stream

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from quintet.engine.weights.random_model import write_fresh_model, write_with_fresh_layers
 from quintet.models import check_weights, held_shape, read_shape
@@ -56,3 +58,19 @@ def test_a_model_gets_new_layers_beside_its_own_tensors(tmp_path: Path, files) -
     bias = moe_models.stored(tmp_path / "out")["model.layers.4.mlp.gate.e_score_correction_bias"]
     assert bias.dtype == torch.float32
     assert not bias.any()
+
+
+@pytest.mark.parametrize("said", ["dtype", "torch_dtype", None])
+def test_new_layers_have_the_models_type_and_not_that_of_its_first_matrix(tmp_path: Path, said) -> None:
+    source = moe_models.save("deepseek_v3", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    (source / "config.json").write_text(json.dumps(config | ({said: "bfloat16"} if said else {})))
+    tensors = {
+        name: one.float() if name in ("lm_head.weight", "model.embed_tokens.weight") else one.bfloat16()
+        for name, one in moe_models.stored(source).items()
+    }
+    save_file(tensors, str(source / "model.safetensors"), metadata={"format": "pt"})
+    write_with_fresh_layers(source, tmp_path / "out", 1, seed=0)
+    new = {n: t for n, t in moe_models.stored(tmp_path / "out").items() if n not in tensors}
+    assert {t.dtype for n, t in new.items() if not n.endswith("correction_bias")} == {torch.bfloat16}

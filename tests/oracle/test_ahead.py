@@ -45,6 +45,28 @@ def gradients(case: Case, path: Path) -> list[Piece]:
     return pieces(engine, "main_grad")
 
 
+def memory_for_logits(case: Case, path: Path) -> set[int]:
+    """On one rank: how many bytes of logits a head may keep until the backward pass."""
+    from quintet.engine import head
+
+    given, parts = set(), head._parts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "_parts", lambda *of: (given.add(of[2]), parts(*of))[1])
+        gradients(case, path)
+    return given
+
+
+@pytest.mark.parametrize(("loss", "heads"), [("cross_entropy", 3), ("self_distill", 1)])
+def test_heads_that_keep_no_logits_leave_the_memory_to_the_models_own(
+    pool: Pool, models: Path, loss: Any, heads: int
+) -> None:
+    from quintet.engine.head import KEPT_BYTES
+
+    case = Case("mimo", mtp=2, mtp_loss=loss)
+    (given,) = pool.run(memory_for_logits, 1, case, written(case, models))
+    assert given == {KEPT_BYTES["cuda" if torch.cuda.is_available() else "cpu"] // heads}
+
+
 def of_layers(name: str) -> bool:
     return "mtp_layers" in name or any(f".layers.{n}." in name for n in (4, 5))
 

@@ -350,6 +350,17 @@ def test_a_head_with_more_logits_than_it_keeps():
     assert KEPT_LOGITS_BYTES["cuda"] + CHUNK_LOGITS_BYTES["cuda"] - kept < vocabulary
 
 
+def test_heads_that_are_distilled_leave_the_memory_for_logits_to_the_models_own():
+    of = [
+        replace(setup("mimo", mtp=schema.Mtp(loss=loss), device="cuda"), trained_tokens=1 << 22)
+        for loss in ("cross_entropy", "self_distill")
+    ]
+    shared, alone = (rank_memory(one).head for one in of)
+    row = of[0].shape.vocab_size * of[0].width
+    teacher = (1 << 22) * of[0].shape.hidden_size * of[0].width
+    assert abs(alone - teacher - shared) < 2 * row
+
+
 def test_a_value_head_has_no_logits():
     case = setup("qwen3", dtype="bf16", value=True)
     memory, language = rank_memory(case), rank_memory(setup("qwen3", dtype="bf16"))

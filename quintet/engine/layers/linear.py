@@ -24,7 +24,7 @@ _PACKED_FOR_ROWS = 32
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Return x · weightᵀ: [..., inputs] by [outputs, inputs], which `packed` may have made. Differentiable by both."""
     if not _by_onednn(x):
-        return torch.matmul(x, weight.t())
+        return x.new_zeros(*x.shape[:-1], len(weight)) if weight.is_mkldnn else torch.matmul(x, weight.t())
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         found: Tensor = _Product.apply(x, weight)
         return found

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,7 +18,7 @@ from quintet.engine.weights.hf_read import TORCH_DTYPES
 from quintet.models import Weight, family_of, read_shape
 from quintet.models.dense import MTP_KEYS
 from quintet.models.hf_config import read_json
-from quintet.models.weights_on_disk import find_weights, mtp_weights
+from quintet.models.weights_on_disk import WeightsOnDisk, find_weights, mtp_weights
 from quintet.recipe.schema import BuildModel
 
 INITIAL_STD = 0.02
@@ -64,13 +67,13 @@ def write_fresh_model(
 
 def write_with_fresh_layers(source: Path, path: Path, mtp_layers: int, seed: int) -> None:
     """Write the model of another directory with new layers for multi-token prediction: they, config.json and the index are
-    written, all other files are links to the source's.
+    written, all other files are links to the source's. Layers have the type that config.json names, or most of the source's weights.
 
     Raises UserError when the source's weights cannot be read.
     """
     there, shape = find_weights(source), replace(read_shape(source), mtp_layers=mtp_layers)
-    matrices = (one.entry.dtype for one in there.tensors.values() if len(one.entry.shape) == 2)
-    tensors = _fresh(mtp_weights(shape), TORCH_DTYPES[next(matrices)], seed)
+    config = read_json(source / "config.json")
+    tensors = _fresh(mtp_weights(shape), _dtype(config, there), seed)
     path.mkdir(parents=True, exist_ok=True)
     new = "model-mtp.safetensors"
     for file in source.resolve().iterdir():
@@ -79,9 +82,18 @@ def write_with_fresh_layers(source: Path, path: Path, mtp_layers: int, seed: int
     save_file(tensors, str(path / new), metadata={"format": "pt"})
     files = {name: one.file.name for name, one in there.tensors.items()} | dict.fromkeys(tensors, new)
     (path / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    config = read_json(source / "config.json")
     key = next((key for key in MTP_KEYS if key in config), MTP_KEYS[0])
     (path / "config.json").write_text(json.dumps(config | {key: mtp_layers}, indent=2))
+
+
+def _dtype(config: dict[str, Any], there: WeightsOnDisk) -> torch.dtype:
+    named = str(config.get("dtype") or config.get("torch_dtype"))
+    if found := [one for one in TORCH_DTYPES.values() if str(one) == f"torch.{named}"]:
+        return found[0]
+    elements: Counter[str] = Counter()
+    for one in there.tensors.values():
+        elements[one.entry.dtype] += math.prod(one.entry.shape)
+    return TORCH_DTYPES[max(elements.keys() & TORCH_DTYPES.keys(), key=lambda dtype: elements[dtype])]
 
 
 def _fresh(weights: Iterable[Weight], dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
