@@ -12,7 +12,7 @@ from quintet.models import ModelShape, held_shape
 from quintet.models.family import table_of
 from quintet.models.lora import adapted, adapter_parameters, linears
 from quintet.packing import alignment_of
-from quintet.plan.memory import rank_memory
+from quintet.plan.memory import packed_bytes, rank_memory
 from quintet.plan.saves import checkpoint_bytes
 from quintet.plan.setup import Place, Setup
 from quintet.recipe.derived import data_parallel, expert_tp, optimizers
@@ -21,7 +21,7 @@ from quintet.recipe.recompute import recompute_modules
 from quintet.recipe.roles import layout_of, optimizer_of, roles_of
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import shape_of
-from quintet.recipe.schema import Recipe
+from quintet.recipe.schema import Layout, Recipe
 
 Look = Callable[[], str | None]
 """Says what there is to say, if anything; may take a while with a large model."""
@@ -200,11 +200,21 @@ def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:
     parts["other"] = most.peak - sum(parts.values())
     parts |= beside
     said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
-    besides = "" if command == "sft" else ", the rollout"
+    besides = "" if command == "sft" else f", the rollout{_packed(setup, recipe)}"
     return (
         f"Memory: about {(most.peak + sum(beside.values())) / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
         f"needs{besides} and fragmentation come on top."
     )
+
+
+def _packed(setup: Setup, recipe: Recipe) -> str:
+    """What of a native rollout on a CPU is more than its weights and KV cache."""
+    if recipe.rollout.backend != "native":
+        return ""
+    layout = placement_of(recipe).layout
+    own = replace(setup, layout=Layout(tp=layout.tp, pp=layout.pp))
+    size = max(packed_bytes(own, stage) for stage in range(layout.pp))
+    return f" (with {size / _GIB:.1f} GiB of weights packed for its products)" if size else ""
 
 
 def _beside(setup: Setup, recipe: Recipe) -> dict[str, int]:

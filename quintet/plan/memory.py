@@ -7,6 +7,7 @@ process has before any tensor (CUDA context, communication buffers), fragmentati
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from quintet.plan.activations import of_chunk, workspace
@@ -76,6 +77,23 @@ def rank_memory(setup: Setup, place: Place | None = None) -> Memory:
         workspace=workspace(setup),
         step_workspace=_update(setup, owned - away),
     )
+
+
+def packed_bytes(setup: Setup, stage: int = 0) -> int:
+    """Return the bytes of the copies of weights by which a native rollout multiplies while it generates on a CPU
+    (`quintet.engine.layers.linear`): of linear layers that are whole, and of the head. 0 in bf16, and on GPUs."""
+    if setup.device != "cpu" or setup.dtype != "fp32":
+        return 0
+    held = [p for part in chunks(setup, stage) for p in part]
+    linear = (
+        [p.numel for p in held if _PACKED.fullmatch(p.name) and not p.expert] if setup.layout.tp == 1 else []
+    )
+    heads = [p.numel for p in held if p.name in ("output_layer.weight", "embedding.word_embeddings.weight")]
+    return 4 * (sum(linear) + (heads[-1] if stage == setup.last else 0))
+
+
+_PACKED = re.compile(r"decoder\..*\.linear_(qkv|proj|fc1|fc2|q_proj|\w+_up_proj)\.weight")
+"""Linear layers that are cut over tp; the latents' own projections are not."""
 
 
 def _state_bytes(setup: Setup) -> tuple[int, int]:

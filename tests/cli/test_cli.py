@@ -291,6 +291,22 @@ def test_check_tells_the_memory_of_the_most_demanding_optimizer(
         )
 
 
+def test_check_tells_what_a_rollout_on_a_cpu_packs(
+    recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintet.plan.describe._GIB", 1024)
+    attention, head = 4 * (64 * (8 + 2 * 4) * 8 + 64 * 64), 100 * 64
+    for more, packed in (
+        (["rollout.layout.tp=1"], attention + head),
+        (["rollout.layout.tp=2", "cluster.ranks=2"], head / 2),
+    ):
+        assert main(["check", recipe, "model.build=null", model, "cluster.device=cpu", *more]) == 0
+        said = f"the rollout (with {4 * packed / 1024:.1f} GiB of weights packed for its products) and"
+        assert said in capsys.readouterr().err
+    assert main(["check", recipe, "model.build=null", model, "cluster.device=cpu", "model.dtype=bf16"]) == 0
+    assert "the rollout and" in capsys.readouterr().err
+
+
 def test_check_counts_the_reference_policy(
     recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

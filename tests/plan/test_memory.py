@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from quintet.engine.layers import linear
 from quintet.models import family_of
 from quintet.models.lora import LoraShape
 from quintet.plan import Memory, Place, Setup, rank_memory
 from quintet.plan.activations import SINK_DIMS, of_chunk
-from quintet.plan.memory import CHUNK_LOGITS_BYTES, KEPT_LOGITS_BYTES
+from quintet.plan.memory import CHUNK_LOGITS_BYTES, KEPT_LOGITS_BYTES, packed_bytes
 from quintet.recipe import schema
 from tests.engine.storage import held
 
@@ -194,6 +195,38 @@ def test_static_parts_are_exact(pool, ranks):
             formula = rank_memory(case, place)
             found = (formula.parameters, formula.gradients, formula.optimizer)
             assert found == tuple(kinds.values()), (case.shape.family, case.layout, case.dtype, place)
+
+
+def packed_copies(cases: list[Setup]) -> list[tuple[Place, int]]:
+    """On one rank: its place, and bytes of what a native rollout packs in each case."""
+    found = []
+    for case in cases:
+        model = build(replace(case, optimizer=None)).model
+        with linear.packed_weights(model.decoder):
+            copies = [
+                one.packed
+                for one in model.modules()
+                if isinstance(one, linear._Direct) and one.packed is not None
+            ]
+        if model.post_process:
+            copies.append(linear.packed(model.head_weight()))
+        at = model.mesh.coordinates
+        found.append((Place(pp=at["pp"]), sum(one.numel() * one.element_size() for one in copies)))
+    return found
+
+
+@pytest.mark.skipif(DEVICE != "cpu" or not linear._ONEDNN, reason="of CPUs that multiply by oneDNN")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_packed_copies_are_exact(pool, ranks):
+    layouts = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}]}[ranks]
+    families = ("qwen2", "qwen3-tied", "deepseek_v3", "qwen3_moe", "glm4_moe", "mimo")
+    cases = [setup(family, ranks, **how) for family in families for how in layouts]
+    for rank in pool.run(packed_copies, ranks, cases):
+        for case, (place, size) in zip(cases, rank, strict=True):
+            assert packed_bytes(case, place.pp) == size, (case.shape.family, case.layout, place)
+    assert (
+        packed_bytes(replace(cases[0], dtype="bf16")) == packed_bytes(replace(cases[0], device="cuda")) == 0
+    )
 
 
 def test_the_share_on_the_cpu_leaves_the_device():

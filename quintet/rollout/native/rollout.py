@@ -94,7 +94,7 @@ class NativeRollout:
                 progress=self._progress, routes=routes,
             )  # fmt: skip
             listening = routes.listening(self.model) if routes is not None else nullcontext()
-            with packed_weights(self.model), listening:
+            with packed_weights(self.model.decoder), listening:
                 while not scheduler.done:
                     if run.paused:
                         run.hold()
