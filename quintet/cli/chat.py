@@ -29,8 +29,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _talk(answer: Callable[[list[dict[str, str]]], str]) -> None:
+def _talk(answer: Callable[[list[dict[str, str]], Callable[[str], None]], str]) -> None:
     conversation: list[dict[str, str]] = []
+    out = sys.stdout  # what a rank in this process prints meanwhile goes to its log
+
+    def show(piece: str) -> None:
+        print(piece, end="", file=out, flush=True)
+
     for line in _lines():
         if line == "/reset":
             conversation = []
@@ -40,11 +45,11 @@ def _talk(answer: Callable[[list[dict[str, str]]], str]) -> None:
         elif line:
             asked = [*conversation, {"role": "user", "content": line}]
             try:
-                said = answer(asked)
+                said = answer(asked, show)
             except UserError as error:  # too long, or not to be tokenized: the next line may be better
                 print(f"error: {error}\n/reset forgets the conversation", file=sys.stderr)
                 continue
-            print(said, flush=True)
+            show("\n")
             conversation = [*asked, {"role": "assistant", "content": said}]
 
 
@@ -70,7 +75,8 @@ COMMAND = Command(
     name="chat",
     summary="talk with a model",
     description="""\
-Talk with a model: each line of standard input is answered, by the model's chat template and with the conversation so far.
+Talk with a model: each line of standard input is answered, by the model's chat template and with the conversation so far;
+one rank in this process, as a small model has, shows its answer while it is written.
 /reset forgets the conversation, Ctrl-D ends. Keys of a recipe set all else, such as the temperature.""",
     examples="""\
   quintet chat runs/demo-20261121-100000/checkpoint rollout.temperature=0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from quintet.cluster.dispatch import megatron_compute
+from quintet.cluster.local import LocalGroup
 from quintet.controller.batch_ref import BatchRef, Lease, Placement
 from quintet.controller.colocation import DeviceHandover
 from quintet.controller.counted import counted_metrics
@@ -27,7 +28,7 @@ from quintet.controller.roles import Phase, PolicyRole, Role
 from quintet.controller.rollouts import InProcessRolloutGroup, Rollouts
 from quintet.controller.samples import Kept, Samples
 from quintet.controller.scatter import Scatterer
-from quintet.controller.verbs import Policy
+from quintet.controller.verbs import Policy, Rollout
 from quintet.controller.weight_check import Proof
 from quintet.data.prompts import Prompt
 from quintet.errors import QuintetError
@@ -177,6 +178,12 @@ class Controller:
                 samples.place.append(Kept(rollout, call, kept))
                 samples.versions.append(self.version)
         return samples
+
+    def overhear(self, told: Callable[[list[int]], None]) -> None:
+        """Have `told` hear all tokens of a sequence after each that is drawn for it, from now on, where the rank is in this process:
+        elsewhere it hears nothing."""
+        if isinstance(self.workers, LocalGroup):
+            self.workers.one(Rollout.overhear, phase="generate")(told)
 
     def reward(self, samples: Samples) -> None:
         """Wait for the rewards of all samples, which processes of their own have worked at since each group was finished; kept in

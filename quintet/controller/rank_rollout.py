@@ -6,7 +6,7 @@ native rollout share requests; the engines of other back ends make their own wor
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 from quintet.cluster.lane import listening
@@ -63,6 +63,15 @@ class RankRollout:
                 yield at, self.samples.info(requests, at, group)
         self.samples.put(call, requests, answered)
         return None, self.samples.of(call) if self._spare else None
+
+    def overhear(self, told: Callable[[list[int]], None]) -> None:
+        """Have `told` hear, in this process, all tokens of a sequence after each that is drawn for it: of native rollouts."""
+
+        def heard(sequences: list[Any]) -> None:
+            for one in sequences:
+                told(one.response_ids)
+
+        cast(Any, self._backend).overheard = heard
 
     def pause(self) -> None:
         """Hold what is under way, and start nothing new, until `resume`."""

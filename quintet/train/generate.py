@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quintet.data.prompts import Messages, make_prompts
+from quintet.data.text_pieces import TextPieces
+from quintet.data.tokenizer import decoder
 from quintet.errors import UserError
 from quintet.recipe.schema import Recipe
 from quintet.train.evaluate import evaluate as evaluate_session
@@ -40,8 +42,9 @@ def generate(recipe: Recipe, prompts: Sequence[str | Messages]) -> list[dict[str
 
 
 @contextmanager
-def answering(recipe: Recipe) -> Iterator[Callable[[Messages], str]]:
-    """Keep the model awake, and yield what answers a conversation. That raises UserError for one the model cannot read.
+def answering(recipe: Recipe) -> Iterator[Callable[[Messages, Callable[[str], None]], str]]:
+    """Keep the model awake, and yield what answers a conversation: it tells the answer piece by piece, as it is generated where one
+    rank in this process does that, and returns it. It raises UserError for a conversation the model cannot read.
 
     Conversations grow up to the model's context, unless the recipe gives data.max_prompt_tokens.
     """
@@ -51,10 +54,14 @@ def answering(recipe: Recipe) -> Iterator[Callable[[Messages], str]]:
             room = max(s.inputs.shape.max_positions - recipe.rollout.max_response_tokens, 1)
             data = data.model_copy(update={"max_prompt_tokens": room})
 
-        def answer(conversation: Messages) -> str:
+        def answer(conversation: Messages, tell: Callable[[str], None]) -> str:
             prompts = make_prompts([conversation], data, s.inputs.tokenizer).prompts
+            pieces = TextPieces(decoder(s.inputs.tokenizer), recipe.rollout.stop, tell)
+            s.controller.overhear(pieces.add)
             seed = f"{recipe.run.seed}/chat/{next(turns)}"
-            return s.controller.generate(prompts, s.sampling(), 1, seed, title="answer").generated[0].text
+            said = s.controller.generate(prompts, s.sampling(), 1, seed, title="answer").generated[0].text
+            pieces.end(said)
+            return said
 
         yield answer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from quintet.cli import main
 from quintet.data.tokenizer import build_char_tokenizer
 from quintet.engine.weights.random_model import write_fresh_model
 from quintet.errors import UserError
-from quintet.recipe import Recipe
+from quintet.recipe import Recipe, load_recipe
 from quintet.recipe.schema import BuildModel
+from quintet.train import generate
+from tests.data.byte_tokenizer import byte_tokenizer
 from tests.models.directory import write_model
 
 
@@ -25,11 +27,14 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The recipe, and each conversation that was to be answered."""
     heard: list[Any] = []
 
-    def answer(conversation: list[dict[str, str]]) -> str:
+    def answer(conversation: list[dict[str, str]], tell: Callable[[str], None]) -> str:
         heard.append(conversation)
         if "long" in conversation[-1]["content"]:
             raise UserError("the prompt has 2000 tokens")
-        return conversation[-1]["content"].upper()
+        said = conversation[-1]["content"].upper()
+        tell(said[:2])
+        tell(said[2:])
+        return said
 
     @contextmanager
     def answering(recipe: Recipe) -> Iterator[Any]:
@@ -90,6 +95,29 @@ def test_a_real_model_answers(
     assert "prompt 1: the prompt has 56" in told.err
     assert "more than data.max_prompt_tokens=4088" in told.err
     assert "does not know some characters" in told.err
+
+
+def test_a_real_model_is_heard_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    build = BuildModel(layers=2, hidden_size=64, ffn_hidden_size=128)
+    write_fresh_model(build, tmp_path / "model", vocab_size=len(tokenizer), seed=1, eos_id=0, pad_id=1)
+    given = [f"model.path={tmp_path / 'model'}", "rollout.max_response_tokens=24", "rollout.stop=[xyz]"]
+    recipe = load_recipe(None, [*given, "cluster={ranks: 1, device: cpu}"], command="generate")
+    seen: list[int] = []  # tokens there were when a piece was told
+    drawn = generate.TextPieces.add
+    monkeypatch.setattr(
+        generate.TextPieces, "add", lambda pieces, ids: (seen.append(len(ids)), drawn(pieces, ids))
+    )
+    pieces: list[tuple[int, str]] = []
+    with generate.answering(recipe) as answer:
+        for _ in range(2):
+            seen.clear()
+            pieces.clear()
+            said = answer([user("né€😀")], lambda piece: pieces.append((seen[-1], piece)))
+            assert "".join(piece for _, piece in pieces) == said
+            assert seen == list(range(1, 25))
+            assert len({count for count, _ in pieces}) > 5  # and not all of it when the last token was there
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

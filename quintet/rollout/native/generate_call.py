@@ -39,10 +39,12 @@ class GenerateCall:
         decode: Callable[[list[int]], str],
         state: Callable[[], int],
         progress: Callable[[int], None],
+        overheard: Callable[[list[SequenceState]], None],
         routes: Routes | None,
     ) -> None:
         self.stage, self.scheduler, self.cache, self.sampling = stage, scheduler, cache, sampling
         self.routes, self._decode, self._state, self._progress = routes, decode, state, progress
+        self._overheard = overheard
         self.device = stage.model.device
         self._head = packed(stage.model.head_weight()) if stage.mesh.last_stage else None
         self._stops = set() if sampling.ignore_end else set(sampling.stop_token_ids)
@@ -137,6 +139,7 @@ class GenerateCall:
             sequence.policy_logprobs.append(logprobs[1])
             sequence.raw_logprobs.append(logprobs[2])
             self._check_end(sequence)
+        self._overheard(sequences)
         self._heed(int(last_column[0]))
 
     def hold(self) -> None:

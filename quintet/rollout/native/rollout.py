@@ -70,6 +70,8 @@ class NativeRollout:
         self._decode, self._update, self._progress = decode, update, progress
         self._stage, self._weights = Stage(model, mesh), Weights(model, mesh, brought=update is None)
         self._return_routes = return_routes
+        self.overheard: Callable[[list[SequenceState]], None] = lambda sequences: None
+        """Told of the sequences that a token was just drawn for."""
         self._cache: SlotCache | None = None
         self._asleep: set[Part] = set()
         # Plain flags, each written by one thread at a time. Of several ranks those of the owner of the output count.
@@ -91,7 +93,7 @@ class NativeRollout:
             routes = Routes(self.model, self.mesh) if self._return_routes else None
             run = GenerateCall(
                 self._stage, scheduler, cache, sampling, decode=self._decode, state=self._state,
-                progress=self._progress, routes=routes,
+                progress=self._progress, overheard=self.overheard, routes=routes,
             )  # fmt: skip
             listening = routes.listening(self.model) if routes is not None else nullcontext()
             with packed_weights(self.model.decoder), listening:
