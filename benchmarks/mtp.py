@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=[0, 1, 2, 3],
         help="of drafts; 0, without any, is among them",
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="measure so many draft lengths at once, a GPU each"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory-fraction", type=float, default=0.8)
@@ -134,8 +140,8 @@ def work(args: argparse.Namespace) -> None:
     print("\n" + json.dumps({"device": compat.device_name(device), "rounds": found}), flush=True)
 
 
-def run(args: argparse.Namespace, model: Path, length: int) -> dict[str, Any]:
-    """What `work` told of one draft length. SystemExit with the end of its output when it fails."""
+def run(args: argparse.Namespace, model: Path, length: int, free: queue.Queue[int]) -> dict[str, Any]:
+    """What `work` told of one draft length, on a GPU that was free."""
     options = [
         "--shape",
         args.shape,
@@ -145,14 +151,20 @@ def run(args: argparse.Namespace, model: Path, length: int) -> dict[str, Any]:
         str(args.memory_fraction),
     ]
     command = ["benchmarks.mtp", *options, "--worker", str(length), "--model", str(model)]
-    return answer_of(args, command, f"drafts of {length}")
+    gpu = free.get()
+    print(f"drafts of {length}", flush=True)
+    try:
+        return answer_of(args, command, f"drafts of {length}", CUDA_VISIBLE_DEVICES=str(gpu))
+    finally:
+        free.put(gpu)
 
 
-def answer_of(args: argparse.Namespace, command: list[str], what: str) -> dict[str, Any]:
+def answer_of(args: argparse.Namespace, command: list[str], what: str, **environment: str) -> dict[str, Any]:
     """The last line, as JSON, that a module says. SystemExit with the end of its output when it fails."""
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT,
+        env=os.environ | environment,
         stdout=subprocess.PIPE,
         text=True,
         timeout=args.timeout_s,
@@ -235,16 +247,19 @@ def main(argv: list[str] | None = None) -> None:
     if args.worker is not None:
         work(args)
         return
+    import torch  # noqa: F401  (records name its device)
 
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="quintet-mtp-") as directory:
         model = args.model or Path(directory) / "model"
         if not model.exists():
             records += trained(args, model)
-        told: dict[int, dict[str, Any]] = {}
-        for length in () if args.train_only else sorted(args.lengths):
-            print(f"drafts of {length}", flush=True)
-            told[length] = run(args, model, length)
+        lengths = [] if args.train_only else sorted(args.lengths)
+        free: queue.Queue[int] = queue.Queue()
+        for gpu in range(args.gpus):
+            free.put(gpu)
+        with ThreadPoolExecutor(args.gpus) as threads:
+            told = dict(zip(lengths, threads.map(lambda n: run(args, model, n, free), lengths), strict=True))
     rows: list[dict[str, Any]] = []
     if told:
         generated, rows = measured(args, told)

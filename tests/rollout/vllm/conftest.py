@@ -41,6 +41,7 @@ def recipe_of(
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """`start(model, **rollout)`: a VllmRollout that ends with the module."""
     from quintet.rollout.vllm import VllmRollout
+    from tests.rollout.vllm import sent
 
     made: list[VllmRollout] = []
 
@@ -52,6 +53,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., An
     yield one
     for rollout in made:
         rollout.close()
+    sent.end()
     for child in multiprocessing.active_children():
         child.join(30)
     assert not multiprocessing.active_children()

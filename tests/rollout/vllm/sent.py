@@ -50,6 +50,13 @@ def _sender() -> Executor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
+def end() -> None:
+    """Let the process that shares, if there is one, come to its end."""
+    if _sender.cache_info().currsize:
+        _sender().shutdown()
+        _sender.cache_clear()
+
+
 _door: Rendezvous
 
 
