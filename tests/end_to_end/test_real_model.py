@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from quintet.cluster.cluster import Cluster
 from quintet.data.chat_template import own_template
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.models.lora import LoraShape
+from tests.engine.moe_models import stored
 
 QUESTIONS = ["Ann has 12 apples and gets 30 more. How many are there?", "What is 7 + 5?"]
 TEMPLATE = (
@@ -164,28 +166,53 @@ def test_it_takes_adapters(pool: Any, model: Path) -> None:
     assert found["learned"] > 1e-3
 
 
+def train(model: Path, directory: Path, *how: str) -> Path:
+    """Train by the model's recipe on rows of GSM8K's form; returns the run directory, with two steps done."""
+    from quintet.cli import main
+
+    rng = random.Random(0)
+    for name in ("train", "test"):
+        with (directory / f"{name}.jsonl").open("w") as file:
+            for _ in range(12):
+                a, b = rng.randrange(2, 50), rng.randrange(2, 50)
+                question = f"Ann has {a} apples and gets {b} more. How many are there?"
+                file.write(json.dumps({"question": question, "answer": f"{a}+{b}\n#### {a + b}"}) + "\n")
+    files = [f"data.train_path={directory / 'train.jsonl'}", f"data.eval_path={directory / 'test.jsonl'}"]
+    recipe = str(Path(__file__).parents[2] / "recipes" / "laptop_smollm2.yaml")
+    where = [f"model.path={model}", "rollout.max_response_tokens=24", f"run.dir={directory / 'runs'}"]
+    assert main(["train", recipe, *files, *where, *how]) == 0
+    (run,) = (directory / "runs").iterdir()
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_its_recipe_trains_and_keeps_the_chat_template(
     ray_cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
-    from quintet.cli import main
-
-    rng = random.Random(0)
-    for name in ("train", "test"):
-        with (tmp_path / f"{name}.jsonl").open("w") as file:
-            for _ in range(12):
-                a, b = rng.randrange(2, 50), rng.randrange(2, 50)
-                question = f"Ann has {a} apples and gets {b} more. How many are there?"
-                file.write(json.dumps({"question": question, "answer": f"{a}+{b}\n#### {a + b}"}) + "\n")
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    files = [f"data.train_path={tmp_path / 'train.jsonl'}", f"data.eval_path={tmp_path / 'test.jsonl'}"]
-    recipe = str(Path(__file__).parents[2] / "recipes" / "laptop_smollm2.yaml")
-    how = ["rollout.max_response_tokens=24", f"model.chat_template={tmp_path / 'chat.jinja'}"]
-    assert main(["train", recipe, f"model.path={model}", *files, *how, f"run.dir={tmp_path / 'runs'}"]) == 0
-    (run,) = (tmp_path / "runs").iterdir()
-    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    run = train(model, tmp_path, f"model.chat_template={tmp_path / 'chat.jinja'}")
     found = own_template(run / "checkpoint")
     assert found is not None
     assert found.text == TEMPLATE == load_tokenizer(run / "checkpoint").chat_template
     assert (run / "chat_template.jinja").read_text() == TEMPLATE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_its_adapters_train_and_what_is_saved_is_a_model_for_transformers(
+    ray_cluster: Cluster, pool: Any, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    (tmp_path / "reward.py").write_text("def reward(prompt, response):\n    return len(response) % 7\n")
+    how = ["lora={rank: 4, alpha: 8}", "optimizer.lr=1.0e-3", f"reward.function={tmp_path}/reward.py:reward"]
+    run = train(model, tmp_path, *how, f"model.chat_template={tmp_path / 'chat.jinja'}")
+    adapters = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert all(one.any() for one in adapters.values())  # B begins as zeros
+    before, after = (stored(path) for path in (model, run / "checkpoint"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith("_proj.weight")}
+    (found,) = pool.run(beside_transformers, 1, run / "checkpoint", prompts_of(run / "checkpoint"), 24)
+    assert found["other"] == []
+    assert found["ours"] == found["theirs"]
