@@ -45,3 +45,32 @@ def test_a_rollout_of_its_own_gets_the_layers_and_mismatch_is_diagnosed(tmp_path
     directory = run_directory(run("train", *DEMO, *MIMO, *own, f"run.dir={tmp_path}"))
     said = run("diagnose", "mismatch", str(directory))
     assert "rollout" in said
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_trained_layers_keep_their_acceptance_and_others_lose_theirs(tmp_path):
+    """By vLLM's own counter, at temperature 1, on the demo: after SFT, and after 60 steps of GRPO from there with each of the two."""
+    built = ["model.build.family=mimo", "model.build.tied_embeddings=false", "mtp.init_layers=1"]
+    tuned = run_directory(run("sft", DEMO[0], *built, f"run.dir={tmp_path}/sft", timeout_s=1200))
+    rl = [
+        *("model.build=null", f"model.path={tuned / 'checkpoint'}", "sft=null", "train.steps=61"),
+        *("train.eval_prompts=0", "cluster.ranks=1", "rollout.backend=vllm", "rollout.draft_tokens=1"),
+        "rollout.memory_fraction=0.1",
+    ]
+
+    def accepted(train: str) -> list[float]:
+        """Of each ten steps' drafted tokens, after those of the first step."""
+        own = [f"mtp.train={train}", f"run.dir={tmp_path}/{train}"]
+        lines = metrics(run_directory(run("train", DEMO[0], *rl, *own, timeout_s=1200)), "rl")
+        steps = [m for m in lines if "loss" in m]
+        counted = [(m["rollout/accepted_fraction"], m["rollout/draft_tokens"]) for m in steps]
+        assert len(counted) == 61
+        parts = [counted[:1], *(counted[at : at + 10] for at in range(1, 61, 10))]
+        return [sum(f * n for f, n in part) / sum(n for _, n in part) for part in parts]
+
+    trained, kept = accepted("true"), accepted("false")
+    assert trained[0] == kept[0] >= 0.7
+    assert trained[-1] >= 0.7
+    assert all(b <= a + 0.01 for a, b in zip(trained, kept, strict=True)), (trained, kept)
