@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import queue
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +59,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="rows of quintet/rollout/draft_speed.json go here, in place of this device's",
     )
     parser.add_argument(
-        "--model", type=Path, help="where the model is; what is not there is trained, and kept"
+        "--model",
+        type=Path,
+        help="where the model is, and what is told of each draft length: what is not there is made, and kept",
     )
     parser.add_argument("--train-only", action="store_true", help="generate nothing")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
@@ -140,31 +139,32 @@ def work(args: argparse.Namespace) -> None:
     print("\n" + json.dumps({"device": compat.device_name(device), "rounds": found}), flush=True)
 
 
-def run(args: argparse.Namespace, model: Path, length: int, free: queue.Queue[int]) -> dict[str, Any]:
-    """What `work` told of one draft length, on a GPU that was free."""
-    options = [
-        "--shape",
-        args.shape,
-        "--rounds",
-        str(args.rounds),
-        "--memory-fraction",
-        str(args.memory_fraction),
-    ]
-    command = ["benchmarks.mtp", *options, "--worker", str(length), "--model", str(model)]
-    gpu = free.get()
-    print(f"drafts of {length}", flush=True)
-    try:
-        return answer_of(args, command, f"drafts of {length}", CUDA_VISIBLE_DEVICES=str(gpu))
-    finally:
-        free.put(gpu)
+def run(args: argparse.Namespace, model: Path, length: int) -> dict[str, Any]:
+    """What `work` tells of one draft length; or has told before, of a model that was kept."""
+    told = model.with_name(f"{model.name}-drafts{length}.json")
+    if not told.exists():
+        options = {
+            "shape": args.shape,
+            "rounds": args.rounds,
+            "memory-fraction": args.memory_fraction,
+            "worker": length,
+            "model": model,
+        }
+        answer = answer_of(
+            args,
+            ["benchmarks.mtp", *(f"--{name}={value}" for name, value in options.items())],
+            f"drafts of {length}",
+        )
+        told.write_text(json.dumps(answer))
+    found: dict[str, Any] = json.loads(told.read_text())
+    return found
 
 
-def answer_of(args: argparse.Namespace, command: list[str], what: str, **environment: str) -> dict[str, Any]:
+def answer_of(args: argparse.Namespace, command: list[str], what: str) -> dict[str, Any]:
     """The last line, as JSON, that a module says. SystemExit with the end of its output when it fails."""
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT,
-        env=os.environ | environment,
         stdout=subprocess.PIPE,
         text=True,
         timeout=args.timeout_s,
@@ -254,12 +254,10 @@ def main(argv: list[str] | None = None) -> None:
         model = args.model or Path(directory) / "model"
         if not model.exists():
             records += trained(args, model)
-        lengths = [] if args.train_only else sorted(args.lengths)
-        free: queue.Queue[int] = queue.Queue()
-        for gpu in range(args.gpus):
-            free.put(gpu)
-        with ThreadPoolExecutor(args.gpus) as threads:
-            told = dict(zip(lengths, threads.map(lambda n: run(args, model, n, free), lengths), strict=True))
+        told = {}
+        for length in [] if args.train_only else sorted(args.lengths):
+            print(f"drafts of {length}", flush=True)
+            told[length] = run(args, model, length)
     rows: list[dict[str, Any]] = []
     if told:
         generated, rows = measured(args, told)

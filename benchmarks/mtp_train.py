@@ -138,7 +138,7 @@ class Loop:
         self.shape = read_shape(path) if mtp else read_shape(path).without_mtp()
         self.mtp, self.objective = mtp, sft_objective()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        optimizer = schema.Optimizer(lr=5e-4, warmup_steps=10)
+        optimizer = schema.Optimizer(lr=shape.lr, warmup_steps=10)
         self.engine = Engine(
             self.shape,
             schema.Layout(),

@@ -53,7 +53,7 @@ class Shape:
     """Sizes of a MiMo, of its training, and of what it then generates.
 
     Heads are of 64 (32 for hidden sizes under 256), a quarter as many for keys and values. tokens: of a micro-batch, of which a step
-    has four. steps: of training.
+    has four. steps, lr: of training.
     """
 
     hidden: int
@@ -63,6 +63,7 @@ class Shape:
     language: Language
     tokens: int
     steps: int
+    lr: float
     sequences: tuple[int, ...]
     contexts: tuple[int, ...]
     response: int
@@ -85,7 +86,9 @@ class Shape:
 
 SHAPES = {
     # 445M parameters.
-    "400m": Shape(1024, 24, 4096, 32768, Language(4096), 16384, 100, (1, 8, 32, 64, 256), (512, 4096), 256),
-    "laptop": Shape(128, 4, 384, 512, Language(256), 2048, 120, (1, 8, 32), (64, 256), 48),
-    "tiny": Shape(128, 2, 256, 256, Language(64), 512, 60, (1, 4), (32,), 16),
+    "400m": Shape(
+        1024, 24, 4096, 32768, Language(4096), 16384, 120, 5e-4, (1, 8, 32, 64, 256), (512, 4096), 256
+    ),
+    "laptop": Shape(128, 4, 384, 512, Language(256), 2048, 120, 2e-3, (1, 8, 32), (64, 256), 48),
+    "tiny": Shape(128, 2, 256, 256, Language(64), 512, 60, 2e-3, (1, 4), (32,), 16),
 }

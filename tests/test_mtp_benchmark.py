@@ -31,6 +31,7 @@ def test_the_language_has_the_entropy_that_is_said() -> None:
     assert language.entropy == pytest.approx(-p * log(p) - (1 - p) * log(rest))
 
 
+@pytest.mark.slow
 def test_the_model_learns_it_and_its_layer_too(tmp_path: Path) -> None:
     command = [
         sys.executable,
