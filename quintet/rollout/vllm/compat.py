@@ -359,6 +359,28 @@ def draft_at_temperature() -> None:
     rejection_sampler.apply_sampling_constraints = cut_if_any
 
 
+def stop_within_drafts() -> None:
+    """Have a response end where its stop string does, when several tokens come out of one step.
+
+    vLLM 0.20.2 looks for stop strings behind all of them, and keeps what was accepted after (tests/rollout/vllm/test_drafting.py::
+    test_stop_strings_end_a_response_within_an_accepted_run on a GPU); 0.32.0 cuts that off.
+    """
+    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer as Text
+
+    its: Any = Text.update
+    if hasattr(its, "__wrapped__"):
+        return
+
+    @functools.wraps(its)
+    def one_by_one(text: Any, tokens: list[int], ended: bool) -> str | None:
+        for at, token in enumerate(tokens, 1):
+            if found := its(text, [token], ended and at == len(tokens)):
+                return str(found)
+        return None
+
+    Text.update = one_by_one
+
+
 def listen_to_routers(model: torch.nn.Module, make: Callable[[list[int]], Any]) -> Any:
     """Have the `capture` of what `make` makes of the numbers of layers with experts called by each router; returns that.
 

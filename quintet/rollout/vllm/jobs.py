@@ -43,9 +43,10 @@ def answer(output: Any) -> Answer:
     (one,) = output.outputs
     if one.finish_reason not in ("stop", "length", "abort"):
         raise QuintetError(f"vLLM ended a request with {one.finish_reason!r}: {one.stop_reason}")
+    ids = list(one.token_ids)
     return Answer(
-        list(one.token_ids),
-        told(one.logprobs),
+        ids,
+        told(one.logprobs)[: len(ids)],  # of all that a step accepted: see compat.stop_within_drafts
         one.finish_reason,
         told(output.prompt_logprobs),
         one.routed_experts,

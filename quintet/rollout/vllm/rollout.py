@@ -72,6 +72,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         if self._routes_at_end:
             self._engine.rpc(Extension.listen_for_routes)
         if arguments.get("speculative_config"):
+            compat.stop_within_drafts()
             self._engine.rpc(Extension.begin_to_draft)
         self._alone = placement_of(recipe).adapters_separate
         # The directory holds other weights, or no adapters.
