@@ -324,6 +324,7 @@ def test_a_server_drafts_alike(start: Any, path: Any, rollout: Any) -> None:
     assert responses(server) == greedy_by_transformers(25)
     assert accepted(server) == pytest.approx(accepted(rollout), abs=0.02)
     assert min(p_values(server, 1000)) > SURE
+    assert min(p_values(server, 1000, **CUTS[-1])) > SURE
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU, one vLLM a process can sleep")
