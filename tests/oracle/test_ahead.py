@@ -183,6 +183,7 @@ APART = [Case("mimo", mtp=2, pp=2, cp=2), Case("deepseek_v3", mtp=2, dp=2, ep=2)
 def test_ranks_that_predict_nothing_compute_their_layers(pool: Pool, models: Path, case: Case) -> None:
     """And where they do not, the run hangs in the layer, by name."""
     path = written(case, models)
+    pool.run(int, case.ranks)  # its processes are there: what is timed is the run
     began = time.monotonic()
     found = pool.run(one_short_sample, case.ranks, case, path, False)
     took = time.monotonic() - began
@@ -190,5 +191,5 @@ def test_ranks_that_predict_nothing_compute_their_layers(pool: Pool, models: Pat
     assert len(losses) == 1
     assert not any(means.get("mtp/loss_2") for means in found)
     with pytest.raises(PoolError) as caught:
-        pool.run(one_short_sample, case.ranks, case, path, True, timeout_s=min(10, 2 + 3 * took))
+        pool.run(one_short_sample, case.ranks, case, path, True, timeout_s=min(10, 2 + 2 * took))
     assert "layers/mtp.py" in str(caught.value)
