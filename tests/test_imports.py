@@ -118,6 +118,8 @@ def test_a_process_of_a_run_starts_without_what_it_does_not_use(
 def test_a_process_of_a_run_trains_without_the_compiler() -> None:
     command = """
 import sys, torch
+from quintet.data.batch import make_batch
+make_batch([[5, 6, 7]], [1])
 from quintet.engine.megatron_compat import install
 install()
 for kind, options in ((torch.optim.AdamW, {}), (torch.optim.Adam, {}), (torch.optim.SGD, {"momentum": 0.9})):

@@ -29,7 +29,14 @@ TORCH_INDEX = {
     "cpu": "https://download.pytorch.org/whl/cpu",
     "cuda": "https://download.pytorch.org/whl/cu130",
 }
-OF_A_RUN = "ray.dashboard.agent, transformers.tokenization_utils_tokenizers, quintet.train.ppo, quintet.cluster.group, quintet.controller.worker"
+OF_A_RUN = [
+    "ray.dashboard.agent",
+    "transformers.tokenization_utils_tokenizers",
+    "quintet.cli",
+    "quintet.train.ppo",
+    "quintet.cluster.group",
+    "quintet.controller.worker",
+]
 PIP_OPTIONS = ["--disable-pip-version-check", "--no-input", "--retries", "5"]
 
 
@@ -237,7 +244,7 @@ def install(python: Path, torch: str, index: str | None, constraints: list[str],
     run_pip(module_pip(python), ["install", "--no-compile", *extra, *constraints, torch, *what])
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     # Other environments than quintet's lack some of it, and do without.
-    subprocess.run([str(python), "-c", f"import {OF_A_RUN}"], env=env, stderr=subprocess.DEVNULL)
+    subprocess.run([str(python), "-c", f"import {', '.join(OF_A_RUN)}"], env=env, stderr=subprocess.DEVNULL)
 
 
 def module_pip(python: Path) -> list[str]:

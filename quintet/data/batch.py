@@ -11,7 +11,9 @@ Every function here works on flat values and one gather index, whatever the numb
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any, TypeAlias, cast
 
@@ -226,7 +228,15 @@ def _position(offsets: Tensor) -> Tensor:
     return torch.arange(len(starts), device=starts.device) - starts
 
 
+@cache
+def _find_distributed_tensors() -> None:
+    """torch looks for its distributed tensors when the first jagged one is made: so they come without sympy."""
+    with uncompiled():
+        importlib.import_module("torch.distributed.tensor")
+
+
 def _jagged(values: Tensor, offsets: Tensor) -> Tensor:
+    _find_distributed_tensors()
     return torch.nested.nested_tensor_from_jagged(values.contiguous(), offsets)
 
 
