@@ -1,5 +1,6 @@
 """The command line: help, exit codes, messages, and what each command hands on."""
 
+import importlib.util
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -359,6 +361,16 @@ def test_sigterm_is_no_error(recipe: str, stub, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "quintet: stopped after rl step 3, as SIGTERM asked\n"
 
 
+def as_if(monkeypatch: pytest.MonkeyPatch, package: str, *, installed: bool) -> None:
+    """Have a package be found, or not."""
+    find = importlib.util.find_spec
+
+    def found(name: str, parent: str | None = None) -> Any:
+        return (object() if installed else None) if name == package else find(name, parent)
+
+    monkeypatch.setattr("importlib.util.find_spec", found)
+
+
 @pytest.mark.parametrize(
     ("overrides", "installed", "layers"),
     [
@@ -378,7 +390,7 @@ def test_check_tells_the_layers(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    as_if(monkeypatch, "transformer_engine", installed=installed)
     assert main(["check", recipe, *overrides]) == 0
     assert f"Engine: {layers}" in capsys.readouterr().err
 
@@ -404,7 +416,7 @@ def test_check_says_whether_the_weights_are_shared(
 def test_check_says_what_generates_where_and_whether_it_is_installed(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    as_if(monkeypatch, "vllm", installed=False)
     wanted = ["check", recipe, "rollout.backend=vllm", "rollout.placement=separate", "rollout.ranks=1"]
     assert main(wanted) == 0
     said = capsys.readouterr().err
