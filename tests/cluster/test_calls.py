@@ -186,15 +186,16 @@ def test_a_cluster_too_small_for_both_is_told_before_anything_starts(
 
 
 def test_a_death_is_told_by_the_groups_name_and_ends_the_wait(
-    mortal: WorkerGroup, quartet: WorkerGroup
+    ray_cluster: Cluster, mortal: WorkerGroup, quartet: WorkerGroup
 ) -> None:
-    """Others that are still at work are not waited for. The last test here: the quartet works on."""
-    began = time.monotonic()
-    with pytest.raises(WorkerFailure, match=r"^rollout-1 rank 0 died in generate: (killed|ended)"):
-        results(
-            [
-                quartet.all(Light.count).submit(1, 30.0),
-                mortal.all(Light.fail, phase="generate").submit("kill", 0),
-            ]
-        )
-    assert time.monotonic() - began < 5 * BUSY
+    """Others that are still at work are not waited for."""
+    with one_beside(ray_cluster, quartet) as busy:
+        began = time.monotonic()
+        with pytest.raises(WorkerFailure, match=r"^rollout-1 rank 0 died in generate: (killed|ended)"):
+            results(
+                [
+                    busy.all(Light.count).submit(1, 30.0),
+                    mortal.all(Light.fail, phase="generate").submit("kill", 0),
+                ]
+            )
+        assert time.monotonic() - began < 5 * BUSY

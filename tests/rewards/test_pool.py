@@ -344,7 +344,8 @@ def test_nor_one_that_dies_of_it_or_never_comes_to_an_end(make: Make, tmp_path: 
         score(pool, "1")
     assert (tmp_path / "logs" / "reward-0.log").read_text() == "my words\n"
     pool = make("def reward(p, r, a): return 1", on_error="zero", step_timeout_s=2.0)
-    (tmp_path / "mine.py").write_text("import time; time.sleep(1000)")
+    # Of another length than the reward: by that and the second of its writing Python tells whether bytecode is of it.
+    (tmp_path / "mine.py").write_text("import time; time.sleep(10_000)")
     with pytest.raises(UserError, match="none of its processes has come to its end of loading"):
         score(pool, "1")
 
