@@ -273,9 +273,13 @@ def _check_device(recipe: schema.Recipe) -> None:
 def _check_lengths(prompts: PromptSet, recipe: schema.Recipe, generated: int) -> None:
     """Prompt and longest response must fit a micro-batch, for every prompt, before anything is generated. generated: the longest
     response that may be."""
+    fit: set[int] = set()
     for prompt in prompts:
         longest = max(generated, len(prompt.response_ids))
         total = len(prompt.token_ids) + longest
+        if total in fit:
+            continue
+        fit.add(total)
         if (why := overflow(recipe, total)) is not None:
             raise UserError(
                 f"{prompt.source}: {len(prompt.token_ids)} prompt tokens and up to {longest} of response are "
