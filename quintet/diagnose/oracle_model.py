@@ -17,7 +17,7 @@ from torch import Tensor
 from quintet.cluster.worker import Place, Worker
 from quintet.diagnose.find_weights import Weights
 from quintet.engine.engine import Engine
-from quintet.engine.layers.router import Router
+from quintet.engine.routes import RowRoutes
 from quintet.engine.row import pack
 from quintet.errors import UserError
 from quintet.models import trained_shape
@@ -47,7 +47,7 @@ class OracleModel:
             lora=lora_shape(recipe, self._shape),
         )
         self._model = self._engine.model.eval()
-        self._taps = [_Tap(one) for one in self._model.decoder.modules() if isinstance(one, Router)]
+        self._routes = RowRoutes([])  # of the last sample
 
     def load(self, weights: Weights) -> None:
         """Take these weights. Raises UserError for files that are damaged or of another model."""
@@ -68,19 +68,22 @@ class OracleModel:
         align = alignment_of(self._engine.layout, cp=1)
         micro = pack(values, torch.tensor([0, len(ids)]), torch.zeros(len(ids)).bool(), [0], align)
         row = model.row(micro)
-        for layer, tap in enumerate(self._taps):
-            tap.prescribed = (
-                None if routes is None else torch.as_tensor(routes)[:, layer].long().to(model.device)
-            )
+        self._routes = row.routes = RowRoutes(self._shape.moe_layers, keep=True)
+        if routes is not None:
+            told = torch.as_tensor(routes).to(model.device)
+            filler = told.new_zeros(micro.tokens - len(told), *told.shape[1:])
+            row.routes.prescribed = torch.cat((told, filler))
+            row.routes.there = torch.arange(micro.tokens, device=model.device) < len(told)
         hidden = model.for_head(model(micro.input_ids.to(model.device), row))
         rows = hidden[prompt - 1 : len(ids) - 1]
         return (rows @ model.head_weight().t()).float()[:, : self._shape.vocab_size]
 
     def routes(self, tokens: int) -> Tensor | None:
         """Return experts of the first tokens in the last call of `logits`, int64 [tokens, layers with experts, top-k]."""
-        if not self._taps:
+        heard = self._routes.heard
+        if not heard:
             return None
-        return torch.stack([tap.chosen[:tokens].cpu() for tap in self._taps], 1)
+        return torch.stack([heard[layer][:tokens].long().cpu() for layer in self._routes.layers], 1)
 
 
 class PlainWorker(Worker):
@@ -187,23 +190,3 @@ def _under(logits: Tensor, chosen: Tensor, sampling: Sampling) -> Tensor:
     if kept is not None:
         log_p = log_p.masked_fill(~kept, float("-inf")).log_softmax(-1)
     return log_p.gather(1, chosen.to(log_p.device)[:, None])[:, 0]
-
-
-class _Tap:
-    """Sits in a router where megatron-core asks who else chooses the experts: sees what is chosen, and prescribes it."""
-
-    def __init__(self, router: Router) -> None:
-        self.chosen = torch.empty(0)
-        self.prescribed: Tensor | None = None
-        router.router_replay = self
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Any
-    ) -> tuple[Tensor, Tensor]:
-        """megatron-core's name for it: values and indices, [tokens, top-k] each."""
-        values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.prescribed is not None:
-            chosen = torch.cat((self.prescribed, chosen[len(self.prescribed) :]))
-            values = scores.gather(1, chosen)
-        self.chosen = chosen
-        return values, chosen

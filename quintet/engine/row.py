@@ -21,6 +21,7 @@ from torch import Tensor
 from quintet.engine.device import upload
 from quintet.engine.layers.attention_backends import Spans, spans
 from quintet.engine.layers.context_parallel import AllGather, AllToAll, Exchange
+from quintet.engine.routes import RowRoutes
 from quintet.packing import Alignment
 from quintet.packing.context import held_ranges, zigzag
 
@@ -33,6 +34,7 @@ class PackedRow(PackedSeqParams):
     spans: which queries see which keys, as the attention kernel reads it.
     exchange: how ranks that share the row share keys and values; None where one rank holds the row.
     cache: the KV cache in generation, else None.
+    routes: what routers are told, and what is heard of them; None where they choose by themselves and nobody listens.
     """
 
     cos: Tensor | None = None
@@ -40,6 +42,7 @@ class PackedRow(PackedSeqParams):
     spans: Spans | None = None
     exchange: Exchange | None = None
     cache: Any = None
+    routes: RowRoutes | None = None
 
 
 @dataclass

@@ -61,12 +61,13 @@ def test_scores_are_transformers_log_probs(pool, tmp_path, layout, tokens_per_ro
 
 
 def routed(path: Path, layout: dict[str, Any], slots: int) -> Any:
-    """On one rank: samples with their routes, twice; and whether the model is heard no more afterwards."""
+    """On one rank: samples with their routes; and how many modules are heard afterwards, or routers answered."""
     rollout = loaded(path, layout, return_routes=True)
     rollout.slots = slots
     requests = [Request(p, samples=2, seed=i) for i, p in enumerate(PROMPTS)]
     answered = rollout.generate(requests, Sampling(max_response_tokens=9, stop_token_ids=tuple(range(8))))
-    hooked = sum(len(m._forward_hooks) for m in rollout.model.modules())
+    modules = list(rollout.model.modules())
+    hooked = sum(len(m._forward_hooks) + (getattr(m, "router_replay", None) is not None) for m in modules)
     return answered, hooked
 
 

@@ -7,8 +7,6 @@ chosen, and leaves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,24 +29,10 @@ class Router(TopKRouter):
 
     def forward(self, input: Tensor, row: PackedRow | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and choices [T, experts] of the tokens that this rank has of the row."""
-        weights, chosen = super().forward(input)
+        if row is not None and row.routes is not None:
+            self.router_replay = row.routes.of(self.layer_number - 1)
+        try:
+            weights, chosen = super().forward(input)
+        finally:
+            self.router_replay = None
         return weights, chosen
-
-
-@contextmanager
-def record_routes(chunks: Iterable[torch.nn.Module], hear: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Tell `hear`, within the context, what each router of a model chooses: the layer's number (from 0, dense ones
-    counted) and the experts [T, top-k] of the tokens that the router sees, those of the largest weight first."""
-
-    def listen(router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        weights, chosen = output
-        ranked = weights.masked_fill(~chosen, -1.0)  # a chosen expert may weigh 0
-        hear(router.layer_number - 1, ranked.topk(router.topk).indices)
-
-    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
-    handles = [router.register_forward_hook(listen) for router in routers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -77,7 +77,7 @@ class GenerateCall:
                 first_slot += 1
         at = [torch.cat(x).to(self.device) for x in (source, slot, position)]
         self.cache.prefill(at[0], at[1], at[2])
-        row.cache = self.cache
+        row.cache, row.routes = self.cache, self.routes.of_row() if self.routes is not None else None
         hidden = self.stage.forward(micro.input_ids.to(self.device), row)
         fresh = [sequence for group in groups for sequence in group]
         if self.routes is not None:
@@ -99,7 +99,7 @@ class GenerateCall:
         row = PackedRow(qkv_format="thd")
         row.cos, row.sin = self.stage.model.rotary(at.to(self.device))
         self.cache.decode(positions.to(self.device), int(positions.max()) + 1)
-        row.cache = self.cache
+        row.cache, row.routes = self.cache, self.routes.of_row() if self.routes is not None else None
         hidden = self.stage.forward(ids[None].to(self.device), row)
         if self.routes is not None:
             self.routes.keep([(d, i, i + 1) for i, d in enumerate(active)], total)

@@ -12,7 +12,7 @@ hear it with the tokens. What frees or changes weights or cache is refused while
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -95,8 +95,7 @@ class NativeRollout:
                 self._stage, scheduler, cache, sampling, decode=self._decode, state=self._state,
                 progress=self._progress, overheard=self.overheard, routes=routes,
             )  # fmt: skip
-            listening = routes.listening(self.model) if routes is not None else nullcontext()
-            with packed_weights(self.model.decoder), listening:
+            with packed_weights(self.model.decoder):
                 while not scheduler.done:
                     if run.paused:
                         run.hold()

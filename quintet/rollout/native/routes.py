@@ -6,17 +6,15 @@ it alone knows into zeros, so that the sum over ranks is the whole; it is taken 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from quintet.engine.layers.router import record_routes
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
+from quintet.engine.routes import RowRoutes
 from quintet.rollout.base import Sample
 from quintet.rollout.native.scheduler import SequenceState
 
@@ -32,36 +30,34 @@ class Routes:
         moe = model.shape.moe
         assert moe is not None
         self._mesh, self._device = mesh, model.device
-        self._place = {layer: i for i, layer in enumerate(model.shape.moe_layers)}
+        self._layers = model.shape.moe_layers
+        self._row = RowRoutes(self._layers)
         self._top_k = moe.top_k
         self._sliced = model.config.sequence_parallel and mesh.sizes.tp > 1
-        self._heard: dict[int, Tensor] = {}
         self._of: dict[int, list[np.ndarray]] = {}  # by sequence: pieces [tokens, layers, top-k]
 
-    @contextmanager
-    def listening(self, model: PolicyModel) -> Iterator[None]:
-        """Hear the routers of this rank's model."""
-        with record_routes([model], self._heard.__setitem__):
-            yield
+    def of_row(self) -> RowRoutes:
+        """Return what hears the routers of this rank in the next row."""
+        self._row = RowRoutes(self._layers, keep=True)
+        return self._row
 
     def keep(self, rows: Sequence[tuple[SequenceState, int, int]], total: int) -> None:
         """Keep what was heard for the sequences that it belongs to: to each the row tokens start:stop. total: of the row, padding
         included."""
-        mesh = self._mesh
-        pieces = np.zeros((total, len(self._place), self._top_k), dtype=np.int16)
-        if self._heard and (self._sliced or mesh.at("tp") == 0):  # without slices tp ranks hear the same
-            layers = [self._place[layer] for layer in self._heard]
-            heard = torch.stack(list(self._heard.values()), dim=1).to(torch.int16).cpu().numpy()
-            first = mesh.at("tp") * len(heard) if self._sliced else 0
-            pieces[first : first + len(heard), layers] = heard
-        self._heard.clear()
+        mesh, heard = self._mesh, self._row.heard
+        pieces = np.zeros((total, len(self._layers), self._top_k), dtype=np.int16)
+        if heard and (self._sliced or mesh.at("tp") == 0):  # without slices tp ranks hear the same
+            layers = [self._layers.index(layer) for layer in heard]
+            mine = torch.stack(list(heard.values()), dim=1).cpu().numpy()
+            first = mesh.at("tp") * len(mine) if self._sliced else 0
+            pieces[first : first + len(mine), layers] = mine
         for sequence, start, stop in rows:
             self._of.setdefault(id(sequence), []).append(pieces[start:stop])
 
     def tell(self, sequences: Sequence[SequenceState], samples: Sequence[Sample]) -> None:
         """Give each sample its sequence's: int16 [tokens that were read, layers, top-k]. Collective over the ranks that share
         the requests."""
-        nothing = np.zeros((0, len(self._place), self._top_k), dtype=np.int16)
+        nothing = np.zeros((0, len(self._layers), self._top_k), dtype=np.int16)
         group = self._mesh.groups.mp
         for sequence, sample in zip(sequences, samples, strict=True):
             sample.routes = np.concatenate([nothing, *self._of.pop(id(sequence), ())])
