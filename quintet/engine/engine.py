@@ -42,6 +42,7 @@ from quintet.engine.offload import KINDS, Offloader
 from quintet.engine.optimizer import build_optimizer, gradient_sets, set_learning_rate
 from quintet.engine.outputs import Loss, MiniBatchResult, fields_of, flat_fields
 from quintet.engine.pipeline import Pipeline
+from quintet.engine.routes import Routes
 from quintet.engine.row import MicroBatch
 from quintet.engine.schedule import learning_rate
 from quintet.engine.weights import hf, peft
@@ -268,12 +269,18 @@ class Engine:
 
     # compute
 
-    def forward(self, batch: Batch, cells: Sequence[RankCell], temperature: float = 1.0) -> Any:
+    def forward(
+        self,
+        batch: Batch,
+        cells: Sequence[RankCell],
+        temperature: float = 1.0,
+        routes: Routes | None = None,
+    ) -> Any:
         """Return the outputs (of a value model ValueOutputs) of the tokens with loss_mask 1, flat like the batch's values, fp32
         on the CPU. Other tokens get 0, and so do samples of no cell of this rank. Ranks of the last stage return them, others
         None.
 
-        cells: as in `forward_backward`.
+        cells, routes: as in `forward_backward`.
         """
         kind = self._pipeline.output_type
         names = [field.name for field in dataclasses.fields(kind)]
@@ -287,7 +294,7 @@ class Engine:
 
         self._require("params")
         with torch.no_grad():
-            self._pipeline.run(batch, cells, collect, temperature, forward_only=True)
+            self._pipeline.run(batch, cells, collect, temperature, forward_only=True, routes=routes)
         return kind(*(flat[name].cpu() for name in names)) if self.mesh.last_stage else None
 
     def forward_backward(
@@ -297,13 +304,15 @@ class Engine:
         loss: Loss,
         temperature: float = 1.0,
         ahead: Sequence[AheadLoss] = (),
+        routes: Routes | None = None,
     ) -> MiniBatchResult | None:
         """Compute the gradients of a mini-batch, in place of what was there. Ranks of the last stage return what came of the
         cells of which they are the first rank, others None: over dp and cp, these parts add up to the mini-batch.
 
         cells: this rank's, as planned, with samples as positions in `batch`; every rank has as many. ahead: the losses of the
         layers for multi-token prediction, each depth's, as `ahead_losses` gives them; the loss that is returned is without them,
-        their own are in the tally.
+        their own are in the tally. routes: what tokens' experts are prescribed by, or kept in; without it, whatever the batch
+        says of routes, tokens choose by themselves.
         """
         if len(ahead) != self.depths:
             raise ValueError(f"{len(ahead)} losses for {self.depths} layers for multi-token prediction")
@@ -329,7 +338,7 @@ class Engine:
         if self._optimizer is not None:
             # The whole optimizer left the buffers as each parameter's grad: backward would add to them twice.
             self._optimizer.zero_grad()
-        self._pipeline.run(batch, cells, compute, temperature, forward_only=False, ahead=ahead)
+        self._pipeline.run(batch, cells, compute, temperature, forward_only=False, ahead=ahead, routes=routes)
         if not self.mesh.last_stage:
             return None
         return MiniBatchResult(float(torch.stack(shares).sum()) if shares else 0.0, tally.cpu())

@@ -46,10 +46,10 @@ class MiniBatchResult:
 
 
 def flat_fields(batch: Batch, device: torch.device) -> dict[str, tuple[bool, Tensor]]:
-    """Return a batch's fields, flat, on the device: (is per token, values)."""
+    """Return a batch's fields that a loss may read, flat, on the device: (is per token, values)."""
     out = {}
     for name, value in batch.items():
-        if name == "input_ids":
+        if name in ("input_ids", "routes"):
             continue
         out[name] = (value.is_nested, upload(value.values() if value.is_nested else value, device))
     return out

@@ -21,6 +21,7 @@ from quintet.engine.layers.context_parallel import gather_places
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel, States
 from quintet.engine.outputs import Outputs, ValueOutputs
+from quintet.engine.routes import Routers, Routes
 from quintet.engine.row import MicroBatch, PackedRow, pack
 from quintet.models import ModelShape
 from quintet.packing import RankCell, alignment_of
@@ -47,6 +48,10 @@ class Pipeline:
         config = chunks[0].config
         self._p2p = P2PCommunicator(mesh.groups.pp, config) if mesh.sizes.pp > 1 else None
         config.finalize_model_grads_func = finalize
+        sizes, sliced = mesh.sizes, config.sequence_parallel
+        layers = shape.moe_layers_of(mesh.at("pp"), pp=sizes.pp, vpp=len(chunks))
+        where = (sizes.tp, mesh.at("tp")) if sliced else (1, 0)
+        self._routers = Routers(layers, *where, build.device())
         self.output_type = ValueOutputs if shape.head == "value" else Outputs
         """What `use` is handed of the model's own head."""
 
@@ -59,17 +64,19 @@ class Pipeline:
         *,
         forward_only: bool,
         ahead: Sequence[AheadLoss] = (),
+        routes: Routes | None = None,
     ) -> None:
         """Run all micro-batches, forward and, unless `forward_only`, backward; the last stage's ranks use what comes out.
         cells: this rank's, samples as positions in `batch`; every rank has as many. ahead: what layers for multi-token
-        prediction are trained by, which are left out without it. Collective."""
+        prediction are trained by, which are left out without it. routes: what the decoder's routers are told, or who listens to
+        them. Collective."""
         for chunk in self._chunks:
             chunk.train(not forward_only)
         pp, chunks = self._mesh.sizes.pp, len(self._chunks)
         if chunks > 1:  # interleaving wants a multiple of pp; what is missing is padding alone
             cells = [*cells, *([RankCell([])] * (-len(cells) % pp))]
         schedule = get_forward_backward_func(pp_size=pp, vp_size=chunks if chunks > 1 else None)
-        rows = self.rows(batch, cells, len(ahead))
+        rows = self.rows(batch, cells, len(ahead), routes)
         extra = {"p2p_communicator": self._p2p} if self._p2p else {}
         schedule(
             forward_step_func=partial(self._forward_step, use=use, temperature=temperature, ahead=ahead),
@@ -83,9 +90,11 @@ class Pipeline:
             pg_collection=self._mesh.groups,
             **extra,
         )
+        if routes is not None:
+            routes.finish(self._routers)
 
     def rows(
-        self, batch: Batch, cells: Sequence[RankCell], depths: int = 0
+        self, batch: Batch, cells: Sequence[RankCell], depths: int = 0, routes: Routes | None = None
     ) -> Iterator[tuple[MicroBatch, PackedRow]]:
         """Yield this rank's part of each micro-batch, packed when its turn comes. depths: of multi-token prediction, each with a
         target set after the model's own."""
@@ -95,7 +104,9 @@ class Pipeline:
         for samples, cp, place in cells:
             align, distances = alignment_of(self._layout, cp), range(1, 2 + depths)
             micro = pack(values, ends, trained, samples, align, cp, place, distances)
-            yield micro, self._chunks[0].row(micro, self._recipe.cp_comm)
+            row = self._chunks[0].row(micro, self._recipe.cp_comm)
+            row.routes = None if routes is None else routes.next(micro, self._routers)
+            yield micro, row
 
     def _forward_step(
         self,

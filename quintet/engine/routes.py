@@ -10,12 +10,19 @@ Layers are numbered from 0 through the model, dense ones counted.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from quintet.engine.device import upload
+from quintet.errors import QuintetError
+
+if TYPE_CHECKING:  # it has a field for what is here
+    from quintet.engine.row import MicroBatch
 
 
 @dataclass
@@ -84,3 +91,98 @@ def expert_type(experts: int) -> torch.dtype:
 def _differ(one: Tensor, other: Tensor) -> Tensor:
     """Whether two choices [T, top-k] are of other experts, in whatever order: bool [T]."""
     return ~(one[:, :, None] == other[:, None]).any(-1).all(-1)
+
+
+class Routers(NamedTuple):
+    """The routers of one rank's decoder: their layers, in order, and which of `slices` of a row they see."""
+
+    layers: tuple[int, ...]
+    slices: int
+    part: int
+    device: torch.device
+
+
+class Routes(ABC):
+    """The routes of one pass over a mini-batch on one rank, whose micro-batches come in order. For one pass alone."""
+
+    def __init__(self) -> None:
+        self._rows: list[RowRoutes] = []
+
+    def next(self, micro: MicroBatch, routers: Routers) -> RowRoutes:
+        """Return the routes of the next micro-batch."""
+        self._rows.append(self._row(len(self._rows), micro, routers))
+        return self._rows[-1]
+
+    @abstractmethod
+    def _row(self, number: int, micro: MicroBatch, routers: Routers) -> RowRoutes: ...
+
+    def finish(self, routers: Routers) -> None:
+        """Look back at the pass. Raises QuintetError where a router went by without having been answered."""
+        for number, row in enumerate(self._rows):
+            if missing := sorted(set(routers.layers) - set(row.parted)):
+                raise QuintetError(
+                    f"micro-batch {number}: routers of {len(routers.layers) - len(missing)} of {len(routers.layers)} layers with "
+                    f"experts on this rank were told their routes, those of the layers {missing} were not"
+                )
+
+    def parted(self) -> dict[int, tuple[int, int]]:
+        """Return of each layer how many tokens' own choice is another than was prescribed to them, and to how many it was."""
+        rows = [row for row in self._rows if row.there is not None]
+        if not rows or not rows[0].layers:
+            return {}
+        tokens = int(torch.stack([row.there.sum() for row in rows if row.there is not None]).sum())
+        layers = rows[0].layers
+        counts = torch.stack([torch.stack([row.parted[layer] for layer in layers]) for row in rows]).sum(0)
+        return {layer: (count, tokens) for layer, count in zip(layers, counts.tolist(), strict=True)}
+
+
+class RecordedRoutes(Routes):
+    """What tokens choose by themselves, kept on this rank by micro-batch, to be replayed in passes over the same ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        """Of each micro-batch, [T, layers, top-k] on the CPU."""
+
+    def _row(self, number: int, micro: MicroBatch, routers: Routers) -> RowRoutes:
+        return RowRoutes(routers.layers, keep=True)
+
+    def finish(self, routers: Routers) -> None:
+        """Look back at the pass, and keep what was heard."""
+        super().finish(routers)
+        for row in self._rows:
+            heard = [row.heard[layer] for layer in routers.layers]
+            self.kept.append(torch.stack(heard, 1).cpu() if heard else torch.empty(0))
+        self._rows = []
+
+
+class ReplayedRoutes(Routes):
+    """What was recorded in an earlier pass over the same micro-batches is prescribed. Padding chooses by itself."""
+
+    def __init__(self, record: RecordedRoutes) -> None:
+        super().__init__()
+        self._kept = record.kept
+
+    def _row(self, number: int, micro: MicroBatch, routers: Routers) -> RowRoutes:
+        there = micro.owner.chunk(routers.slices)[routers.part] >= 0
+        told = upload(self._kept[number], routers.device)
+        return RowRoutes(routers.layers, told, upload(there, routers.device))
+
+
+class BatchRoutes(Routes):
+    """What a rollout told is prescribed. Padding, and tokens that it tells no routes of, choose by themselves.
+
+    told: of a batch's tokens, jagged [samples, j, layers, top-k], for the layers with experts on this rank, in their order.
+    """
+
+    def __init__(self, told: Tensor) -> None:
+        super().__init__()
+        self._told = told
+
+    def _row(self, number: int, micro: MicroBatch, routers: Routers) -> RowRoutes:
+        if self._told.shape[2] != len(routers.layers):
+            raise ValueError(
+                f"routes of {self._told.shape[2]} layers for a rank that has experts in the layers {list(routers.layers)}"
+            )
+        told, there = micro.cut(self._told, 0, routers.slices, routers.part)
+        return RowRoutes(routers.layers, upload(told, routers.device), upload(there, routers.device))

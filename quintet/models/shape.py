@@ -157,6 +157,11 @@ class ModelShape:
         """Numbers of the layers with experts, from 0, those for multi-token prediction left out."""
         return tuple(layer for layer in range(self.layers) if self.is_moe(layer))
 
+    def moe_layers_of(self, stage: int, *, pp: int, vpp: int) -> tuple[int, ...]:
+        """Return those of `moe_layers` that a pipeline stage has, of all its chunks."""
+        chunks = [stage_layers(self.layers, pp=pp, vpp=vpp, stage=stage, chunk=c) for c in range(vpp)]
+        return tuple(layer for chunk in chunks for layer in chunk if self.is_moe(layer))
+
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a token sees in layer number `layer` (from 0), itself among them; None is all."""
         return self.window if layer in self.window_layers else None

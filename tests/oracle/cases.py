@@ -80,6 +80,8 @@ class Case:
     """Layers for multi-token prediction."""
     mtp_loss: str = "cross_entropy"
     mtp_detach: bool = True
+    replay: str = ""
+    """Which routes the updates replay: "old", of the weights before the first step, or "rollout", drawn ones."""
     mixed: bool = False
     """Every other round has cells of one rank instead of cp."""
 
@@ -101,7 +103,7 @@ class Case:
             if value != one.default:
                 flag = value is True or one.name == "distributed_optimizer"
                 text = value if isinstance(value, str) else f"{one.name}{'' if flag else value}"
-                said.append(f"recompute_{value}" if one.name == "recompute" else text)
+                said.append(f"{one.name}_{value}" if one.name in ("recompute", "replay") else text)
         return "-".join(said)
 
     def adapters(self, path: Path) -> Path:
@@ -311,6 +313,30 @@ def mtp_cases(ranks: int, **fixed: Any) -> list[Case]:
     return [*found, *bf16("mimo", ranks, mtp=1, head="lm", **fixed)]
 
 
+_R, _O = {"replay": "rollout"}, {"replay": "old"}
+REPLAY_LAYOUTS = (
+    Case("qwen3_moe", **_R, optimizer="sgd"),
+    Case("deepseek_v3", **_R, tp=2, sp=True, ep=2, etp=1, recompute="selective"),
+    Case("deepseek_v3", **_R, pp=2, vpp=2, dp=2, ep=2, recompute="selective", distributed_optimizer=True),
+    Case("qwen3_moe", **_R, tp=2, sp=True, pp=2, vpp=2, etp=2, recompute="full"),
+    Case("qwen3_moe", **_R, tp=2, sp=True, dp=2, ep=2, etp=2, lora=True),
+    Case("qwen3_moe", **_R, tp=2, sp=True, cp=2, etp=2, recompute="full", mixed=True),
+    Case("deepseek_v3", **_R, cp=2, cp_comm="all_to_all", pp=2),
+    Case("deepseek_v3", **_R, mtp=2, dp=2, ep=2, recompute="full"),
+    Case("deepseek_v3", **_R, head="value", pp=2),
+    Case("deepseek_v3-tied", **_R, pp=2),
+    Case("gpt_oss", **_R, tp=2, sp=True, etp=2),
+    Case("mixtral", **_R, cp=2, ep=2, recompute="selective"),
+    Case("glm4_moe", **_R, pp=2, recompute="full"),
+    Case("qwen3_moe", **_O, optimizer="sgd"),
+    Case("deepseek_v3", **_O, pp=2, vpp=2, dp=2, ep=2, recompute="full"),
+    Case("deepseek_v3", **_O, tp=2, sp=True, cp=2, etp=2, recompute="selective", mixed=True),
+    Case("deepseek_v3", **_O, mtp=2, pp=2),
+    Case("qwen3_moe", **_O, tp=2, sp=True, ep=2, etp=1, lora=True),
+)
+"""Replay of routes in `make test`."""
+
+
 def fast_cases() -> list[Case]:
     """What `make test` runs: up to 4 ranks."""
     found: list[Case] = []
@@ -321,7 +347,7 @@ def fast_cases() -> list[Case]:
         found += covering(family, 4) if family in THOROUGH else few(family)
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
     found += [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
-    return ordered([*found, *MTP_LAYOUTS])
+    return ordered([*found, *MTP_LAYOUTS, *REPLAY_LAYOUTS])
 
 
 def slow_cases() -> list[Case]:

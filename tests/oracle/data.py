@@ -21,6 +21,14 @@ def token_ids(batch: int = 0) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in BATCHES[batch]]
 
 
+def routes(batch: int, layers: int, experts: int, top_k: int) -> list[torch.Tensor]:
+    """What a rollout is to have told of the samples of a batch: uint8 [tokens - 1, layers, top-k] each. They are drawn, so that few
+    tokens would choose them, in no order of their weights, and across groups of experts."""
+    generator = torch.Generator().manual_seed(50 + batch)
+    drawn = [torch.rand(n - 1, layers, experts, generator=generator) for n in BATCHES[batch]]
+    return [one.topk(top_k).indices.to(torch.uint8) for one in drawn]
+
+
 AHEAD_WEIGHT, AHEAD_CLIP = 0.3, 0.5
 """Of the loss of layers for multi-token prediction, and the norm that their gradients are clipped to."""
 

@@ -24,6 +24,7 @@ from tests.oracle.data import (
     ahead_counts,
     loss_mask,
     returns,
+    routes,
     token_ids,
     trained_tokens,
 )
@@ -95,7 +96,9 @@ def share(engine: Any, batch: int, mixed: bool = False) -> tuple[Any, list[RankC
     ids = token_ids(batch)
     lengths = [len(one) for one in ids]
     masks = [loss_mask(n, ahead=engine.shape.mtp_layers > 0) for n in lengths]
-    fields = {"loss_mask": masks, "returns": [returns(n) for n in lengths]}
+    fields: dict[str, Any] = {"loss_mask": masks, "returns": [returns(n) for n in lengths]}
+    if engine.shape.moe is not None:  # whether or not they are replayed
+        fields["routes"] = stage_routes(engine, batch)
     whole = make_batch(ids, [PROMPT] * len(ids), **fields)
     sizes, dp = engine.mesh.sizes, engine.mesh.at("dp")
     budget = engine.recipe.tokens_per_microbatch_per_rank
@@ -105,6 +108,15 @@ def share(engine: Any, batch: int, mixed: bool = False) -> tuple[Any, list[RankC
         plan = Plan([split(row) if k % 2 else row for k, row in enumerate(plan.rounds)], plan.block)
     cells = rank_cells(plan.local(dp), engine.mesh.at("cp"))
     return select(whole, plan.samples_of(dp)), cells, plan.samples_of(dp)
+
+
+def stage_routes(engine: Any, batch: int) -> list[Tensor]:
+    """What a rollout told of a batch's samples, for the layers with experts of this rank's stage."""
+    shape, mesh = engine.shape, engine.mesh
+    mine = shape.moe_layers_of(mesh.at("pp"), pp=mesh.sizes.pp, vpp=engine.layout.vpp)
+    places = [shape.moe_layers.index(layer) for layer in mine]
+    told = routes(batch, len(shape.moe_layers), shape.moe.experts, shape.moe.top_k)
+    return [one[:, places] for one in told]
 
 
 def split(cells: list[Cell]) -> list[Cell]:
@@ -121,6 +133,21 @@ class Training:
         self.case = case
         self.engine = engine_of(case, path)
         self.report = evaluate(self.engine, case)
+        self._recorded = {b: self._record(b) for b in case.batches} if case.replay == "old" else {}
+
+    def _record(self, batch: int) -> Any:
+        from quintet.engine.routes import RecordedRoutes
+
+        mine, cells, _ = share(self.engine, batch, self.case.mixed)
+        recorded = RecordedRoutes()
+        self.engine.forward(mine, cells, TEMPERATURE, recorded)
+        return recorded
+
+    def _routes(self, batch: int, mine: Any) -> Any:
+        """What an update on a batch is told of routes."""
+        from quintet.engine.routes import ReplayedRoutes
+
+        return ReplayedRoutes(self._recorded[batch]) if self._recorded else told_routes(self.case, mine)
 
     def step(self, batch: int) -> None:
         """One optimizer step, and what the trainer does around generation: offload and reload."""
@@ -130,7 +157,8 @@ class Training:
         mine, cells, _ = share(engine, batch, self.case.mixed)
         counts = ahead_counts(batch, engine.depths) if engine.depths else [trained_tokens(batch)]
         objective, ahead = Objective(self.case.head, counts[0]), ahead_losses(engine.mtp, counts)
-        result = engine.forward_backward(mine, cells, objective, TEMPERATURE, ahead)
+        routes = self._routes(batch, mine)
+        result = engine.forward_backward(mine, cells, objective, TEMPERATURE, ahead, routes)
         if result is not None and engine.mesh.at("tp") == 0:
             report.tallies.append(result.tally)
         report.losses.append(result.loss if result is not None and engine.mesh.at("tp") == 0 else 0.0)
@@ -205,13 +233,20 @@ def evaluate(engine: Any, case: Case) -> Report:
     from quintet.data.batch import sample_ids
 
     mine, cells, samples = share(engine, case.batches[0], case.mixed)
-    outputs = engine.forward(mine, cells, temperature=TEMPERATURE)
+    outputs = engine.forward(mine, cells, TEMPERATURE, told_routes(case, mine))
     known = sorted(i for cell in cells for i in cell.samples)
     if outputs is None:
         return Report([samples[i] for i in known], None)
     here = torch.isin(sample_ids(mine), torch.tensor(known, dtype=torch.int64))
     names = ("values",) if case.head == "value" else ("logprobs", "entropy")
     return Report([samples[i] for i in known], tuple(getattr(outputs, name)[here] for name in names))
+
+
+def told_routes(case: Case, mine: Any) -> Any:
+    """What a call is told of routes where a rollout told some; a value model is told nothing."""
+    from quintet.engine.routes import BatchRoutes
+
+    return BatchRoutes(mine["routes"]) if case.replay == "rollout" and case.head == "lm" else None
 
 
 def pieces(engine: Any, of: str) -> list[Piece]:

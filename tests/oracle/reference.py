@@ -4,11 +4,12 @@ It trains one of the tiny `models` for a few optimizer steps, each on a batch of
 compared with.
 
 Routes: a model with experts is a discontinuous function. Where two scores are nearly equal, rounding decides which
-expert a token gets. No routes are replayed here. The weights of the MoE families (`models.SEEDS`) are drawn so that no
+expert a token gets. Where a case does not replay routes, the weights of the MoE families (`models.SEEDS`) are drawn so that no
 token in any layer at any step comes near a tie: the smallest gap between a chosen and a rejected score (of experts, and
 of groups of experts) is at least MARGIN times the scores' numeric error, which is what the same training in float64
 differs by. `reference` raises when that does not hold. On the batch BF16_BATCH the gap is large enough for bf16 as
-well. `python -m tests.oracle.reference [family …]` looks for such seeds.
+well. `python -m tests.oracle.reference [family …]` looks for such seeds. Where a case replays routes, the experts are forced
+here too, by hooks on transformers' routers, and no tie is too near.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from tests.oracle.data import (  # noqa: F401  (LENGTHS and PROMPT: for those wh
     ahead_counts,
     loss_mask,
     returns,
+    routes,
     token_ids,
     trained_tokens,
 )
@@ -100,7 +102,7 @@ def reference(case: Case) -> Reference:
     """
     ahead = Ahead(case.mtp, case.mtp_loss, case.mtp_detach) if case.mtp else None
     kind = case.head, case.optimizer, case.lr_multipliers, case.lora
-    return _reference(case.family, *kind, case.batches, ahead)
+    return _reference(case.family, *kind, case.batches, ahead, case.replay if case.head == "lm" else "")
 
 
 @cache
@@ -112,11 +114,12 @@ def _reference(
     lora: bool,
     batches: tuple[int, ...],
     ahead: Ahead | None,
+    replay: str,
 ) -> Reference:
-    trained = _Run(name, head, optimizer, multipliers, lora, ahead)
+    trained = _Run(name, head, optimizer, multipliers, lora, ahead, replay)
     found = trained.train(batches)
-    if trained.routers:
-        exact = _Run(name, head, optimizer, multipliers, lora, ahead, dtype=torch.float64)
+    if any(router.scores for router in trained.routers):
+        exact = _Run(name, head, optimizer, multipliers, lora, ahead, replay, dtype=torch.float64)
         exact.train(batches)
         check_margin(name, trained, exact)
     for step in found.steps:
@@ -136,13 +139,14 @@ class _Run:
         multipliers: bool = False,
         lora: bool = False,
         ahead: Ahead | None = None,
+        replay: str = "",
         *,
         dtype: torch.dtype = torch.float32,
         seed: int | None = None,
         adapter_seed: int | None = None,
         ahead_seed: int | None = None,
     ) -> None:
-        self.name, self.ahead = name, ahead
+        self.name, self.ahead, self.replay = name, ahead, replay
         made = model(name) if seed is None else drawn(name, seed)
         self.model = made.to(dtype)
         self.layers = layers_of(name, ahead.depths, ahead_seed).to(dtype) if ahead else []
@@ -150,11 +154,13 @@ class _Run:
         self.model.model.norm.register_forward_hook(self._see)
         self.score = torch.nn.Parameter(value_head().to(dtype)) if head == "value" else None
         self.routers = [
-            _Router(m, made.config)
+            _Router(m, made.config, of_trunk=one is made)
             for one in (made, *self.layers)
             for m in one.modules()
             if hasattr(m, "top_k") and hasattr(m, "weight")
         ]
+        self.forced: dict[int, tuple[Tensor, Tensor]] = {}
+        """By batch the experts [samples · tokens, layers, top-k] that the trunk's tokens are sent to, and which tokens."""
         self.adapters = attach(self.model, name, adapter_seed) if lora else None
         self.recipe = OPTIMIZERS[optimizer]
         self.optimizer = self._optimizer(lr_multipliers(lora) if multipliers else {})
@@ -203,6 +209,9 @@ class _Run:
         buffers = self._fixed()
         outputs: tuple[Tensor, ...] = ()
         steps = []
+        batches = list(batches)
+        if self.replay:
+            self.forced = {b: self._recorded(b) if self.replay == "old" else self._told(b) for b in batches}
         for batch in batches:
             self.optimizer.zero_grad()
             with cached():  # adapters are merged once
@@ -231,8 +240,13 @@ class _Run:
         """All samples at once, padded on the right: under a causal mask no token sees what follows it."""
         samples = [torch.tensor(ids) for ids in token_ids(batch)]
         padded = _padded(batch)
+        of_trunk = [router for router in self.routers if router.of_trunk]
         for router in self.routers:
             router.real = padded.flatten() >= 0
+        if batch in self.forced:
+            told, there = self.forced[batch]
+            for number, router in enumerate(of_trunk):
+                router.forced = told[:, number], there
         states = self._states(padded.clamp(min=0))
         columns: list[tuple[Tensor, ...]] = []
         loss = torch.zeros(())
@@ -247,6 +261,22 @@ class _Run:
             columns.append(tuple((mask * column).detach() for column in made))
         count = ahead_counts(batch, 0)[0] if self.ahead else trained_tokens(batch)
         return loss / count, tuple(torch.cat(c) for c in zip(*columns, strict=True))
+
+    def _told(self, batch: int) -> tuple[Tensor, Tensor]:
+        """The routes that a rollout told, of all tokens of a sample but the last."""
+        of_trunk = [router for router in self.routers if router.of_trunk]
+        made = routes(batch, len(of_trunk), self.routers[0].module.num_experts, self.routers[0].module.top_k)
+        longest = max(BATCHES[batch])
+        told = torch.stack([torch.cat((o, o.new_zeros(longest - len(o), *o.shape[1:]))) for o in made])
+        there = torch.arange(longest) < torch.tensor(BATCHES[batch])[:, None] - 1
+        return told.flatten(0, 1).long(), there.flatten()
+
+    @torch.no_grad()
+    def _recorded(self, batch: int) -> tuple[Tensor, Tensor]:
+        """The routes that tokens choose by themselves now."""
+        self._loss(batch)
+        heard = [router.chosen for router in self.routers if router.of_trunk]
+        return torch.stack(heard, 1), _padded(batch).flatten() >= 0
 
     def _ahead(self, batch: int) -> list[tuple[Tensor, float]]:
         """Loss and accuracy of each depth, of the states that the loss has just been made from."""
@@ -281,19 +311,40 @@ def _shifted(x: Tensor) -> Tensor:
 
 @dataclass
 class _Router:
-    """Records, at every call of a router, the scores that are compared and how far apart chosen and rejected are.
+    """Records, at every call of a router, the scores that are compared and how far apart chosen and rejected are, or has it take
+    other experts than it would.
 
-    real: which of the call's tokens are no padding.
+    of_trunk: rather than of a layer for multi-token prediction. real: which of the call's tokens are no padding. chosen: the
+    experts [tokens, top-k] of the last call that chose. forced: what is chosen instead, and by which of the tokens.
     """
 
     module: Any
     config: Any
+    of_trunk: bool = True
     scores: list[Tensor] = field(default_factory=list)
     gaps: list[Tensor] = field(default_factory=list)
     real: Tensor | None = None
+    chosen: Tensor = field(default_factory=lambda: torch.empty(0))
+    forced: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.module.register_forward_hook(lambda module, args, out: self._record(out[0].detach()[self.real]))
+        self.module.register_forward_hook(lambda module, args, out: self._choose(*out))
+
+    def _choose(self, logits: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.forced is None:
+            self._record(logits.detach()[self.real])
+            self.chosen = chosen
+            return logits, weights, chosen
+        told, there = self.forced
+        chosen = torch.where(there[:, None], told, chosen)
+        return logits, self._weights(logits, chosen), chosen
+
+    def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """The weights of chosen experts; in all these families they sum to one, or to a factor."""
+        if not hasattr(self.module, "e_score_correction_bias"):
+            return logits.gather(1, chosen).softmax(-1)
+        scores = logits.sigmoid().gather(1, chosen)
+        return scores / scores.sum(-1, keepdim=True) * self.module.routed_scaling_factor
 
     def _record(self, logits: Tensor) -> None:
         if not hasattr(self.module, "e_score_correction_bias"):
