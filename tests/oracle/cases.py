@@ -168,7 +168,7 @@ _MODULES: dict[str, list[Any]] = {
     "deepseek_v3": _LATENT,
     "deepseek_v3-tied": _LATENT,
     "glm4_moe": ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm"],
-    "mixtral": ["core_attn", "moe_act", "layernorm"],
+    "mixtral": ["core_attn", "moe", "layernorm"],
 }
 """What selective recompute computes again: all that the family has and that go together."""
 
@@ -326,7 +326,7 @@ REPLAY_LAYOUTS = (
     Case("deepseek_v3", **_R, head="value", pp=2),
     Case("deepseek_v3-tied", **_R, pp=2),
     Case("gpt_oss", **_R, tp=2, sp=True, etp=2),
-    Case("mixtral", **_R, cp=2, ep=2, recompute="selective"),
+    Case("mixtral", **_R, pp=2, vpp=2, cp=2, ep=2, recompute="selective"),
     Case("glm4_moe", **_R, pp=2, recompute="full"),
     Case("qwen3_moe", **_O, optimizer="sgd"),
     Case("deepseek_v3", **_O, pp=2, vpp=2, dp=2, ep=2, recompute="full"),

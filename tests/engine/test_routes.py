@@ -1,0 +1,184 @@
+"""Routes that are told and heard: what the token dispatcher gets, token by token, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quintet.engine.routes import LayerRoutes, RowRoutes, expert_type
+from quintet.errors import QuintetError
+from tests.oracle.cases import Case
+from tests.oracle.data import TEMPERATURE, routes, trained_tokens
+from tests.oracle.lora import written
+from tests.oracle.ranks import Objective, engine_of, share
+
+
+def top(scores: Tensor, topk: int, **groups: Any) -> tuple[Tensor, Tensor]:
+    values, indices = scores.topk(topk)
+    return values, indices
+
+
+SCORES = torch.tensor([[0.1, 0.9, 0.5, 0.2], [0.7, 0.1, 0.6, 0.3], [0.2, 0.4, 0.1, 0.8]])
+
+
+def test_what_is_prescribed_is_chosen_with_the_scores_of_now():
+    told = torch.tensor([[2, 0], [2, 0], [2, 0]], dtype=torch.uint8)
+    there = torch.tensor([True, True, False])
+    row = RowRoutes((1, 3), torch.stack((torch.zeros_like(told), told), 1), there, keep=True)
+    scores = SCORES.clone().requires_grad_()
+    values, chosen = LayerRoutes(row, 3).get_replay_topk(scores, 2, None, None, top)
+    assert chosen.tolist() == [[2, 0], [2, 0], [3, 1]]
+    assert torch.equal(values, SCORES.gather(1, chosen))
+    values.sum().backward()
+    assert torch.equal(scores.grad, torch.zeros_like(SCORES).scatter(1, chosen, 1.0))
+    assert row.parted[3] == 1  # the second chooses these two by itself, the third is told nothing
+    assert row.heard[3].dtype == torch.uint8
+    LayerRoutes(row, 3).get_replay_topk(1 - SCORES, 2, None, None, top)  # as in recomputation
+    assert row.parted[3] == 1
+    assert torch.equal(row.heard[3].long(), chosen)
+    assert row.of(2) is None
+
+
+def test_routes_of_other_tokens_are_refused():
+    row = RowRoutes((0,), torch.zeros(1, 1, 2), torch.ones(1).bool())
+    with pytest.raises(ValueError, match=r"layer 0: routes \[1, 2\] for choices \[3, 2\]"):
+        LayerRoutes(row, 0).get_replay_topk(SCORES, 2, None, None, top)
+
+
+def test_types_are_the_smallest():
+    assert (expert_type(256), expert_type(257)) == (torch.uint8, torch.int16)
+
+
+def dispatched(case: Case, path: Path) -> tuple[int, int, dict[tuple[int, int], int]]:
+    """On one rank, in a log-prob pass and an update: how many choices of (token, layer) the dispatcher got that a rollout told of,
+    how many of them were others, and how often it was asked by layer and micro-batch."""
+    from quintet.engine.layers.layer import PackedMoELayer
+    from quintet.engine.routes import BatchRoutes
+
+    engine = engine_of(case, path)
+    mine, cells, samples = share(engine, 0, case.mixed)
+    shape, mesh = engine.shape, engine.mesh
+    told = routes(0, len(shape.moe_layers), shape.moe.experts, shape.moe.top_k)
+    rows, seen, wrong, asked = engine._pipeline.rows, 0, 0, {}
+
+    def numbered(*args: Any) -> Any:
+        for number, (micro, row) in enumerate(rows(*args)):
+            row.number, row.micro = number, micro
+            yield micro, row
+
+    def compute(layer: Any, hidden: Tensor, row: Any) -> Any:
+        layer.row = row
+        return original_compute(layer, hidden, row)
+
+    def preprocess(layer: Any, hidden: Tensor, probs: Tensor, map: Tensor) -> Any:
+        nonlocal seen, wrong
+        number, micro = layer.layer_number - 1, layer.row.micro
+        asked[number, layer.row.number] = asked.get((number, layer.row.number), 0) + 1
+        slices, part = (mesh.sizes.tp, mesh.at("tp")) if case.sp else (1, 0)
+        owners, positions = (t.chunk(slices)[part].tolist() for t in (micro.owner, micro.positions))
+        for chosen, owner, position in zip(map, owners, positions, strict=True):
+            if owner >= 0 and position < len(told[samples[owner]]):
+                want = told[samples[owner]][position][shape.moe_layers.index(number)]
+                seen += 1
+                wrong += sorted(want.tolist()) != chosen.nonzero()[:, 0].tolist()
+        return original_preprocess(layer, hidden, probs, map)
+
+    original_compute, original_preprocess = PackedMoELayer._compute, PackedMoELayer.preprocess
+    engine._pipeline.rows = numbered
+    PackedMoELayer._compute, PackedMoELayer.preprocess = compute, preprocess
+    try:
+        engine.forward(mine, cells, TEMPERATURE, BatchRoutes(mine["routes"]))
+        once = dict(asked)
+        told_again = BatchRoutes(mine["routes"])
+        engine.forward_backward(mine, cells, Objective("lm", trained_tokens(0)), TEMPERATURE, (), told_again)
+    finally:
+        PackedMoELayer._compute, PackedMoELayer.preprocess = original_compute, original_preprocess
+    assert set(once.values()) <= {1}
+    mine_layers = shape.moe_layers_of(mesh.at("pp"), pp=mesh.sizes.pp, vpp=case.vpp)
+    assert {layer for layer, _ in asked} == set(mine_layers)
+    return seen, wrong, asked
+
+
+LAYOUTS = [
+    Case("deepseek_v3", pp=2, vpp=2, recompute="full"),
+    Case("mixtral", pp=2, vpp=2, recompute="selective"),
+    Case("qwen3_moe", tp=2, sp=True, cp=2, etp=2, mixed=True, recompute="full"),
+    Case("qwen3_moe", tp=2, sp=True, ep=2, etp=1),
+    Case("deepseek_v3", dp=2, ep=2),
+]
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: case.name)
+def test_the_dispatcher_gets_what_was_told(pool, tmp_path, case):
+    """Every token of every sample in every layer: in the log-prob pass, in the update, and where that is computed again."""
+    path = written(case, tmp_path)
+    found = pool.run(dispatched, case.ranks, case, path)
+    assert [wrong for _, wrong, _ in found] == [0] * case.ranks
+    again = case.recompute != "none"
+    for _, _, asked in found:
+        assert set(asked.values()) == {3 if again else 2}
+    shape_layers = 3 if case.family == "deepseek_v3" else 4
+    tokens = sum(len(one) for one in routes(0, 1, 8, 2))
+    assert sum(seen for seen, _, _ in found) == tokens * shape_layers * (3 if again else 2)
+
+
+def calls(case: Case, path: Path) -> None:
+    """On one rank: the switch is the call's, a record stays as it is, and what goes by unanswered is told."""
+    from quintet.engine.layers.router import Router
+    from quintet.engine.routes import BatchRoutes, RecordedRoutes, ReplayedRoutes
+
+    engine = engine_of(case, path)
+    mine, cells, _ = share(engine, 0)
+    natural = engine.forward(mine, cells).logprobs
+    told = BatchRoutes(mine["routes"])
+    forced = engine.forward(mine, cells, routes=told).logprobs
+    assert (forced - natural).abs().max() > 0.1
+    parted = told.parted()
+    assert list(parted) == [1, 2, 3]
+    assert {total for _, total in parted.values()} == {len(mine["routes"].values())}
+    assert all(other > 0.5 * total for other, total in parted.values())
+    # The next call is told nothing: the reference, a critic, another phase.
+    assert torch.equal(engine.forward(mine, cells).logprobs, natural)
+    assert all(m.router_replay is None for m in engine.model.modules() if isinstance(m, Router))
+
+    record = RecordedRoutes()
+    assert torch.equal(engine.forward(mine, cells, routes=record).logprobs, natural)
+    kept = [one.clone() for one in record.kept]
+    # What passes the first layer with experts has met none before: its own choices are those of a pass that is told nothing.
+    other = 0
+    for (micro, _), one in zip(engine._pipeline.rows(mine, cells), kept, strict=True):
+        want, there = micro.cut(mine["routes"], 0)
+        other += int((one[there, 0].sort(-1)[0] != want[there, 0].sort(-1)[0]).any(-1).sum())
+    assert parted[1][0] == other
+    again = ReplayedRoutes(record)
+    assert torch.equal(engine.forward(mine, cells, routes=again).logprobs, natural)
+    assert all(other == 0 for other, _ in again.parted().values())
+    engine.forward(mine, cells, routes=told.__class__(mine["routes"]))
+    engine.forward_backward(mine, cells, Objective("lm", 1), routes=ReplayedRoutes(record))
+    assert all(torch.equal(a, b) for a, b in zip(kept, record.kept, strict=True))
+    assert {one.dtype for one in kept} == {torch.uint8}
+
+    class Deaf(BatchRoutes):
+        """The second layer's router is not answered."""
+
+        def _row(self, *args: Any) -> RowRoutes:
+            row = super()._row(*args)
+            return replace(row, layers=(1, -1, 3))
+
+    with pytest.raises(QuintetError, match=r"routers of 2 of 3 layers .* those of the layers \[2\] were not"):
+        engine.forward(mine, cells, routes=Deaf(mine["routes"]))
+    cut = torch.nested.nested_tensor_from_jagged(
+        mine["routes"].values()[:, :2].contiguous(), mine["routes"].offsets()
+    )
+    with pytest.raises(ValueError, match=r"routes of 2 layers .* in the layers \[1, 2, 3\]"):
+        engine.forward(mine, cells, routes=BatchRoutes(cut))
+
+
+def test_the_switch_is_the_calls(pool, tmp_path):
+    case = Case("deepseek_v3")
+    pool.run(calls, 1, case, written(case, tmp_path))
