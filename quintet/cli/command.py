@@ -52,6 +52,7 @@ class Command:
                 "overrides",
                 metavar="key=value",
                 nargs="*",
+                default=[],  # argparse calls it required otherwise
                 help="set any key of the recipe; the value is YAML: train.steps=10 rollout.stop='[\"\\n\"]' sft=null",
             )
         self.add_options(parser)

@@ -142,9 +142,10 @@ class Cluster:
         if self.settings.device == "auto" and gpus == 0:
             return "cpu"
         if gpus < self.settings.ranks:
+            fewer = "lower cluster.ranks, or " if gpus else ""
             raise UserError(
-                f"cluster.ranks={self.settings.ranks} needs as many GPUs, and the cluster has {gpus}. "
-                "Lower cluster.ranks, or set cluster.device=cpu."
+                f"cluster.device={self.settings.device} with cluster.ranks={self.settings.ranks} needs as many GPUs, and the "
+                f"cluster has {gpus}; {fewer}set cluster.device=cpu"
             )
         return "cuda"
 

@@ -160,8 +160,10 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     file = Path(path) / "config.json"
     if not file.is_file():
+        trained = Path(path) / "checkpoint"
+        of_a_run = f"; that of the run is {trained}" if (trained / "config.json").is_file() else ""
         raise UserError(
-            f"{file} does not exist: model.path must be a Hugging Face directory with a config.json"
+            f"{file} does not exist: model.path must be a Hugging Face directory with a config.json{of_a_run}"
         )
     return read_json(file)
 

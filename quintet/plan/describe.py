@@ -36,6 +36,7 @@ def looks(recipe: Recipe, command: str) -> dict[str, Look]:
     found: dict[str, Look] = {
         "the model": lambda: _model(recipe, shape),
         "the adapters": lambda: _lora(recipe, shape),
+        "the devices": lambda: _devices(recipe, command),
         "the layout": lambda: _layout(recipe),
         "the experts": lambda: _experts(recipe, shape),
     }
@@ -91,6 +92,16 @@ def _count(parameters: int) -> str:
         if parameters >= unit:
             return f"{parameters / unit:.1f}{name}"
     return str(parameters)
+
+
+def _devices(recipe: Recipe, command: str) -> str | None:
+    if (
+        recipe.cluster.device != "cuda"
+        or recipe.cluster.address is not None
+        or Path("/dev/nvidiactl").exists()
+    ):
+        return None
+    return f"Devices: no NVIDIA GPU is seen here, which quintet {command} needs with cluster.device=cuda."
 
 
 def _layout(recipe: Recipe) -> str:

@@ -102,7 +102,9 @@ def _read(path: Path) -> _Source:
     except IsADirectoryError:
         if (path / "config.json").is_file():
             return _Source("the recipe", {"model": {"path": str(path)}}, {("model", "path"): str(path)})
-        raise UserError(f"recipe {path} is a directory without a model; name a YAML file") from None
+        files = [path / "checkpoint", path / "recipe.yaml"]
+        found = " or ".join(str(file) for file in files if file.exists()) or "a YAML file"
+        raise UserError(f"recipe {path} is a directory without a model; name {found}") from None
     except OSError as error:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -121,7 +123,9 @@ def _apply(source: _Source, override: str) -> None:
     where = f'{_OVERRIDE}"{_cut(override)}"'
     path = tuple(key.strip().split("."))
     if not equals or not all(path) or len(path) > _MOST_SECTIONS:
-        raise UserError(f"{where}: expected key=value with a dotted key, such as train.steps=10")
+        raise UserError(
+            f"{where}: expected key=value with a dotted key and no blanks around =, such as train.steps=10"
+        )
     try:
         value = text if _is_jinja(".".join(path), text) else read_yaml(text, where).data
     except UserError as error:

@@ -18,9 +18,14 @@ _READ_BY = {
 
 
 def told(recipe: Recipe, command: str) -> Iterator[str]:
-    """Yield what follows from the name of the algorithm and from the length of the run."""
+    """Yield what follows from the name of the algorithm, from the length of the run, and from a model that nothing has trained."""
     if command == "train":
         yield _algorithm(recipe.algorithm)
+    if command in ("generate", "eval") and recipe.model.build is not None:
+        yield (
+            f"Model: built from nothing, so quintet {command} sees random weights. For those of a run: model.build=null "
+            "model.path=RUN/checkpoint"
+        )
     yield from shortened(recipe, command)
 
 

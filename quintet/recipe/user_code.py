@@ -16,6 +16,8 @@ from typing import Any
 from quintet.errors import UserError
 from quintet.recipe.time_limit import no_time_limit
 
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
 
 def load_named(key: str, spec: str, kind: str, fits: Callable[[Any], bool]) -> tuple[Any, str]:
     """Return what `spec` names, and the spec by which other processes find it too: a file by its absolute path.
@@ -110,5 +112,13 @@ def _instead(name: str, kind: str) -> str:
 
 def _import_error(key: str, name: str, error: Exception) -> UserError:
     return UserError(
-        f"{key}: importing {name} failed with {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        f"{key}: importing {name} failed with {type(error).__name__}: {error}\n{traceback_of(error)}"
     )
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return an error's traceback from the first frame of the user's own code on: what called it is no news to its author."""
+    place = error.__traceback__
+    while place is not None and place.tb_frame.f_code.co_filename.startswith((_PACKAGE, "<frozen importlib")):
+        place = place.tb_next
+    return "".join(traceback.format_exception(type(error), error, place)).rstrip()

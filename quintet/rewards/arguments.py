@@ -11,7 +11,7 @@ from quintet.errors import UserError
 _FOREIGN = {
     "completions": (
         "TRL's shape, which takes a list of completions and returns a list; here one sample is scored at a time. Turn it by "
-        "`def reward(prompt, response, answer): return {name}(prompts=[prompt], completions=[response], answer=[answer])[0]` (where it "
+        "`def reward(prompt, response, answer{row}): return {name}({columns})[0]` (where it "
         'takes chats, completions=[[{{"role": "assistant", "content": response}}]]) and name that one'
     ),
     "solution_str": (
@@ -44,7 +44,9 @@ def arguments_of(spec: str, function: Callable[..., Any]) -> Arguments:
     for parameter, shape in _FOREIGN.items():
         if parameter in signature.parameters:
             name = spec.rpartition(":")[2]
-            raise UserError(f"reward.function: {where}: {name} has {shape.format(name=name)}")
+            raise UserError(
+                f"reward.function: {where}: {name} has {shape.format(name=name, **_for_trl(signature))}"
+            )
     if inspect.iscoroutinefunction(function):
         raise UserError(
             f"reward.function: {where}: it is `async`; a reward returns its number itself: write `def`, and asyncio.run(…) in it"
@@ -60,6 +62,17 @@ def arguments_of(spec: str, function: Callable[..., Any]) -> Arguments:
         f"reward.function: {where}: it takes {signature}; a reward is called with prompt and response, then the answer if it takes "
         "three, and row=… if it has a parameter of that name: write `def reward(prompt, response, answer):`"
     )
+
+
+def _for_trl(signature: inspect.Signature) -> dict[str, str]:
+    """What calls a function of TRL's shape for one sample: its columns, with **kwargs those it may look for, and `row` if that has them."""
+    known = {"prompts": "prompt", "completions": "response", "answer": "answer"}
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    any_more = inspect.Parameter.VAR_KEYWORD in kinds.values()
+    others = [name for name, kind in kinds.items() if name not in known and kind.name[:4] != "VAR_"]
+    columns = [f"{name}=[{ours}]" for name, ours in known.items() if any_more or name in kinds]
+    columns += [f"{name}=[row['{name}']]" for name in others]
+    return {"columns": ", ".join(columns), "row": ", row" if others else ""}
 
 
 def _where(spec: str, function: Callable[..., Any]) -> str:

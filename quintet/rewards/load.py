@@ -11,7 +11,7 @@ from typing import Any
 
 from quintet.data.tasks import TASKS
 from quintet.errors import UserError
-from quintet.recipe.user_code import load_named
+from quintet.recipe.user_code import load_named, traceback_of
 from quintet.rewards import verifiers
 from quintet.rewards.arguments import Arguments, arguments_of
 from quintet.rewards.result import RewardResult
@@ -67,7 +67,7 @@ class RewardFunction:
             raise
         except (Exception, SystemExit) as error:  # a script's function may call sys.exit
             raise RewardFailure(
-                f"{self._named(error)} raised {type(error).__name__}: {error}{sample}\n{traceback.format_exc()}"
+                f"{self._named(error)} raised {type(error).__name__}: {error}{sample}\n{traceback_of(error)}"
             ) from error
         try:
             return _result(value)

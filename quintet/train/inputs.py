@@ -258,16 +258,18 @@ def _check_reference(inputs: Inputs, resume: Resume | None) -> None:
 
 
 def _check_device(recipe: schema.Recipe) -> None:
-    """What the rules can say of device=cpu only: device=auto comes to the same on a machine without GPUs."""
-    if recipe.cluster.device != "auto" or recipe.cluster.address is not None:
+    """What the rules can say of device=cpu only: device=auto comes to the same on a machine without GPUs, where device=cuda is a mistake."""
+    if recipe.cluster.device == "cpu" or recipe.cluster.address is not None:
         return
-    asked = [need for need in NEEDS_GPU if FEATURES[need.feature].is_on(recipe, None)]
+    asked = [need.sentence for need in NEEDS_GPU if FEATURES[need.feature].is_on(recipe, None)]
+    if recipe.cluster.device == "cuda":
+        asked = ["cluster.device=cuda needs NVIDIA GPUs; set cluster.device=cpu to do without"]
     if not asked:
         return
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError(f"{asked[0].sentence}. This machine has none")
+        raise UserError(f"{asked[0]}. This machine has none")
 
 
 def _check_lengths(prompts: PromptSet, recipe: schema.Recipe, generated: int) -> None:

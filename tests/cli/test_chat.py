@@ -123,3 +123,9 @@ def test_a_real_model_is_heard_while_it_writes(tmp_path: Path, monkeypatch: pyte
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_named_and_no_more(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["chat"])
+    assert capsys.readouterr().err.endswith("required: CHECKPOINT\n")

@@ -426,6 +426,28 @@ def test_check_says_what_generates_where_and_whether_it_is_installed(
     assert "not installed" not in capsys.readouterr().err
 
 
+def test_check_says_that_no_gpu_is_seen(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: set[str] = set()
+    exists = Path.exists
+    monkeypatch.setattr(
+        Path,
+        "exists",
+        lambda path, **more: str(path) in devices if str(path).startswith("/dev/") else exists(path, **more),
+    )
+    said = "no NVIDIA GPU is seen here, which quintet train needs"
+    for overrides, found, told in (
+        (["cluster.device=cuda"], set(), True),
+        (["cluster.device=auto"], set(), False),
+        (["cluster.device=cuda"], {"/dev/nvidiactl"}, False),
+        (["cluster.device=cuda", "cluster.address=10.0.0.1:6379"], set(), False),
+    ):
+        devices = found
+        assert main(["check", recipe, *overrides]) == 0
+        assert (said in capsys.readouterr().err) == told
+
+
 def test_check_reads_every_row(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "b"}\n' * 16 + '{"prompt": \n')

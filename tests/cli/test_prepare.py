@@ -72,6 +72,16 @@ def test_a_sample_fits_with_the_padding_of_sequence_parallelism(model: Path, tmp
         prepare(recipe(model, layout={"tp": 2, "sp": True}, **fits), "train", tmp_path)
 
 
+def test_gpus_are_asked_for_before_a_run_directory(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    wanted = recipe(model, cluster={"device": "cuda"})
+    with pytest.raises(UserError, match=r"cluster\.device=cpu to do without\. This machine has none"):
+        prepare(wanted, "train", tmp_path)
+    prepare(wanted, "train", tmp_path, starts=False)  # check may be of another machine
+
+
 def test_what_needs_gpus_is_refused_without_them(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,5 +179,5 @@ def test_what_a_call_of_ray_says_when_ray_has_died_is_told_as_that(
 
 
 def test_gpus_that_are_not_there(ray_cluster: Cluster) -> None:
-    with pytest.raises(UserError, match=r"cluster.ranks=2 needs as many GPUs, and the cluster has 0"):
+    with pytest.raises(UserError, match=r"cluster.ranks=2 needs as many GPUs, and the cluster has 0; set"):
         Cluster(ClusterSettings(ranks=2, device="cuda")).__enter__()

@@ -39,4 +39,13 @@ def test_what_a_name_sets_is_told(load, overrides: list[str], said: str) -> None
     (line,) = told(load(*overrides), "train")
     assert line.startswith("Algorithm: ")
     assert said in line
-    assert not list(told(load(*overrides), "eval"))
+    assert not any("Algorithm" in line for line in told(load(*overrides), "eval"))
+
+
+def test_a_model_that_nothing_has_trained_is_told(load) -> None:
+    built = load()
+    assert built.model.build is not None
+    for command in ("generate", "eval"):
+        (line,) = told(built, command)
+        assert f"quintet {command} sees random weights" in line
+    assert all("random" not in line for line in told(built, "train"))

@@ -101,7 +101,7 @@ def test_an_empty_section_is_its_defaults(load) -> None:
         (["run.trackers=[mlflow]"], ["run.trackers.0", "mlflow"]),
         (["data.task_options={digits: x}"], ["data.task_options.digits", "whole number"]),
         (["layout=3"], ["layout is 3", "a section"]),
-        (["train.steps"], ["expected key=value"]),
+        (["train.steps"], ["expected key=value", "no blanks around ="]),
         (["=3"], ["expected key=value"]),
         (["train..steps=3"], ["expected key=value"]),
         (["train.steps=3", "train.steps.x=3"], ["train.steps is no section", 'override "train.steps=3"']),
@@ -179,6 +179,16 @@ def test_a_missing_file_says_where_it_looked(tmp_path: Path) -> None:
         load_recipe("nowhere.yaml")
     with pytest.raises(UserError, match="is a directory without a model"):
         load_recipe(tmp_path)
+
+
+def test_a_runs_directory_is_answered_by_what_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "recipe.yaml").touch()
+    (tmp_path / "checkpoint" / "config.json").touch()
+    with pytest.raises(UserError, match=r"name \S+/checkpoint or \S+/recipe\.yaml$"):
+        load_recipe(tmp_path)
+    with pytest.raises(UserError, match=r"config\.json does not exist.*that of the run is \S+/checkpoint"):
+        load_recipe(None, [f"model.path={tmp_path}"])
 
 
 def test_a_models_directory_is_a_recipe_of_it_alone(tmp_path: Path) -> None:

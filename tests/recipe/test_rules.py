@@ -222,6 +222,7 @@ BROKEN = [
         ["reward.timeout_s=900 is never reached", "reward.step_timeout_s=600"],
     ),
     ("reward_is_there", ["reward.function=mth"], ["reward.function=mth: expected math"]),
+    ("reward_is_there", ["reward.function=my/reward.py"], ["Write my/reward.py:NAME"]),
     ("reward_is_there", ["reward.function=my/reward.py:score"], ["there is no file my/reward.py"]),
     ("run_name_is_a_name", ["run.name=a/b"], ["run.name='a/b'"]),
     (

@@ -190,6 +190,10 @@ def test_a_function_gets_what_it_takes(tmp_path: Path, shape: str, got: tuple) -
             "return correct(prompts=[prompt], completions=[response], answer=[answer])[0]",
         ),
         (
+            "def correct(completions, solution): return [float(c == a) for c, a in zip(completions, solution)]",
+            "return correct(completions=[response], solution=[row['solution']])[0]",
+        ),
+        (
             "def correct(data_source, solution_str, ground_truth, extra_info=None): return float(solution_str == ground_truth)",
             "return correct('', response, answer)",
         ),
@@ -201,16 +205,18 @@ def test_other_libraries_shapes_are_told_how_to_turn(tmp_path: Path, body: str, 
     with pytest.raises(UserError, match=r"mine\.py:1: correct has .*'s shape.*Turn it by") as caught:
         load_reward(f"{tmp_path / 'mine.py'}:correct")
     assert turned.replace("''", "data_source") in str(caught.value)
-    turned = f"{body}\ndef reward(prompt, response, answer): {turned}"
-    ours = load_reward(reward_file(tmp_path, turned, "ours.py"))
-    assert [ours("p", response, "4").reward for response in ("4", "5")] == [1, 0]
+    head = re.search(r"def reward\(.*?\):", str(caught.value))
+    assert head is not None
+    ours = load_reward(reward_file(tmp_path, f"{body}\n{head[0]} {turned}", "ours.py"))
+    assert [ours("p", response, "4", {"solution": "4"}).reward for response in ("4", "5")] == [1, 0]
 
 
 def test_errors_name_file_and_line(tmp_path: Path) -> None:
     body = "import math\n\ndef reward(p, r, a):\n    if r == 'raise':\n        return math.sqrt(-1)\n    return None"
     reward = load_reward(reward_file(tmp_path, body))
-    with pytest.raises(UserError, match=r"\(\S+mine\.py:5\) raised ValueError"):
+    with pytest.raises(UserError, match=r"\(\S+mine\.py:5\) raised ValueError") as caught:
         reward("", "raise", "")
+    assert re.findall(r'File "(.*?)"', str(caught.value)) == [str(tmp_path / "mine.py")]
     with pytest.raises(UserError, match=r"\(\S+mine\.py:3\) returned None.*end in `return`"):
         reward("", "", "")
     with pytest.raises(UserError, match=r"mine\.py:1: it is `async`"):

@@ -79,6 +79,9 @@ def reward_is_there(facts: Facts) -> Iterator[Problem]:
     if function in BUILT_IN_REWARDS:
         return
     if not colon or not where or not name.isidentifier():
+        if function.endswith(".py"):
+            yield Problem(f"reward.function={function}: which function of the file? Write {function}:NAME")
+            return
         yield Problem(
             f"reward.function={function}: expected {', '.join(BUILT_IN_REWARDS)}, module:function or file.py:function"
         )
