@@ -53,6 +53,7 @@ def install() -> None:
         )
     _provide_scratch_buffer()
     _plain_router_products()
+    _sends_keep_their_data()
     _keys_as_json()
     if importlib.util.find_spec("transformer_engine") is None:
         _no_fp8_checkpoints()
@@ -99,6 +100,22 @@ def _plain_router_products() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
+
+
+def _sends_keep_their_data() -> None:
+    """The interleaved schedule frees the data of an output, by swapping it, while it is still being sent: what arrives is then
+    whatever has taken its place (NaN, once in thousands of steps; core mends it later by waiting). A request holds the tensor it
+    was made for, so it is made for an alias, whose data nobody swaps.
+    (tests/oracle/test_engines.py: what is being sent keeps its data)"""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    communicate: Any = P2PCommunicator._communicate
+
+    def of_an_alias(self: Any, *, tensor_send_next: Any, **others: Any) -> Any:
+        alias = None if tensor_send_next is None else tensor_send_next.detach()
+        return communicate(self, tensor_send_next=alias, **others)
+
+    P2PCommunicator._communicate = of_an_alias
 
 
 _KEYS: Typed[Any] = Typed(

@@ -200,6 +200,38 @@ def train(case: Case, path: Path, mistake: str | None = None) -> Report:
         return training.finish()
 
 
+class WatchedSend:
+    """A request of a send that must be waited for before its tensor is given up."""
+
+    def __init__(self, request: Any, tensor: Tensor) -> None:
+        self.request, self.tensor, self.shape = request, tensor, tensor.shape
+
+    def wait(self) -> None:
+        assert self.tensor.shape == self.shape, "freed while it was sent"
+        self.request.wait()
+
+
+def train_watching_sends(case: Case, path: Path) -> tuple[Report, int]:
+    """As `train`, and the number of sends of which each still had its data when it was waited for."""
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    real, sends = p2p_communication._p2p_ops, 0
+
+    def watched(**tensors: Any) -> dict[str, Any]:
+        nonlocal sends
+        requests = real(**tensors)
+        for way in {"send_next", "send_prev"} & set(requests):
+            requests[way] = WatchedSend(requests[way], tensors[f"tensor_{way}"])
+            sends += 1
+        return requests
+
+    p2p_communication._p2p_ops = watched
+    try:
+        return train(case, path), sends
+    finally:
+        p2p_communication._p2p_ops = real
+
+
 def train_together(cases: Sequence[Case], paths: Sequence[Path], frozen: Case, path: Path) -> list[Report]:
     """Several models in layouts of their own in one process, trained in turns, beside one that is only evaluated.
 

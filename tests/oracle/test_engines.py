@@ -10,7 +10,7 @@ from tests.oracle.cases import Case
 from tests.oracle.compare import bounds, broken, errors, output_error
 from tests.oracle.lora import written
 from tests.oracle.pool import Pool
-from tests.oracle.ranks import evaluate_alone, train_together
+from tests.oracle.ranks import evaluate_alone, train_together, train_watching_sends
 from tests.oracle.reference import reference
 
 FORWARD_ONLY = [
@@ -57,3 +57,11 @@ def test_layouts_live_side_by_side(pool: Pool, models: Path, trained: list[Case]
     for i in (-2, -1):  # before and after the others were trained
         error = output_error(frozen, [reports[i] for reports in ranks], reference(frozen))
         assert error.size <= bounds(frozen).outputs
+
+
+def test_what_is_being_sent_keeps_its_data(pool: Pool, models: Path) -> None:
+    """Interleaved stages send while they compute on, and free an output as soon as its send has begun."""
+    case = Case("qwen3", pp=2, vpp=2)
+    results = pool.run(train_watching_sends, case.ranks, case, written(case, models))
+    assert all(sends for _, sends in results)
+    assert not broken(case, errors(case, [report for report, _ in results], reference(case)))
