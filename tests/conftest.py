@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
@@ -17,6 +18,10 @@ hypothesis.settings.register_profile("quintet", deadline=None)
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
 hypothesis.settings.load_profile("quintet")
 
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So a shell starts what it puts in the background, and so it would come to every process of a test: none could be interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOMS_TOGETHER = {"cluster": "system", "end_to_end": "system", "oracle": "oracle"}
 """Rooms whose tests one worker runs, one after another: those of "system" look for processes left behind, those of

@@ -123,10 +123,12 @@ class Rendezvous:
             self._refuse(whence, error)
 
     def _refuse(self, whence: str, why: Exception) -> None:
-        self._refused += 1
-        if self._refused <= LOGGED:
+        with self._changed:
+            self._refused += 1
+            nth = self._refused
+        if nth <= LOGGED:
             log.warning("weight sync refused a connection from %s: %s", whence, str(why) or "it said nothing")
-        if self._refused == LOGGED:
+        if nth == LOGGED:
             log.warning("weight sync logs no more refusals until its next plan")
 
     def _admit(self, connection: Connection, said: Hello | ReceiverGone) -> None:
