@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quintet.engine.device import upload
 from quintet.errors import QuintetError
+from quintet.models.shape import route_bytes
 
 if TYPE_CHECKING:  # it has a field for what is here
     from quintet.engine.row import MicroBatch
@@ -85,7 +86,7 @@ class LayerRoutes:
 
 def expert_type(experts: int) -> torch.dtype:
     """Return the smallest type that holds the numbers of so many experts."""
-    return torch.uint8 if experts <= 256 else torch.int16
+    return torch.uint8 if route_bytes(experts) == 1 else torch.int16
 
 
 def _differ(one: Tensor, other: Tensor) -> Tensor:
@@ -172,14 +173,17 @@ class ReplayedRoutes(Routes):
 class BatchRoutes(Routes):
     """What a rollout told is prescribed. Padding, and tokens that it tells no routes of, choose by themselves.
 
-    told: of a batch's tokens, jagged [samples, j, layers, top-k], for the layers with experts on this rank, in their order.
+    told: of a batch's tokens, jagged [samples, j, layers, top-k], for the layers with experts on this rank, in their order. None
+    where this rank has no samples, but padding alone.
     """
 
-    def __init__(self, told: Tensor) -> None:
+    def __init__(self, told: Tensor | None) -> None:
         super().__init__()
         self._told = told
 
     def _row(self, number: int, micro: MicroBatch, routers: Routers) -> RowRoutes:
+        if self._told is None:
+            return RowRoutes(routers.layers)
         if self._told.shape[2] != len(routers.layers):
             raise ValueError(
                 f"routes of {self._told.shape[2]} layers for a rank that has experts in the layers {list(routers.layers)}"

@@ -233,6 +233,11 @@ class ModelShape:
         return 6.0 * weights + 6.0 * attention
 
 
+def route_bytes(experts: int) -> int:
+    """Return the bytes that hold the number of one of so many experts."""
+    return 1 if experts <= 256 else 2
+
+
 def stage_layers(layers: int, *, pp: int, vpp: int, stage: int, chunk: int) -> range:
     """Return the numbers, from 0, of the layers in one of the `vpp` chunks of a pipeline stage. Each chunk has as many;
     chunks go round the stages, so that a stage's own are not neighbours."""
