@@ -16,6 +16,7 @@ from quintet.engine.mesh import Mesh
 from quintet.engine.offload import KINDS
 from quintet.engine.outputs import Loss, MiniBatchResult
 from quintet.engine.reference import AdapterReference
+from quintet.engine.routes import Routes
 from quintet.engine.weights.reshard import Resharder
 from quintet.models import ModelShape, trained_shape
 from quintet.models.weights_on_disk import VALUE_HEAD
@@ -138,7 +139,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
                 self.use(role)
 
     def forward_backward(
-        self, role: str, mini: HeldMiniBatch, loss: Loss, temperature: float
+        self, role: str, mini: HeldMiniBatch, loss: Loss, temperature: float, routes: Routes | None = None
     ) -> MiniBatchResult | None:
         """Compute the gradients of a mini-batch: see `Engine.forward_backward`. Raises RuntimeError when the gradients of the
         mini-batch before had no step yet."""
@@ -149,7 +150,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
             )
         engine = self._trained(role)
         ahead = ahead_losses(engine.mtp, mini.assignment.targets)
-        result = engine.forward_backward(mini.batch, mini.cells, loss, temperature, ahead)
+        result = engine.forward_backward(mini.batch, mini.cells, loss, temperature, ahead, routes)
         self._due.add(role)
         return result
 

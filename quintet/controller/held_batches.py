@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from torch import Tensor
 from quintet.algorithms.advantages import Advantages, Scored
 from quintet.algorithms.aggregation import token_weights
 from quintet.cluster.progress import Progress
-from quintet.controller.messages import Assignment, TrainedTokens
+from quintet.controller.messages import Assignment, PartedRoutes, RouteUse, TrainedTokens
 from quintet.controller.objective import Objective, ValueObjective
 from quintet.controller.sample_store import trained_samples
 from quintet.data.batch import Batch, concat, make_batch, offsets, sample_ids, set_tokens, tokens
+from quintet.data.routes import check_seals
+from quintet.engine.routes import BatchRoutes, RecordedRoutes, ReplayedRoutes, Routes
 from quintet.packing import RankCell, rank_cells
 
 SampleFields = dict[int, dict[str, Tensor]]
@@ -30,6 +32,23 @@ class HeldMiniBatch:
     batch: Batch
     assignment: Assignment
     cells: list[RankCell]
+    recorded: RecordedRoutes | None = None
+    """What the tokens of these cells chose in the pass that recorded it."""
+    parted: PartedRoutes = field(default_factory=dict)
+    """Of the last update."""
+
+    def routes(self, use: RouteUse | None) -> Routes | None:
+        """Return what a pass over the cells is told of routes, or keeps them in."""
+        if use == "record":
+            self.recorded = RecordedRoutes()
+            return self.recorded
+        if use == "recorded":
+            assert self.recorded is not None, "no pass over this batch has recorded its routes"
+            return ReplayedRoutes(self.recorded)
+        if use == "rollout":
+            told = cast(Tensor, self.batch["routes"]) if self.batch.batch_size[0] else None
+            return BatchRoutes(told)
+        return None
 
     def counted(self) -> set[int]:
         """Return the positions of the samples that this rank tells of: those of the cells it is the first rank of."""
@@ -148,6 +167,9 @@ class HeldBatches:
         minis = []
         for pieces, assignment in parts:
             batch = concat(pieces) if pieces else _nothing()
+            if "routes" in batch:
+                check_seals(batch, cast(Tensor, batch["route_seals"]), assignment.numbers)
+                batch = batch.exclude("route_seals")
             trained = tokens(batch, "loss_mask")
             counts = assignment.targets[0], assignment.samples
             set_tokens(batch, "weights", token_weights(trained, sample_ids(batch), aggregation, *counts))

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from quintet.algorithms.aggregation import Tally
 from quintet.packing import Cell
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+RouteUse: TypeAlias = Literal["record", "recorded", "rollout"]
+"""What a pass over a batch does with routes: record those that tokens choose, or replay these, or what the rollout told. A pass that
+is told nothing does nothing with them, whatever the ranks hold."""
+
+PartedRoutes: TypeAlias = dict[int, tuple[int, int]]
+"""By layer, from 0: how many tokens' own choice was another than was prescribed to them, and to how many one was."""
+
+
+def joined(one: PartedRoutes, other: PartedRoutes) -> PartedRoutes:
+    """Return the sums of both, in order of layers."""
+    counts = {layer: (one.get(layer, (0, 0)), other.get(layer, (0, 0))) for layer in {*one, *other}}
+    return {layer: (a[0] + b[0], a[1] + b[1]) for layer, (a, b) in sorted(counts.items())}
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,7 @@ class MiniBatchTold:
     tally: Tally
     replayed: dict[int, TrainedTokens] = field(default_factory=dict)
     """Samples by their number in the batch."""
+    parted: PartedRoutes = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from quintet.algorithms import (
     value_loss,  # noqa: F401  (registers the loss "value")
 )
 from quintet.algorithms.policy_loss import BoundLoss, load_loss
+from quintet.controller.messages import RouteUse
 from quintet.recipe import schema
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ class Objective:
     over_threshold: float = 0.5
     temperature: float = 1.0
     reads: tuple[str, ...] = ()
-    """Fields that ranks make of a batch, and that the loss needs."""
+    """Fields that ranks hold of a batch, and that an update needs."""
+    routes: RouteUse | None = None
+    """What the update replays."""
 
     def __call__(self, outputs: Outputs, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Share of the mini-batch's loss, and per-token quantities."""
@@ -53,6 +56,7 @@ class ValueObjective:
     loss: BoundLoss
     temperature: float = 1.0
     reads: tuple[str, ...] = ("old_values", "returns")
+    routes: RouteUse | None = None
 
     def __call__(self, outputs: ValueOutputs, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Share of the mini-batch's loss, and per-token quantities."""
@@ -61,9 +65,13 @@ class ValueObjective:
 
 
 def policy_objective(
-    recipe: schema.Algorithm, mismatch: schema.Mismatch, temperature: float = 1.0
+    recipe: schema.Algorithm,
+    mismatch: schema.Mismatch,
+    temperature: float = 1.0,
+    routes: RouteUse | None = None,
 ) -> Objective:
-    """Return the objective of an RL step."""
+    """Return the objective of an RL step. routes: what it replays."""
+    reads = (("ref_logprobs", recipe.kl_coef > 0), ("routes", routes is not None))
     return Objective(
         load_loss(
             "clipped",
@@ -74,7 +82,8 @@ def policy_objective(
         ),
         mismatch.token_threshold,
         temperature,
-        ("advantages", *(("ref_logprobs",) if recipe.kl_coef > 0 else ())),
+        ("advantages", *(name for name, read in reads if read)),
+        routes,
     )
 
 

@@ -14,13 +14,15 @@ from quintet.cluster.progress import Progress
 from quintet.controller.messages import SampleInfo
 from quintet.controller.sample_store import Place, SampleStore
 from quintet.data.batch import Batch
+from quintet.data.routes import RouteSizes
 from quintet.recipe import schema
 from quintet.rollout import Part, Request, Rollout, Sample, Sampling, Wanted, WeightSource
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 
 
 class RankRollout:
-    """What the controller asks of it. at: this rank's place in the rollout's layout; owns_output: whether it tells what came out."""
+    """What the controller asks of it. at: this rank's place in the rollout's layout; owns_output: whether it tells what came out.
+    routes: of the model, where updates replay those that come out."""
 
     def __init__(
         self,
@@ -30,11 +32,12 @@ class RankRollout:
         at: Mapping[str, int],
         *,
         owns_output: bool,
+        routes: RouteSizes | None = None,
     ) -> None:
         self._backend, self._progress = backend, progress
         self._at, self._owns_output = dict(at), owns_output
         self._spare = recipe.rollout.restart
-        self.samples = SampleStore(recipe.mismatch.replay_samples_per_step)
+        self.samples = SampleStore(recipe.mismatch.replay_samples_per_step, routes)
         self._indexer = RankIndexer()
 
     def coords(self) -> dict[str, int]:
@@ -85,9 +88,9 @@ class RankRollout:
         """Give up what is under way: its samples end with the tokens they have."""
         self._backend.abort()
 
-    def slice_samples(self, chosen: list[list[Place]]) -> tuple[Any, ...]:
+    def slice_samples(self, chosen: list[list[Place]], layers: list[list[int] | None]) -> tuple[Any, ...]:
         """Cut what this rank keeps: see `SampleStore.slice_for`."""
-        return self.samples.slice_for(chosen)
+        return self.samples.slice_for(chosen, layers)
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Return log-probs of every token but the first of each sequence: see `Rollout.score`."""

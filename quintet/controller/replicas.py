@@ -211,13 +211,15 @@ class RolloutReplicas(Rollouts):
             self._restarts[number] = 0
         return list(made)
 
-    def slice_samples(self, chosen: list[list[list[Place]]]) -> list[list[Any]]:
+    def slice_samples(
+        self, chosen: list[list[list[Place]]], layers: list[list[int] | None]
+    ) -> list[list[Any]]:
         receivers = len(chosen[0])
         made_by = [sorted({call for places in of_rollout for call, _ in places}) for of_rollout in chosen]
         calls = {
             number: group.all(
                 Rollout.slice_samples, told_by=megatron_compute, num_returns=1 + receivers
-            ).submit(chosen[number])
+            ).submit(chosen[number], layers)
             for number, group in enumerate(self.groups)
             # one made anew since has nothing
             if group is not None and all(self._keepers[call].get(number) is group for call in made_by[number])
@@ -226,7 +228,7 @@ class RolloutReplicas(Rollouts):
         for number in set(range(self.count)) - parts_of.keys():
             _, *parts_of[number] = self._policy.one(
                 Policy.scatter_backup, phase="slice_samples", num_returns=1 + receivers
-            )({call: [self._spares[call][number]] for call in made_by[number]}, chosen[number])
+            )({call: [self._spares[call][number]] for call in made_by[number]}, chosen[number], layers)
         return [parts_of[number] for number in range(self.count)]
 
     def _there(self, number: int) -> WorkerGroup:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintet.algorithms.advantages import Advantages
 from quintet.cluster.dispatch import megatron_compute
 from quintet.controller.batch_ref import BatchRef, Fields, MiniBatch, Placement
-from quintet.controller.messages import MiniBatchTold, OptimizerTold
+from quintet.controller.messages import MiniBatchTold, OptimizerTold, PartedRoutes, RouteUse, joined
 from quintet.controller.objective import Objective, ValueObjective
 from quintet.controller.progress_bar import watched
 from quintet.controller.verbs import Policy
@@ -37,15 +38,30 @@ class Role:
         self._workers, self._phase, self._progress = workers, phase, progress
 
     def forward(
-        self, batch: BatchRef, field: str, temperature: float = 1.0, to: Sequence[Role] = ()
+        self,
+        batch: BatchRef,
+        field: str,
+        temperature: float = 1.0,
+        to: Sequence[Role] = (),
+        routes: RouteUse | None = None,
     ) -> Fields:
-        """Score every trained token: log-probs, or a critic's values, as a field. to: roles whose ranks need it besides."""
+        """Score every trained token: log-probs, or a critic's values, as a field. to: roles whose ranks need it besides. routes:
+        what is recorded, which then is the field `routes`, or replayed. Raises ValueError for routes that no ranks hold."""
         where = self.placement.name
+        if routes not in (None, "record"):
+            batch.need(["routes"], where)
         with self._phase("logprob"):
             self._workers.all(Policy.score_batch, phase="logprob")(
-                batch=batch.name, role=self.name, placement=where, field=field, temperature=temperature
+                batch=batch.name,
+                role=self.name,
+                placement=where,
+                field=field,
+                temperature=temperature,
+                routes=routes,
             )
-            return self.send(batch, [field], to)
+            made = self.send(batch, [field], to)
+        recorded = {"routes": frozenset({where})} if routes == "record" else {}
+        return Fields(batch.name, {**made.held, **recorded})
 
     def advantages(self, batch: BatchRef, function: Advantages, to: dict[str, Role] | None = None) -> Fields:
         """Make advantages of rewards and scores, on this role's ranks. to: by field, a role whose ranks need it besides.
@@ -115,7 +131,18 @@ class Role:
             ).result(watch)
         found = [one for one in told if one is not None]
         assert len(found) == len(told), "a rank of the last stage told nothing of its mini-batch"
+        if objective.routes is not None:
+            found[0] = replace(found[0], parted=self._parted(mini))
         return found
+
+    def _parted(self, mini: MiniBatch) -> PartedRoutes:
+        """Of all ranks: each has its own stage's layers, and its own tokens."""
+        total: PartedRoutes = {}
+        for one in self._workers.all(Policy.parted_routes)(
+            batch=mini.batch, number=mini.number, placement=self.placement.name
+        ):
+            total = joined(total, one)
+        return total
 
     def optimizer_step(self) -> OptimizerTold:
         """Take one step on the gradients of the mini-batch before; without one, an error."""

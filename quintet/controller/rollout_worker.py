@@ -7,7 +7,9 @@ from pathlib import Path
 from quintet.cluster.progress import Progress
 from quintet.cluster.worker import Place, Worker
 from quintet.controller.rank_rollout import RankRollout
+from quintet.data.routes import RouteSizes
 from quintet.data.tokenizer import decoder, load_tokenizer
+from quintet.models import trained_shape
 from quintet.observe.memory import memory_peaks
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
@@ -31,7 +33,11 @@ class RolloutWorker(Worker):
         decode = decoder(load_tokenizer(self.model_dir, recipe.model))
         backend = make_rollout(recipe, self.model_dir, device=self.device, decode=decode, progress=progress)
         owns_output = self.rank == self.world_size - placement_of(recipe).layout.tp or self.world_size == 1
-        self.rollout = RankRollout(backend, recipe, progress, self.coords(), owns_output=owns_output)
+        replayed = recipe.engine.replay_routes == "rollout"
+        routes = RouteSizes.of(trained_shape(self.model_dir)) if replayed else None
+        self.rollout = RankRollout(
+            backend, recipe, progress, self.coords(), owns_output=owns_output, routes=routes
+        )
 
     def coords(self) -> dict[str, int]:
         """Return the place in the rollout's layout: tp fastest, as everywhere. Its ranks share all requests, so dp is 1."""

@@ -106,8 +106,11 @@ class Rollouts(ABC):
             return any(pool.map(lambda one: one.group.interject(*one[1:3], word, one.owners), calls))
 
     @abstractmethod
-    def slice_samples(self, chosen: list[list[list[Place]]]) -> list[list[Any]]:
-        """Cut kept samples: by rollout and dp rank, calls and positions; references to what each dp rank gets."""
+    def slice_samples(
+        self, chosen: list[list[list[Place]]], layers: list[list[int] | None]
+    ) -> list[list[Any]]:
+        """Cut kept samples: by rollout and receiver, calls and positions, and by receiver the layers whose routes it gets, numbered
+        among those with experts; references to what each receiver gets."""
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Return what the first of them makes of these tokens: see `Rollout.score`."""
@@ -205,13 +208,15 @@ class InProcessRolloutGroup(Rollouts):
         self._under_way = []
         return list(shares)
 
-    def slice_samples(self, chosen: list[list[list[Place]]]) -> list[list[Any]]:
+    def slice_samples(
+        self, chosen: list[list[list[Place]]], layers: list[list[int] | None]
+    ) -> list[list[Any]]:
         receivers = len(chosen[0])
         nothing: list[list[Any]] = [[] for _ in range(receivers)]
         by_rank = {rank: at for at, rank in enumerate(self._owners)}
         ranks = range(len(self._coords))
         parts = self._workers.each(Rollout.slice_samples, num_returns=1 + receivers)(
-            [chosen[by_rank[rank]] if rank in by_rank else nothing for rank in ranks]
+            [chosen[by_rank[rank]] if rank in by_rank else nothing for rank in ranks], layers
         )
         return [list(parts[rank][1:]) for rank in self._owners]
 

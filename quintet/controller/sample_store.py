@@ -14,6 +14,7 @@ import torch
 
 from quintet.controller.messages import ReplayTokens, SampleInfo, TrainedTokens
 from quintet.data.batch import Batch, concat, make_batch, offsets, select, tokens
+from quintet.data.routes import RouteSizes, checked_routes, of_layers, seals
 from quintet.rollout import Request, Sample
 
 Place: TypeAlias = tuple[str, int]
@@ -22,21 +23,32 @@ Place: TypeAlias = tuple[str, int]
 
 class SampleStore:
     """The samples of one process, by the call that made them. replayed: how many of a call, from the first, are told with their
-    tokens."""
+    tokens. routes: those of the model, where they are kept for the ranks that train."""
 
-    def __init__(self, replayed: int) -> None:
+    def __init__(self, replayed: int, routes: RouteSizes | None = None) -> None:
         self._batches: dict[str, Batch] = {}
-        self._replayed = replayed
+        self._replayed, self._routes = replayed, routes
 
     def put(self, call: str, requests: Sequence[Request], answered: Sequence[Sequence[Sample]]) -> None:
-        """Keep the responses to each request."""
+        """Keep the responses to each request. Raises QuintetError for routes that cannot be replayed."""
         flat = [(r.prompt_ids, s) for r, row in zip(requests, answered, strict=True) for s in row]
         if flat:
-            self._batches[call] = make_batch(
-                [prompt + s.response_ids for prompt, s in flat],
+            ids, fields = [prompt + s.response_ids for prompt, s in flat], {}
+            # A call with a sample that was given up is not trained on: see `Controller.reward`.
+            if self._routes is not None and all(s.finish != "abort" for _, s in flat):
+                fields["routes"] = [
+                    checked_routes(s.routes, len(one), self._routes, f"call {call}, sample {number}")
+                    for number, (one, (_, s)) in enumerate(zip(ids, flat, strict=True))
+                ]
+            made = make_batch(
+                ids,
                 [len(prompt) for prompt, _ in flat],
                 rollout_logprobs=[s.policy_logprobs for _, s in flat],
+                **fields,
             )
+            if fields:
+                made["route_seals"] = seals(made)
+            self._batches[call] = made
 
     def info(self, requests: Sequence[Request], at: int, group: Sequence[Sample]) -> list[SampleInfo]:
         """Tell what the controller learns of the responses to the request at this place."""
@@ -65,12 +77,15 @@ class SampleStore:
         for call in calls:
             self._batches.pop(call, None)
 
-    def slice_for(self, chosen: Sequence[Sequence[Place]]) -> tuple[Any, ...]:
-        """Cut the kept samples into what each receiver needs: calls and positions, by receiver, calls in one piece.
+    def slice_for(
+        self, chosen: Sequence[Sequence[Place]], layers: Sequence[Sequence[int] | None]
+    ) -> tuple[Any, ...]:
+        """Cut the kept samples into what each receiver needs: calls and positions, by receiver, calls in one piece; and of which
+        layers with experts it gets the routes.
 
         The first of the returned values is empty: it travels to the controller, the batches do not.
         """
-        return None, *cut(self._batches, chosen)
+        return None, *cut(self._batches, chosen, layers)
 
 
 def _whole(request: Request, sample: Sample) -> ReplayTokens:
@@ -100,12 +115,16 @@ def trained_samples(
     return told
 
 
-def cut(batches: Mapping[str, Batch], chosen: Sequence[Sequence[Place]]) -> list[Batch | None]:
-    """Return the part of each receiver; None for one that gets nothing."""
+def cut(
+    batches: Mapping[str, Batch],
+    chosen: Sequence[Sequence[Place]],
+    layers: Sequence[Sequence[int] | None],
+) -> list[Batch | None]:
+    """Return the part of each receiver, with the routes of its layers; None for one that gets nothing."""
     parts: list[Batch | None] = []
-    for places in chosen:
+    for places, wanted in zip(chosen, layers, strict=True):
         pieces = [
-            select(batches[call], [at for _, at in of_call])
+            of_layers(select(batches[call], [at for _, at in of_call]), wanted)
             for call, of_call in itertools.groupby(places, key=lambda place: place[0])
         ]
         parts.append(concat(pieces) if pieces else None)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quintet.algorithms.advantages import Scored
-from quintet.cluster.dispatch import megatron_compute
-from quintet.controller.batch_ref import BatchRef, Lease, MiniBatch, Placement, fresh_name
+from quintet.cluster.dispatch import megatron_pp_as_dp
+from quintet.controller.batch_ref import BatchRef, Fields, Lease, MiniBatch, Placement, fresh_name
 from quintet.controller.messages import Assignment
 from quintet.controller.rollouts import Rollouts
 from quintet.controller.samples import Samples
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # they bring Ray
     from quintet.cluster.group import WorkerGroup
 
 _Sent = tuple[list[Any], Assignment]
-"""Of a mini-batch and a dp rank: references to its samples, and what to do with them."""
+"""Of a mini-batch, a dp rank and a stage: references to its samples, and what to do with them."""
 
 
 class Scatterer:
@@ -39,6 +39,7 @@ class Scatterer:
         placements: Sequence[Placement],
     ) -> None:
         self._workers, self._recipe, self._placements = workers, recipe, placements
+        self._shape = shape
         self._dropped: list[str] = []
         self._ahead = range(1, 2 + depths(recipe, shape))
         # Attention's cost next to the rest, per token of length: see `ModelShape.flops_per_token`.
@@ -80,6 +81,7 @@ class Scatterer:
                 sorted((mini[i] for i in plan.samples_of(d)), key=samples.place.__getitem__)
                 for d in range(placement.dp)
             ]
+            layers = self._layers(placement)  # each dp rank's stages get their own of these, or all the same
             of_rollout = [
                 [
                     [
@@ -88,18 +90,32 @@ class Scatterer:
                         if kept.rollout == r
                     ]
                     for mine in order
+                    for _ in layers
                 ]
                 for r in range(rollouts.count)
             ]
-            parts = rollouts.slice_samples(of_rollout)
+            parts = rollouts.slice_samples(of_rollout, [one for _ in order for one in layers])
+            made = self._assignments(mini, plan, order, lengths, prompts, replayed)
             return [
-                ([part[d] for part, places in zip(parts, of_rollout, strict=True) if places[d]], one)
-                for d, one in enumerate(self._assignments(mini, plan, order, lengths, prompts, replayed))
+                ([part[n] for part, places in zip(parts, of_rollout, strict=True) if places[n]], one)
+                for d, one in enumerate(made)
+                for p in range(placement.layout.pp)
+                for n in [d * len(layers) + p % len(layers)]
             ]
 
         how = self._recipe.algorithm.aggregation
         aggregation = self._recipe.rollout.max_response_tokens if how == "fixed_length" else how
-        return self._scatter(minis, lengths, send, scored, aggregation, samples)
+        batch = self._scatter(minis, lengths, send, scored, aggregation, samples)
+        told = [one.name for one in self._placements if self._layers(one) != [None]]
+        return batch | Fields(batch.name, {"routes": frozenset(told)} if told else {})
+
+    def _layers(self, placement: Placement) -> list[list[int] | None]:
+        """By stage the layers whose routes its ranks replay, numbered among those with experts; one None where they replay none."""
+        if self._recipe.engine.replay_routes != "rollout" or placement.name != "policy":
+            return [None]
+        pp, vpp, numbers = placement.layout.pp, placement.layout.vpp, self._shape.moe_layers
+        stages = [self._shape.moe_layers_of(stage, pp=pp, vpp=vpp) for stage in range(pp)]
+        return [[numbers.index(layer) for layer in stage] for stage in stages]
 
     def responses(self, prompts: Sequence[Prompt]) -> BatchRef:
         """Send prompts with the responses to imitate, as one mini-batch."""
@@ -112,9 +128,10 @@ class Scatterer:
         def send(mini: list[int], plan: Plan, placement: Placement) -> list[_Sent]:
             order = [plan.samples_of(d) for d in range(placement.dp)]
             made = self._assignments(mini, plan, order, lengths, prompt_lengths, set())
-            return [
+            sent = [
                 ([ray_compat.put(select(batch, mine))], one) for mine, one in zip(order, made, strict=True)
             ]
+            return [one for one in sent for _ in range(placement.layout.pp)]
 
         return self._scatter([list(range(len(ids)))], lengths, send, None, "token_mean", None)
 
@@ -156,19 +173,19 @@ class Scatterer:
         for placement in self._placements if samples is not None else self._placements[:1]:
             plans = [self.plan([lengths[i] for i in mini], placement) for mini in minis]
             sent = [send(mini, plan, placement) for mini, plan in zip(minis, plans, strict=True)]
-            ranks = range(placement.dp)
             receive = self._workers.each(
-                Policy.receive, megatron_compute, phase="scatter", coords=placement.coords
+                Policy.receive, megatron_pp_as_dp, phase="scatter", coords=placement.coords
             )
             receive(
-                [[mini[d] for mini in sent] for d in ranks],
+                [list(of_rank) for of_rank in zip(*sent, strict=True)],
                 batch=name,
                 placement=placement.name,
                 forget=forget,
                 scored=scored,
                 aggregation=aggregation,
             )
-            found = {n: d for mini in sent for d in ranks for n in mini[d][1].numbers}
+            pp = placement.layout.pp
+            found = {n: at // pp for mini in sent for at, (_, one) in enumerate(mini) for n in one.numbers}
             holders[placement.name] = [found[n] for n in range(len(lengths))]
             for number, plan in enumerate(plans):
                 rounds[number][placement.name] = len(plan.rounds)

@@ -18,12 +18,20 @@ from quintet.cluster.worker import Place, Worker
 from quintet.controller.engines import Engines
 from quintet.controller.held_batches import HeldBatches, SampleFields, WatchedObjective
 from quintet.controller.in_process_rollout import InProcessRollout
-from quintet.controller.messages import Assignment, MiniBatchTold, OptimizerTold, TrainedTokens
+from quintet.controller.messages import (
+    Assignment,
+    MiniBatchTold,
+    OptimizerTold,
+    PartedRoutes,
+    RouteUse,
+    TrainedTokens,
+)
 from quintet.controller.objective import Objective, ValueObjective
 from quintet.controller.rank_rollout import RankRollout
 from quintet.controller.sample_store import Place as Kept
 from quintet.controller.sample_store import cut
 from quintet.data.batch import Batch, make_batch, offsets, set_tokens, token_count
+from quintet.data.routes import RouteSizes
 from quintet.data.tokenizer import decoder, load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES
@@ -73,7 +81,13 @@ class PolicyWorker(Worker):
         if self.command != "sft" and not self.placement.own_processes:
             backend = InProcessRollout(self.engine, recipe, decoder(self.tokenizer), self._progress)
             at, owns = backend.mesh.coordinates, backend.mesh.owns_output
-            self.rollout = RankRollout(backend, recipe, self._progress, at, owns_output=owns)
+            self.rollout = RankRollout(
+                backend, recipe, self._progress, at, owns_output=owns, routes=self._routes()
+            )
+
+    def _routes(self) -> RouteSizes | None:
+        """Of the model, where updates replay a rollout's."""
+        return RouteSizes.of(self.shape) if self.recipe.engine.replay_routes == "rollout" else None
 
     def describe(self) -> str:
         """Return what the model's layers are made of here."""
@@ -85,9 +99,11 @@ class PolicyWorker(Worker):
         """Return the place in a role's layout."""
         return self.roles.mesh(role).coordinates
 
-    def scatter_backup(self, samples: dict[str, list[Batch]], chosen: list[list[Kept]]) -> tuple[Any, ...]:
-        """Cut samples whose keeper died, from the copies that it left, by call."""
-        return None, *cut({call: one for call, (one,) in samples.items()}, chosen)
+    def scatter_backup(
+        self, samples: dict[str, list[Batch]], chosen: list[list[Kept]], layers: list[list[int] | None]
+    ) -> tuple[Any, ...]:
+        """Cut samples whose keeper died, from the copies that it left, by call: see `SampleStore.slice_for`."""
+        return None, *cut({call: one for call, (one,) in samples.items()}, chosen, layers)
 
     # training
 
@@ -110,11 +126,20 @@ class PolicyWorker(Worker):
         place = self.roles.mesh(placement).at("cp")
         self.batches.put((batch, placement), parts, place, scored, aggregation)
 
-    def score_batch(self, *, batch: str, role: str, placement: str, field: str, temperature: float) -> None:
+    def score_batch(
+        self,
+        *,
+        batch: str,
+        role: str,
+        placement: str,
+        field: str,
+        temperature: float,
+        routes: RouteUse | None = None,
+    ) -> None:
         """Set a field to the log-probs, or values, of a whole batch's trained tokens; 0 for samples of other ranks' cells."""
         engine = self.roles.use(role)
         for one in self.batches[batch, placement]:
-            outputs = engine.forward(one.batch, one.cells, temperature)
+            outputs = engine.forward(one.batch, one.cells, temperature, one.routes(routes))
             set_tokens(one.batch, field, _scores(outputs, one.batch))
 
     def advantages(self, *, batch: str, placement: str, function: Advantages) -> None:
@@ -159,9 +184,14 @@ class PolicyWorker(Worker):
     ) -> MiniBatchTold | None:
         """Compute the gradients of a mini-batch. Ranks of the last stage tell what it came to."""
         mini = self.batches[batch, placement].minis[number]
-        loss = WatchedObjective(objective, mini, self._progress)
-        result = self.roles.forward_backward(role, mini, loss, objective.temperature)
+        loss, routes = WatchedObjective(objective, mini, self._progress), mini.routes(objective.routes)
+        result = self.roles.forward_backward(role, mini, loss, objective.temperature, routes)
+        mini.parted = {} if routes is None else routes.parted()
         return None if result is None else MiniBatchTold(result.loss, result.tally, loss.replayed())
+
+    def parted_routes(self, *, batch: str, number: int, placement: str) -> PartedRoutes:
+        """Return of the last update on a mini-batch in how far tokens would have chosen other routes on this rank."""
+        return self.batches[batch, placement].minis[number].parted
 
     def optimizer_step(self, *, role: str) -> OptimizerTold:
         """Take one step on the gradients of the mini-batch before."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from quintet.data.batch import Batch
 from quintet.engine import build, lora
 from quintet.engine.engine import Engine
+from quintet.engine.routes import Routes
 from quintet.engine.weights import peft
 from quintet.engine.weights.shards import Shard
 from quintet.packing import RankCell
@@ -42,11 +43,17 @@ class AdapterReference:
         dist.all_reduce(learned, op=dist.ReduceOp.MAX)  # all ranks compute with adapters, or none
         self._kept = [replace(one, view=one.view.clone()) for one in present] if learned > 0 else None
 
-    def forward(self, batch: Batch, cells: Sequence[RankCell], temperature: float = 1.0) -> Any:
+    def forward(
+        self,
+        batch: Batch,
+        cells: Sequence[RankCell],
+        temperature: float = 1.0,
+        routes: Routes | None = None,
+    ) -> Any:
         """Return the outputs of the reference policy, as `Engine.forward`."""
         in_place = self.engine.without_adapters() if self._kept is None else self._swapped(self._kept)
         with in_place:
-            return self.engine.forward(batch, cells, temperature)
+            return self.engine.forward(batch, cells, temperature, routes)
 
     def save(self, path: Path, *, wait: bool = True) -> None:
         """Write the adapters, as a directory of peft's; done on return. Collective."""

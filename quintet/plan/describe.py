@@ -11,6 +11,7 @@ from pathlib import Path
 from quintet.models import ModelShape, held_shape
 from quintet.models.family import table_of
 from quintet.models.lora import adapted, adapter_parameters, linears
+from quintet.models.shape import route_bytes
 from quintet.packing import alignment_of
 from quintet.plan.memory import packed_bytes, rank_memory
 from quintet.plan.saves import checkpoint_bytes
@@ -44,6 +45,8 @@ def looks(recipe: Recipe, command: str) -> dict[str, Look]:
         found["the rollout"] = lambda: _rollout(recipe)
         found["what generates"] = lambda: _installed(recipe, command)
     found["the engine"] = lambda: _engine(recipe, shape)
+    if command == "train" and recipe.engine.replay_routes is not None:
+        found["routes"] = lambda: _routes(recipe, shape)
     if command in ("train", "sft"):
         found["micro-batches"] = lambda: _rows(recipe)
         if recipe.model.path is not None:
@@ -57,6 +60,26 @@ def _model(recipe: Recipe, shape: ModelShape) -> str:
         return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters and the embeddings, built from nothing."
     active = f", {_count(shape.active_parameter_count)} of them for each token" if shape.moe else ""
     return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters{active}.{_ahead(recipe, path)}"
+
+
+def _routes(recipe: Recipe, shape: ModelShape) -> str:
+    """What replayed routes come to, where all samples are as long as they may be."""
+    assert shape.moe is not None
+    layout, replay = recipe.layout, recipe.engine.replay_routes
+    of_layer = shape.moe.top_k * route_bytes(shape.moe.experts)
+    samples = recipe.train.prompts_per_step * recipe.rollout.samples_per_prompt
+    tokens = samples * (recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens)
+    stages = [shape.moe_layers_of(stage, pp=layout.pp, vpp=layout.vpp) for stage in range(layout.pp)]
+    # A rollout's are cut for cp and sp where a row is packed, a record was made of cut rows.
+    parts = data_parallel(recipe) * (layout.cp * (layout.tp if layout.sp else 1) if replay == "old" else 1)
+    whole, rank = (
+        tokens * layers * of_layer / _GIB for layers in (len(shape.moe_layers), max(map(len, stages)))
+    )
+    where = "recorded and kept on the ranks" if replay == "old" else "from the rollout to the ranks"
+    return (
+        f"Routes: {where}, {len(shape.moe_layers) * of_layer} bytes a token in {len(shape.moe_layers)} layers; of the longest samples "
+        f"{whole:.3g} GiB a step, {rank / parts:.3g} GiB on a rank."
+    )
 
 
 def _ahead(recipe: Recipe, path: Path) -> str:

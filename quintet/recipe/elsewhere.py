@@ -63,6 +63,8 @@ _WORDS = {
     "engine.backend": "transformer_impl",
     "engine.distributed_optimizer": "use_distributed_optimizer",
     "engine.recompute": "recompute_granularity gradient_checkpointing activation_checkpointing enable_gradient_checkpointing",
+    "engine.replay_routes": "use_routing_replay enable_routing_replay router_replay",
+    "engine.replay_routes=rollout": "use_rollout_routing_replay enable_rollout_routing_replay",
     "engine.offload_params": "param_offload",
     "engine.offload_grads": "grad_offload",
     "engine.offload_optimizer": "optimizer_offload",
@@ -100,6 +102,7 @@ _DOTTED = {
     "reward.function": "custom_reward_function.path custom_reward_function.name",
     "mtp={}": "mtp.enable",
     "rollout.draft_tokens": "mtp.enable_rollout mtp.method",
+    "engine.replay_routes": "router_replay.mode actor.router_replay.mode megatron.router_replay.mode",
 }
 """Words that mean this only where they stand so."""
 

@@ -131,6 +131,11 @@ _ENGINE = [
         recompute_full=("full recompute", "full"),
     ),
     *_one_of(
+        "engine.replay_routes",
+        replay_old=("replay of the old policy's routes", "old"),
+        replay_rollout=("replay of the rollout's routes", "rollout"),
+    ),
+    *_one_of(
         "engine.distributed_optimizer",
         distributed_optimizer=("the distributed optimizer", True),
         whole_optimizer=("optimizer state whole on each data-parallel rank", False),

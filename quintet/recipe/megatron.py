@@ -63,7 +63,7 @@ _REASONS = {
         moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping
     """,
     "routes of the same tokens would differ each time they are computed, and with them the log-probs": "moe_input_jitter_eps moe_router_force_load_balancing",
-    "replay of routes is not available in this version": "moe_enable_routing_replay",
+    "decided by engine.replay_routes": "moe_enable_routing_replay",
     (
         "CUDA graphs are not available in this version: packed rows differ in length from micro-batch to "
         "micro-batch"

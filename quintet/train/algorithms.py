@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from quintet.algorithms.advantages import Advantages
 from quintet.controller.batch_ref import BatchRef, Fields
+from quintet.controller.messages import RouteUse
 from quintet.controller.objective import Objective, ValueObjective, policy_objective, value_objective
 from quintet.controller.roles import Role
 from quintet.controller.samples import Samples
@@ -24,16 +25,18 @@ Update = tuple[Role, Objective | ValueObjective]
 
 @dataclass(frozen=True)
 class Score:
-    """A field that a role makes of a batch: log-probs, or values. to: roles whose ranks need it besides."""
+    """A field that a role makes of a batch: log-probs, or values. to: roles whose ranks need it besides. routes: what it does with
+    routes."""
 
     field: str
     role: Role
     temperature: float = 1.0
     to: tuple[Role, ...] = ()
+    routes: RouteUse | None = None
 
     def __call__(self, batch: BatchRef) -> Fields:
         """Score the batch."""
-        return self.role.forward(batch, self.field, self.temperature, self.to)
+        return self.role.forward(batch, self.field, self.temperature, self.to, self.routes)
 
 
 @dataclass(frozen=True)
@@ -101,18 +104,27 @@ class Refill:
         return samples.select((found + idle)[:wanted])
 
 
+_ROUTES: dict[str | None, tuple[RouteUse | None, RouteUse | None]] = {
+    None: (None, None),
+    "old": ("record", "recorded"),
+    "rollout": ("rollout", "rollout"),
+}
+"""By `engine.replay_routes` what the policy does with routes when old log-probs are computed, and in updates."""
+
+
 def algorithm_of(recipe: Recipe, roles: Mapping[str, Role]) -> Algorithm:
     """Return the algorithm that a recipe asks for, with the roles that take part."""
     wanted, policy = recipe.algorithm, roles["policy"]
     temperature, steps = recipe.rollout.temperature or 1.0, recipe.train.steps
     critic = roles.get("critic")
     in_reward = wanted.kl_coef > 0 and wanted.kl_in == "reward"
+    in_scoring, in_updates = _ROUTES[recipe.engine.replay_routes]
     scores = []
     if recipe.train.mini_batches_per_step > 1 or in_reward:
-        scores.append(Score("old_logprobs", policy, temperature))
+        scores.append(Score("old_logprobs", policy, temperature, routes=in_scoring))
     if "reference" in roles:
         scores.append(Score("ref_logprobs", roles["reference"], temperature, (policy,)))
-    objective = policy_objective(wanted, recipe.mismatch, temperature)
+    objective = policy_objective(wanted, recipe.mismatch, temperature, in_updates)
     if critic is None:
         normalize = {"normalize_by_std": wanted.normalize_by_std}
         return Algorithm(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quintet.algorithms.aggregation import Tally
-from quintet.controller.messages import MiniBatchTold, OptimizerTold, TrainedTokens
+from quintet.controller.messages import MiniBatchTold, OptimizerTold, PartedRoutes, TrainedTokens, joined
 from quintet.controller.samples import Samples
 from quintet.rewards.result import RewardResult
 
@@ -22,8 +22,9 @@ class Update:
     lr: float = 0.0
     replayed: dict[int, TrainedTokens] = field(default_factory=dict)
     """The step's first samples as they were trained on, by number."""
+    parted: PartedRoutes = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    """What is told of further heads, by name."""
+    """What is told of further heads and of routes, by name."""
 
     @property
     def loss(self) -> float:
@@ -34,10 +35,21 @@ class Update:
         self.losses.append(sum(one.loss for one in told))
         self.tally.merge(one.tally for one in told)
         self.grad_norm, self.lr = stepped.grad_norm, stepped.lr
-        means = self.tally.means()
-        self.metrics = {name: mean for name, mean in means.items() if "/" in name} | stepped.metrics
         for one in told:
             self.replayed |= one.replayed
+            self.parted = joined(self.parted, one.parted)
+        means = self.tally.means()
+        self.metrics = {name: mean for name, mean in means.items() if "/" in name} | stepped.metrics
+        self.metrics |= self._routes()
+
+    def _routes(self) -> dict[str, float]:
+        """Of replayed routes: the share of tokens, in all layers and in each, whose own choice would have been another."""
+        if not self.parted:
+            return {}
+        name = "routes/parted"
+        counts = {name: [sum(some) for some in zip(*self.parted.values(), strict=True)]}
+        counts |= {f"{name}_{layer}": list(some) for layer, some in self.parted.items()}
+        return {name: other / max(tokens, 1) for name, (other, tokens) in counts.items()}
 
 
 @dataclass

@@ -261,6 +261,26 @@ def test_check_tells_what_follows_from_the_recipe(
     assert "the rollout" not in said
 
 
+def test_check_tells_what_replayed_routes_come_to(
+    recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintet.plan.describe._GIB", 1024)
+    sizes = ["train.prompts_per_step=4", "rollout.samples_per_prompt=2", "train.mini_batches_per_step=2"]
+    sizes += ["data.max_prompt_tokens=16", "rollout.max_response_tokens=48"]  # 512 tokens
+    layout = ["cluster.ranks=16", "layout.tp=2", "layout.sp=true", "layout.cp=2", "layout.pp=2"]
+    layout += ["rollout.layout.tp=1", "model.build=null", model]
+    told = ["rollout.return_routes=true", "engine.replay_routes=rollout"]
+    for replay, says in (
+        (told, "from the rollout to the ranks, {}; of the longest samples 4 GiB a step, 1 GiB on a rank."),
+        (
+            ["engine.replay_routes=old"],
+            "recorded and kept on the ranks, {}; of the longest samples 4 GiB a step, 0.25",
+        ),
+    ):
+        assert main(["check", recipe, *layout, *sizes, *replay]) == 0
+        assert f"Routes: {says.format('8 bytes a token in 4 layers')}" in capsys.readouterr().err
+
+
 def test_check_tells_of_layers_for_multi_token_prediction(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,7 @@ def calls(group: WorkerGroup, copies: RolloutReplicas, engine: Engine, ask: Ask)
     norm: str = group.all(Policy.optimizer_step)(role="critic")[0].grad_norm  # assignment
     text: list[str] = group.one(Policy.describe)()  # assignment
     group.each(Rollout.update_weights)([3])  # list-item
-    group.each(Rollout.slice_samples)([[3]])  # list-item
+    group.each(Rollout.slice_samples)([[3]], [None])  # list-item
     group.each(Policy.logprobs, megatron_compute)([([[1]], [1], [])])  # call-arg
     served: list[str] = group.all(Policy.serve).submit().result()  # assignment
     mixed: list[list[Served]] = outcomes([group.all(Policy.serve).submit()])  # assignment
@@ -54,7 +54,7 @@ def calls(group: WorkerGroup, copies: RolloutReplicas, engine: Engine, ask: Ask)
 def right(group: WorkerGroup, copies: RolloutReplicas, engine: Engine) -> None:
     norm: float = group.all(Policy.optimizer_step, phase="train")(role="critic")[0].grad_norm
     text: str = group.one(Policy.describe)()
-    parts: list[tuple[object, ...]] = group.each(Rollout.slice_samples)([[[("call", 3)]]])
+    parts: list[tuple[object, ...]] = group.each(Rollout.slice_samples)([[[("call", 3)]]], [None])
     served: list[list[Served]] = results([group.all(Policy.serve).submit()])
     mixed: list[list[Served] | QuintetError] = outcomes([group.all(Policy.serve).submit()])
     copies.ask(Rollout.sleep, phase="sleep")(level=2)

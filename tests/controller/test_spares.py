@@ -50,9 +50,9 @@ def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
     replicas.generate({0: [], 1: []}, None, "b", ["a"], lambda: None, _nobody)
     assert replicas._spares.keys() == {"b"}
     wanted = [[[("b", 0)]], [[("b", 1)]]]
-    assert replicas.slice_samples(wanted) == [["first"], ["second"]]
+    assert replicas.slice_samples(wanted, [None]) == [["first"], ["second"]]
 
     replicas.groups[0] = Group("first-again")
-    assert replicas.slice_samples(wanted) == [["spare of first"], ["second"]]
+    assert replicas.slice_samples(wanted, [None]) == [["spare of first"], ["second"]]
     replicas.groups[1] = None
-    assert replicas.slice_samples(wanted) == [["spare of first"], ["spare of second"]]
+    assert replicas.slice_samples(wanted, [None]) == [["spare of first"], ["spare of second"]]

@@ -132,6 +132,7 @@ class Case:
                 backend=self.backend,
                 cp_comm=self.cp_comm,
                 recompute=self.recompute,
+                replay_routes=self.replay or None,  # type: ignore[arg-type]
                 recompute_modules=_MODULES[self.family] if self.recompute == "selective" else None,
                 offload_params=float(self.offload_params),
                 offload_grads=0.6 * self.offload_grads,
@@ -337,6 +338,22 @@ REPLAY_LAYOUTS = (
 """Replay of routes in `make test`."""
 
 
+def replay_cases(ranks: int, **fixed: Any) -> list[Case]:
+    """Every value of every axis beside replay of either kind of routes, with experts of each kind; in bf16 those of one."""
+    found = []
+    for replay in ("old", "rollout"):
+        how = {"replay": replay, **fixed}
+        found += covering("qwen3_moe", ranks, strength=1, **how)
+        found += covering("deepseek_v3", ranks, strength=1, **how)
+        found += [Case(family, **how) for family in ("mixtral", "glm4_moe", "gpt_oss")]
+        found += [Case("qwen3_moe", lora=True, **how), Case("deepseek_v3", mtp=2, **how)]
+        found.append(Case("deepseek_v3-tied", **how))
+        found += bf16("qwen3_moe", ranks, **how)
+    if ranks >= LAYERS:  # a stage without any experts
+        found.append(Case("deepseek_v3", pp=LAYERS, replay="rollout", **fixed))
+    return found
+
+
 def fast_cases() -> list[Case]:
     """What `make test` runs: up to 4 ranks."""
     found: list[Case] = []
@@ -351,13 +368,13 @@ def fast_cases() -> list[Case]:
 
 
 def slow_cases() -> list[Case]:
-    """What `make test-slow` runs besides: all pairs of most families up to 4 or 8 ranks, the rest of BRIEFLY, and adapters and
-    layers for multi-token prediction up to 4."""
+    """What `make test-slow` runs besides: all pairs of most families up to 4 or 8 ranks, the rest of BRIEFLY, and adapters,
+    layers for multi-token prediction and replayed routes up to 4."""
     found = [
         case for family, n in THOROUGH_SLOWLY.items() for case in (*covering(family, n), *bf16(family, n))
     ]
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
-    found += [*lora_cases(4), *mtp_cases(4)]
+    found += [*lora_cases(4), *mtp_cases(4), *replay_cases(4)]
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)
 
@@ -382,7 +399,8 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
     found = [
         case
         for backend in backends
-        for case in (*lora_cases(gpus, backend=backend), *mtp_cases(gpus, backend=backend))
+        for some in (lora_cases, mtp_cases, replay_cases)
+        for case in some(gpus, backend=backend)
     ]
     for family, backend in product(FAMILIES, backends):
         found += covering(family, gpus, 2 if family in THOROUGH else 1, backend=backend)
@@ -395,6 +413,9 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
         found += bf16(family, gpus, backend=backend, **hybrid, **one_stage)
         if family == "mimo":  # its embedding is on two stages as well
             found += bf16(family, gpus, backend=backend, mtp=1, head="lm", **hybrid, pp=1)
+        if family == "qwen3_moe":
+            for replay in ("old", "rollout"):
+                found += bf16(family, gpus, backend=backend, replay=replay, **hybrid)
     return ordered(found)
 
 

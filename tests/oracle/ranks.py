@@ -133,7 +133,7 @@ class Training:
         self.case = case
         self.engine = engine_of(case, path)
         self.report = evaluate(self.engine, case)
-        self._recorded = {b: self._record(b) for b in case.batches} if case.replay == "old" else {}
+        self._recorded = {b: self._record(b) for b in case.batches} if replays(case, "old") else {}
 
     def _record(self, batch: int) -> Any:
         from quintet.engine.routes import RecordedRoutes
@@ -274,11 +274,16 @@ def evaluate(engine: Any, case: Case) -> Report:
     return Report([samples[i] for i in known], tuple(getattr(outputs, name)[here] for name in names))
 
 
+def replays(case: Case, what: str) -> bool:
+    """Whether a case's updates replay these routes: a value model chooses by itself."""
+    return case.replay == what and case.head == "lm"
+
+
 def told_routes(case: Case, mine: Any) -> Any:
-    """What a call is told of routes where a rollout told some; a value model is told nothing."""
+    """What a call is told of routes where a rollout told some."""
     from quintet.engine.routes import BatchRoutes
 
-    return BatchRoutes(mine["routes"]) if case.replay == "rollout" and case.head == "lm" else None
+    return BatchRoutes(mine["routes"]) if replays(case, "rollout") else None
 
 
 def pieces(engine: Any, of: str) -> list[Piece]:

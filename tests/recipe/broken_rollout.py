@@ -188,6 +188,22 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
         ["rollout.memory_fraction=0.7"],
         ["but by vllm and sglang"],
     ),
+    ("routes_can_be_replayed", ["@dense", "engine.replay_routes=old"], ["the model has no experts"]),
+    (
+        "routes_can_be_replayed",
+        ["@moe", "engine.replay_routes=rollout"],
+        ["with rollout.return_routes=true alone", "or engine.replay_routes=null"],
+    ),
+    (
+        "routes_can_be_replayed",
+        ["@moe", "engine.replay_routes=old", "train.mini_batches_per_step=1"],
+        ["engine.replay_routes=old with train.mini_batches_per_step=1", "set engine.replay_routes=rollout"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["@moe", "engine.megatron.moe_enable_routing_replay=true"],
+        ["decided by engine.replay_routes"],
+    ),
     ("routes_need_experts", ["@dense", "rollout.return_routes=true"], ["the model has no experts"]),
     (
         "routes_are_kept",

@@ -285,6 +285,11 @@ def test_a_broken_rule_is_told_with_its_keys(
         ["@moe", "engine.recompute=selective", "engine.recompute_modules=[core_attn, moe]"],
         ["@mla", "engine.recompute=selective", "engine.recompute_modules=[mlp, shared_experts, mla_up_proj]"],
         ["@moe", "engine.megatron.moe_permute_fusion=true"],
+        ["@moe", "engine.replay_routes=old", "train.mini_batches_per_step=2"],
+        [
+            *("@moe", "engine.replay_routes=rollout", "rollout.return_routes=true"),
+            "mismatch.replay_samples_per_step=0",
+        ],
         [*MIMO, "rollout.draft_tokens=1"],
         [*MIMO, "rollout.draft_tokens=auto", "mtp.train=false"],
         [*MIMO, "rollout.draft_tokens=8", "rollout.layout.tp=2", "cluster.ranks=2", "layout.tp=2"],

@@ -77,3 +77,25 @@ def experts_are_cut_as_the_rest(facts: Facts) -> Iterator[Problem]:
             f"layout.etp={facts.etp} with layout.tp={layout.tp} and layout.ep=1: megatron-core then computes wrong gradients of "
             "the experts, without a word; leave layout.etp=null, or raise layout.ep"
         )
+
+
+@rule
+def routes_can_be_replayed(facts: Facts) -> Iterator[Problem]:
+    """Routes are replayed of experts that the model has, where another pass than the update has chosen them."""
+    recipe, said = facts.recipe, facts.said("engine.replay_routes")
+    if said is None:
+        return
+    if facts.shape is not None and facts.shape.moe is None:
+        yield Problem(f"{said}: the model has no experts, and so no routes; remove it")
+    elif recipe.engine.replay_routes == "rollout":
+        if facts.command != "sft" and not recipe.rollout.return_routes:
+            yield Problem(
+                f"{said}: a rollout tells its routes with rollout.return_routes=true alone; set it, or engine.replay_routes=null",
+                "rollout.return_routes",
+            )
+    elif facts.command == "train" and recipe.train.mini_batches_per_step == 1:
+        yield Problem(
+            f"{said} with train.mini_batches_per_step=1: the one update of a step has the weights of the old log-probs, and chooses "
+            "as they did; raise mini_batches_per_step, set engine.replay_routes=rollout, or remove it",
+            "train.mini_batches_per_step",
+        )

@@ -145,11 +145,11 @@ def routes_need_experts(facts: Facts) -> Iterator[Problem]:
 
 @rule
 def routes_are_kept(facts: Facts) -> Iterator[Problem]:
-    """Routes of a run are written with the samples that are kept for replay, and nothing else reads them."""
+    """Routes of a run are replayed in updates, or written with the samples that are kept; nothing else reads them."""
     recipe = facts.recipe
-    kept = recipe.mismatch.replay_samples_per_step > 0
+    kept = recipe.mismatch.replay_samples_per_step > 0 or recipe.engine.replay_routes == "rollout"
     if facts.command == "train" and recipe.rollout.return_routes and not kept:
         yield Problem(
             "rollout.return_routes=true is not read with mismatch.replay_samples_per_step=0: routes are kept with those samples "
-            "alone; remove one of them"
+            "alone; remove one of them, or set engine.replay_routes=rollout"
         )

@@ -64,6 +64,9 @@ class Engine(Section):
     ) = None
     """What recompute=selective computes again, in megatron-core's names; null takes what the model has of mlp, moe_act,
     shared_experts and mla_up_proj."""
+    replay_routes: Literal["old", "rollout"] | None = None
+    """The experts that tokens are sent to in every update: as recorded when the old log-probs are computed, or as the rollout chose
+    them, then for the old log-probs too; null is as the router chooses each time (docs/routes.md)."""
     offload_params: Fraction = 0.0
     """Share of the parameters on the CPU while generating; needs a rollout.layout, whose weights are its own."""
     offload_grads: Fraction = 0.0
