@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
+from quintet.controller.messages import RouteUse
 from quintet.controller.replay import pack, replay_of
 from quintet.errors import QuintetError, RayFailure, RolloutMismatch, SyncFailure, WorkerFailure
 from quintet.runs.checkpoints import name_of
@@ -30,7 +31,8 @@ def closing_replay(s: Session, step: int) -> None:
             seed = f"{s.recipe.run.seed}/replay"
             samples = s.controller.generate(prompts, sampling, 1, seed, scored=False)
         batch = s.controller.scatter(samples)
-        batch = batch | s.controller.policy.forward(batch, "old_logprobs", s.temperature)
+        routes: RouteUse | None = "rollout" if s.recipe.engine.replay_routes == "rollout" else None
+        batch = batch | s.controller.policy.forward(batch, "old_logprobs", s.temperature, routes=routes)
         trained = s.controller.replayed(batch)
     s.observer.replay(step + 1, pack(replay_of(step + 1, sampling, samples, trained)))
 

@@ -54,11 +54,20 @@ def test_types_are_the_smallest():
     assert (expert_type(256), expert_type(257)) == (torch.uint8, torch.int16)
 
 
-def dispatched(case: Case, path: Path) -> tuple[int, int, dict[tuple[int, int], int]]:
+def dispatched(
+    case: Case, path: Path, everywhere: bool = False
+) -> tuple[int, int, dict[tuple[int, int], int]]:
     """On one rank, in a log-prob pass and an update: how many choices of (token, layer) the dispatcher got that a rollout told of,
-    how many of them were others, and how often it was asked by layer and micro-batch."""
+    how many of all were wrong, and how often it was asked by layer and micro-batch. everywhere: a mistake, tokens that no route is
+    told of take what stands in its place."""
     from quintet.engine.layers.layer import PackedMoELayer
     from quintet.engine.routes import BatchRoutes
+
+    class Told(BatchRoutes):
+        def _row(self, *args: Any) -> RowRoutes:
+            row = super()._row(*args)
+            assert row.there is not None
+            return replace(row, there=torch.ones_like(row.there)) if everywhere else row
 
     engine = engine_of(case, path)
     mine, cells, samples = share(engine, 0, case.mixed)
@@ -86,15 +95,17 @@ def dispatched(case: Case, path: Path) -> tuple[int, int, dict[tuple[int, int], 
                 want = told[samples[owner]][position][shape.moe_layers.index(number)]
                 seen += 1
                 wrong += sorted(want.tolist()) != chosen.nonzero()[:, 0].tolist()
+            else:
+                wrong += int(chosen.sum()) != shape.moe.top_k
         return original_preprocess(layer, hidden, probs, map)
 
     original_compute, original_preprocess = PackedMoELayer._compute, PackedMoELayer.preprocess
     engine._pipeline.rows = numbered
     PackedMoELayer._compute, PackedMoELayer.preprocess = compute, preprocess
     try:
-        engine.forward(mine, cells, TEMPERATURE, BatchRoutes(mine["routes"]))
+        engine.forward(mine, cells, TEMPERATURE, Told(mine["routes"]))
         once = dict(asked)
-        told_again = BatchRoutes(mine["routes"])
+        told_again = Told(mine["routes"])
         engine.forward_backward(mine, cells, Objective("lm", trained_tokens(0)), TEMPERATURE, (), told_again)
     finally:
         PackedMoELayer._compute, PackedMoELayer.preprocess = original_compute, original_preprocess
@@ -125,6 +136,52 @@ def test_the_dispatcher_gets_what_was_told(pool, tmp_path, case):
     shape_layers = 3 if case.family == "deepseek_v3" else 4
     tokens = sum(len(one) for one in routes(0, 1, 8, 2))
     assert sum(seen for seen, _, _ in found) == tokens * shape_layers * (3 if again else 2)
+
+
+def test_tokens_without_routes_choose_by_themselves(pool, tmp_path):
+    """No number shows it if they do not: what is computed of a sample's last token and of padding is not read."""
+    case = Case("qwen3_moe")
+    path = written(case, tmp_path)
+    ((_, wrong, _),) = pool.run(dispatched, 1, case, path)
+    assert wrong == 0
+    ((_, wrong, _),) = pool.run(dispatched, 1, case, path, everywhere=True)
+    assert wrong >= 2 * 4 * 8  # two passes, four layers, eight samples
+
+
+def perturbed(case: Case, path: Path) -> dict[str, tuple[float, float]]:
+    """On one rank, a rollout in bf16 and a trainer in fp32: the mean and the largest difference of a log-prob."""
+    from quintet.data.batch import make_batch, tokens
+    from quintet.engine.routes import RecordedRoutes, ReplayedRoutes
+    from quintet.packing import RankCell
+
+    rollout, trainer = (
+        engine_of(replace(case, dtype=dtype), path, trained=False) for dtype in ("bf16", "fp32")
+    )
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch(torch.randint(0, 61, (40, 100), generator=generator).unbind(), [1] * 40)
+    cells = [RankCell([n]) for n in range(40)]
+    on = tokens(batch, "loss_mask") > 0
+
+    def logprobs(engine: Any, routes: Any = None) -> Tensor:
+        return engine.forward(batch, cells, TEMPERATURE, routes).logprobs[on]
+
+    chosen, own = RecordedRoutes(), RecordedRoutes()
+    told, natural = logprobs(rollout, chosen), logprobs(trainer, own)
+    pairs = {
+        "off": (told, natural),
+        "on": (told, logprobs(trainer, ReplayedRoutes(chosen))),
+        "one and the same": (logprobs(rollout, ReplayedRoutes(own)), natural),
+    }
+    return {name: ((a - b).abs().mean().item(), (a - b).abs().max().item()) for name, (a, b) in pairs.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "glm4_moe"])
+def test_with_replay_rounding_is_all_that_parts_trainer_and_rollout(pool, tmp_path, family):
+    """3960 tokens of weights of any size, near ties among them."""
+    case = Case(family)
+    (found,) = pool.run(perturbed, 1, case, written(case, tmp_path))
+    assert found["on"][0] <= 1.3 * found["one and the same"][0]
+    assert found["off"][0] > 1.3 * found["on"][0]
 
 
 def calls(case: Case, path: Path) -> None:

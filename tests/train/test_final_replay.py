@@ -63,7 +63,13 @@ def test_the_last_replay_is_short_and_says_so(
 ) -> None:
     """`quintet diagnose mismatch` generates again with the sampling that the file tells."""
     told: list[int] = []
-    policy = SimpleNamespace(forward=lambda *_: {})
+    replayed: list[str | None] = []
+
+    def forward(*_: Any, routes: str | None) -> dict[str, Any]:
+        replayed.append(routes)
+        return {}
+
+    policy = SimpleNamespace(forward=forward)
     controller = SimpleNamespace(
         generating=nullcontext,
         generate=lambda prompts, sampling, *_, **__: told.append(sampling.max_response_tokens),
@@ -77,7 +83,9 @@ def test_the_last_replay_is_short_and_says_so(
     monkeypatch.setattr(final_replay, "pack", lambda replay: b"")
     s: Any = SimpleNamespace(
         recipe=SimpleNamespace(
-            mismatch=SimpleNamespace(replay_samples_per_step=4), run=SimpleNamespace(seed=0)
+            mismatch=SimpleNamespace(replay_samples_per_step=4),
+            run=SimpleNamespace(seed=0),
+            engine=SimpleNamespace(replay_routes=None),
         ),
         inputs=SimpleNamespace(train=[1, 2]),
         observer=SimpleNamespace(phase=lambda name: nullcontext(), replay=lambda *_: None),
@@ -87,6 +95,10 @@ def test_the_last_replay_is_short_and_says_so(
     )
     final_replay.closing_replay(s, 3)
     assert told == [generated, generated]
+    for replay in ("old", "rollout"):
+        s.recipe.engine.replay_routes = replay
+        final_replay.closing_replay(s, 3)
+    assert replayed == [None, None, "rollout"]  # as old log-probs are computed
 
 
 def test_wrong_weights_are_still_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
