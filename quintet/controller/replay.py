@@ -85,7 +85,7 @@ def pack(replay: Replay) -> bytes:
     routes = [one.routes for one in made if one.routes is not None]
     if routes and len(routes) == len(made):
         # A copy: what came through the object store cannot be written, of which torch warns.
-        tensors["routes"] = torch.from_numpy(np.concatenate(routes, dtype=np.int16))
+        tensors["routes"] = torch.from_numpy(np.concatenate(routes, dtype=np.int16)).contiguous()
     told = {
         "step": replay.step,
         "weights": replay.weights,

@@ -60,7 +60,7 @@ def checked_routes(routes: np.ndarray | None, tokens: int, sizes: RouteSizes, of
         raise QuintetError(
             f"{of}: the rollout told routes to the experts {routes.min()} to {routes.max()}, and there are {sizes.experts}"
         )
-    small = routes.astype(sizes.dtype)
+    small = routes.astype(sizes.dtype, order="C")  # cut by layer, it lies otherwise
     for one in range(sizes.top_k):
         for other in range(one):
             same = small[..., one] == small[..., other]

@@ -24,7 +24,8 @@ from quintet.runs.directory import replays
 
 def samples(routes: bool) -> Samples:
     """Three samples of two prompts, of which the keeper tells two with their tokens."""
-    chosen = np.arange(2 * 3 * 2, dtype=np.int16).reshape(2, 3, 2) if routes else None
+    # Two of three layers, as vLLM's are cut: numpy lays them out with layers first.
+    chosen = np.arange(2 * 3 * 2, dtype=np.int16).reshape(2, 3, 2)[:, [0, 2]] if routes else None
     if chosen is not None:
         chosen.flags.writeable = False  # as it comes out of Ray's object store
     keeper = SampleStore(2)
