@@ -34,8 +34,8 @@ ADVICE: dict[Place, str] = {
     "handles samples between rollout and trainer, and at the versions of the tokenizer's files.",
     "weights": "Keep rollout.sync_proof on, and look at the first step at which mismatch/kl_k3 rises: what was done between the "
     "sync before it and its samples (a restart, a sleep at level 2, a changed layout) left the rollout with other weights.",
-    "routes": "Near ties between experts fall otherwise in other kernels. Compute router and experts in the same precision on "
-    "both sides; a rollout in the trainer's layout and dtype (rollout.backend=native) shows whether that is all.",
+    "routes": "Near ties between experts fall otherwise in other kernels. engine.replay_routes=rollout has the trainer send tokens "
+    "where the rollout sent them; a rollout in the trainer's layout and dtype (rollout.backend=native) shows whether that is all.",
     "temperature and filters": "Trainer and rollout must mean the same distribution: rollout.temperature applied, top-p, top-k "
     "and min-p not. With vllm look at logprobs_mode and at what rollout.vllm passes through.",
     "kernels and precision": "Bring the sides nearer: model.dtype the same on both, rollout.quantization=null, "

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from quintet.cluster.cluster import Cluster
+from quintet.controller.batch_ref import Placement
 from quintet.controller.controller import Controller
 from quintet.controller.held_batches import HeldBatches
 from quintet.controller.messages import Assignment, joined
 from quintet.controller.sample_store import SampleStore
+from quintet.controller.scatter import Scatterer
 from quintet.data.batch import select, tokens
 from quintet.data.routes import RouteSizes
 from quintet.data.tokenizer import build_char_tokenizer
@@ -92,6 +94,21 @@ def test_updates_replay_what_was_chosen_before(ray_cluster: Cluster, path: Path,
     assert second.metrics["routes/parted_3"] == second.parted[3][0] / second.parted[3][1]
     tokens = {total for _, total in first.parted.values()}
     assert len(tokens) == 1
+
+
+def test_layers_of_a_stage_in_another_order_are_seen(
+    ray_cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second stage has the layers 1 and 3, in two chunks."""
+    ordered = Scatterer._layers
+
+    def turned(self: Scatterer, placement: Placement) -> list[list[int] | None]:
+        return [layers and layers[::-1] for layers in ordered(self, placement)]
+
+    monkeypatch.setattr(Scatterer, "_layers", turned)
+    first, _ = step_of(ray_cluster, recipe_of(path, "rollout", {"pp": 2, "vpp": 2}))
+    parted = first.updates["policy"].metrics
+    assert min(parted["routes/parted_1"], parted["routes/parted_3"]) > 0.3
 
 
 def test_counts_of_ranks_are_summed_by_layer():

@@ -1,0 +1,81 @@
+"""Runs of a small mixture of experts that replay routes: by rollouts of other layouts and other engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from quintet.data.tokenizer import build_char_tokenizer
+from tests.end_to_end.test_train import DEMO, metrics, run, run_directory
+
+TOKENS = "0123456789+=>"
+REWARD = """def score(prompt, response, answer):
+    return float(len(response) + response.count("1"))
+"""
+"""Of which an untrained model gets some: its updates are not nothing."""
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The demo on two ranks, with a model of three layers of eight experts."""
+    path: Path = tmp_path_factory.mktemp("moe")
+    tokenizer = build_char_tokenizer(TOKENS, path)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), tie_word_embeddings=False, **sizes, **heads, **experts, **ids
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    (path / "reward.py").write_text(REWARD)
+    layout = ["layout.tp=2", "layout.sp=true", "layout.ep=2", "layout.etp=1", "rollout.layout={tp: 1}"]
+    how = ["optimizer={lr: 2e-3, warmup_steps: 0}", "train.mini_batches_per_step=2"]
+    own = [f"model.path={path}", f"reward.function={path / 'reward.py'}:score"]
+    return [*DEMO, "model.build=null", *own, *layout, *how]
+
+
+def replayed(moe: list[str], path: Path, *how: str) -> list[dict[str, float]]:
+    """The lines of a run's steps of RL."""
+    return [
+        m for m in metrics(run_directory(run("train", *moe, *how, f"run.dir={path}")), "rl") if "loss" in m
+    ]
+
+
+ROLLOUT = ("engine.replay_routes=rollout", "rollout.return_routes=true")
+
+
+def test_updates_replay_the_rollouts_routes(moe, tmp_path):
+    """A trainer of tp 2 × ep 2, rollouts of dp 2. The first mini-batch's weights are those that chose: the second's tokens part."""
+    steps = replayed(moe, tmp_path, *ROLLOUT)
+    assert steps
+    for line in steps:
+        layers = [line[f"routes/parted_{layer}"] for layer in range(3)]
+        assert line["routes/parted"] == pytest.approx(sum(layers) / 3)
+        assert 0 < line["routes/parted"] < 0.5
+        assert line["mismatch/logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [ROLLOUT, ("engine.replay_routes=old",)], ids=["rollout", "old"])
+def test_runs_that_replay_resume_bit_for_bit(moe, tmp_path, how):
+    said = run("verify-resume", *moe, *how, f"run.dir={tmp_path}")
+    assert "identical: every step and every weight, bit for bit" in said
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("restart", ["false", "true"])
+def test_updates_replay_the_routes_of_vllm(moe, tmp_path, restart):
+    how = ["rollout.backend=vllm", f"rollout.restart={restart}"]
+    for line in replayed(moe, tmp_path, *ROLLOUT, *how):
+        assert 0 < line["routes/parted"] < 0.5
+        assert line["mismatch/logprob_gap_max"] < 1e-4
