@@ -55,7 +55,7 @@ class QuintetLoop:
             optimizer=optimizer,
             dtype="bf16",
         )
-        _fill(self.engine.shard_map(), device)
+        fill(self.engine.shard_map(), device)
         self.engine.start_optimizer(optimizer, total_steps=1)
         self.dp_rank = self.engine.mesh.at("dp")
         self.steps: dict[int, tuple[Any, list[RankCell]]] = {}
@@ -76,7 +76,7 @@ class QuintetLoop:
         return result.loss if result is not None and self.engine.mesh.owns_output else 0.0, norm
 
 
-def _fill(shards: list[Shard], device: torch.device) -> None:
+def fill(shards: list[Shard], device: torch.device) -> None:
     """Write initial weights: matrices normal, norms 1, biases 0. What a rank gets depends on the part it holds alone,
     so both sides start from the same weights, and so do ranks that hold the same part."""
     for shard in shards:
@@ -137,7 +137,7 @@ def _loop(side: str, setup: Setup, device: torch.device) -> Any:
     parallel_state.destroy_global_memory_buffer()  # quintet made one; the raw loop's own initialisation does, too
     mesh = mesh_of(schema.Layout(**setup.layout), setup.gpus)
     return RawLoop(
-        setup, OPTIMIZER, device, lambda model: _fill(shard_map([model], setup.shape, mesh), device)
+        setup, OPTIMIZER, device, lambda model: fill(shard_map([model], setup.shape, mesh), device)
     )
 
 

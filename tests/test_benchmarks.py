@@ -289,3 +289,14 @@ def test_fingerprints_are_measured_on_a_cpu() -> None:
     assert seconds > 0
     assert plain > 0
     assert nbytes == 2 * sum(one[3].numel() for one in held)
+
+
+def test_replay_of_routes_is_measured_on_a_cpu() -> None:
+    how = ["--shape", "tiny", "--turns", "1", "--steps", "2"]
+    command = [sys.executable, "-m", "benchmarks.routes", *how]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for case in ("R2", "R3"):
+        told = rf"^train/{case} tokens_per_s: [\d.,]+ tokens/s, [+-][\d.]+% beside none$"
+        assert re.search(told, done.stdout, re.MULTILINE), case
+    assert "train/R3 bytes_per_token: 4.0 bytes" in done.stdout

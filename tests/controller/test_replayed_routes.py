@@ -111,6 +111,23 @@ def test_layers_of_a_stage_in_another_order_are_seen(
     assert min(parted["routes/parted_1"], parted["routes/parted_3"]) > 0.3
 
 
+@pytest.mark.parametrize(
+    ("replay", "scoring", "update"),
+    [(None, None, None), ("old", "record", "recorded"), ("rollout", "rollout", "rollout")],
+)
+def test_the_policy_alone_replays(path: Path, replay, scoring, update) -> None:
+    """Not the reference policy, nor the critic."""
+    ppo = schema.Algorithm(name="ppo", kl_coef=0.05, kl_in="reward")
+    recipe = recipe_of(path, replay, {}).model_copy(update={"algorithm": ppo})
+    roles: dict[str, Any] = {name: object() for name in ("policy", "reference", "critic")}
+    algorithm = algorithm_of(recipe, roles)
+    told = {score.field: score.routes for score in algorithm.scores}
+    assert told == {"old_logprobs": scoring, "ref_logprobs": None, "old_values": None}
+    critic, policy = (one.objective for one in algorithm.trained)
+    assert (critic.routes, policy.routes) == (None, update)
+    assert ("routes" in policy.reads) == (replay is not None)
+
+
 def test_counts_of_ranks_are_summed_by_layer():
     assert joined({3: (1, 4), 1: (0, 4)}, {3: (2, 5), 2: (1, 1)}) == {1: (0, 4), 2: (1, 1), 3: (3, 9)}
 
