@@ -47,15 +47,17 @@ class Listener:
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
         """Take from a router, in the middle of a step, the experts of all its tokens [tokens, top-k]: those of one
-        request after another, each from its first token that was not computed before."""
+        request after another, each from its first token that was not computed before. What a preempted request computes again
+        is not taken: the log-probs of its tokens are those of the first time, and so are its routes."""
         chosen = topk_ids.cpu().numpy()
         batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
         for at, request in enumerate(batch.req_ids):
             rows = chosen[starts[at] : starts[at + 1]]
             first = int(batch.num_computed_tokens_cpu[at])
-            self._room(request, first + len(rows), rows.shape[1])[
-                first : first + len(rows), self._place[layer_id]
-            ] = rows
+            held = self._room(request, first + len(rows), rows.shape[1])
+            here = held[first : first + len(rows), self._place[layer_id]]
+            fresh = here[:, 0] < 0
+            here[fresh] = rows[fresh]
 
     def take(self) -> dict[str, np.ndarray]:
         """Return the routes, int16 [tokens, layers with experts, top-k] of each request since the last call, by vLLM's names for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from quintet.errors import QuintetError
 from quintet.models import read_shape
 from quintet.rollout import Request, Sampling
-from quintet.rollout.vllm.routes import routes_of
+from quintet.rollout.vllm.routes import Listener, routes_of
 from tests.rollout.prompts import PROMPTS
 from tests.rollout.vllm.greedy import made
 from tests.rollout.vllm.models import save
@@ -42,6 +43,30 @@ def test_routes_are_those_of_transformers(start: Any) -> None:
             ids = prompt + sample.response_ids
             assert sample.routes.dtype == np.int16
             assert np.array_equal(np.sort(sample.routes, -1), chosen_by_transformers("qwen3_moe", ids))
+
+
+def test_what_is_computed_again_after_a_preemption_is_not_heard_again() -> None:
+    """A request of four tokens of prompt draws two, loses its place, and is computed anew from its first token."""
+    batch = SimpleNamespace(req_ids=["other", "a"], num_computed_tokens_cpu=[0, 0])
+    runner = SimpleNamespace(input_batch=batch, query_start_loc=SimpleNamespace(np=[0, 1, 0]))
+    listener = Listener(runner, [1, 3])
+
+    def step(first: int, tokens: int, expert: int) -> None:
+        batch.num_computed_tokens_cpu[1] = first
+        runner.query_start_loc.np = [0, 1, 1 + tokens]
+        for layer in (1, 3):
+            listener.capture(layer, torch.full((1 + tokens, 2), expert + layer))
+
+    step(0, 4, 10)
+    step(4, 1, 20)
+    step(5, 1, 30)
+    step(0, 6, 40)  # other experts, by rounding
+    step(6, 1, 50)
+    routes = listener.take()["a"][:7]
+    assert routes[:, 0, 0].tolist() == [11, 11, 11, 11, 21, 31, 51]
+    assert (routes[:, 1] == routes[:, 0] + 2).all()
+    step(0, 2, 60)  # a request of another call may have the same name
+    assert listener.take()["a"][:2, 0, 0].tolist() == [61, 61]
 
 
 def test_routes_that_are_not_all_known_are_refused(tmp_path: Any) -> None:
