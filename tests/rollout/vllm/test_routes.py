@@ -45,6 +45,30 @@ def test_routes_are_those_of_transformers(start: Any) -> None:
             assert np.array_equal(np.sort(sample.routes, -1), chosen_by_transformers("qwen3_moe", ids))
 
 
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_routes_of_preempted_requests_are_theirs(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six requests of two blocks at the end, in a cache of seven."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt, preempted = Scheduler._preempt_request, []
+
+    def heard(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.num_computed_tokens)
+        return preempt(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", heard)
+    small = {"num_gpu_blocks_override": 8, "block_size": 32}  # one block stays empty
+    rollout = start("qwen3_moe", return_routes=True, vllm=small)
+    prompts = [[(7 * n + k) % 60 for k in range(28)] for n in range(6)]
+    asked = [Request(prompt, seed=n) for n, prompt in enumerate(prompts)]
+    rows = rollout.generate(asked, Sampling(max_response_tokens=32, ignore_end=True))
+    assert len(preempted) >= 3
+    for prompt, (sample,) in zip(prompts, rows, strict=True):
+        want = chosen_by_transformers("qwen3_moe", prompt + sample.response_ids)
+        assert np.array_equal(np.sort(sample.routes, -1), want)
+
+
 def test_what_is_computed_again_after_a_preemption_is_not_heard_again() -> None:
     """A request of four tokens of prompt draws two, loses its place, and is computed anew from its first token."""
     batch = SimpleNamespace(req_ids=["other", "a"], num_computed_tokens_cpu=[0, 0])
