@@ -124,12 +124,11 @@ class Rendezvous:
 
     def _refuse(self, whence: str, why: Exception) -> None:
         with self._changed:
-            self._refused += 1
-            nth = self._refused
+            nth = self._refused = self._refused + 1
         if nth <= LOGGED:
-            log.warning("weight sync refused a connection from %s: %s", whence, str(why) or "it said nothing")
-        if nth == LOGGED:
-            log.warning("weight sync logs no more refusals until its next plan")
+            last = "; its next plan logs refusals again, this one none" if nth == LOGGED else ""
+            reason = str(why) or "it said nothing"
+            log.warning("weight sync refused a connection from %s: %s%s", whence, reason, last)
 
     def _admit(self, connection: Connection, said: Hello | ReceiverGone) -> None:
         with self._changed:
