@@ -24,7 +24,7 @@ setup: $(STAMP)  ## make .venv with the pinned packages
 $(STAMP): constraints.txt pyproject.toml tools/bootstrap.py
 	@$(BOOTSTRAP) --venv $(VENV) && touch $@
 
-demo: $(STAMP)  ## a small model learns to add by reinforcement (about 2 minutes on two cores)
+demo: $(STAMP)  ## a small model learns to add by reinforcement (1 to 2 minutes on two cores)
 	@$(BIN)/quintet train recipes/laptop_demo.yaml $(ARGS)
 
 # Rooms whose tests start neither ranks nor Ray, but for two files.
@@ -38,12 +38,12 @@ test: $(STAMP)  ## the tests (about 6 minutes on two cores); ARGS="-k name" is h
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 # 5 is pytest's exit code for "nothing selected", which is no failure here.
-test-slow: $(STAMP)  ## the tests that take minutes each and guard most (about 20 minutes on two cores)
+test-slow: $(STAMP)  ## the tests that take minutes each and guard most (about 15 minutes on two cores)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not nightly" -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
 
 # Its versions of torch and transformers are those that vLLM for CPU was built for, so it has an environment of its own.
 OF_VLLM := vllm and not nightly
-test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 8 minutes on two cores)
+test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 6 minutes on two cores)
 	@export QUINTET_TORCH=cpu; $(BOOTSTRAP) --venv .venv-vllm --constraints tests/vllm-constraints.txt -- --no-deps -r tests/vllm-constraints.txt -e .
 	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 -m "$(OF_VLLM)" -o timeout=600 $(ARGS)
 

@@ -54,6 +54,7 @@ def replayed(moe: list[str], path: Path, *how: str) -> list[dict[str, float]]:
 ROLLOUT = ("engine.replay_routes=rollout", "rollout.return_routes=true")
 
 
+@pytest.mark.slow
 def test_updates_replay_the_rollouts_routes(moe, tmp_path):
     """A trainer of tp 2 × ep 2, rollouts of dp 2. The first mini-batch's weights are those that chose: the second's tokens part."""
     steps = replayed(moe, tmp_path, *ROLLOUT)

@@ -78,7 +78,9 @@ MOST_S = BUSY * 0.1 + PROCESSOR_S
 """What ends a child comes with a clock's tick, another is forked, and our own looking at the text takes some time too."""
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] if one == "math" else []) for one in BUILT_IN]
+)
 def test_no_answer_takes_long(name: str) -> None:
     reward = load_reward(name)
     gold = {"math": "\\sqrt{12}", "countdown": "1,2:3"}.get(name, "18")
