@@ -5,13 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from quintet.data.tokenizer import build_char_tokenizer
 from tests.end_to_end.test_train import DEMO, metrics, run, run_directory
 
-TOKENS = "0123456789+=>"
 REWARD = """def score(prompt, response, answer):
     return float(len(response) + response.count("1"))
 """
@@ -21,27 +17,12 @@ REWARD = """def score(prompt, response, answer):
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The demo on two ranks, with a model of three layers of eight experts."""
-    path: Path = tmp_path_factory.mktemp("moe")
-    tokenizer = build_char_tokenizer(TOKENS, path)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-    }
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer), tie_word_embeddings=False, **sizes, **heads, **experts, **ids
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    (path / "reward.py").write_text(REWARD)
+    path = tmp_path_factory.mktemp("moe") / "reward.py"
+    path.write_text(REWARD)
     layout = ["layout.tp=2", "layout.sp=true", "layout.ep=2", "layout.etp=1", "rollout.layout={tp: 1}"]
     how = ["optimizer={lr: 2e-3, warmup_steps: 0}", "train.mini_batches_per_step=2"]
-    own = [f"model.path={path}", f"reward.function={path / 'reward.py'}:score"]
-    return [*DEMO, "model.build=null", *own, *layout, *how]
+    own = ["model.build.family=qwen3_moe", "model.build.layers=3", f"reward.function={path}:score"]
+    return [*DEMO, *own, *layout, *how]
 
 
 def replayed(moe: list[str], path: Path, *how: str) -> list[dict[str, float]]:

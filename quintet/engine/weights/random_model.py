@@ -23,6 +23,12 @@ from quintet.recipe.schema import BuildModel
 
 INITIAL_STD = 0.02
 _INDEX = "model.safetensors.index.json"
+_KNOWN_AS = {
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "mimo": ("MiMoForCausalLM", "qwen2"),  # transformers knows a MiMo as its trunk
+}
+"""Architecture and model type in config.json, by family."""
 
 
 def write_fresh_model(
@@ -37,10 +43,10 @@ def write_fresh_model(
 ) -> None:
     """Write config.json and model.safetensors (fp32): matrices normal with std 0.02, norms 1, biases 0. mtp_layers: for
     multi-token prediction, of a family that has them."""
-    mimo = build.family == "mimo"
+    architecture, model_type = _KNOWN_AS[build.family]
     config = {
-        "architectures": ["MiMoForCausalLM" if mimo else "Qwen3ForCausalLM"],
-        "model_type": "qwen2" if mimo else "qwen3",  # transformers knows a MiMo as its trunk
+        "architectures": [architecture],
+        "model_type": model_type,
         "vocab_size": vocab_size,
         "hidden_size": build.hidden_size,
         "intermediate_size": build.ffn_hidden_size,
@@ -53,11 +59,18 @@ def write_fresh_model(
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
-        "attention_bias": mimo,
+        "attention_bias": build.family == "mimo",
         "eos_token_id": eos_id,
         "pad_token_id": pad_id,
         "dtype": "float32",
     } | ({MTP_KEYS[0]: mtp_layers} if mtp_layers else {})
+    if build.moe is not None:
+        config |= {
+            "num_experts": build.moe.experts,
+            "num_experts_per_tok": build.moe.top_k,
+            "moe_intermediate_size": build.moe.ffn_hidden_size,
+            "norm_topk_prob": True,
+        }
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
     family = family_of(config)

@@ -77,4 +77,5 @@ def shape_of_built(build: BuildModel) -> ModelShape:
         norm_eps=1e-6,
         qk_norm=not mimo,
         qkv_bias=mimo,
+        moe=build.moe,
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from quintet.models.shape import MOST_LAYERS
+from quintet.models.shape import MOST_LAYERS, MoeShape
 from quintet.recipe.hub import is_hub_id, keep_path, snapshot
 from quintet.recipe.sections.fields import (
     Pattern,
@@ -23,8 +23,9 @@ from quintet.recipe.sections.fields import (
 class BuildModel(Section):
     """A model made from nothing, for laptops and speed tests: a small decoder with random weights."""
 
-    family: Literal["qwen3", "mimo"] = "qwen3"
-    """Whose shape it has; of a mimo, `mtp.init_layers` are layers for multi-token prediction."""
+    family: Literal["qwen3", "qwen3_moe", "mimo"] = "qwen3"
+    """Whose shape it has; of a mimo, `mtp.init_layers` are layers for multi-token prediction. A qwen3_moe has 8 experts a layer, of
+    which a token takes 2, each half as wide as ffn_hidden_size."""
     layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 4
     hidden_size: Annotated[int, Field(gt=0, le=1 << 18)] = 128
     ffn_hidden_size: Annotated[int, Field(gt=0, le=1 << 20)] = 384
@@ -33,6 +34,11 @@ class BuildModel(Section):
     head_dim: Annotated[int, Field(gt=0, le=1 << 12)] = 32
     tied_embeddings: bool = True
     max_position_embeddings: PositiveInt = 4096
+
+    @property
+    def moe(self) -> MoeShape | None:
+        """The experts of a family that has some: a token takes as many units as in a dense model."""
+        return MoeShape(8, 2, -(-self.ffn_hidden_size // 2)) if self.family == "qwen3_moe" else None
 
 
 class Model(Section):
