@@ -80,6 +80,11 @@ def refusals(rollout: Rollout) -> Iterator[Problem]:
             "have, so no sync brings them; use NGRAM, or no speculation, or rollout.draft_tokens with rollout.backend=vllm where the "
             "model has layers for multi-token prediction (mtp)"
         )
+    if drafts is not None and rollout.return_routes:
+        yield Problem(
+            f"rollout.sglang.speculative_algorithm={drafts} with rollout.return_routes=true: routes of a token that was drafted and not "
+            "taken may stand in the place of the one that was, which has not been tried; use one of them"
+        )
     yield from decided_options("rollout.sglang", rollout.sglang, DECIDED)
 
 

@@ -138,6 +138,11 @@ def refusals(rollout: Rollout) -> Iterator[Problem]:
             f"rollout.vllm.speculative_config with rollout.temperature={t}: vLLM does not tell log-probs of drafted tokens at "
             "another temperature than 1; use rollout.temperature=1, or no speculation"
         )
+    if "speculative_config" in rollout.vllm and rollout.return_routes:
+        yield Problem(
+            "rollout.vllm.speculative_config with rollout.return_routes=true: routes of a token that was drafted and not taken may "
+            "stand in the place of the one that was; use one of them"
+        )
     yield from _weights(rollout)
     layout = rollout.layout
     if layout is not None and layout.ep not in (1, layout.tp):

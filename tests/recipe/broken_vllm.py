@@ -52,6 +52,14 @@ BROKEN_VLLM = [
     ),
     (
         "vllm_can_do_it",
+        [
+            *(V, "@moe", "rollout.return_routes=true"),
+            "rollout.vllm.speculative_config={method: ngram, num_speculative_tokens: 2}",
+        ],
+        ["speculative_config with rollout.return_routes=true", "drafted and not taken"],
+    ),
+    (
+        "vllm_can_do_it",
         [V, "rollout.temperature=0.7", "rollout.vllm.speculative_config={method: ngram}"],
         ["speculative_config with rollout.temperature=0.7"],
     ),

@@ -36,6 +36,14 @@ BROKEN = [
     ),
     (
         "sglang_can_do_it",
+        [
+            *("@moe", "rollout.backend=sglang", "rollout.return_routes=true"),
+            "rollout.sglang.speculative_algorithm=NGRAM",
+        ],
+        ["speculative_algorithm=NGRAM with rollout.return_routes=true", "use one of them"],
+    ),
+    (
+        "sglang_can_do_it",
         ["cluster.device=cpu", "rollout.backend=sglang"],
         ["needs NVIDIA GPUs", "use rollout.backend=native"],
     ),

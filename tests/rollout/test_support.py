@@ -83,6 +83,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/controller/test_replicas.py::test_without_restart_the_run_ends_and_names_the_process",
         VLLM + "parallel.py::test_a_worker_that_dies_is_named",
     ),
+    "routes of experts (`rollout.return_routes`)": (
+        VERBS + "routes_are_transformers_choices",
+        VLLM + "routes.py::test_routes_are_those_of_transformers",
+    ),
     "speculative decoding, counted": ("", VLLM + "families.py::test_drafts_are_counted_and_change_nothing"),
 }
 """What tests each feature natively, and of vLLM on CPU."""
@@ -95,6 +99,11 @@ REFUSED = {
     "expert parallel": {"layout": {"tp": 2, "ep": 2}},
     "server mode (`rollout.mode=server`)": {"mode": "server"},
     "weights in 8 bits (`rollout.quantization=fp8`)": {"quantization": "fp8"},
+    "routes and speculative decoding": {
+        "return_routes": True,
+        "vllm": {"speculative_config": {"method": "ngram"}},
+        "sglang": {"speculative_algorithm": "NGRAM"},
+    },
 }
 """What a recipe asks for that is refused."""
 
