@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from quintet.cluster.dispatch import megatron_compute
@@ -215,13 +216,25 @@ class Controller:
         )
         return {number: one for part in parts for number, one in part.items()}
 
-    def logprobs(self, ids: list[list[int]], prompts: list[int], temperature: float) -> list[Tensor]:
-        """Return log-probs of these samples' responses under the present policy, fp32 [response tokens] each."""
+    def logprobs(
+        self,
+        ids: list[list[int]],
+        prompts: list[int],
+        temperature: float,
+        routes: list[np.ndarray] | None = None,
+    ) -> list[Tensor]:
+        """Return log-probs of these samples' responses under the present policy, fp32 [response tokens] each. routes: to be replayed,
+        [tokens - 1, layers with experts, top-k] of each sample."""
         dp = self.policy.placement.dp
         plan = self._scatterer.plan([len(one) for one in ids], self.policy.placement)
         shares = [plan.samples_of(d) for d in range(dp)]
         parts = [
-            ([ids[i] for i in share], [prompts[i] for i in share], plan.local(d))
+            (
+                [ids[i] for i in share],
+                [prompts[i] for i in share],
+                plan.local(d),
+                routes and [routes[i] for i in share],
+            )
             for d, share in enumerate(shares)
         ]
         answers = self.workers.each(Policy.logprobs, megatron_compute, phase="logprob")(parts, temperature)

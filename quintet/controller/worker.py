@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from quintet.algorithms.advantages import Advantages, Scored
@@ -36,6 +37,7 @@ from quintet.data.tokenizer import decoder, load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES
 from quintet.engine.lora import split_adapters
+from quintet.engine.routes import BatchRoutes
 from quintet.engine.weights.fp8_fingerprint import quantized_fingerprints
 from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.errors import UserError
@@ -167,17 +169,28 @@ class PolicyWorker(Worker):
         return self.batches[batch, placement].replayed()
 
     def logprobs(
-        self, samples: tuple[list[list[int]], list[int], list[list[Cell]]], temperature: float
+        self,
+        samples: tuple[list[list[int]], list[int], list[list[Cell]], list[np.ndarray] | None],
+        temperature: float,
     ) -> dict[int, torch.Tensor]:
         """Return log-probs of these samples' responses under the present policy, by sample, each told by one rank; unread before
-        the last stage. samples: tokens of each, of which so many are the prompt, and the cells that they are computed in."""
-        ids, prompts, rounds = samples
+        the last stage. samples: tokens of each, of which so many are the prompt, the cells that they are computed in, and routes of
+        all layers that are replayed."""
+        ids, prompts, rounds, told = samples
         batch = make_batch(ids, prompts)
         cells = rank_cells(rounds, self.engine.mesh.at("cp"))
-        found = _scores(self.roles.use("policy").forward(batch, cells, temperature), batch)
+        routes = None if told is None else BatchRoutes(self._routes_here(ids, prompts, told))
+        found = _scores(self.roles.use("policy").forward(batch, cells, temperature, routes), batch)
         ends = offsets(batch)
         counted = {i for cell in cells if cell.first for i in cell.samples}
         return {i: found[ends[i] + prompts[i] : ends[i + 1]].clone() for i in counted}
+
+    def _routes_here(self, ids: list[list[int]], prompts: list[int], told: list[np.ndarray]) -> Any:
+        """Those of the layers on this rank, jagged; None without samples."""
+        layout, mesh = self.recipe.layout, self.engine.mesh
+        mine = self.shape.moe_layers_of(mesh.at("pp"), pp=layout.pp, vpp=layout.vpp)
+        at = [self.shape.moe_layers.index(layer) for layer in mine]
+        return make_batch(ids, prompts, routes=[one[:, at] for one in told])["routes"] if ids else None
 
     def forward_backward(
         self, *, batch: str, number: int, role: str, placement: str, objective: Objective | ValueObjective

@@ -75,7 +75,8 @@ def diagnose(run: Path, step: int | None, say: Callable[[str], None]) -> Found:
     if faults:  # nothing that is computed from the one or the other would mean anything
         return Found(replay.step, len(ids), tokens, weights.path, Diagnosis("tokens", faults[0], []))
     say("1 of 2: the recipe's engine in its layout, and its rollout")
-    own = _in_own_layout(recipe, weights, ids, prompts)
+    routes = _replayed_routes(recipe, replay)
+    own = _in_own_layout(recipe, weights, ids, prompts, routes)
     say("2 of 2: the same model in fp32 on one rank")
     before = find_weights(run, recipe, weights.step - 1) if weights.step else None
     if before is not None and recipe.lora is not None and before.merged != weights.merged:
@@ -145,7 +146,17 @@ class OwnLayout:
     sync: str | None
 
 
-def _in_own_layout(recipe: Recipe, weights: Weights, ids: list[list[int]], prompts: list[int]) -> OwnLayout:
+def _replayed_routes(recipe: Recipe, replay: Replay) -> list[Any] | None:
+    """Of each sample the routes that the trainer was told; None where it chose by itself."""
+    told = [s.generated.routes for s in replay.samples]
+    if recipe.engine.replay_routes != "rollout" or any(one is None for one in told):
+        return None
+    return told
+
+
+def _in_own_layout(
+    recipe: Recipe, weights: Weights, ids: list[list[int]], prompts: list[int], routes: list[Any] | None
+) -> OwnLayout:
     from quintet.train.session import session
 
     own = _recipe_of(recipe, weights)
@@ -156,7 +167,8 @@ def _in_own_layout(recipe: Recipe, weights: Weights, ids: list[list[int]], promp
             if weights.checkpoint is not None:
                 s.controller.policy.load(weights.checkpoint)
                 s.controller.mark_weights_updated()
-            engine, raw = (torch.cat(s.controller.logprobs(ids, prompts, t)) for t in (s.temperature, 1.0))
+            engine = torch.cat(s.controller.logprobs(ids, prompts, s.temperature, routes))
+            raw = torch.cat(s.controller.logprobs(ids, prompts, 1.0))  # a rollout's scores replay nothing
             with s.controller.generating():
                 scores = s.controller.rollouts.score(ids)
     except SyncMismatch as mismatch:
@@ -199,20 +211,33 @@ def _beside_plain(
         def ask(verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
             return group.one(verb, phase="diagnose")(*args, **kwargs)
 
-        return gather(ask, replay, weights, before, own, temperature=recipe.rollout.temperature or 1.0)
+        routes = _replayed_routes(recipe, replay)
+        return gather(
+            ask, replay, weights, before, own, temperature=recipe.rollout.temperature or 1.0, replayed=routes
+        )
 
 
 def gather(
-    ask: Ask, replay: Replay, weights: Weights, before: Weights | None, own: OwnLayout, *, temperature: float
+    ask: Ask,
+    replay: Replay,
+    weights: Weights,
+    before: Weights | None,
+    own: OwnLayout,
+    *,
+    temperature: float,
+    replayed: list[Any] | None = None,
 ) -> Evidence:
-    """Return all evidence: what was recorded, what the recipe's own layout came to, and what the plain model comes to."""
+    """Return all evidence: what was recorded, what the recipe's own layout came to, and what the plain model comes to.
+
+    replayed: routes that the trainer was told, by sample. The plain model is told the same, and what it chooses by itself is a cause.
+    """
     samples = replay.samples
     ids, prompts = [s.generated.ids for s in samples], [s.generated.prompt_tokens for s in samples]
     policy = Sampling(temperature=temperature)
     ask(Plain.load, weights)
     causes = _causes(replay, temperature, ask)
     wanted = [policy, *(sampling for _, sampling in causes)]
-    plain, *others = ask(Plain.logprobs, ids, prompts, wanted)
+    plain, *others = ask(Plain.logprobs, ids, prompts, wanted, replayed)
     lengths = [len(one) - prompt for one, prompt in zip(ids, prompts, strict=True)]
     made = [
         Cause("tokens", f"the token one position {where}", shifted(plain, lengths, by))
@@ -224,11 +249,15 @@ def gather(
     routes, told = None, [s.generated.routes for s in samples]
     if all(one is not None for one in told):
         found, routes = ask(Plain.routed, ids, prompts, told, policy)
-        made.append(Cause("routes", "the routes that the rollout told", found))
-    bf16 = ask(Plain.in_bf16, weights, ids, prompts, policy)
+        if replayed is None:
+            made.append(Cause("routes", "the routes that the rollout told", found))
+        else:
+            (natural,) = ask(Plain.logprobs, ids, prompts, [policy])
+            made.append(Cause("routes", "other routes, which the model chose by itself", natural))
+    bf16 = ask(Plain.in_bf16, weights, ids, prompts, policy, replayed)
     if before is not None:
         ask(Plain.load, before)
-        (stale,) = ask(Plain.logprobs, ids, prompts, [policy])
+        (stale,) = ask(Plain.logprobs, ids, prompts, [policy], replayed)
         made.append(Cause("weights", f"the weights after step {before.step}, one update behind", stale))
     return Evidence(
         dtype=own.dtype,

@@ -111,17 +111,29 @@ class PlainWorker(Worker):
         """Take these weights."""
         self.model.load(weights)
 
-    def logprobs(self, ids: list[list[int]], prompts: list[int], samplings: list[Sampling]) -> list[Tensor]:
-        """Return log-probs of the responses' tokens, under each sampling: fp32 [response tokens] all samples after one another."""
-        return scored(self.model, ids, prompts, samplings)
+    def logprobs(
+        self,
+        ids: list[list[int]],
+        prompts: list[int],
+        samplings: list[Sampling],
+        routes: list[Any] | None = None,
+    ) -> list[Tensor]:
+        """Return log-probs of the responses' tokens, under each sampling: fp32 [response tokens] all samples after one another.
+        routes: prescribed, of each sample."""
+        return scored(self.model, ids, prompts, samplings, routes)
 
     def in_bf16(
-        self, weights: Weights, ids: list[list[int]], prompts: list[int], sampling: Sampling
+        self,
+        weights: Weights,
+        ids: list[list[int]],
+        prompts: list[int],
+        sampling: Sampling,
+        routes: list[Any] | None = None,
     ) -> Tensor:
         """Return log-probs as `logprobs`, of a model in bf16."""
         model = self._make("bf16")
         model.load(weights)
-        return scored(model, ids, prompts, [sampling])[0]
+        return scored(model, ids, prompts, [sampling], routes)[0]
 
     def routed(
         self, ids: list[list[int]], prompts: list[int], routes: list[Any], sampling: Sampling
@@ -136,12 +148,16 @@ class PlainWorker(Worker):
 
 
 def scored(
-    model: OracleModel, ids: Sequence[list[int]], prompts: Sequence[int], samplings: Sequence[Sampling]
+    model: OracleModel,
+    ids: Sequence[list[int]],
+    prompts: Sequence[int],
+    samplings: Sequence[Sampling],
+    routes: Sequence[Any] | None = None,
 ) -> list[Tensor]:
     """Return log-probs of the responses' tokens: see `PlainWorker.logprobs`."""
     rows: list[list[Tensor]] = [[] for _ in samplings]
-    for one, prompt in zip(ids, prompts, strict=True):
-        logits = model.logits(one, prompt)
+    for one, prompt, told in zip(ids, prompts, routes or [None] * len(ids), strict=True):
+        logits = model.logits(one, prompt, told)
         for row, sampling in zip(rows, samplings, strict=True):
             row.append(_under(logits, torch.tensor(one[prompt:]), sampling).cpu())
     return [torch.cat(row) for row in rows]

@@ -76,16 +76,21 @@ class Bench:
             ids.append(int(order[torch.multinomial(p, 1, generator=generator)]))
         return ids
 
-    def of(self, sampling: Sampling, weights: Path | None = None) -> Tensor:
+    def of(self, sampling: Sampling, weights: Path | None = None, routes: Any = None) -> Tensor:
         if weights is not None:
             self.worker.load(Weights(0, weights, weights))
-        (found,) = self.worker.logprobs(self.ids, self.prompts, [sampling])
+        (found,) = self.worker.logprobs(self.ids, self.prompts, [sampling], routes)
         if weights is not None:
             self.worker.load(self.weights)
         return found
 
     def diagnose(
-        self, rollout: Tensor, trainer: Tensor, before: Path | None = None, routes: Any = None
+        self,
+        rollout: Tensor,
+        trainer: Tensor,
+        before: Path | None = None,
+        routes: Any = None,
+        replayed: bool = False,
     ) -> tuple[Diagnosis, Evidence]:
         cut = zip(self.ids, rollout.split(RESPONSE), trainer.split(RESPONSE), strict=True)
         samples = [
@@ -104,6 +109,7 @@ class Bench:
             earlier,
             OwnLayout("fp32", None, None, None),
             temperature=POLICY.temperature,
+            replayed=routes if replayed else None,
         )
         return judge(evidence), evidence
 
@@ -170,7 +176,9 @@ def test_places_of_a_dense_model(pool, tmp_path):
         assert text in found[name][1], found[name]
 
 
-def mixture(path: Path, swapped: Path) -> tuple[dict[str, tuple[str | None, str]], list[float | None]]:
+def mixture(
+    path: Path, swapped: Path
+) -> tuple[dict[str, tuple[str | None, str]], list[float | None], dict[str, tuple[str | None, str]], float]:
     bench = Bench(path)
     own = []
     for ids in bench.ids:
@@ -191,19 +199,49 @@ def mixture(path: Path, swapped: Path) -> tuple[dict[str, tuple[str | None, str]
     found = {
         name: bench.diagnose(numbers, bench.right, routes=routes) for name, (numbers, routes) in cases.items()
     }
-    return {name: told(one) for name, (one, _) in found.items()}, [e.routes for _, e in found.values()]
+    shares = [e.routes for _, e in found.values()]
+    # Of a run that replays: the trainer was told these routes too.
+    replaying = {
+        "agree": (sent, sent),
+        "not replayed": (sent, bench.right),
+        "not tempered": (bench.of(Sampling(), routes=other), sent),
+        "stale": (bench.of(POLICY, swapped, other), sent),
+    }
+    of_replay = {
+        name: bench.diagnose(*numbers, before=swapped, routes=other, replayed=True)
+        for name, numbers in replaying.items()
+    }
+    off = (of_replay["agree"][1].plain - sent).abs().max().item()
+    return (
+        {name: told(one) for name, (one, _) in found.items()},
+        shares,
+        {name: told(one) for name, (one, _) in of_replay.items()},
+        off,
+    )
 
 
 def test_places_of_a_mixture_of_experts(pool, tmp_path):
     path = save("qwen3_moe", tmp_path / "model")
     swapped = copy_changed(path, tmp_path / "swapped", swap_experts)
-    ((found, routes),) = pool.run(mixture, 1, path, swapped)
+    ((found, routes, replaying, off),) = pool.run(mixture, 1, path, swapped)
     assert found["agree"][0] is None
     assert found["other routes"][0] == "routes", found
     assert "those of the routes that the rollout told" in found["other routes"][1]
     assert found["swapped experts"][0] == "weights", found
     assert routes[0] == 0
     assert 0.02 < routes[1] < 0.3
+    assert off == 0
+    assert {name: place for name, (place, _) in replaying.items()} == {
+        "agree": None,
+        "not replayed": "routes",
+        "not tempered": "temperature and filters",
+        "stale": "weights",
+    }
+    assert "Both" not in replaying["agree"][1]
+    assert (
+        "trainer's log-probs are those of other routes, which the model chose by itself"
+        in (replaying["not replayed"][1])
+    )
 
 
 NUMBERS = torch.linspace(-3, -0.1, 50)
