@@ -20,6 +20,8 @@ from tests.oracle.data import AHEAD_CLIP, AHEAD_WEIGHT, BATCHES, BF16_BATCH
 DENSE = ("qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "mimo")
 MOE = ("qwen3_moe", "deepseek_v3", "deepseek_v3-tied", "glm4_moe", "mixtral", "gpt_oss")
 FAMILIES = (*DENSE, *MOE)
+REPLAYED = ("gpt_oss-top4",)
+"""Models of cases that replay routes alone, near ties or not."""
 THOROUGH = ("qwen3", "deepseek_v3")
 """The families that run all pairs in `make test`; the others run FEW_LAYOUTS there, and of these some BRIEFLY one alone."""
 BRIEFLY = ("mimo", "glm4_moe", "mixtral", "gpt_oss")
@@ -113,7 +115,7 @@ class Case:
     def recipe(self, path: Path, device: str = "cpu") -> schema.Recipe:
         """The recipe of this case, as a user would write it for `quintet sft`."""
         optimizer = self.optimizer_recipe.model_dump()
-        moe = self.family in MOE
+        moe = self.family in (*MOE, *REPLAYED)
         return schema.Recipe(
             cluster=schema.Cluster(ranks=self.ranks, device=device),
             model=schema.Model(path=path, dtype=self.dtype),
@@ -326,7 +328,7 @@ REPLAY_LAYOUTS = (
     Case("deepseek_v3", **_R, mtp=2, dp=2, ep=2, recompute="full"),
     Case("deepseek_v3", **_R, head="value", pp=2),
     Case("deepseek_v3-tied", **_R, pp=2),
-    Case("gpt_oss", **_R, tp=2, sp=True, etp=2),
+    Case("gpt_oss-top4", **_R, tp=2, sp=True, ep=2, etp=1),
     Case("mixtral", **_R, pp=2, vpp=2, cp=2, ep=2, recompute="selective"),
     Case("glm4_moe", **_R, pp=2, recompute="full"),
     Case("qwen3_moe", **_O, optimizer="sgd"),

@@ -20,7 +20,7 @@ from quintet.models import family_of, read_shape
 from quintet.models.family import read_config
 from quintet.recipe.features import FEATURES, features_on
 from quintet.recipe.refused import refused_pair
-from tests.oracle.cases import FAMILIES, Case, fast_cases, gpu_cases, slow_cases
+from tests.oracle.cases import FAMILIES, REPLAYED, Case, fast_cases, gpu_cases, slow_cases
 
 PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
 GPUS = 4
@@ -30,6 +30,8 @@ FROM_MODEL = {
     "value_head": "a value head",
     "qkv_bias": "biases of q, k and v",
     "sinks": "attention sinks and sliding windows",
+    "shared_experts": "shared experts",
+    "groups": "groups of experts with a stored bias",
 }
 TITLES = {one.id: one.name for one in FEATURES.values() if one.engine} | FROM_MODEL
 """Every feature of the training engine, in the order of the page."""
@@ -72,7 +74,7 @@ def directories(root: Path) -> dict[str, Path]:
     """A Hugging Face directory of each family."""
     from tests.oracle.models import save
 
-    return {family: save(family, root / family) for family in FAMILIES}
+    return {family: save(family, root / family) for family in (*FAMILIES, *REPLAYED)}
 
 
 def on(case: Case, path: Path, device: str) -> set[str]:
@@ -83,6 +85,8 @@ def on(case: Case, path: Path, device: str) -> set[str]:
         ("value_head", case.head == "value"),
         ("qkv_bias", shape.qkv_bias),
         ("sinks", shape.sinks),
+        ("shared_experts", shape.moe is not None and shape.moe.shared_ffn_hidden_size > 0),
+        ("groups", shape.moe is not None and shape.moe.groups > 1 and shape.moe.bias),
     )
     return (found | {name for name, there in from_model if there}) & set(TITLES)
 
@@ -106,12 +110,15 @@ def refusal(first: str, second: str, paths: Mapping[str, Path]) -> str | None:
 
 _REFUSED_CONFIGS: dict[frozenset[str], tuple[str, dict[str, bool]]] = {
     frozenset(("qkv_bias", "mla")): ("deepseek_v3", {"attention_bias": True}),
+    frozenset(("qkv_bias", "groups")): ("deepseek_v3", {"attention_bias": True}),
     frozenset(("sinks", "tied")): ("gpt_oss", {"tie_word_embeddings": True}),
 }
 """Pairs that a config.json asks for in vain: a family, and what its config.json would have to say."""
 _IN_NO_FAMILY = {
     frozenset(("sinks", "mla")): "no family of models has both",
     frozenset(("sinks", "mtp")): "no family of models has both",
+    frozenset(("sinks", "shared_experts")): "no family of models has both",
+    frozenset(("sinks", "groups")): "no family of models has both",
     frozenset(
         ("value_head", "mtp")
     ): "a value model predicts no tokens: a critic is made without these layers",

@@ -93,12 +93,12 @@ def _mixtral() -> MixtralConfig:
     return MixtralConfig(num_local_experts=8, tie_word_embeddings=False, **_HEADS, **experts, **_SIZES)
 
 
-def _gpt_oss() -> GptOssConfig:
+def _gpt_oss(experts: int = 4, top_k: int = 2) -> GptOssConfig:
     """Every second layer sees 5 tokens; some gates and ups are beyond the limit."""
     other = {"attn_implementation": "eager", "rms_norm_eps": 1e-5, "intermediate_size": 48}
-    experts = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+    chosen = {"num_experts_per_tok": top_k, "experts_implementation": "eager"}
     return GptOssConfig(
-        num_local_experts=4,
+        num_local_experts=experts,
         sliding_window=5,
         swiglu_limit=2.0,
         rope_parameters={
@@ -111,7 +111,7 @@ def _gpt_oss() -> GptOssConfig:
             "original_max_position_embeddings": 32,
         },
         **_HEADS,
-        **experts,
+        **chosen,
         **(_SIZES | other),
     )
 
@@ -144,6 +144,7 @@ MOE_CONFIGS = {
     "glm4_moe": _glm4_moe(),
     "mixtral": _mixtral(),
     "gpt_oss": _gpt_oss(),
+    "gpt_oss-top4": _gpt_oss(experts=8, top_k=4),
 }
 ARCHITECTURES = {"mimo": ("Qwen2For", "MiMoFor")}
 """What config.json says in place of transformers' class."""

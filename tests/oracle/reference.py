@@ -48,7 +48,7 @@ from tests.oracle.data import (  # noqa: F401  (LENGTHS and PROMPT: for those wh
 from tests.oracle.lora import attach, base_names
 from tests.oracle.models import (  # noqa: F401  (the same)
     CONFIGS,
-    MOE_CONFIGS,
+    SEEDS,
     drawn,
     hub_names,
     model,
@@ -419,5 +419,5 @@ def _search(name: str, adapters: bool, tries: int = 1500) -> None:
 
 
 if __name__ == "__main__":
-    for family, adapters in product(sys.argv[1:] or MOE_CONFIGS, (False, True)):
+    for family, adapters in product(sys.argv[1:] or SEEDS, (False, True)):
         _search(family, adapters)

@@ -14,6 +14,7 @@ from tests.oracle.cases import (
     HEADS,
     LANGUAGE_ONLY,
     MOE,
+    REPLAYED,
     Case,
     case_of,
     covering,
@@ -33,7 +34,7 @@ from tests.oracle.reference import save
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
+    for family in (*FAMILIES, *REPLAYED):
         (save(family, root / family) / "tokenizer.json").write_text("{}")
         if any(case.lora for case in slow_cases() if case.family == family):
             save_adapters(family, Case(family).adapters(root / family))
@@ -84,7 +85,7 @@ def test_what_the_table_leaves_out_is_refused(models: dict[str, Path], family: s
 def test_names_tell_cases_apart() -> None:
     cases = [*fast_cases(), *slow_cases(), *nightly_cases()]
     assert len({case.name for case in cases}) == len(cases)
-    assert {case.family for case in fast_cases()} == set(FAMILIES)
+    assert {case.family for case in fast_cases()} == {*FAMILIES, *REPLAYED}
     assert max(case.ranks for case in fast_cases()) == 4
     assert max(case.ranks for case in slow_cases()) == 8
     assert all(len(few(family)) == 4 for family in FAMILIES)
