@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from quintet.controller.replay import pack, read, replay_file
 from tests.end_to_end.test_train import DEMO, metrics, run, run_directory
 
 REWARD = """def score(prompt, response, answer):
@@ -52,6 +55,28 @@ def test_updates_replay_the_rollouts_routes(moe, tmp_path):
 def test_runs_that_replay_resume_bit_for_bit(moe, tmp_path, how):
     said = run("verify-resume", *moe, *how, f"run.dir={tmp_path}")
     assert "identical: every step and every weight, bit for bit" in said
+
+
+@pytest.mark.slow
+def test_a_run_that_replays_is_diagnosed_with_its_routes(moe, tmp_path):
+    """On two stages; then with other routes in the file, which engine and plain model are told, and nothing recorded is of."""
+    stages = ["layout.tp=1", "layout.sp=false", "layout.ep=1", "layout.etp=null", "layout.pp=2"]
+    how = [*stages, "model.build.layers=4", f"run.dir={tmp_path}"]
+    directory = run_directory(run("train", *moe, *ROLLOUT, *how))
+    assert "Rollout and trainer agree" in run("diagnose", "mismatch", str(directory))
+    file = replay_file(directory, 3)  # of the trained model
+    replay = read(file)
+    for sample in replay.samples:
+        told = sample.generated.routes
+        told[...] = (told + 1 + np.arange(told.shape[1])[:, None]) % 8
+    file.write_bytes(pack(replay))
+    said = run("diagnose", "mismatch", str(directory), "--step", "3")
+    for line in (
+        r"recorded trainer ↔ fp32, one rank .* part",
+        r"engine in its layout, now ↔ fp32, one rank .* agree",
+        r"recorded trainer ↔ other routes, which the model chose by itself .* explains it",
+    ):
+        assert re.search(rf"^{line} *$", said, re.MULTILINE), said
 
 
 @pytest.mark.vllm
