@@ -33,8 +33,9 @@ from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.sides import Side, answer_stream
 
-SIDES = ("native", "vllm", "bare", "bare-first")
-"""quintet's back ends, and vLLM alone: at its best, and with its first model runner."""
+SIDES = ("native", "vllm", "vllm-first", "vllm-routes", "bare", "bare-first")
+"""quintet's back ends, vLLM also with its first model runner, and so with routes returned; and vLLM alone: at its best, and with its
+first model runner."""
 BASELINES = {"vllm": "bare", "native": "vllm"}
 """By side, whose value its record is compared with, if that was measured in the same run."""
 ON_CPU = "laptop"
@@ -47,19 +48,23 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def measure(rollout: Any, case: Case, vocab_size: int, rounds: int) -> list[tuple[float, float]]:
+def measure(
+    rollout: Any, case: Case, vocab_size: int, rounds: int, routes: bool = False
+) -> list[tuple[float, float]]:
     """What `one_round` tells of each round, after one that is not counted."""
     seconds = []
     for turn in range(rounds + 1):
-        seconds.append(one_round(rollout, case, vocab_size, turn))
+        seconds.append(one_round(rollout, case, vocab_size, turn, routes))
         counted = f"round {turn} of {rounds}" if turn else "not counted"
         say(f"  {case.name or 'one length'}: {seconds[-1][0]:.2f} s ({counted})")
     return seconds[1:]
 
 
-def one_round(rollout: Any, case: Case, vocab_size: int, turn: int) -> tuple[float, float]:
+def one_round(
+    rollout: Any, case: Case, vocab_size: int, turn: int, routes: bool = False
+) -> tuple[float, float]:
     """Seconds, and seconds of this process on its CPUs, of a call of `generate`. SystemExit for a response of another length
-    than was asked. turn: draws other prompts and seeds."""
+    than was asked, or without routes where there are to be some. turn: draws other prompts and seeds."""
     from quintet.rollout import Request, Sampling
 
     sampling = Sampling(max_response_tokens=case.longest, ignore_end=True)
@@ -82,6 +87,8 @@ def one_round(rollout: Any, case: Case, vocab_size: int, turn: int) -> tuple[flo
         raise SystemExit("a response has another length than was asked")
     if any(len(s.policy_logprobs) != len(s.response_ids) for row in samples for s in row):
         raise SystemExit("a response came without a log-prob for each token")
+    if routes and any(s.routes is None for row in samples for s in row):
+        raise SystemExit("a response came without routes")
     return seconds
 
 
@@ -116,8 +123,11 @@ def vllm(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
 
     from quintet.recipe import schema
     from quintet.rollout.vllm import VllmRollout
+    from quintet.rollout.vllm.runners import RUNNER
 
     on_gpu = torch.cuda.is_available()
+    if args.worker == "vllm-first":
+        os.environ[RUNNER] = "0"
     recipe = schema.Recipe.model_validate(
         {
             "model": {"dtype": "bf16" if on_gpu else "fp32"},
@@ -128,6 +138,7 @@ def vllm(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
                 "memory_fraction": args.memory_fraction,
                 "sequences_per_rank": max(case.prompts * case.samples_per_prompt for case in cases),
                 "layout": {"tp": args.gpus},
+                "return_routes": args.worker == "vllm-routes",
             },
         }
     )
@@ -176,7 +187,8 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
         write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
         return
     stream = answer_stream() if args.in_turns else None
-    rollout, end = {"native": native, "vllm": vllm}.get(args.worker, bare)(args, model, cases)
+    made = {"native": native, "bare": bare, "bare-first": bare}
+    rollout, end = made.get(args.worker, vllm)(args, model, cases)
     if stream is not None:
         print(json.dumps({"ready": True}), file=stream)
         for line in sys.stdin:
@@ -187,7 +199,8 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
             print(json.dumps({"seconds": told[0]}), file=stream)
         end()
         return
-    found = [measure(rollout, case, config["vocab_size"], args.rounds) for case in cases]
+    routes = args.worker == "vllm-routes"
+    found = [measure(rollout, case, config["vocab_size"], args.rounds, routes) for case in cases]
     if os.environ.get("RANK", "0") == "0":
         answer.write_text(json.dumps(found))
     end()
@@ -348,7 +361,7 @@ def main() -> None:
     records = records_of(args, "tokens_per_second", "tokens/s", _column(found, 0))
     if args.shape == ON_CPU:
         records += records_of(args, "tokens_per_cpu_second", "tokens/CPU s", _column(found, 1))
-    if not args.tiny:
+    if not args.shape.startswith("tiny"):
         write_records(args.out, merged(args.out, records))
 
 

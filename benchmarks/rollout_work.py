@@ -26,6 +26,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "tiny": MODELS["tiny"].config
     | {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512},
+    # Half of its layers: 31 GB in bf16, which are written to a disk.
+    "qwen3-30b-a3b": MODELS["qwen3-30b-a3b"].config | {"num_hidden_layers": 24},
+    "tiny-moe": MODELS["qwen3-30b-a3b"].config
+    | {
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 512,
+    },
 }
 
 
@@ -66,9 +82,11 @@ LONG_TAIL = Lengths(median=256, sigma=0.8, shortest=32, longest=2048)
 LAPTOP_TAIL = Lengths(median=64, sigma=0.8, shortest=8, longest=256)
 SMALL_TAIL = Lengths(median=16, sigma=0.8, shortest=4, longest=64)
 
+_TINY = (Case("", 8, 4, 16, 16), Case("long-tail", 8, 4, 16, SMALL_TAIL))
 _OF_SMALL = {
     "laptop": (Case("", 32, 8, 64, 64), Case("long-tail", 32, 8, 64, LAPTOP_TAIL)),
-    "tiny": (Case("", 8, 4, 16, 16), Case("long-tail", 8, 4, 16, SMALL_TAIL)),
+    "tiny": _TINY,
+    "tiny-moe": _TINY,
 }
 
 

@@ -1,11 +1,15 @@
-"""What replay of routes costs a trainer: a step with it beside the same step without, and what routes weigh.
+"""What replay of routes costs a trainer, and what routes cost a rollout: each beside the same without, and what routes weigh.
 
-    python -m benchmarks.routes                    Qwen3-30B-A3B's layers, as many as fit, on one GPU
-    python -m benchmarks.routes --shape tiny       a dry run in seconds, on a CPU
+    python -m benchmarks.routes                        Qwen3-30B-A3B's layers, as many as fit, on one GPU
+    python -m benchmarks.routes --rollout --turns 2    vLLM, with half of its layers
+    python -m benchmarks.routes --shape tiny           a dry run in seconds, on a CPU; with --rollout where vLLM for CPU is installed
 
 One engine trains steps of one pass for old log-probs and two updates, in turns: without replay, with the routes that this pass records
 (R2), and with routes that came with the samples (R3). The latter are what the tokens chose by themselves, so that experts have the
 same work in each. Values are medians over all steps but the first of a turn.
+
+--rollout: vLLM through quintet's adapter generates the work of `benchmarks.rollout` and tells routes; the baseline is the same model
+runner of vLLM without. On a GPU, where it would take its second one then, that is compared as well (`rollout/vllm/beside-second`).
 """
 
 from __future__ import annotations
@@ -17,17 +21,21 @@ import random
 import resource
 import socket
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import rollout
 from benchmarks.engine_work import MODELS, REAL, SMALL, TRAINED_FROM, Lengths
 from benchmarks.engine_worker import OPTIMIZER, fill
 from benchmarks.records import RESULTS, merged, record, write_records
+from benchmarks.rollout_work import CONFIGS, cases_of
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens, tokens
 from quintet.engine.engine import Engine
@@ -63,10 +71,7 @@ def work_of(shape: str, layers: int) -> Work:
     config = MODELS["qwen3-30b-a3b"].config
     if shape == "qwen3-30b-a3b":
         return Work(config | {"num_hidden_layers": layers})
-    small = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "vocab_size": 128}
-    few = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2}
-    return Work(config | small | few | experts, tokens=128, microbatches=2, lengths=SMALL)
+    return Work(CONFIGS["tiny-moe"], tokens=128, microbatches=2, lengths=SMALL)
 
 
 class Loop:
@@ -140,6 +145,34 @@ def measure(work: Work, turns: int, steps: int) -> list[dict[str, Any]]:
     return made
 
 
+def measure_rollout(shape: str, turns: int, memory_fraction: float) -> list[dict[str, Any]]:
+    """Let vLLM generate with routes and without, in turns, each time in a process of its own; the records."""
+    name = "tiny-moe" if shape == "tiny" else shape
+    options = ["--shape", name, "--memory-fraction", str(memory_fraction)]
+    args = rollout.arguments(options)
+    sides = ["vllm-routes", "vllm-first", *(["vllm"] if torch.cuda.is_available() else [])]
+    cases = cases_of(name)
+    seconds: dict[str, list[list[float]]] = {side: [[] for _ in cases] for side in sides}
+    with tempfile.TemporaryDirectory(prefix="quintet-routes-") as directory:
+        model = Path(directory) / "model"
+        rollout.run_side("write", 1, model, args, options)
+        for side in sides * turns:
+            for found, rounds in zip(
+                seconds[side], rollout.run_side(side, 1, model, args, options), strict=True
+            ):
+                found += [one for one, _ in rounds]
+    made = []
+    for at, case in enumerate(cases):
+        tokens_made = sum(sum(lengths) for lengths in case.response_tokens())
+        rate = {side: tokens_made / statistics.median(found[at]) for side, found in seconds.items()}
+        for ending, beside in (("", "vllm-first"), ("beside-second", "vllm")):
+            if beside in rate:
+                told = "/".join(part for part in ("rollout/vllm", case.name, ending) if part)
+                value, baseline = rate["vllm-routes"], rate[beside]
+                made.append(record("routes", told, "tokens_per_s", value, "tokens/s", baseline=baseline))
+    return made
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the records, and keep them where asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -152,15 +185,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--write", action="store_true", help="keep the records in benchmarks/results/routes.json"
     )
+    parser.add_argument("--rollout", action="store_true", help="measure vLLM, in place of a trainer")
+    parser.add_argument("--memory-fraction", type=float, default=0.8, help="of the GPU, for vLLM")
     args = parser.parse_args(argv)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    made = measure(work_of(args.shape, args.layers), args.turns, args.steps)
-    dist.destroy_process_group()
+    if args.rollout:
+        made = measure_rollout(args.shape, args.turns, args.memory_fraction)
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+        made = measure(work_of(args.shape, args.layers), args.turns, args.steps)
+        dist.destroy_process_group()
     for one in made:
         beside = f", {one['value'] / one['baseline'] - 1:+.2%} beside none" if one["baseline"] else ""
         print(f"{one['case']} {one['metric']}: {one['value']:,.1f} {one['unit']}{beside}")

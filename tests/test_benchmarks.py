@@ -300,3 +300,16 @@ def test_replay_of_routes_is_measured_on_a_cpu() -> None:
         told = rf"^train/{case} tokens_per_s: [\d.,]+ tokens/s, [+-][\d.]+% beside none$"
         assert re.search(told, done.stdout, re.MULTILINE), case
     assert "train/R3 bytes_per_token: 4.0 bytes" in done.stdout
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_returned_routes_are_measured_on_a_cpu() -> None:
+    how = ["--rollout", "--shape", "tiny", "--turns", "1"]
+    command = [sys.executable, "-m", "benchmarks.routes", *how]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for case in ("", "/long-tail"):
+        told = rf"^rollout/vllm{case} tokens_per_s: [\d.,]+ tokens/s, [+-][\d.]+% beside none$"
+        assert re.search(told, done.stdout, re.MULTILINE), done.stdout
