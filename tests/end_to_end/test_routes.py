@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -48,6 +49,37 @@ def test_updates_replay_the_rollouts_routes(moe, tmp_path):
         assert line["routes/parted"] == pytest.approx(sum(layers) / 3)
         assert 0 < line["routes/parted"] < 0.5
         assert line["mismatch/logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_a_mixture_of_experts_learns_with_its_rollouts_routes(tmp_path):
+    """The demo's task, in bf16: imitation first, then GRPO by a trainer of tp 2 × ep 2 and rollouts of dp 2. Of the first step's samples,
+    which are the same with and without, replay brings the log-probs nearer."""
+    built = [
+        "model.build.family=qwen3_moe",
+        "sft.steps=450",
+        "sft.stop_at_loss=0.1",
+        f"run.dir={tmp_path}/sft",
+    ]
+    tuned = run_directory(run("sft", DEMO[0], *built, timeout_s=1200))
+    layout = ["layout.tp=2", "layout.sp=true", "layout.ep=2", "layout.etp=1", "rollout.layout={tp: 1}"]
+    how = ["model.build=null", f"model.path={tuned / 'checkpoint'}", "sft=null", "model.dtype=bf16", *layout]
+    how += ["train.mini_batches_per_step=2"]
+
+    def trained(name: str, *more: str) -> Path:
+        return run_directory(run("train", DEMO[0], *how, *more, f"run.dir={tmp_path}/{name}", timeout_s=2400))
+
+    learned = trained("rollout", *ROLLOUT, "train.steps=50")
+    summary = json.loads((learned / "summary.json").read_text())
+    assert summary["eval_after"] - summary["eval_before"] >= 0.2
+    without = trained("null", "train.steps=1", "train.eval_prompts=0")
+    told, natural = ([m for m in metrics(one, "rl") if "loss" in m] for one in (learned, without))
+    assert all(0 < line["routes/parted"] < 0.1 for line in told)
+    first, other = told[0], natural[0]
+    assert first["accuracy"] == other["accuracy"]
+    assert first["mismatch/logprob_gap_mean"] < other["mismatch/logprob_gap_mean"]
+    assert first["mismatch/logprob_gap_max"] <= other["mismatch/logprob_gap_max"]
 
 
 @pytest.mark.slow
