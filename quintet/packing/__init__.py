@@ -2,26 +2,33 @@
 
 from quintet.packing.align import FP8_TOKENS, Alignment, alignment, alignment_of, row_buckets
 from quintet.packing.buckets import length_buckets
+from quintet.packing.dynamic import plan_cells
 from quintet.packing.plan import (
     Cell,
     Plan,
+    PlanTime,
     RankCell,
     plan_microbatches,
     rank_cells,
     split_evenly,
     target_counts,
 )
+from quintet.packing.time_model import CellCosts, plan_time
 
 __all__ = [
     "FP8_TOKENS",
     "Alignment",
     "Cell",
+    "CellCosts",
     "Plan",
+    "PlanTime",
     "RankCell",
     "alignment",
     "alignment_of",
     "length_buckets",
+    "plan_cells",
     "plan_microbatches",
+    "plan_time",
     "rank_cells",
     "row_buckets",
     "split_evenly",

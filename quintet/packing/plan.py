@@ -54,6 +54,15 @@ class RankCell(NamedTuple):
         return self.place == 0
 
 
+class PlanTime(NamedTuple):
+    """What a plan is modelled to take, in no unit. bound: no plan takes less. static: the plan of whole blocks does; None where samples
+    do not fit it."""
+
+    time: float
+    bound: float
+    static: float | None
+
+
 @dataclass(frozen=True)
 class Plan:
     """A plan of micro-batches: `rounds[k]` are the cells of all ranks' k-th micro-batches, in the order of their ranks: each rank
@@ -65,6 +74,8 @@ class Plan:
 
     rounds: list[list[Cell]]
     block: int = 1
+    modelled: PlanTime | None = None
+    """Of a plan that was chosen by time."""
 
     def samples_of(self, dp_rank: int) -> list[int]:
         """Return the indices of the samples of a dp rank's ranks, round by round."""
@@ -135,7 +146,7 @@ def plan_microbatches(
     tokens = [alignment.padded(n) for n in lengths]
     cost = [n + quadratic * n * n for n in tokens]
     order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
-    tight = _fewest_cells(order, tokens, room)
+    tight = fewest_cells(order, tokens, room)
     count = max(-(-len(tight) // (dp * multiple)), 1) * multiple
 
     if not lockstep or dp == 1:
@@ -164,7 +175,7 @@ def _costly_first(cells: list[Bin], cost: list[float]) -> list[Bin]:
     return sorted(cells, key=lambda cell: -sum(cost[i] for i in cell))
 
 
-def _fewest_cells(order: list[int], tokens: list[int], room: int) -> list[Bin]:
+def fewest_cells(order: list[int], tokens: list[int], room: int) -> list[Bin]:
     """Best-fit decreasing: each sample into the fullest cell it fits (within 11/9 of the fewest; Johnson 1974)."""
     cells: list[Bin] = []
     free: list[tuple[int, int]] = []  # (tokens left, cell), ascending
