@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from quintet.cluster.process_probe import Report
@@ -63,6 +63,8 @@ class Failure:
     died: bool = False
     """The process is gone."""
     log_tail: str = ""
+    turn: str = ""
+    """What the rank said it was at."""
 
     @staticmethod
     def of_exception(rank: int, error: BaseException, skip_file: str) -> Failure:
@@ -96,7 +98,8 @@ class Failure:
         # An NCCL wait that lasts too long does not raise: torch's watchdog thread aborts the process, whose stacks
         # faulthandler then writes. (Not tested on a GPU.)
         timed_out = "Watchdog caught collective operation timeout" in report.log_tail
-        return Failure(rank, ended, report.stacks, timed_out, timed_out, died=True, log_tail=report.log_tail)
+        failure = Failure(rank, ended, report.stacks, timed_out, timed_out, died=True)
+        return replace(failure, log_tail=report.log_tail, turn=report.turn)
 
 
 def _is_communication(error: BaseException) -> bool:
@@ -172,9 +175,21 @@ def _hang(
         if absent
         else ("All ranks wait: they entered different collectives, or the network between them is down.")
     )
+    text += _turns(
+        {failure.rank: failure.turn for failure in failures} | {r: one.turn for r, one in reports.items()}
+    )
     stacks = {rank: "[waits]\n" + trace for rank, trace in waited.items()}
     stacks |= {rank: "[never came]\n" + trace for rank, trace in absent.items()}
     return WorkerFailure(text, phase=phase, stacks=stacks)
+
+
+def _turns(turns: Mapping[int, str]) -> str:
+    """What the ranks were at, those together that were at the same."""
+    at: dict[str, list[int]] = {}
+    for rank, turn in sorted(turns.items()):
+        if turn:
+            at.setdefault(turn, []).append(rank)
+    return "".join(f"\nAt {turn}: {_ranks(ranks)}." for turn, ranks in at.items())
 
 
 def _ranks(ranks: Sequence[int]) -> str:

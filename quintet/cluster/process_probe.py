@@ -58,6 +58,13 @@ class Report:
     """Why there are no stacks, or how the process ended; empty when there is nothing to say."""
     stacks: str = ""
     log_tail: str = ""
+    turn: str = ""
+    """What it said it was at (`quintet.cluster.progress.turn`)."""
+
+
+def turn_file(stacks: Path) -> Path:
+    """Return where a rank that writes its stacks here writes what it is at."""
+    return stacks.with_suffix(".turn")
 
 
 def inspect(processes: list[RankProcess], wait_s: float = 1.5) -> dict[int, Report]:
@@ -73,7 +80,8 @@ def inspect(processes: list[RankProcess], wait_s: float = 1.5) -> dict[int, Repo
         # Complete once it has grown and then stood still for one turn.
         waiting = [p for p in waiting if not (asked[p.rank] < sizes[p.rank] == grown.get(p.rank))]
         grown = sizes
-    return {process.rank: _report(process, asked.get(process.rank)) for process in processes}
+    reports = {process.rank: _report(process, asked.get(process.rank)) for process in processes}
+    return {process.rank: _with_turn(reports[process.rank], process) for process in processes}
 
 
 def stopped(processes: list[RankProcess]) -> dict[int, str]:
@@ -105,7 +113,12 @@ def death_report(process: RankProcess, wait_s: float = 1.0) -> Report:
         status = _exit_status(process.pid)
         time.sleep(0.0005)
     report = _report(process, None)
+    report = _with_turn(report, process)
     return replace(report, alive=False, state=status) if status else report
+
+
+def _with_turn(report: Report, process: RankProcess) -> Report:
+    return replace(report, turn=_read(turn_file(process.stacks)))
 
 
 def _exit_status(pid: int) -> str | None:

@@ -27,7 +27,8 @@ import ray
 
 from quintet.cluster.environment import cores_here, listen
 from quintet.cluster.failures import Failure
-from quintet.cluster.process_probe import STACK_SIGNAL, kernel_oom_kills
+from quintet.cluster.process_probe import STACK_SIGNAL, kernel_oom_kills, turn_file
+from quintet.cluster.progress import TURN_VARIABLE, read_turn
 from quintet.cluster.worker import Place
 from quintet.runs.fsync import lossy
 
@@ -167,10 +168,12 @@ class RankActor:
                     flush=True,
                 )
         os.environ.update(order.env)
+        os.environ[TURN_VARIABLE] = str(turn_file(order.stacks))
         sys.path.extend(path for path in order.search_path if path not in sys.path)
 
     def _failure(self, error: BaseException) -> Failure:
-        return Failure.of_exception(self._rank, error, __file__)
+        failure = Failure.of_exception(self._rank, error, __file__)
+        return replace(failure, turn=read_turn())
 
 
 def resolve(value: Any) -> Any:

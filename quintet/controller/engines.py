@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from quintet.cluster.progress import turn
 from quintet.controller.held_batches import HeldMiniBatch
 from quintet.engine import build
 from quintet.engine.ahead import ahead_losses
@@ -76,6 +77,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
             lora=self._lora,
             mtp=recipe.mtp if shape.mtp_layers else None,
         )
+        engine.tell_turns(turn)
         adapters = recipe.lora.path if recipe.lora is not None and shape.head == "lm" else None
         engine.load_hf(directory, adapters=adapters, seed=recipe.run.seed)
         return engine

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,10 @@ class Engine:
     def trains(self) -> bool:
         """Whether it was made with an optimizer."""
         return self._optimizer_recipe is not None
+
+    def tell_turns(self, told: Callable[[str], None]) -> None:
+        """Have `told` hear which micro-batch this rank comes to, and which ranks share it; "" once all are done."""
+        self._pipeline.turn = told
 
     def describe(self) -> str:
         """Return which layers and which attention kernel this machine and recipe came to."""

@@ -8,6 +8,7 @@ from itertools import tee
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
@@ -52,6 +53,8 @@ class Pipeline:
         layers = shape.moe_layers_of(mesh.at("pp"), pp=sizes.pp, vpp=len(chunks))
         where = (sizes.tp, mesh.at("tp")) if sliced else (1, 0)
         self._routers = Routers(layers, *where, build.device())
+        self.turn: Callable[[str], None] = lambda text: None
+        """Told which micro-batch this rank comes to, and with whom it shares it; "" at the end."""
         self.output_type = ValueOutputs if shape.head == "value" else Outputs
         """What `use` is handed of the model's own head."""
 
@@ -90,6 +93,7 @@ class Pipeline:
             pg_collection=self._mesh.groups,
             **extra,
         )
+        self.turn("")
         if routes is not None:
             routes.finish(self._routers)
 
@@ -101,12 +105,17 @@ class Pipeline:
         values = batch["input_ids"].values()
         trained = batch["loss_mask"].values() > 0
         ends = offsets(batch)
-        for samples, cp, place in cells:
+        for number, (samples, cp, place) in enumerate(cells, 1):
+            self.turn(f"micro-batch {number} of {len(cells)}{self._beside(cp)}")
             align, distances = alignment_of(self._layout, cp), range(1, 2 + depths)
             micro = pack(values, ends, trained, samples, align, cp, place, distances)
             row = self._chunks[0].row(micro, self._recipe.cp_comm)
             row.routes = None if routes is None else routes.next(micro, self._routers)
             yield micro, row
+
+    def _beside(self, cp: int) -> str:
+        group = self._mesh.cp_groups[cp]
+        return "" if group is None else f", shared by the ranks {dist.get_process_group_ranks(group)}"
 
     def _forward_step(
         self,

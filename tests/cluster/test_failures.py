@@ -140,6 +140,7 @@ def test_a_hang_shows_who_waits_and_who_never_came(ray_cluster: Cluster) -> None
         "A collective waited longer than 2 s (cluster.collective_timeout_s) in train."
     )
     assert "Waiting in it: rank 0. Never came: ranks 1, 2, 3." in error.message
+    assert error.message.endswith("\nAt micro-batch 2 of 3: rank 0.\nAt micro-batch 1 of 3: ranks 1, 2, 3.")
     assert "in total" in error.stacks[0]
     assert "all_reduce" in error.stacks[0]
     assert "in oversleep" in error.stacks[1]

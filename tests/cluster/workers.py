@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from quintet.cluster.lane import listening
-from quintet.cluster.progress import Progress
+from quintet.cluster.progress import Progress, turn
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import RolloutMismatch, SyncFailure, SyncMismatch, UserError, WorkerFailure
 
@@ -119,7 +119,8 @@ class Collective(Light):
         return x.item()
 
     def meet(self, hows: list[str]) -> float:
-        """`hows[rank]`: 'come' enters an all_reduce; anything else happens instead."""
+        """`hows[rank]`: 'come' enters an all_reduce; anything else happens instead, a micro-batch earlier."""
+        turn(f"micro-batch {2 if hows[self.rank] == 'come' else 1} of 3")
         if hows[self.rank] != "come":
             inner_fail(hows[self.rank])
             return 0.0
