@@ -167,6 +167,7 @@ LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
 HYBRID = (ROOT / "docs" / "hybrid.md").read_text()
 LORA = (ROOT / "docs" / "lora.md").read_text()
 MTP = (ROOT / "docs" / "mtp.md").read_text()
+DYNAMIC_CP = (ROOT / "docs" / "dynamic_cp.md").read_text()
 CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
 
 
@@ -194,7 +195,7 @@ def described(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [*commands(LAYOUTS), *commands(LORA), *commands(HYBRID), *commands(MTP)],
+    [*commands(LAYOUTS), *commands(LORA), *commands(HYBRID), *commands(MTP), *commands(DYNAMIC_CP)],
     ids=lambda text: text.strip()[:80],
 )
 def test_outputs_in_the_guides_are_real(described, monkeypatch, capsys, arguments, said):

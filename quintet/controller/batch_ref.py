@@ -85,6 +85,8 @@ class BatchRef:
     lease: Lease = field(repr=False)
     samples: Samples | None = None
     fields: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the policy's plan, where it was chosen by time."""
 
     @property
     def versions(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,15 @@ from quintet.controller.verbs import Policy
 from quintet.data.batch import make_batch, select
 from quintet.data.prompts import Prompt
 from quintet.models import ModelShape
-from quintet.packing import Plan, alignment_of, plan_microbatches, split_evenly, target_counts
+from quintet.packing import (
+    CellCosts,
+    Plan,
+    alignment_of,
+    plan_cells,
+    plan_microbatches,
+    split_evenly,
+    target_counts,
+)
 from quintet.recipe import schema
 from quintet.recipe.mtp import depths
 
@@ -50,16 +59,29 @@ class Scatterer:
     def plan(self, lengths: list[int], placement: Placement) -> Plan:
         """Assign samples of these lengths to a placement's ranks and micro-batches."""
         layout = placement.layout
+        coupled = -(-(layout.etp or layout.tp) * layout.ep // layout.tp)  # neighbours with a layer's experts
+        how: dict[str, Any] = {
+            "dp": placement.dp,
+            "cp": layout.cp,
+            "budget": self._recipe.engine.tokens_per_microbatch_per_rank,
+            "multiple": layout.pp if layout.vpp > 1 else 1,
+            "key": "layout" if placement.name == "policy" else f"{placement.name}.layout",
+        }
+        if layout.dynamic_cp:
+            return plan_cells(
+                lengths,
+                alignment=partial(alignment_of, layout),
+                costs=CellCosts(quadratic=self._quadratic),
+                coupled=coupled,
+                fill=(layout.pp - 1) / layout.vpp,
+                **how,
+            )
         return plan_microbatches(
             lengths,
-            dp=placement.dp,
-            budget=self._recipe.engine.tokens_per_microbatch_per_rank,
             alignment=alignment_of(layout, layout.cp),
-            cp=layout.cp,
             quadratic=self._quadratic,
-            multiple=layout.pp if layout.vpp > 1 else 1,
-            lockstep=(layout.etp or layout.tp) * layout.ep > layout.tp * layout.cp,  # experts span dp ranks
-            key="layout" if placement.name == "policy" else f"{placement.name}.layout",
+            lockstep=coupled > layout.cp,  # experts span dp ranks
+            **how,
         )
 
     def samples(self, samples: Samples, rollouts: Rollouts) -> BatchRef:
@@ -170,6 +192,7 @@ class Scatterer:
         name, forget = fresh_name(), list(self._dropped)
         holders: dict[str, list[int]] = {}
         rounds: list[dict[str, int]] = [{} for _ in minis]
+        metrics: dict[str, float] = {}
         for placement in self._placements if samples is not None else self._placements[:1]:
             plans = [self.plan([lengths[i] for i in mini], placement) for mini in minis]
             sent = [send(mini, plan, placement) for mini, plan in zip(minis, plans, strict=True)]
@@ -189,6 +212,21 @@ class Scatterer:
             holders[placement.name] = [found[n] for n in range(len(lengths))]
             for number, plan in enumerate(plans):
                 rounds[number][placement.name] = len(plan.rounds)
+            if placement is self._placements[0]:
+                metrics = _modelled(plans)
         del self._dropped[: len(forget)]
         parts = tuple(MiniBatch(name, n, len(minis), of) for n, of in enumerate(rounds))
-        return BatchRef(name, parts, holders, Lease(name, self._dropped), samples)
+        return BatchRef(name, parts, holders, Lease(name, self._dropped), samples, metrics=metrics)
+
+
+def _modelled(plans: list[Plan]) -> dict[str, float]:
+    """How the times that a step's plans are modelled to take compare."""
+    times = [plan.modelled for plan in plans if plan.modelled is not None]
+    if not times:
+        return {}
+    time = sum(one.time for one in times)
+    metrics = {"plan/time_over_bound": time / sum(one.bound for one in times)}
+    static = [one.static for one in times if one.static is not None]
+    if len(static) == len(times):
+        metrics["plan/static_over_time"] = sum(static) / time
+    return metrics

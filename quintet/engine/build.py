@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from quintet.engine import megatron_compat
 
@@ -34,7 +35,37 @@ def mesh_of(layout: Layout, world_size: int) -> Mesh:
     """Return the mesh of a layout over all ranks; dp is what is left."""
     dp = world_size // (layout.tp * layout.pp * layout.cp)
     etp = layout.tp if layout.etp is None else layout.etp
-    return build_mesh(Sizes(tp=layout.tp, cp=layout.cp, dp=dp, pp=layout.pp, ep=layout.ep, etp=etp))
+    return build_mesh(
+        Sizes(
+            tp=layout.tp,
+            cp=layout.cp,
+            dp=dp,
+            pp=layout.pp,
+            ep=layout.ep,
+            etp=etp,
+            dynamic_cp=layout.dynamic_cp,
+        )
+    )
+
+
+def warm_groups(mesh: Mesh) -> int:
+    """Communicate once in every group of ranks that may share a row, and return the bytes of this rank's device that took.
+
+    NCCL makes a communicator, with buffers of its own, at a group's first use: here all ranks come to that in one order, and
+    not in the middle of a backward pass. Collective.
+    """
+    before = _free_bytes()
+    for group in mesh.cp_groups.values():
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device()), group=group)
+    return max(before - _free_bytes(), 0)
+
+
+def _free_bytes() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
 
 
 def build_chunks(

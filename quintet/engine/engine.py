@@ -83,6 +83,7 @@ class Engine:
         self.shape, self.layout, self.recipe = shape, layout, engine
         self.dtype = DTYPES[dtype]
         self.mesh = build.mesh_of(layout, dist.get_world_size())
+        self._groups_bytes = build.warm_groups(self.mesh)
         self.lora, self.mtp = lora, mtp
         self.chunks = build.build_chunks(shape, layout, self.mesh, self.dtype, engine, lora)
         if mtp is not None and not mtp.train:
@@ -124,7 +125,10 @@ class Engine:
         """Return which layers and which attention kernel this machine and recipe came to."""
         backend = choose_backend(self.recipe.backend)
         kernel = kernel_title(build.device(), self.dtype, backend, sinks=self.shape.sinks)
-        return f"layers: {backend} · attention: {kernel}"
+        sizes = ", ".join(str(size) for size in self.mesh.cp_groups if size > 1)
+        on_gpu = f" ({self._groups_bytes >> 20} MiB)" if build.device().type == "cuda" else ""
+        groups = f" · groups of {sizes} ranks for a row{on_gpu}" if self.layout.dynamic_cp else ""
+        return f"layers: {backend} · attention: {kernel}{groups}"
 
     # weights
 

@@ -33,9 +33,23 @@ class Sizes:
     ep: int = 1
     etp: int = 1
 
+    dynamic_cp: bool = False
+    """Whether fewer ranks than cp may share a row: cp is a power of two, and so are they."""
+
     @property
     def ranks(self) -> int:
         return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def cp_sizes(self) -> list[int]:
+        """How many ranks may share a row, ascending."""
+        return [1 << n for n in range(self.cp.bit_length())] if self.dynamic_cp else sorted({1, self.cp})
+
+    def sharing(self, size: int) -> list[list[int]]:
+        """Return the groups of `size` neighbouring ranks along cp."""
+        return [
+            group[begin : begin + size] for group in self.partition("cp") for begin in range(0, self.cp, size)
+        ]
 
     @property
     def edp(self) -> int:
@@ -146,10 +160,10 @@ def build_mesh(sizes: Sizes) -> Mesh:
 
     ends = [[column[0], column[-1]] if sizes.pp > 1 else column for column in sizes.partition("pp")]
     middle = [[r] for column in sizes.partition("pp") for r in column[1:-1]]
-    dp_cp, cp = over("dp", "cp"), over("cp")
+    dp_cp = over("dp", "cp")
     groups = ProcessGroupCollection(
         tp=over("tp"),
-        cp=cp,
+        cp=over("cp"),
         dp=over("dp"),
         pp=over("pp"),
         dp_cp=dp_cp,
@@ -168,4 +182,5 @@ def build_mesh(sizes: Sizes) -> Mesh:
         intra_expt_dp=over("edp"),
         intra_dist_opt=_group([list(range(world))], rank),
     )
-    return Mesh(sizes, rank, groups, {sizes.cp: cp, 1: None})
+    shared = {size: _group(sizes.sharing(size), rank) if size > 1 else None for size in sizes.cp_sizes}
+    return Mesh(sizes, rank, groups, shared)

@@ -130,7 +130,9 @@ def _devices(recipe: Recipe, command: str) -> str | None:
 def _layout(recipe: Recipe) -> str:
     ranks, layout = recipe.cluster.ranks, recipe.layout
     sp, vpp = " with sp" if layout.sp else "", f" with vpp {layout.vpp}" if layout.vpp > 1 else ""
-    cp = f" × cp {layout.cp}" if layout.cp > 1 else ""
+    sizes = ", ".join(str(1 << n) for n in range(layout.cp.bit_length()))
+    dynamic = f" (dynamic: {sizes} for each micro-batch)" if layout.dynamic_cp else ""
+    cp = f" × cp {layout.cp}{dynamic}" if layout.cp > 1 else ""
     return (
         f"Layout: {ranks} ranks = dp {data_parallel(recipe)}{cp} × tp {layout.tp}{sp} × pp {layout.pp}{vpp}."
     )
@@ -201,7 +203,8 @@ def _rows(recipe: Recipe) -> str:
         padded.append(f"each sample padded to a multiple of {aligned.sequence}")
     if aligned.total > aligned.sequence:
         padded.append(f"the row to a multiple of {aligned.total}")
-    return f"{text}{', ' if padded else ''}{' and '.join(padded)}."
+    fewer = "; less of both on fewer ranks" if layout.dynamic_cp else ""
+    return f"{text}{', ' if padded else ''}{' and '.join(padded)}{fewer}."
 
 
 def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:

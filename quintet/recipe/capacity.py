@@ -14,9 +14,22 @@ def overflow(recipe: Recipe, tokens: int) -> str | None:
     layout, budget = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
     aligned = alignment_of(layout, layout.cp)
     room, taken = aligned.room(budget * layout.cp), aligned.row([tokens])
-    if taken <= room:
+    if taken <= room or (layout.dynamic_cp and _fits_smaller(recipe, tokens)):
         return None
     padded = f"{taken} with padding to a multiple of {aligned.total}, " if taken != tokens else ""
     usable = f" ({room} in whole multiples of {aligned.total})" if room != budget * layout.cp else ""
     each = f" × layout.cp={layout.cp}" if layout.cp > 1 else ""
     return f"{padded}more than engine.tokens_per_microbatch_per_rank={budget}{each}{usable}"
+
+
+def _fits_smaller(recipe: Recipe, tokens: int) -> bool:
+    """Whether a group of fewer than layout.cp ranks holds it, whose rows are padded to less."""
+    budget, sizes = (
+        recipe.engine.tokens_per_microbatch_per_rank,
+        (1 << n for n in range(recipe.layout.cp.bit_length())),
+    )
+    return any(
+        aligned.row([tokens]) <= aligned.room(budget * n)
+        for n in sizes
+        for aligned in [alignment_of(recipe.layout, n)]
+    )

@@ -54,6 +54,7 @@ _WORDS = {
     "layout.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel",
     "layout.pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel",
     "layout.cp": "context_parallel_size context_parallel",
+    "layout.dynamic_cp": "dynamic_context_parallel hybrid_context_parallel",
     "layout.ep": "expert_model_parallel_size expert_parallel_size expert_parallel",
     "layout.vpp": "virtual_pipeline_model_parallel_size",
     "layout.etp": "expert_tensor_parallel_size",
@@ -69,7 +70,7 @@ _WORDS = {
     "engine.offload_grads": "grad_offload",
     "engine.offload_optimizer": "optimizer_offload",
     "engine.tokens_per_microbatch_per_rank": "micro_batch_size gradient_accumulation_steps ppo_max_token_len_per_gpu max_token_len_per_gpu "
-    "ppo_micro_batch_size_per_gpu micro_train_batch_size",
+    "ppo_micro_batch_size_per_gpu micro_train_batch_size max_seqlen_per_dp_cp_rank",
     "data.train_path": "train_files dataset_name prompt_data train_dataset",
     "data.eval_path": "val_files eval_dataset",
     "data.max_prompt_tokens": "max_prompt_length prompt_max_len",

@@ -97,6 +97,12 @@ _ENGINE = [
         choice="engine.cp_comm",
     ),
     Feature(
+        "dynamic_cp",
+        "dynamic context parallelism",
+        ("layout.dynamic_cp", "layout.cp"),
+        lambda r, s: r.layout.dynamic_cp and r.layout.cp > 1,
+    ),
+    Feature(
         "ep",
         "expert parallelism",
         ("layout.ep",),

@@ -72,10 +72,8 @@ _REASONS = {
         cuda_graph_retain_backward_graph cuda_graph_warmup_steps use_te_rng_tracker
     """,
     "decided by mtp and the model": "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",
-    (
-        "micro-batches share one context-parallel group, of layout.cp ranks, in this version; "
-        "engine.tokens_per_microbatch_per_rank is their size"
-    ): "hybrid_context_parallel max_seqlen_per_dp_cp_rank",
+    "decided by layout.dynamic_cp": "hybrid_context_parallel",
+    "decided by engine.tokens_per_microbatch_per_rank": "max_seqlen_per_dp_cp_rank",
     (
         "pipeline stages hold equally many layers in this version; choose a layout.pp that divides the layers"
     ): """

@@ -65,6 +65,7 @@ def take_step(s: Session, algorithm: Algorithm, source: Source, step: Step) -> N
     with source.awake(step):
         groups = algorithm.select(source.take(), source)
     batch = s.scatter(groups)
+    step.metrics.update(batch.metrics)
     for score in algorithm.scores:
         batch = batch | score(batch)
     batch = batch | algorithm.advantages(batch)

@@ -65,6 +65,7 @@ def run_sft(s: Session, recipe: Sft, optimizer: Optimizer) -> None:
                 "grad_norm": result.grad_norm,
                 "lr": result.lr,
                 **result.metrics,
+                **batch.metrics,
                 "tokens": trained + sum(len(p.token_ids) for p in prompts),
                 "tokens_trained": trained,
                 **memory,

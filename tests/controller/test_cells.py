@@ -38,11 +38,25 @@ def prompt(number: int, response: list[int]) -> Prompt:
 
 
 @pytest.mark.slow
-def test_what_ranks_tell_adds_up(ray_cluster: Cluster, model_dir: Path) -> None:
+def test_what_ranks_tell_adds_up_and_is_the_same_of_cells_of_one_rank(
+    ray_cluster: Cluster, model_dir: Path
+) -> None:
+    """From the same weights on the same samples, static and dynamic, every metric of a step."""
+    static, dynamic = (steps(ray_cluster, model_dir, dynamic) for dynamic in (False, True))
+    for one, other in zip(static, dynamic, strict=True):
+        assert other.tally._counts == one.tally._counts
+        assert other.loss == pytest.approx(one.loss, rel=1e-5, abs=1e-6)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+        means = one.tally.means()
+        assert other.tally.means() == pytest.approx(means, rel=1e-5, abs=1e-6)
+
+
+def steps(ray_cluster: Cluster, model_dir: Path, dynamic: bool) -> list[Update]:
+    """A step of each kind, of which each rank's part is checked on the way."""
     recipe = schema.Recipe(
         cluster=schema.Cluster(ranks=2, device="cpu"),
         model=schema.Model(path=model_dir),
-        layout=schema.Layout(cp=2),
+        layout=schema.Layout(cp=2, dynamic_cp=dynamic),
         rollout=schema.Rollout(layout=schema.RolloutLayout(tp=1)),
         engine=schema.Engine(tokens_per_microbatch_per_rank=16),
         mismatch=schema.Mismatch(replay_samples_per_step=3),
@@ -57,6 +71,7 @@ def test_what_ranks_tell_adds_up(ray_cluster: Cluster, model_dir: Path) -> None:
         samples.rewards = [RewardResult(float(one), {}) for one in advantages]
         policy = controller.policy
         batch = controller.scatter(samples)
+        assert bool(batch.metrics) == dynamic
         batch = batch | policy.forward(batch, "old_logprobs")
         told = controller.replayed(batch)
         assert set(told) == {0, 1, 2}
@@ -76,7 +91,9 @@ def test_what_ranks_tell_adds_up(ray_cluster: Cluster, model_dir: Path) -> None:
         batch = controller.scatter_responses(imitated)
         texts = [one.token_ids + one.response_ids for one in imitated]
         expected = -torch.cat(controller.logprobs(texts, [3] * 4, 1.0)).mean()
-        assert trained(controller, batch, sft_objective()).loss == pytest.approx(float(expected), rel=1e-4)
+        imitation = trained(controller, batch, sft_objective())
+        assert imitation.loss == pytest.approx(float(expected), rel=1e-4)
+        return [result, imitation]
 
 
 def trained(controller: Controller, batch: BatchRef, objective: Objective) -> Update:

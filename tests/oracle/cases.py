@@ -85,7 +85,7 @@ class Case:
     replay: str = ""
     """Which routes the updates replay: "old", of the weights before the first step, or "rollout", drawn ones."""
     mixed: bool = False
-    """Every other round has cells of one rank instead of cp."""
+    """Dynamic context parallelism: blocks are cut otherwise in each round, by a table that leaves out no way (`ranks.recut`)."""
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -125,6 +125,7 @@ class Case:
                 pp=self.pp,
                 vpp=self.vpp,
                 cp=self.cp,
+                dynamic_cp=self.mixed,
                 ep=self.ep,
                 etp=self.etp if moe else None,
             ),
@@ -191,6 +192,7 @@ def table(moe: bool, heads: int, ranks: int, **fixed: Any) -> Table:
         "tp": two,
         "sp": (False, True),
         "cp": ((1, "all_gather"), *product(small[1:], ("all_gather", "all_to_all"))),
+        "mixed": (False, True),
         "dp": small,
         **({"ep": small, "etp": two} if moe else {}),
         "recompute": ("none", "selective", "full"),
@@ -215,6 +217,7 @@ def _constraints(heads: int) -> list[Constraint]:
     return [
         Constraint(("tp", "sp"), lambda tp, sp: not sp or tp > 1),
         Constraint(("pp", "vpp"), lambda pp, vpp: (vpp == 1 or pp > 1) and LAYERS % (pp * vpp) == 0),
+        Constraint(("cp", "mixed"), lambda cp, mixed: not mixed or cp[0] > 1),
         Constraint(("cp", "tp"), lambda cp, tp: cp[1] == "all_gather" or heads % (cp[0] * tp) == 0),
         Constraint(("ep", "etp", "tp"), lambda ep, etp, tp: ep > 1 or etp == tp),
         Constraint(

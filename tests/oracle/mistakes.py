@@ -271,6 +271,45 @@ def _ahead_too(original: Any, row: Any, layer: int) -> Any:
     return original(row, min(layer, row.layers[-1]))
 
 
+def _divided(original: Any, pipeline: Any, batch: Any, cells: Any, use: Any, *args: Any, **how: Any) -> None:
+    def less(outputs: Any, micro: Any) -> Any:
+        value, extra = use(outputs, micro)
+        return value / micro.cp, extra
+
+    original(pipeline, batch, cells, less, *args, **how)
+
+
+def _twice(original: Any, *args: Any) -> Any:
+    """Of a round of several cells the first has a sample of the last too."""
+    cells = original(*args)
+    if len(cells) > 1 and cells[-1].samples:
+        cells[0] = replace(cells[0], samples=[*cells[0].samples, cells[-1].samples[0]])
+    return cells
+
+
+def _in_order_of_ranks(original: Any, values: Any, place: Any, count: int, group: Any) -> Any:
+    """What ranks know of a row is put together as it comes."""
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    torch.distributed.all_gather(counts, torch.tensor([len(place)]), group=group)
+    before = int(sum(int(one) for one in counts[: group.rank()]))
+    return original(values, torch.arange(before, before + len(place)), count, group)
+
+
+class _Latest:
+    """What the newest row of a rank says, whenever it is asked."""
+
+    row: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_Latest.row, name)
+
+
+def _of_the_newest(original: Any, exchange: Any, *args: Any) -> Any:
+    """Backward communicates as the micro-batch that passed last."""
+    _Latest.row = exchange
+    return original(_Latest(), *args)
+
+
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 MISTAKES = {
     "norms under sp are not summed over tp": Mistake(
@@ -314,6 +353,27 @@ MISTAKES = {
     ),
     "all ranks of a cell count it": Mistake(
         Case("qwen3", cp=2), ("loss", "losses"), "quintet.engine.row:MicroBatch.first", _always
+    ),
+    "a cell's loss is divided by its size": Mistake(
+        Case("qwen3", cp=2, mixed=True),
+        ("gradients", "norm"),
+        "quintet.engine.pipeline:Pipeline.run",
+        _divided,
+    ),
+    "a sample is in two cells": Mistake(
+        Case("qwen3", cp=2, mixed=True), ("loss", "gradients"), "tests.oracle.ranks:recut", _twice
+    ),
+    "outputs of a row stand in the order of its ranks": Mistake(
+        Case("qwen3", cp=2, mixed=True),
+        ("outputs",),
+        "quintet.engine.pipeline:gather_places",
+        _in_order_of_ranks,
+    ),
+    "backward is of the newest row's group": Mistake(
+        Case("qwen3", cp=2, pp=2, vpp=2, mixed=True),
+        ("gradients", "norm"),
+        "quintet.engine.layers.context_parallel:AllGather.before",
+        _of_the_newest,
     ),
     "tokens attend to other sequences": Mistake(
         Case("qwen3"), ("outputs", "gradients"), "quintet.engine.row:spans", _one_sequence

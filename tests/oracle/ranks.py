@@ -105,7 +105,7 @@ def share(engine: Any, batch: int, mixed: bool = False) -> tuple[Any, list[RankC
     align = alignment_of(engine.layout, sizes.cp)
     plan = plan_microbatches(lengths, dp=sizes.dp, budget=budget, alignment=align, cp=sizes.cp)
     if mixed:
-        plan = Plan([split(row) if k % 2 else row for k, row in enumerate(plan.rounds)], plan.block)
+        plan = Plan([recut(row, k) for k, row in enumerate(plan.rounds)], plan.block)
     cells = rank_cells(plan.local(dp), engine.mesh.at("cp"))
     return select(whole, plan.samples_of(dp)), cells, plan.samples_of(dp)
 
@@ -119,11 +119,24 @@ def stage_routes(engine: Any, batch: int) -> list[Tensor]:
     return [one[:, places] for one in told]
 
 
-def split(cells: list[Cell]) -> list[Cell]:
-    """The same samples in cells of one rank each."""
-    return [
-        Cell(c.samples[n :: c.cp], range(rank, rank + 1)) for c in cells for n, rank in enumerate(c.ranks)
-    ]
+def cuts(size: int) -> list[list[int]]:
+    """All ways to cut a block into aligned groups of halves: the sizes of these, in the order of their ranks."""
+    if size == 1:
+        return [[1]]
+    return [[size], *([*a, *b] for a in cuts(size // 2) for b in cuts(size // 2))]
+
+
+def recut(cells: list[Cell], number: int) -> list[Cell]:
+    """The same samples, the blocks cut in another way in each round, and in the same round each in another."""
+    found = []
+    for block, cell in enumerate(cells):
+        ways = cuts(cell.cp)
+        sizes = ways[(number + block) % len(ways)]
+        begin = cell.ranks.start
+        for n, size in enumerate(sizes):
+            found.append(Cell(cell.samples[n :: len(sizes)], range(begin, begin + size)))
+            begin += size
+    return found
 
 
 class Training:

@@ -71,7 +71,9 @@ def test_what_the_table_leaves_out_is_refused(models: dict[str, Path], family: s
     whole = table(family in MOE, HEADS.get(family, 4), 4)
     one = row_of(Case(family), whole)
     axes = {
-        name: whole.axes[name] for name in ("pp", "vpp", "tp", "sp", "cp", "dp", "ep", "etp") if name in one
+        name: whole.axes[name]
+        for name in ("pp", "vpp", "tp", "sp", "cp", "mixed", "dp", "ep", "etp")
+        if name in one
     }
     axes["cp"] = tuple(product((1, 2), ("all_gather", "all_to_all")))
     for values in product(*axes.values()):

@@ -158,7 +158,7 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     (
         "megatron_options_are_free",
         ["engine.megatron.hybrid_context_parallel=true"],
-        ["one context-parallel group", "layout.cp"],
+        ["decided by layout.dynamic_cp"],
     ),
     (
         "megatron_options_are_free",
@@ -371,6 +371,21 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         "every_stage_has_adapters",
         ["lora.targets=[layers.0.*.q_proj]", "layout.pp=2", "cluster.ranks=2"],
         ["no layer of 2 to 3 has adapters", "nothing to train"],
+    ),
+    (
+        "blocks_halve",
+        ["layout.dynamic_cp=true"],
+        ["layout.dynamic_cp=true needs layout.cp > 1", "set layout.dynamic_cp=false"],
+    ),
+    (
+        "blocks_halve",
+        ["layout.dynamic_cp=true", "layout.cp=6", "cluster.ranks=6", OWN],
+        ["layout.cp=6 is no power of two; use 4 or 8"],
+    ),
+    (
+        "blocks_halve",
+        ["algorithm.name=ppo", "critic.layout.cp=3", "critic.layout.dynamic_cp=true", "cluster.ranks=3"],
+        ["critic.layout.cp=3 is no power of two; use 2 or 4, or critic.layout.dynamic_cp=false"],
     ),
     ("sp_needs_tp", ["layout.sp=true"], ["layout.sp=true needs layout.tp > 1"]),
     ("vpp_needs_pp", ["layout.vpp=2"], ["layout.vpp=2 needs layout.pp > 1"]),

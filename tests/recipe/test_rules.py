@@ -327,6 +327,8 @@ def test_good_recipes_pass(load, models, overrides: list[str]) -> None:
         # Two ranks hold together what one could not.
         ["cluster.ranks=2", "layout.cp=2", OWN, "engine.tokens_per_microbatch_per_rank=768"],
         ["cluster.ranks=2", "layout.cp=2", "engine.cp_comm=all_to_all", OWN],
+        ["cluster.ranks=8", "layout.cp=4", "layout.dynamic_cp=true", OWN],
+        ["cluster.ranks=2", "layout.cp=2", "layout.dynamic_cp=true", "engine.cp_comm=all_to_all", OWN],
         ["cluster.ranks=2", "layout.pp=2", "layout.vpp=2", OWN],
         ["cluster.ranks=2", "layout.pp=2", "layout.vpp=2", "rollout.layout.pp=2"],
         ["@moe", "cluster.ranks=4", "layout.ep=4", OWN],

@@ -90,6 +90,8 @@ class Layout(Section):
     """Virtual pipeline stages (model chunks) a rank: the interleaved schedule. Needs pp > 1; pp * vpp divides the layers."""
     cp: Ranks = 1
     """Context parallel: each sample's tokens are spread over cp ranks, which share a micro-batch of cp times the budget."""
+    dynamic_cp: bool = False
+    """Give each micro-batch as many ranks as its samples need, 1, 2, 4 and so on up to cp, a power of two (docs/dynamic_cp.md)."""
     ep: Ranks = 1
     """Expert parallel: the experts of a layer are spread over ep of the stage's ranks. Divides the experts."""
     etp: Ranks | None = None
