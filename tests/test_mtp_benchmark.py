@@ -119,5 +119,7 @@ def test_it_measures(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "table.json").read_text())
-    assert all(0.5 < row["accepted"] <= 1 for row in rows)  # of one sequence 16 drafts, which may all be accepted
+    assert all(
+        0.5 < row["accepted"] <= 1 for row in rows
+    )  # of one sequence 16 drafts, which may all be accepted
     assert len(json.loads((tmp_path / "records.json").read_text())) == 13

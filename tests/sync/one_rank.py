@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from benchmarks.engine_work import MODELS
 from quintet.engine.weights.shards import Box, Shard
 from quintet.rollout.base import Wanted
 from quintet.sync.server import WeightServer
+from tests.patience import BUSY
 
 NAMES = ("a", "b", "c", "d")
 ROWS = 256  # of 1 KiB each: a tensor is a quarter of a MiB, and fills a bucket
@@ -59,3 +61,11 @@ def shared_memory() -> int:
             first, last = (int(x, 16) for x in line.split()[0].split("-"))
             found[line.split()[4]] = last - first
     return sum(found.values())
+
+
+def shared_memory_left() -> int:
+    """What of it is left at once after a server was closed: a process group lets go of it in its own time."""
+    deadline = time.monotonic() + 15 * BUSY
+    while shared_memory() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return shared_memory()

@@ -18,7 +18,7 @@ from quintet.sync.senders import ProcessGroupSender
 from quintet.sync.server import ReceiverSpec, WeightServer
 from quintet.sync.wire import Answer, Hello
 from tests.patience import BUSY
-from tests.sync.one_rank import NAMES, boxes, server_of, shards, shared_memory
+from tests.sync.one_rank import NAMES, boxes, server_of, shards, shared_memory, shared_memory_left
 from tests.sync.receivers import LoraSlots
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -68,10 +68,7 @@ def test_one_that_was_stopped_does_not_take_old_and_new_for_one(beside: LoraSlot
     assert ended_with(beside.took(0, "stands"), "receiver stands: the trainer gave it up")
     process.join()
     server.close()
-    deadline = time.monotonic() + AT_ONCE_S
-    while shared_memory() and time.monotonic() < deadline:
-        time.sleep(0.05)  # a process group lets go of it in its own time
-    assert shared_memory() == 0
+    assert shared_memory_left() == 0
 
 
 @pytest.mark.parametrize("joining", [False, True], ids=["sending", "joining"])
