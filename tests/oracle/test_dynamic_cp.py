@@ -124,6 +124,7 @@ def check(pool: Pool, models: Path, case: Case, lengths: list[int], rounds: int)
 LENGTHS = [1 + (7 * n) % 23 for n in range(50)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
