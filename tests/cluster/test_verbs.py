@@ -41,7 +41,7 @@ def calls(group: WorkerGroup, copies: RolloutReplicas, engine: Engine, ask: Ask)
     text: list[str] = group.one(Policy.describe)()  # assignment
     group.each(Rollout.update_weights)([3])  # list-item
     group.each(Rollout.slice_samples)([[3]], [None])  # list-item
-    group.each(Policy.logprobs, megatron_compute)([([[1]], [1], [])])  # call-arg
+    group.each(Policy.logprobs, megatron_compute)([([[1]], [1], [], None)])  # call-arg
     served: list[str] = group.all(Policy.serve).submit().result()  # assignment
     mixed: list[list[Served]] = outcomes([group.all(Policy.serve).submit()])  # assignment
     copies.ask(Rollout.sleep, phase="sleep")("deep")  # arg-type
