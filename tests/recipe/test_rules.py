@@ -43,6 +43,14 @@ BROKEN = [
         ["speculative_algorithm=NGRAM with rollout.return_routes=true", "use one of them"],
     ),
     (
+        "routes_can_be_replayed",
+        [
+            *("@moe", "rollout.backend=sglang", "cluster.device=cuda", "rollout.return_routes=true"),
+            "engine.replay_routes=rollout",
+        ],
+        ["engine.replay_routes=rollout with rollout.backend=sglang", "or engine.replay_routes=old"],
+    ),
+    (
         "sglang_can_do_it",
         ["cluster.device=cpu", "rollout.backend=sglang"],
         ["needs NVIDIA GPUs", "use rollout.backend=native"],

@@ -93,6 +93,13 @@ def routes_can_be_replayed(facts: Facts) -> Iterator[Problem]:
                 f"{said}: a rollout tells its routes with rollout.return_routes=true alone; set it, or engine.replay_routes=null",
                 "rollout.return_routes",
             )
+        if facts.command != "sft" and recipe.rollout.backend == "sglang":
+            yield Problem(
+                f"{said} with rollout.backend=sglang: no test has seen that the routes SGLang tells of a request that lost its place, or "
+                "of a prefix from its cache, are of the forward that its log-probs are of; use rollout.backend=vllm or native, or "
+                "engine.replay_routes=old",
+                "rollout.backend",
+            )
     elif facts.command == "train" and recipe.train.mini_batches_per_step == 1:
         yield Problem(
             f"{said} with train.mini_batches_per_step=1: the one update of a step has the weights of the old log-probs, and chooses "
