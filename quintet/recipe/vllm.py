@@ -41,6 +41,7 @@ DECIDED = {
     "logprobs_mode": "it follows from rollout.temperature",
     "quantization": "it is rollout.quantization",
     "disable_log_stats": "counters of speculation come from them",
+    "scheduler_cls": "with rollout.return_routes it is quintet's own",
     "worker_cls": "weights are taken by quintet's extension of vLLM's worker",
     "worker_extension_cls": "weights are taken by quintet's own",
     "weight_transfer_config": "weights are taken by quintet's extension of vLLM's worker",
@@ -142,6 +143,11 @@ def refusals(rollout: Rollout) -> Iterator[Problem]:
         yield Problem(
             "rollout.vllm.speculative_config with rollout.return_routes=true: routes of a token that was drafted and not taken may "
             "stand in the place of the one that was; use one of them"
+        )
+    if rollout.vllm.get("async_scheduling") and rollout.return_routes:
+        yield Problem(
+            "rollout.vllm.async_scheduling=true with rollout.return_routes=true: a request that loses its place while a step runs loses "
+            "that step's routes; remove it"
         )
     yield from _weights(rollout)
     layout = rollout.layout

@@ -60,6 +60,19 @@ BROKEN_VLLM = [
     ),
     (
         "vllm_can_do_it",
+        [V, "@moe", "rollout.return_routes=true", "rollout.vllm.async_scheduling=true"],
+        ["async_scheduling=true with rollout.return_routes=true", "loses its place"],
+    ),
+    (
+        "vllm_can_do_it",
+        [
+            *(V, "@moe", "cluster.device=cuda", "cluster.ranks=2", "rollout.layout.pp=2"),
+            "rollout.return_routes=true",
+        ],
+        ["rollout.layout.pp=2 with rollout.return_routes=true", "use pp=1"],
+    ),
+    (
+        "vllm_can_do_it",
         [V, "rollout.temperature=0.7", "rollout.vllm.speculative_config={method: ngram}"],
         ["speculative_config with rollout.temperature=0.7"],
     ),

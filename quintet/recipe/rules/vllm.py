@@ -24,6 +24,16 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
             "rollout.vllm.enable_chunked_prefill=true: of a prompt that is cut over two steps vLLM for CPU cannot set a seed's "
             "generator back; remove it"
         )
+    if (
+        recipe.cluster.device != "cpu"
+        and recipe.rollout.return_routes
+        and layout is not None
+        and layout.pp > 1
+    ):
+        yield Problem(
+            f"rollout.layout.pp={layout.pp} with rollout.return_routes=true: on GPUs each stage of vLLM's writes over the routes of the "
+            "others; use pp=1 and a larger rollout.layout.tp"
+        )
     shape = facts.shape
     if (
         shape is not None

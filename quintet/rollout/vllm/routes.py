@@ -1,7 +1,7 @@
 """The experts that each token was sent to.
 
-vLLM tells them with its samples on GPUs. Its runner for the CPU does not; there they are written down inside its worker, at the
-routers. A token found in the prefix cache passes no router, so on CPU that cache is off where routes are asked for.
+vLLM tells them with its samples on GPUs, where its scheduler is made to keep those of a request that loses its place. Its runner for
+the CPU does not; there they are written down inside its worker, at the routers. A token found in the prefix cache passes no router, so on CPU that cache is off where routes are asked for.
 """
 
 from __future__ import annotations
@@ -74,6 +74,38 @@ class Listener:
                 grown[: len(held)] = held
             held = self._of[request] = grown
         return held
+
+
+class KeepsFirstRoutes:
+    """The part of vLLM's scheduler that reads routes and takes places away, for GPUs.
+
+    vLLM 0.20.2 tells the routes that lie in a request's KV slots at its end. Those of one that was preempted, or held while new
+    weights came, are of the forward that read it anew; the log-probs of its tokens are of their first one (test_routes.py, on a GPU).
+    Steps are not scheduled ahead (`async_scheduling` is off), so that what computed tokens were sent to lies there when a place is taken.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._first: dict[str, np.ndarray] = {}
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take a request's place, and keep the routes of what was computed of it."""
+        told, computed = self._get_routed_experts(request), request.num_computed_tokens
+        if told is not None and computed > len(self._first.get(request.request_id, ())):
+            self._first[request.request_id] = told[:computed]
+        return super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _get_routed_experts(self, request: Any) -> np.ndarray | None:
+        """Return the routes [tokens - 1, layers, top-k] of a request."""
+        told: np.ndarray | None = super()._get_routed_experts(request)  # type: ignore[misc]
+        if told is not None and (first := self._first.get(request.request_id)) is not None:
+            told[: len(first)] = first[: len(told)]
+        return told
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Forget a request that is done or given up."""
+        self._first.pop(request.request_id, None)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
 
 def heard(workers: Sequence[dict[str, Told]], tp: int) -> dict[str, np.ndarray]:

@@ -66,7 +66,9 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         )
     else:
         arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
-        arguments["enable_return_routed_experts"] = rollout.return_routes
+        if rollout.return_routes:
+            arguments |= {"enable_return_routed_experts": True, "async_scheduling": False}
+            arguments["scheduler_cls"] = f"{__package__}.first_routes.FirstRoutesScheduler"
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
     arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)

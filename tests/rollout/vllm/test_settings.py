@@ -94,6 +94,11 @@ def test_routes_cost_the_prefix_cache_on_cpu_alone(arguments):
     made = arguments("cuda", return_routes=True)
     assert made["enable_prefix_caching"]
     assert made["enable_return_routed_experts"]
+    assert (made["scheduler_cls"].rpartition(".")[2], made["async_scheduling"]) == (
+        "FirstRoutesScheduler",
+        False,
+    )
+    assert not {"scheduler_cls", "async_scheduling"} & set(arguments("cuda"))
 
 
 def test_adapters_alone_have_a_slot(arguments):
