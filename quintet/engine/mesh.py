@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -131,13 +132,16 @@ def _group(partition: list[list[int]], rank: int) -> dist.ProcessGroup:
     """The group of `partition` that holds this rank. Every rank must call this with the same partitions in the
     same order; groups of the same ranks are made once in a process."""
     global _default
-    if _default is not dist.group.WORLD:  # a new default group: the old ones are gone
+    world: Any = dist.group.WORLD
+    if _default is not world:  # a new default group: the old ones are gone
         _groups.clear()
-        _default = dist.group.WORLD
+        _default = world
+    # Unless it is told, torch gives any other group half an hour.
+    timeout = world._get_backend(torch.device("cpu")).options._timeout
     for ranks in partition:
         key = tuple(ranks)
         if key not in _groups:
-            _groups[key] = dist.new_group(list(ranks))
+            _groups[key] = dist.new_group(list(ranks), timeout=timeout)
     mine = next(tuple(ranks) for ranks in partition if rank in ranks)
     return _groups[mine]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.oracle.cases import Case
 from tests.oracle.compare import bounds, broken, errors, output_error
@@ -65,3 +66,18 @@ def test_what_is_being_sent_keeps_its_data(pool: Pool, models: Path) -> None:
     results = pool.run(train_watching_sends, case.ranks, case, written(case, models))
     assert all(sends for _, sends in results)
     assert not broken(case, errors(case, [report for report, _ in results], reference(case)))
+
+
+def waits_of_groups() -> set[float]:
+    """After how many seconds a collective of any group of a layout is given up."""
+    from quintet.engine.mesh import Sizes, build_mesh
+
+    mesh = build_mesh(Sizes(tp=2, cp=2, ep=2, dynamic_cp=True))
+    groups = [*vars(mesh.groups).values(), *mesh.cp_groups.values()]
+    timeouts = [one._get_backend(torch.device("cpu")).options._timeout for one in groups if one is not None]
+    return {one.total_seconds() for one in timeouts}
+
+
+def test_groups_wait_as_long_as_the_default_group(pool: Pool) -> None:
+    """The pool's is made with five minutes; torch gives other groups half an hour."""
+    assert pool.run(waits_of_groups, 4) == [{300.0}] * 4
