@@ -83,6 +83,7 @@ def step_of(cluster: Cluster, recipe: schema.Recipe) -> tuple[Step, Step]:
         ("rollout", {"pp": 2, "vpp": 2}),
         pytest.param("rollout", {"ep": 2}, marks=pytest.mark.slow),
         pytest.param("old", {"pp": 2}, marks=pytest.mark.slow),
+        pytest.param("old", {"cp": 2, "dynamic_cp": True}, marks=pytest.mark.slow),
     ],
 )
 def test_updates_replay_what_was_chosen_before(ray_cluster: Cluster, path: Path, replay, layout) -> None:

@@ -30,6 +30,8 @@ class Mistake:
     shows: tuple[str, ...]
     target: str
     change: Callable[..., Any]
+    raises: str = ""
+    """Of a mistake that an error names: a pattern of its text. Then nothing has to show it."""
 
 
 @contextlib.contextmanager
@@ -310,6 +312,33 @@ def _of_the_newest(original: Any, exchange: Any, *args: Any) -> Any:
     return original(_Latest(), *args)
 
 
+def _ahead_by_layout(original: Any, *args: Any) -> Any:
+    """What a depth is trained on, of a row that ranks share, is cut into the parts of the largest cell: the rest is nobody's."""
+    micro = original(*args)
+    if micro.cp == 1:
+        return micro
+    own, *ahead = micro.targets
+    for number, one in enumerate(ahead):
+        kept = one.predictors < micro.tokens * micro.cp // 4
+        left = {name: getattr(one, name)[kept] for name in ("predictors", "ids", "place", "own")}
+        ahead[number] = replace(one, **left)
+    return replace(micro, targets=[own, *ahead])
+
+
+def _routes_by_layout(original: Any, micro: Any, field: Any, fill: Any, slices: int, part: int) -> Any:
+    """A row's routes are cut into the parts of the largest cell."""
+    return original(micro, field, fill, slices * 4 // micro.cp, part)
+
+
+def _planned_anew(original: Any, training: Any, batch: int) -> Any:
+    """The pass that records has other cells than the update."""
+    from tests.oracle import ranks
+
+    cut = ranks.recut
+    with mock.patch.object(ranks, "recut", lambda cells, number: cut(cells, number + 1)):
+        return original(training, batch)
+
+
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 MISTAKES = {
     "norms under sp are not summed over tp": Mistake(
@@ -374,6 +403,26 @@ MISTAKES = {
         ("gradients", "norm"),
         "quintet.engine.layers.context_parallel:AllGather.before",
         _of_the_newest,
+    ),
+    "targets ahead are cut by the layout's cp": Mistake(
+        Case("mimo", mtp=1, cp=4, mixed=True),
+        ("gradients", "ahead"),
+        "quintet.engine.pipeline:pack",
+        _ahead_by_layout,
+    ),
+    "routes are cut by the layout's cp": Mistake(
+        Case("qwen3_moe", cp=4, mixed=True, replay="rollout"),
+        (),
+        "quintet.engine.row:MicroBatch.cut",
+        _routes_by_layout,
+        raises=r"layer \d+: routes \[\d+, \d+\] for choices",
+    ),
+    "the pass for old log-probs is planned by itself": Mistake(
+        Case("qwen3_moe", cp=2, mixed=True, replay="old"),
+        (),
+        "tests.oracle.ranks:Training._record",
+        _planned_anew,
+        raises=r"layer \d+: routes \[\d+, \d+\] for choices",
     ),
     "tokens attend to other sequences": Mistake(
         Case("qwen3"), ("outputs", "gradients"), "quintet.engine.row:spans", _one_sequence

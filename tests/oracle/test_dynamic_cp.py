@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -55,11 +57,22 @@ def plan_of(ways: list[list[list[int]]], lengths: list[int], block: int) -> Plan
     return Plan(rounds, block)
 
 
+def random_plan(case: Case, lengths: list[int], rounds: int) -> Plan:
+    """Rounds of random cuts, or with 0 of every one after every other."""
+    all_ways, rng = cuts(case.cp), random.Random(case.cp)
+    walk = every_pair(len(all_ways))
+    ways = [
+        [all_ways[n] for n in walk] if not rounds else [rng.choice(all_ways) for _ in range(rounds)]
+        for _ in range(case.dp)
+    ]
+    return plan_of(ways, lengths, case.cp)
+
+
 def told(
-    case: Case, path: Path, lengths: list[int], rounds: int | None
+    case: Case, path: Path, lengths: list[int], plan: Plan | None
 ) -> tuple[float, list[Piece], dict[int, Any]]:
-    """Of this rank its share of the loss, its gradients, and the log-probs of the samples it tells of. rounds: None for all samples one
-    by one; otherwise of random cuts, or 0 for every one after every other."""
+    """Of this rank its share of the loss, its gradients, and the log-probs of the samples it tells of. plan: None for all samples one
+    by one."""
     from quintet.data.batch import make_batch, offsets, select
 
     engine = engine_of(case, path)
@@ -67,16 +80,9 @@ def told(
     ids = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
     whole = make_batch(ids, [1] * len(ids), loss_mask=[loss_mask(n) for n in lengths])
     mesh = engine.mesh
-    if rounds is None:
+    if plan is None:
         samples, cells = list(range(len(ids))), [RankCell([i]) for i in range(len(ids))]
     else:
-        all_ways, rng = cuts(case.cp), random.Random(case.cp)
-        walk = every_pair(len(all_ways))
-        ways = [
-            [all_ways[n] for n in walk] if not rounds else [rng.choice(all_ways) for _ in range(rounds)]
-            for _ in range(case.dp)
-        ]
-        plan = plan_of(ways, lengths, case.cp)
         samples, cells = plan.samples_of(mesh.at("dp")), rank_cells(plan.local(mesh.at("dp")), mesh.at("cp"))
     if case.vpp > 1:  # as a plan has them
         cells += [RankCell([])] * (-len(cells) % case.pp)
@@ -103,11 +109,11 @@ def turn(mesh: Any, number: int, total: int, cell: RankCell) -> str:
     return f"micro-batch {number} of {total}" + (f", shared by the ranks {shared}" if cell.cp > 1 else "")
 
 
-def check(pool: Pool, models: Path, case: Case, lengths: list[int], rounds: int) -> None:
+def check(pool: Pool, models: Path, case: Case, lengths: list[int], plan: Plan, run: Any = told) -> None:
     path = written(case, models)
     ((loss, of_one, outputs),) = pool.run(told, 1, Case(case.family), path, lengths, None)
     want, _ = assemble([of_one])
-    found = pool.run(told, case.ranks, case, path, lengths, rounds)
+    found = pool.run(run, case.ranks, case, path, lengths, plan)
     assert sum(share for share, _, _ in found) == pytest.approx(loss, rel=1e-5)
     gradients, copies = assemble(of_rank for _, of_rank, _ in found)
     assert copies.size == 0
@@ -134,7 +140,7 @@ LENGTHS = [1 + (7 * n) % 23 for n in range(50)]
     ids=lambda case: case.name,
 )
 def test_every_cut_after_every_other(pool: Pool, models: Path, case: Case) -> None:
-    check(pool, models, case, LENGTHS, 0)
+    check(pool, models, case, LENGTHS, random_plan(case, LENGTHS, 0))
 
 
 @pytest.mark.nightly
@@ -148,10 +154,34 @@ def test_every_cut_after_every_other(pool: Pool, models: Path, case: Case) -> No
     ids=lambda case: case.name,
 )
 def test_every_cut_after_every_other_in_a_pipeline(pool: Pool, models: Path, case: Case) -> None:
-    check(pool, models, case, LENGTHS, 0)
+    check(pool, models, case, LENGTHS, random_plan(case, LENGTHS, 0))
 
 
 @pytest.mark.parametrize("lengths", ONE_LONG, ids=str)
 def test_few_samples_of_any_length(pool: Pool, models: Path, lengths: list[int]) -> None:
     """Fewer than ranks, one alone, equal ones, one long: in rounds of random cuts, most of whose cells are empty."""
-    check(pool, models, Case("qwen3", cp=4, mixed=True), lengths, 4)
+    case = Case("qwen3", cp=4, mixed=True)
+    check(pool, models, case, lengths, random_plan(case, lengths, 4))
+
+
+def told_over_the_mesh(*args: Any) -> Any:
+    """As `told`, with keys and values from all ranks of the block, here all there are."""
+    import quintet.engine.engine  # noqa: F401  (adapts megatron-core)
+    from quintet.engine.layers.context_parallel import AllGather
+
+    real = AllGather.before
+
+    def before(exchange: Any, *of: Any) -> Any:
+        return real(replace(exchange, group=torch.distributed.group.WORLD), *of)
+
+    with mock.patch.object(AllGather, "before", before):
+        return told(*args)
+
+
+def test_an_exchange_over_the_group_of_the_mesh_is_seen(pool: Pool, models: Path) -> None:
+    """Side by side two cells of two ranks, which come to it with as many tokens: else ranks would wait, or gloo refuse."""
+    case, lengths = Case("qwen3", cp=4, mixed=True), [12] * 4
+    plan = Plan([[Cell([k], range(2)), Cell([k + 1], range(2, 4))] for k in (0, 2)], 4)
+    check(pool, models, case, lengths, plan)
+    with pytest.raises(AssertionError, match="comparison failed"):
+        check(pool, models, case, lengths, plan, told_over_the_mesh)

@@ -10,7 +10,7 @@ from tests.oracle.cases import Case
 from tests.oracle.compare import broken, errors
 from tests.oracle.lora import written
 from tests.oracle.mistakes import MISTAKES
-from tests.oracle.pool import Pool
+from tests.oracle.pool import Pool, PoolError
 from tests.oracle.ranks import train
 from tests.oracle.reference import reference
 
@@ -24,7 +24,12 @@ def kinds(pool: Pool, models: Path, case: Case, mistake: str | None) -> set[str]
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_found(pool: Pool, models: Path, mistake: str) -> None:
-    found = kinds(pool, models, MISTAKES[mistake].case, mistake)
+    case, raises = MISTAKES[mistake].case, MISTAKES[mistake].raises
+    if raises:
+        with pytest.raises(PoolError, match=raises):
+            kinds(pool, models, case, mistake)
+        return
+    found = kinds(pool, models, case, mistake)
     assert found >= set(MISTAKES[mistake].shows), f"only {found} show it"
 
 
