@@ -93,6 +93,13 @@ class WorkerFailure(QuintetError):
         return "\n\n".join(parts)
 
 
+class OutOfMemory(QuintetError):
+    """The memory of a rank's device, or of its host, did not suffice, which ends the run. The message says what held how much, and what to
+    change."""
+
+    exit_code = 3
+
+
 class RayFailure(QuintetError):
     """A process of Ray's own died, which ends the run. The message names it, and its log."""
 

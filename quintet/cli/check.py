@@ -71,7 +71,7 @@ def _look_through(looks: dict[str, Look]) -> tuple[list[str], bool]:
     return notes, True
 
 
-def _looks(recipe: Recipe, command: str) -> dict[str, Look]:
+def _looks(recipe: Recipe, command: RecipeCommand) -> dict[str, Look]:
     """What is looked at within the time limit, and the look."""
     from quintet.data.check import chat_template, draw_problems
     from quintet.data.tasks import TASKS

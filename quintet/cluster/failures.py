@@ -18,6 +18,7 @@ from types import TracebackType
 from quintet.cluster.process_probe import Report
 from quintet.errors import (
     DamagedCheckpoint,
+    OutOfMemory,
     QuintetError,
     RolloutMismatch,
     SyncFailure,
@@ -42,6 +43,7 @@ _TOLD: tuple[type[QuintetError], ...] = (
     SyncMismatch,
     SyncFailure,
     RolloutMismatch,
+    OutOfMemory,
 )
 """Errors that a rank raises on purpose: their message is all there is to say, and their class decides the exit code."""
 

@@ -115,7 +115,7 @@ class RankActor:
         """Run a method of the worker, or of a part of it ("part.method"), with every object reference within its arguments resolved."""
         try:
             args, kwargs = resolve((args, kwargs))
-            with self._worker.peaks(phase):
+            with self._worker.at_work(phase):
                 value = attrgetter(method)(self._worker)(*args, **kwargs)
             if num_returns == 1:
                 return None, value
@@ -137,7 +137,7 @@ class RankActor:
         others: Sequence[Any] = ()
         try:
             args, kwargs = resolve((args, kwargs))
-            with self._worker.peaks(phase):
+            with self._worker.at_work(phase):
                 value, *others = yield from attrgetter(method)(self._worker)(*args, **kwargs)
             outcome = None, value
         except GeneratorExit:  # nobody waits for it

@@ -6,11 +6,17 @@ Importing this module does not import torch, so that a worker's environment can 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from quintet.cluster.memory_errors import device_held, says_no_memory
+from quintet.cluster.progress import read_turn
+from quintet.errors import OutOfMemory
 from quintet.observe.memory import PhasePeaks
+from quintet.plan.out_of_memory import out_of_memory
 
 STARTUP_TIMEOUT = timedelta(minutes=10)
 """Ranks come to the first meeting as far apart as their imports take, whatever the time limit of a collective."""
@@ -80,6 +86,26 @@ class Worker:
             timeout=timedelta(seconds=place.collective_timeout_s),
             device_id=None if place.device == "cpu" else torch.device(place.device),
         )
+
+    @contextmanager
+    def at_work(self, phase: str) -> Iterator[None]:
+        """Count memory to this phase for as long as the context lasts. Raises OutOfMemory for what says that there is none left."""
+        try:
+            with self.peaks(phase):
+                yield
+        except (RuntimeError, MemoryError) as error:
+            said = says_no_memory(error)
+            if said is None:
+                raise
+            turn = read_turn()
+            where = f"{phase}, at {turn}" if turn else phase
+            planned, settings = self.memory_needed()
+            held = device_held(self.device)
+            raise OutOfMemory(out_of_memory(where, said, held, planned, settings)) from error
+
+    def memory_needed(self) -> tuple[Mapping[str, int] | None, Sequence[tuple[str, int]]]:
+        """Return what the rank needs by the memory formula, and settings that need less: see `out_of_memory`."""
+        return None, ()
 
     def coords(self) -> dict[str, int]:
         """Return the position on each mesh axis (`tp`, `pp`, `cp`, `dp`), for the dispatch protocols; here: all ranks are dp."""

@@ -6,7 +6,7 @@ ranks that generated them until the controller has planned who trains on what; t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,8 +44,10 @@ from quintet.errors import UserError
 from quintet.models import trained_shape
 from quintet.observe.memory import memory_peaks
 from quintet.packing import Cell, rank_cells
+from quintet.plan.fullest import cheaper, fullest_rank
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
+from quintet.recipe.rules import Command
 from quintet.recipe.user_family import use_family
 from quintet.runs.checkpoints import adapter_directory
 from quintet.sync.logprob_probe import Scores, engine_scores
@@ -106,6 +108,13 @@ class PolicyWorker(Worker):
     ) -> tuple[Any, ...]:
         """Cut samples whose keeper died, from the copies that it left, by call: see `SampleStore.slice_for`."""
         return None, *cut({call: one for call, (one,) in samples.items()}, chosen, layers)
+
+    def memory_needed(self) -> tuple[Mapping[str, int] | None, Sequence[tuple[str, int]]]:
+        if self.command not in ("train", "sft"):
+            return None, ()
+        command: Command = "sft" if self.command == "sft" else "train"
+        what = self.recipe, self.shape, command
+        return fullest_rank(*what), cheaper(*what)
 
     # training
 

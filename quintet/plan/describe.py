@@ -13,15 +13,15 @@ from quintet.models.family import table_of
 from quintet.models.lora import adapted, adapter_parameters, linears
 from quintet.models.shape import route_bytes
 from quintet.packing import alignment_of
-from quintet.plan.memory import packed_bytes, rank_memory
+from quintet.plan.fullest import fullest_rank, layers_of, setup_of
+from quintet.plan.memory import packed_bytes
 from quintet.plan.saves import checkpoint_bytes
-from quintet.plan.setup import Place, Setup
-from quintet.recipe.derived import data_parallel, expert_tp, optimizers
+from quintet.plan.setup import Setup
+from quintet.recipe.derived import data_parallel, expert_tp
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.recompute import recompute_modules
-from quintet.recipe.roles import layout_of, optimizer_of, roles_of
 from quintet.recipe.rollout import placement_of
-from quintet.recipe.rules import shape_of
+from quintet.recipe.rules import Command, shape_of
 from quintet.recipe.schema import Layout, Recipe
 
 Look = Callable[[], str | None]
@@ -30,7 +30,7 @@ Look = Callable[[], str | None]
 _GIB = 1 << 30
 
 
-def looks(recipe: Recipe, command: str) -> dict[str, Look]:
+def looks(recipe: Recipe, command: Command) -> dict[str, Look]:
     """Return what each look at a sound recipe is at, and the look; command: that which it is for."""
     shape = shape_of(recipe)
     assert shape is not None  # a sound recipe names a model
@@ -174,22 +174,7 @@ def _installed(recipe: Recipe, command: str) -> str | None:
 def _engine(recipe: Recipe, shape: ModelShape) -> str:
     modules = recompute_modules(recipe.engine, shape)
     recompute = recipe.engine.recompute + (f" ({', '.join(modules)})" if modules else "")
-    return f"Engine: {_layers(recipe)}, recompute {recompute}."
-
-
-def _layers(recipe: Recipe) -> str:
-    """The back end of layers, as far as it can be told without torch."""
-    backend, device = recipe.engine.backend, recipe.cluster.device
-    if backend != "auto":
-        return f"{backend} layers"
-    if device == "cpu":
-        return "portable layers"
-    if recipe.cluster.address is None:
-        if importlib.util.find_spec("transformer_engine") is None:
-            return "portable layers (TransformerEngine is not installed here)"
-        if device == "cuda":
-            return "transformer_engine layers"
-    return "transformer_engine layers (portable on ranks without it or without a GPU)"
+    return f"Engine: {layers_of(recipe)}, recompute {recompute}."
 
 
 def _rows(recipe: Recipe) -> str:
@@ -207,39 +192,13 @@ def _rows(recipe: Recipe) -> str:
     return f"{text}{', ' if padded else ''}{' and '.join(padded)}{fewer}."
 
 
-def _memory(recipe: Recipe, shape: ModelShape, command: str) -> str:
-    """By the formula of `quintet.plan`, of the fullest rank and the most demanding optimizer that the command starts."""
-    on_cpu = recipe.cluster.device == "cpu"
-    setup = Setup(
-        shape,
-        recipe.layout,
-        recipe.cluster.ranks,
-        engine=recipe.engine,
-        dtype=recipe.model.dtype or ("fp32" if on_cpu else "bf16"),
-        device="cpu" if on_cpu else "cuda",
-        backend="transformer_engine" if _layers(recipe).startswith("transformer_engine") else "portable",
-        lora=lora_shape(recipe, shape),
-        mtp=recipe.mtp,
-    )
-    sections = optimizers(recipe)
-    sections.pop("critic.optimizer", None)
-    asked = [one for section, one in sections.items() if command == "train" or section != "optimizer"]
-    beside = _beside(setup, recipe) if command == "train" else {}
-    most = max(
-        (
-            rank_memory(replace(setup, optimizer=one), Place(pp=stage))
-            for one in asked
-            for stage in range(recipe.layout.pp)
-        ),
-        key=lambda found: found.peak,
-    )
-    parts = {name: getattr(most, name) for name in ("parameters", "gradients", "optimizer", "activations")}
-    parts["other"] = most.peak - sum(parts.values())
-    parts |= beside
+def _memory(recipe: Recipe, shape: ModelShape, command: Command) -> str:
+    """Of the fullest rank."""
+    parts = fullest_rank(recipe, shape, command)
     said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
-    besides = "" if command == "sft" else f", the rollout{_packed(setup, recipe)}"
+    besides = "" if command == "sft" else f", the rollout{_packed(setup_of(recipe, shape), recipe)}"
     return (
-        f"Memory: about {(most.peak + sum(beside.values())) / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
+        f"Memory: about {sum(parts.values()) / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
         f"needs{besides} and fragmentation come on top."
     )
 
@@ -252,25 +211,6 @@ def _packed(setup: Setup, recipe: Recipe) -> str:
     own = replace(setup, layout=Layout(tp=layout.tp, pp=layout.pp))
     size = max(packed_bytes(own, stage) for stage in range(layout.pp))
     return f" (with {size / _GIB:.1f} GiB of weights packed for its products)" if size else ""
-
-
-def _beside(setup: Setup, recipe: Recipe) -> dict[str, int]:
-    """What other roles keep on the fullest rank while the policy trains. With LoRA the reference policy is the model under its
-    adapters; a critic's trunk is taken to be as large as the policy's."""
-    engine, found = recipe.engine, {}
-    for role in roles_of(recipe):
-        if role == "reference" and recipe.lora is not None:
-            continue
-        own = replace(setup, shape=setup.shape.without_mtp(), layout=layout_of(recipe, role), optimizer=None)
-        if role == "critic":
-            own = replace(own, shape=setup.shape.as_value_model(), optimizer=optimizer_of(recipe, role))
-        resting = []
-        for stage in range(own.layout.pp):
-            one = rank_memory(own, Place(pp=stage))
-            kept = one.parameters * (1 - engine.offload_params) + one.gradients * (1 - engine.offload_grads)
-            resting.append(int(kept + one.optimizer * (1 - engine.offload_optimizer)))
-        found["reference policy" if role == "reference" else role] = max(resting)
-    return found
 
 
 def checkpoints(recipe: Recipe) -> str:

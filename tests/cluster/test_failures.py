@@ -14,9 +14,9 @@ from quintet.cluster.failures import Failure, explain, root_cause
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.process_probe import Report, tidy
 from quintet.cluster.rank_actor import Location, RankActor
-from quintet.errors import UserError, WorkerFailure
+from quintet.errors import OutOfMemory, UserError, WorkerFailure
 from quintet.recipe.schema import Cluster as ClusterSettings
-from tests.cluster.workers import Collective, Light, Stillborn
+from tests.cluster.workers import NO_MEMORY, Collective, Light, Stillborn
 from tests.patience import BUSY
 
 
@@ -36,6 +36,24 @@ def test_an_exception_is_told_at_once_and_without_noise(ray_cluster: Cluster) ->
     assert "in inner_fail" in error.traceback
     assert "ray" not in error.traceback.replace("array", "")
     assert "seat.py" not in error.traceback
+
+
+@pytest.mark.parametrize("how", NO_MEMORY)
+def test_a_rank_without_memory_is_one_message(ray_cluster: Cluster, how: str) -> None:
+    """Whoever says so: it is no echo of another rank's end, and what the others say is."""
+    with WorkerGroup(ray_cluster, Collective, 2) as group, pytest.raises(OutOfMemory) as caught:
+        group.all(Collective.meet, phase="train")(["come", how])
+    said = {
+        "torch's memory": "2.50 GiB more were asked for",
+        "NCCL's memory": "Failed to CUDA calloc async 608 bytes: Cuda failure 2 'out of memory'",
+        "a host's memory": "8 bytes more were asked for",
+    }[how]
+    assert str(caught.value) == (
+        f"Rank 1: out of memory in train, at micro-batch 1 of 3 ({said}).\n"
+        "While it trains the fullest rank needs about 3.5 GiB by the memory formula (parameters 3.0, other 0.5), and a rollout on top.\n"
+        "What needs less, by the same formula: engine.recompute=full (1.0 GiB)."
+    )
+    assert caught.value.exit_code == 3
 
 
 def test_a_killed_rank_is_named_though_its_peers_fail_too(ray_cluster: Cluster) -> None:

@@ -118,6 +118,9 @@ class Collective(Light):
         dist.all_reduce(x)
         return x.item()
 
+    def memory_needed(self) -> tuple[dict[str, int], list[tuple[str, int]]]:
+        return {"parameters": 3 << 30, "other": 1 << 29}, [("engine.recompute=full", 1 << 30)]
+
     def meet(self, hows: list[str]) -> float:
         """`hows[rank]`: 'come' enters an all_reduce; anything else happens instead, a micro-batch earlier."""
         turn(f"micro-batch {2 if hows[self.rank] == 'come' else 1} of 3")
@@ -125,6 +128,15 @@ class Collective(Light):
             inner_fail(hows[self.rank])
             return 0.0
         return self.total(1.0)
+
+
+NO_MEMORY = {
+    "torch's memory": "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which",
+    "NCCL's memory": "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.28.9\nncclUnhandledCudaError: Call to "
+    "CUDA function failed.\nLast error:\nFailed to CUDA calloc async 608 bytes: Cuda failure 2 'out of memory'",
+    "a host's memory": "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.",
+}
+"""What torch and NCCL say, in their classes or as plain RuntimeErrors."""
 
 
 def inner_fail(how: str) -> None:
@@ -140,6 +152,8 @@ def inner_fail(how: str) -> None:
         raise RolloutMismatch("the log-probs are apart")
     if how == "engine":
         raise WorkerFailure("vLLM: VLLM::Worker_TP1 (process 7) died", phase="generate")
+    if how in NO_MEMORY:
+        raise RuntimeError(NO_MEMORY[how])
     if how == "sys.exit":
         sys.exit(3)
     if how == "os._exit":

@@ -1,0 +1,78 @@
+"""What the fullest rank needs, what would need less, and the message of a rank that had not enough."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from quintet.data.tokenizer import build_char_tokenizer
+from quintet.plan.fullest import cheaper, fullest_rank
+from quintet.plan.out_of_memory import GIB, Held, out_of_memory
+from quintet.recipe import load_recipe
+from quintet.recipe.rules import shape_of
+from tests.oracle.models import of_config
+from tests.plan.test_memory import CONFIGS
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Any:
+    model = tmp_path / "model"
+    of_config(AutoConfig.for_model("qwen3", **CONFIGS["qwen3"]), 0).save_pretrained(model)
+    build_char_tokenizer("0123456789", model)
+    return lambda *overrides: load_recipe(
+        None,
+        [
+            f"model.path={model}",
+            "data.task=addition",
+            "cluster.ranks=4",
+            "cluster.device=cuda",
+            "engine.recompute=none",
+            "engine.tokens_per_microbatch_per_rank=4096",
+            *overrides,
+        ],
+    )
+
+
+def test_settings_that_need_less_are_sound_and_need_it(recipe: Any) -> None:
+    made = recipe()
+    shape = shape_of(made)
+    assert shape is not None
+    now = sum(fullest_rank(made, shape, "train").values())
+    found = cheaper(made, shape, "train")
+    assert [needs for _, needs in found] == sorted(needs for _, needs in found)
+    assert {"engine.recompute=full", "engine.tokens_per_microbatch_per_rank=2048"} <= {
+        key for key, _ in found
+    }
+    assert not any(key.startswith("layout.ep") for key, _ in found)  # it has no experts
+    for setting, needs in found:
+        other = recipe(setting)  # raises where it is not sound
+        assert sum(fullest_rank(other, shape, "train").values()) == needs < 0.95 * now
+
+
+def test_what_is_wrong_already_is_no_reason_to_name_nothing(recipe: Any) -> None:
+    """Data files are not on every node."""
+    made = recipe()
+    shape = shape_of(made)
+    assert shape is not None
+    elsewhere = made.model_copy(
+        update={"data": made.data.model_copy(update={"task": "jsonl", "train_path": "/nowhere.jsonl"})}
+    )
+    assert cheaper(elsewhere, shape, "train")
+
+
+def test_the_message_names_what_held_how_much() -> None:
+    held = Held(total=80 * GIB, tensors=50 * GIB, kept=4 * GIB, elsewhere=25 * GIB)
+    settings = [(f"engine.recompute={n}", n * GIB) for n in range(6)]
+    text = out_of_memory("train", "2.50 GiB more were asked for", held, {"parameters": 3 * GIB}, settings)
+    assert text == (
+        "out of GPU memory in train (2.50 GiB more were asked for). Of the device's 80.0 GiB this process's tensors held 50.0, its "
+        "allocator kept 4.0 for more, and 25.0 were other processes' (a rollout beside it) and CUDA's own.\n"
+        "While it trains the fullest rank needs about 3.0 GiB by the memory formula (parameters 3.0), and a rollout on top.\n"
+        "What needs less, by the same formula: engine.recompute=0 (0.0 GiB); engine.recompute=1 (1.0 GiB); engine.recompute=2 (2.0 GiB); "
+        "engine.recompute=3 (3.0 GiB).\n"
+        "A rollout in a process of its own takes less with a smaller rollout.memory_fraction."
+    )
+    assert out_of_memory("generate", "no room", None) == "out of memory in generate (no room)."
