@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quintet.controller.verbs import Policy
 from quintet.models import ModelShape
 from quintet.recipe import schema
-from quintet.sync.logprob_probe import Movement, check, default_tolerance, sequences
+from quintet.sync.logprob_probe import Movement, check, limits, sequences
 from quintet.sync.proof import Comparison, Exported, exported_weights_unchanged, mismatch
 from quintet.sync.rank_fingerprints import INDEX, RankFingerprints, ShardIndex
 
@@ -131,12 +131,12 @@ class Proof:
 
         Raises SyncMismatch saying where they are apart.
         """
-        allowed = self._recipe.rollout.probe_tolerance
-        if allowed is None:
-            dtype = self._policy.one(Policy.parameter_type)()
-            experts, quantized = self._shape.moe is not None, self._recipe.rollout.quantization is not None
-            allowed = default_tolerance(dtype, experts=experts, quantized=quantized)
-        gaps = [check(self._expected, its, self.sequences, allowed, name) for name, its in scored.items()]
+        dtype = self._policy.one(Policy.parameter_type)()
+        rollout, experts = self._recipe.rollout, self._shape.moe is not None
+        within = limits(
+            rollout.probe_tolerance, dtype, experts=experts, quantized=rollout.quantization is not None
+        )
+        gaps = [check(self._expected, its, self.sequences, within, name) for name, its in scored.items()]
         for name, its in scored.items():
-            self._movement.check(self._expected, its, allowed, name)
+            self._movement.check(self._expected, its, within.tolerance, name)
         return {"sync/probe_gap": max(gaps, default=0.0)}

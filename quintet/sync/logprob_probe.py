@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quintet.errors import SyncMismatch
 
@@ -22,27 +22,42 @@ TOKENS = 64
 """Of each sequence, where the model and the rollout take that many."""
 SEED = 20
 TOLERANCES = {"fp32": 0.002, "bf16": 0.25}
-"""Largest difference of a log-prob that rounding explains in a model without experts."""
-OF_EXPERTS_IN_BF16 = 1.0
-"""With experts: a token between two of them may be sent to the other (0.8 was seen on sound weights)."""
+"""Largest difference of a log-prob that rounding explains, of a token that both sides send to the same experts."""
 OF_EIGHT_BITS = 1.0
 """Where the rollout rounds weights and activations to 8 bits and the trainer does not. Not measured: nothing that was run so
 could not be read back."""
 
-MEAN = 0.2
-"""What the mean difference may be, as a share of the largest: rounding moves few tokens far, wrong weights move most."""
 STILL = 0.04
-"""How far the trainer's log-probs may go, as a share of the largest difference, while a rollout's do not move at all."""
+"""How far the trainer's log-probs may go, as a share of the tolerance, while a rollout's do not move at all."""
 
 Scores = list[list[float]]
 """Of each sequence, the log-probs of its tokens but the first."""
 
 
-def default_tolerance(dtype: str, *, experts: bool, quantized: bool) -> float:
-    """Return what recipe key rollout.probe_tolerance is when it is null. dtype: fp32 or bf16."""
-    if quantized:
-        return OF_EIGHT_BITS
-    return OF_EXPERTS_IN_BF16 if experts and dtype == "bf16" else TOLERANCES[dtype]
+class Limits(NamedTuple):
+    """What the log-probs of a rollout with the trainer's weights keep within.
+
+    tolerance: most that a token's may differ, but for the share `beyond` of tokens, which may by any number. mean: most that all
+    may differ in the mean, each counted as the tolerance at most, as a share of it: rounding moves few tokens far, wrong weights move
+    most.
+    """
+
+    tolerance: float
+    beyond: float = 0.0
+    mean: float = 0.2
+
+
+PARTED = Limits(TOLERANCES["bf16"], beyond=0.1, mean=0.3)
+"""With experts in bf16, which routers choose on each side: a token between two of them may be sent to the other, and be off by any
+number. vLLM for CPU and five trained models of three layers: up to 0.06 of the tokens beyond, 0.23 in the mean, one token 11 nats off;
+with two of eight experts of a layer in one another's place at least 0.17 and 0.34."""
+
+
+def limits(tolerance: float | None, dtype: str, *, experts: bool, quantized: bool) -> Limits:
+    """Return the limits of a model's probe. tolerance: recipe key rollout.probe_tolerance. dtype: fp32 or bf16."""
+    if tolerance is None:
+        tolerance = OF_EIGHT_BITS if quantized else TOLERANCES[dtype]
+    return PARTED._replace(tolerance=tolerance) if experts and dtype == "bf16" else Limits(tolerance)
 
 
 def sequences(vocab_size: int, most_tokens: int) -> list[list[int]]:
@@ -74,12 +89,11 @@ def engine_scores(engine: Engine, sequences: Sequence[list[int]]) -> Scores | No
 
 
 def check(
-    engine: Scores, rollout: Scores, sequences: Sequence[list[int]], tolerance: float, name: str
+    engine: Scores, rollout: Scores, sequences: Sequence[list[int]], limits: Limits, name: str
 ) -> float:
     """Return the largest difference of a log-prob between engine and rollout.
 
-    Raises SyncMismatch saying where it is, when it is above the tolerance or no number, or the mean difference is above MEAN of
-    the tolerance. name: the rollout's.
+    Raises SyncMismatch saying where it is, when differences are above the limits or one is no number. name: the rollout's.
     """
     apart = [
         (_distance(a, b), number, at)
@@ -87,16 +101,17 @@ def check(
         for at, (a, b) in enumerate(zip(mine, its, strict=True))
     ]
     largest, number, at = max(apart)
-    mean = sum(one for one, _, _ in apart) / len(apart)
-    if largest <= tolerance and mean <= MEAN * tolerance:
-        return largest
+    tolerance, most = limits.tolerance, int(limits.beyond * len(apart))
+    mean = sum(min(one, tolerance) for one, _, _ in apart) / len(apart)
     above = sum(one > tolerance for one, _, _ in apart)
+    if above <= most and mean <= limits.mean * tolerance and largest < math.inf:
+        return largest
     raise SyncMismatch(
         f"{name} does not compute what the trainer computes after the sync: of {len(apart)} fixed tokens the log-probs of "
-        f"{above} differ by more than {tolerance:g} (rollout.probe_tolerance), and all by {mean:.3g} in the mean, where "
-        f"{MEAN * tolerance:g} is the most. The largest difference is {largest:.3g}, in "
-        f"sequence {number} at position {at + 1} (token {sequences[number][at + 1]}): {engine[number][at]:.4f} of the trainer, "
-        f"{rollout[number][at]:.4f} of the rollout. Weights that it keeps in a form of its own did not arrive as they "
+        f"{above} differ by more than {tolerance:g} (rollout.probe_tolerance), where {most} may, and all by {mean:.3g} in the mean "
+        f"(each counted as {tolerance:g} at most), where {limits.mean * tolerance:.3g} is the most. The largest difference is "
+        f"{largest:.3g}, in sequence {number} at position {at + 1} (token {sequences[number][at + 1]}): {engine[number][at]:.4f} of the "
+        f"trainer, {rollout[number][at]:.4f} of the rollout. Weights that it keeps in a form of its own did not arrive as they "
         "were sent, or its kernels compute something else"
     )
 

@@ -44,7 +44,7 @@ class Policy(AskedRanks):
 
     def __init__(self) -> None:
         self.prints = {(NORM, BOXES[NORM]): 5, (EXPERT, BOXES[EXPERT]): 7}
-        self.master, self.logprob = 1, -1.0
+        self.master, self.logprob, self.dtype = 1, -1.0, "fp32"
         self.called: list[str] = []
         self.ranks = Ranks([(self.prints, [])] * 2, SHAPES)
 
@@ -60,7 +60,7 @@ class Policy(AskedRanks):
         if name == "masters":
             return self.master
         if name == "parameter_type":
-            return "fp32"
+            return self.dtype
         return [[self.logprob] * (len(one) - 1) for one in args[0]] if rank else None
 
 
@@ -76,7 +76,7 @@ class Held:
 
 def proof(policy: Policy, said: list[str], **rollout: Any) -> Proof:
     group: Any = policy
-    shape: Any = SimpleNamespace(vocab_size=100, moe=None)
+    shape: Any = SimpleNamespace(vocab_size=100, moe=True if policy.dtype == "bf16" else None)
     return Proof(group, Recipe(rollout=Rollout(**rollout)), shape, said.append)
 
 
@@ -134,6 +134,25 @@ def test_a_copy_that_stands_still_while_the_trainer_moves_ends_the_run() -> None
             one.of_probe({"rollout-0": still})
     with pytest.raises(SyncMismatch, match="rollout-0 did not load what it was brought"):
         one.of_probe({"rollout-0": still})
+
+
+def test_of_experts_in_bf16_few_tokens_may_be_far_off_and_stale_weights_not() -> None:
+    policy = Policy()
+    policy.dtype = "bf16"
+    one, copies = proof(policy, [], backend="vllm"), {"rollout-0": [({}, [NORM, EXPERT])]}
+    of(one, copies)
+    scores = [[-7.0 if at == 9 else -1.02 for at in range(len(ids) - 1)] for ids in one.sequences]
+    assert one.of_probe({"rollout-0": scores}) == {"sync/probe_gap": 6.0}
+    policy.logprob = -1.005  # too little to be told from rounding
+    of(one, copies)
+    one.of_probe({"rollout-0": scores})
+    policy.logprob = -1.02
+    of(one, copies)
+    with pytest.raises(SyncMismatch, match=r"did not load what it was brought.* up to 0\.02"):
+        one.of_probe({"rollout-0": scores})  # all within the limits, but those of before
+    moved = [[value - 0.1 for value in row] for row in scores]
+    with pytest.raises(SyncMismatch, match=r"of 504 fixed tokens .* 8 differ by more than 0\.25"):
+        one.of_probe({"rollout-0": moved})
 
 
 def test_masters_that_change_alone_warn() -> None:

@@ -50,8 +50,8 @@ class Rollout(Section):
     the model's directory and compute the adapters beside them, which alone are sent. null is merged. Native rollouts always get
     adapters alone, sglang always merged weights."""
     probe_tolerance: PositiveFloat | None = None
-    """Largest difference of log-probs on fixed tokens where weights cannot be read back; null is 0.002 in fp32; in bf16 0.25,
-    with experts 1; with rollout.quantization 1."""
+    """Largest difference of log-probs on fixed tokens where weights cannot be read back, but for those that experts in bf16 send
+    elsewhere; null is 0.002 in fp32, 0.25 in bf16, 1 with rollout.quantization."""
     quantization: Literal["fp8"] | None = None
     """fp8: the rollout's matrices in 8 bits with a scale for each block of 128 × 128 (vllm on GPUs)."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5

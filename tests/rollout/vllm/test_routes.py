@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintet.errors import QuintetError
+from quintet.errors import QuintetError, SyncMismatch
 from quintet.models import read_shape
 from quintet.rollout import Request, Sampling
 from quintet.rollout.vllm.routes import KeepsFirstRoutes, Listener, routes_of
+from quintet.sync.logprob_probe import check, engine_scores, limits, sequences
 from tests.oracle.cases import Case
+from tests.oracle.data import VOCAB
 from tests.oracle.pool import Pool
 from tests.oracle.ranks import engine_of
 from tests.rollout.prompts import PROMPTS
@@ -163,9 +166,10 @@ def test_a_request_keeps_the_routes_of_its_first_forward() -> None:
 
 def trained_on(
     name: str, path: Path, ids: list[list[int]], prompt: int, told: list[Tensor]
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """On one rank, log-probs of the responses' tokens by engines on the same weights: in fp32 with routes of its own, and with those
-    that are told, which one in bf16 is told as well."""
+    that are told, which one in bf16 is told as well. And what this one says of the probe's tokens, as it is and with one expert turned
+    round."""
     from quintet.data.batch import make_batch, tokens
     from quintet.engine.routes import BatchRoutes
     from quintet.packing import RankCell
@@ -178,7 +182,12 @@ def trained_on(
         return engines[dtype].forward(batch, cells, 1.0, routes).logprobs[on]
 
     replayed = {dtype: logprobs(dtype, BatchRoutes(batch["routes"])) for dtype in engines}
-    return {"natural": logprobs("fp32", None)} | replayed
+    probed = {"probe": engine_scores(engines["bf16"], sequences(VOCAB, 64))}
+    for shard in engines["bf16"].shard_map():
+        if re.search(r"layers\.1\..*experts\.2\.(down_proj|w2)", shard.name):
+            shard.view.data.neg_()
+    probed["other"] = engine_scores(engines["bf16"], sequences(VOCAB, 64))
+    return {"natural": logprobs("fp32", None)} | replayed | probed
 
 
 @pytest.mark.vllm
@@ -193,6 +202,7 @@ def test_with_replay_rounding_is_all_that_parts_trainer_and_vllm(
     prompts = [[(7 * n + 3 * k * k + k) % 61 for k in range(32)] for n in range(64)]
     asked = [Request(prompt, samples=2, seed=n) for n, prompt in enumerate(prompts)]
     rows = rollout.generate(asked, Sampling(max_response_tokens=32, ignore_end=True))
+    probed = rollout.score(sequences(VOCAB, 64))
     rollout.close()  # two engines in one process share its process groups
     samples = [sample for row in rows for sample in row]
     ids = [p + sample.response_ids for p, row in zip(prompts, rows, strict=True) for sample in row]
@@ -215,6 +225,10 @@ def test_with_replay_rounding_is_all_that_parts_trainer_and_vllm(
         print(f"{name}, {len(gap)} tokens, {what}: mean {gap.mean():.4f}, max {gap.max():.3f}")
     assert on.mean() <= 1.3 * same.mean()
     assert off.mean() > 1.3 * on.mean()
+    within = limits(None, "bf16", experts=True, quantized=False)
+    print(f"probe: {check(found['probe'], probed, sequences(VOCAB, 64), within, 'rollout-0'):.3f}")
+    with pytest.raises(SyncMismatch, match="does not compute"):
+        check(found["other"], probed, sequences(VOCAB, 64), within, "rollout-0")
 
 
 def test_what_is_computed_again_after_a_preemption_is_not_heard_again() -> None:
