@@ -23,7 +23,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from quintet.errors import UserError
 from quintet.packing.align import Alignment
-from quintet.packing.plan import Bin, Cell, Plan, PlanTime, fewest_cells, plan_microbatches
+from quintet.packing.plan import Bin, Cell, Plan, PlanTime, fewest_cells, plan_microbatches, spread
 from quintet.packing.time_model import CellCosts, plan_times
 
 PARTS = 1, 2, 4, 6, 8, 12, 16
@@ -298,35 +298,12 @@ def _in_steps(classes: list[_Class], ranks: int, count: int) -> list[_Row] | Non
     if rounds is None:
         return None
     heights = [max((cost for cost, _, _ in one), default=0.0) for one in rounds]
-    least = level.tokens[samples[-1]]
     slots = [(ranks - sum(size for _, size, _ in one)) // level.size for one in rounds]
-    cells: list[list[tuple[float, Bin]]] = [[(0.0, []) for _ in range(n)] for n in slots]
-    queues = [[(0.0, level.room, at) for at in range(n)] for n in slots]
-    for sample in samples:
-        n, cost = level.tokens[sample], level.cost[sample]
-        best: tuple[float, float, int, int] | None = None
-        for number, queue in enumerate(queues):
-            for at, (before, left, _) in enumerate(queue):  # noqa: B007 (both are read after the loop)
-                if left >= n:
-                    break
-            else:
-                continue
-            after = before + cost
-            if after <= heights[number]:
-                best = 0.0, after, number, at
-                break
-            if best is None or (after - heights[number], after) < best[:2]:
-                best = after - heights[number], after, number, at
-        if best is None:
-            return None
-        _, after, number, at = best
-        _, left, cell = queues[number].pop(at)
-        cells[number][cell] = after, [*cells[number][cell][1], sample]
-        if left - n >= least:
-            insort(queues[number], (after, left - n, cell))
-        heights[number] = max(heights[number], after)
+    cells = spread(samples, level.tokens, level.cost, level.room, slots, 0.0, heights if larger else ())
+    if cells is None:
+        return None
     found = [
-        one + [(cost, level.size, cell) for cost, cell in new if cell]
+        one + [(sum(level.cost[at] for at in cell), level.size, cell) for cell in new if cell]
         for one, new in zip(rounds, cells, strict=True)
     ]
     return _beside(found)

@@ -15,9 +15,11 @@ placed longest first, each where it adds least to that time, as in Graham's LPT 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,6 +27,8 @@ from quintet.errors import UserError
 from quintet.packing.align import Alignment
 
 PLAIN = Alignment()
+ROUNDING = 1e-9
+"""Of a cost: more than sums in another order differ."""
 Bin = list[int]  # the samples of one cell, while cells are filled
 
 
@@ -150,11 +154,11 @@ def plan_microbatches(
     count = max(-(-len(tight) // (dp * multiple)), 1) * multiple
 
     if not lockstep or dp == 1:
-        ranks = _spread(order, tokens, cost, room, dp, count)
+        ranks = spread(order, tokens, cost, room, [count] * dp)
         if ranks is not None:
             return _plan([_costly_first(rank, cost) for rank in ranks], cp)
     for peak_weight in (1.0, 0.0) if dp > 1 else ():
-        steps = _spread(order, tokens, cost, room, count, dp, peak_weight)
+        steps = spread(order, tokens, cost, room, [dp] * count, peak_weight)
         if steps is not None:
             return _plan(_deal(steps, cost), cp)
     # So little room is left that only the tightest packing is sure to fit.
@@ -191,51 +195,77 @@ def fewest_cells(order: list[int], tokens: list[int], room: int) -> list[Bin]:
     return cells
 
 
-def _spread(
+def spread(
     order: list[int],
-    tokens: list[int],
-    cost: list[float],
+    tokens: Sequence[int],
+    cost: Sequence[float],
     room: int,
-    lanes: int,
-    width: int,
+    widths: Sequence[int],
     peak_weight: float | None = None,
+    begin: Sequence[float] = (),
 ) -> list[list[Bin]] | None:
-    """Place samples in `order` into `lanes` lanes of `width` cells; None when one finds no room.
+    """Place samples in `order`, longest first, into lanes of so many cells; None when one finds no room.
 
     Within a lane the cheapest cell with room is taken. The lane is the one with the least total cost, or, with a
     `peak_weight`, where least is added to the sum of the lanes' costliest cells plus that weight times the costliest
-    of all: a pipeline runs at the pace of its slowest micro-batch, and memory must hold it.
+    of all: a pipeline runs at the pace of its slowest micro-batch, and memory must hold it. begin: by lane what this is before.
     """
-    cells: list[list[Bin]] = [[[] for _ in range(width)] for _ in range(lanes)]
+    cells: list[list[Bin]] = [[[] for _ in range(width)] for width in widths]
     waiting = [
-        [(0.0, at, 0) for at in range(width)] for _ in range(lanes)
+        [(0.0, at, 0) for at in range(width)] for width in widths
     ]  # (cost, cell, tokens), cheapest first
-    level, peak = [0.0] * lanes, 0.0
-    least = tokens[order[-1]] if order else 0
+    level = list(begin) or [0.0] * len(widths)
+    peak, least = max(level, default=0.0), tokens[order[-1]] if order else 0
+    first = [0] * len(widths)  # which of those waiting is taken next
+    key: dict[int, float] = {}  # of a lane with room: less what it adds, but for c and the peak's part
+    ready: list[tuple[float, int]] = []  # (key, lane), ascending
+    later: list[tuple[int, int]] = []  # (-tokens, lane): for a sample of so many the lane has another cell
+
+    def look(lane: int, n: int) -> None:
+        if lane in key:
+            del ready[bisect_left(ready, (key.pop(lane), lane))]
+        most = 0
+        for place, (load, _, used) in enumerate(waiting[lane]):
+            if used + n <= room:
+                first[lane], key[lane] = place, level[lane] if peak_weight is None else load - level[lane]
+                insort(ready, (key[lane], lane))
+                break
+            most = max(most, room - used)
+        if most >= least:
+            heappush(later, (-most, lane))
+
+    opened = len(widths) if begin else 1  # of lanes that are the same the first is taken
+    for lane in range(opened):
+        look(lane, tokens[order[0]] if order else 0)
     for i in order:
         n, c = tokens[i], cost[i]
-        best: tuple[float, float, int, int] | None = None
-        for lane, queue in enumerate(waiting):
-            for place, (load, _, used) in enumerate(queue):  # noqa: B007 (both are read after the loop)
-                if used + n <= room:
-                    break
-            else:
-                continue
-            if peak_weight is None:
-                adds = level[lane]
-            else:
-                adds = max(load + c - level[lane], 0.0) + peak_weight * max(load + c - peak, 0.0)
-            if best is None or (adds, load) < best[:2]:
-                best = (adds, load, lane, place)
+        while later and -later[0][0] >= n:
+            look(heappop(later)[1], n)
+        best: tuple[float, float, int] | None = None
+        most_key = math.inf
+        for least_key, lane in ready:
+            if least_key > most_key:
+                break
+            load = waiting[lane][first[lane]][0]
+            adds = level[lane]
+            if peak_weight is not None:
+                adds = max(load + c - adds, 0.0) + peak_weight * max(load + c - peak, 0.0)
+            if best is None or (adds, load, lane) < best:
+                best = adds, load, lane
+                most_key = adds if peak_weight is None else adds - c + ROUNDING * (peak + c)
         if best is None:
             return None
-        _, load, lane, place = best
-        _, at, used = waiting[lane].pop(place)
+        _, load, lane = best
+        _, at, used = waiting[lane].pop(first[lane])
         cells[lane][at].append(i)
         if used + n + least <= room:  # a full one need not be looked at again
             insort(waiting[lane], (load + c, at, used + n))
         level[lane] = level[lane] + c if peak_weight is None else max(level[lane], load + c)
         peak = max(peak, load + c)
+        look(lane, n)
+        if lane == opened - 1 and opened < len(widths):
+            look(opened, n)
+            opened += 1
     return cells
 
 

@@ -398,11 +398,13 @@ def test_the_time_of_a_plan() -> None:
     assert timed(fill=0.5) == 40 + 15
 
 
-@pytest.mark.parametrize("coupled", [1, 64])
-@pytest.mark.parametrize("kind", ["lognormal", "pareto", "cut off"])
+@pytest.mark.parametrize("coupled", [1, 8, 64])
+@pytest.mark.parametrize("kind", ["lognormal", "pareto", "cut off", "uniform"])
 def test_planning_is_fast(kind: str, coupled: int) -> None:
-    lengths = long_tail(kind, 4096, 16384, 0)
-    lengths[:20] = [60_000 + 1000 * n for n in range(20)]
+    """Of 4,096 samples on 64 ranks; of even lengths up to eight ranks' budget it takes 340 rounds, and most packings fail."""
+    lengths = list(range(16, 131_072, 32)) if kind == "uniform" else long_tail(kind, 4096, 16384, 0)
+    if kind != "uniform":
+        lengths[:20] = [60_000 + 1000 * n for n in range(20)]
     best = math.inf
     for _ in range(3):
         began = time.process_time()
@@ -416,7 +418,7 @@ def test_planning_is_fast(kind: str, coupled: int) -> None:
             coupled=coupled,
         )
         best = min(best, time.process_time() - began)
-    assert best < 0.6  # 0.06 to 0.19 s measured
+    assert best < 0.6  # 0.04 to 0.13 s measured
 
 
 def test_static_plans_are_what_they_were() -> None:
