@@ -99,12 +99,12 @@ def _tokens(setup: Setup, step: int, dp_rank: int) -> list[list[Tensor]]:
 
 def serve(side: str, setup: Setup, answers: TextIO) -> None:
     """Answer the parent's commands until it says quit."""
-    device = _join()
+    device = join()
     loop = _loop(side, setup, device)
     for step in range(setup.steps):
         loop.prepare(step, _tokens(setup, step, loop.dp_rank))
     order = cycle(range(setup.steps))
-    _settle(device)
+    settle(device)
     print(json.dumps({"versions": _versions(setup)}), file=answers)
     for line in sys.stdin:
         command = json.loads(line)
@@ -114,12 +114,13 @@ def serve(side: str, setup: Setup, answers: TextIO) -> None:
             answer = _burst(loop, order, command, device)
         else:
             answer = {"table": _profile(loop, next(order), device)}
-        _settle(device)
+        settle(device)
         print(json.dumps(answer), file=answers)
     dist.destroy_process_group()
 
 
-def _join() -> torch.device:
+def join() -> torch.device:
+    """Join the group of all ranks; this rank's device."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -141,7 +142,7 @@ def _loop(side: str, setup: Setup, device: torch.device) -> Any:
     )
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
     """Wait for the device and all ranks, and give back what is only cached."""
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -149,7 +150,7 @@ def _settle(device: torch.device) -> None:
     dist.barrier()
 
 
-def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     """Seconds and result of one step that all ranks begin together."""
     dist.barrier()
     if device.type == "cuda":
@@ -168,7 +169,7 @@ def _burst(loop: Any, order: Any, command: dict[str, Any], device: torch.device)
         torch.cuda.reset_peak_memory_stats()
     found: dict[str, list[Any]] = {"steps": [], "seconds": [], "losses": [], "norms": []}
     for step in islice(order, command["steps"]):
-        second, (loss, norm) = _timed(partial(loop.step, step), device)
+        second, (loss, norm) = timed(partial(loop.step, step), device)
         for name, value in zip(found, (step, second, loss, norm), strict=True):
             found[name].append(value)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
@@ -183,7 +184,7 @@ def _profile(loop: Any, step: int, device: torch.device) -> str:
     on_gpu = device.type == "cuda"
     loop.step(step)
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as found:
-        seconds, _ = _timed(partial(loop.step, step), device)
+        seconds, _ = timed(partial(loop.step, step), device)
     events = [e for e in found.key_averages() if not e.is_user_annotation]
     host = [e for e in events if e.device_type == DeviceType.CPU]
     kernels = [(e.self_device_time_total, e) for e in events if e.device_type != DeviceType.CPU]

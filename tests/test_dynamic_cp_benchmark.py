@@ -1,0 +1,133 @@
+"""The benchmark of dynamic context parallelism: the work it declares, what it makes of times, and dry runs on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.dynamic_cp import Ran, arguments, same
+from benchmarks.dynamic_cp_work import (
+    NVIDIA,
+    Side,
+    aligned,
+    candidates,
+    fit,
+    layouts_of_plans,
+    modelled,
+    points,
+    random_plan,
+    work_of,
+)
+from benchmarks.records import ROOT
+from quintet.packing import CellCosts
+from tests.packing.test_plan import check
+
+WORK = work_of("qwen3-8b", 4, None, None, None)
+
+
+def test_lengths_are_the_same_each_time_and_have_a_tail() -> None:
+    for mix, longest in (("tail32k", 32768), ("nvidia", 8192)):
+        lengths = WORK.lengths(mix)
+        assert lengths == WORK.lengths(mix)
+        assert max(lengths) == lengths[0] == longest
+        assert statistics.median(lengths) < longest / 10
+    drawn = [NVIDIA.one(generator) for generator in [random.Random(0)] for _ in range(20_000)]
+    # Cutting what is longer than 8,192 takes about a tenth of the mean of 1,024.
+    assert statistics.mean(drawn) == pytest.approx(920, rel=0.05)
+
+
+def test_depth_is_named_where_it_is_cut() -> None:
+    assert WORK.title == "qwen3-8b"
+    experts = work_of("qwen3-30b-a3b", 4, None, None, None)
+    assert experts.title == "qwen3-30b-a3b-12layers"
+    assert (experts.layout, experts.coupled) == ({"cp": 4, "dynamic_cp": True, "ep": 4}, 4)
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_static_plans_are_compared_at_every_size_and_budget_that_fits(gpus: int) -> None:
+    work = work_of("qwen3-8b", gpus, None, None, 16384)
+    sides = candidates(work, 32768)
+    assert sides[:2] == [Side(gpus, 32768 // gpus, True), Side(gpus, 32768 // gpus)]
+    assert len(sides) == len(set(sides))
+    assert {side.cp for side in sides} == {cp for cp in (1, 2, 4, 8) if cp <= gpus and 32768 // cp <= 16384}
+    lengths = work.lengths("tail32k")
+    for side in sides:
+        plan = side.plan(work, lengths, CellCosts())
+        check(plan, lengths, side.budget, gpus, aligned)
+        assert max(cell.cp for cell in itertools.chain(*plan.rounds)) <= side.cp
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_constants_are_those_that_times_follow(ranks: int) -> None:
+    work = work_of("qwen3-8b", ranks, None, None, None)
+    exchange = (0.03, 0.05)[: ranks.bit_length() - 1] or (0.0,)
+    costs, found = CellCosts(300.0, 2e-5, exchange), []
+    for point in points(work):
+        plan, lengths = point.plan(ranks, 1)
+        assert sum(len(cell.samples) for cell in plan.rounds[0]) == len(lengths)
+        found.append((point, 2e-6 * modelled(plan, work, lengths, costs)))
+    token, told = fit(found, ranks)
+    assert token == pytest.approx(2e-6)
+    assert (told.fixed, told.quadratic) == pytest.approx((300.0, 2e-5))
+    assert told.exchange == pytest.approx(exchange)
+
+
+def test_constants_are_never_negative() -> None:
+    """A larger row that takes less time, as noise has it."""
+    work = work_of("tiny", 2, None, None, None)
+    rng = random.Random(0)
+    for _ in range(50):
+        token, costs = fit([(point, rng.uniform(0.5, 2.0)) for point in points(work)], 2)
+        assert token > 0
+        assert min(costs.fixed, costs.quadratic, *costs.exchange) >= 0
+
+
+def test_random_plans_have_each_sample_once_and_cells_of_all_sizes() -> None:
+    rng, seen = random.Random(0), set()
+    for _ in range(200):
+        plan = random_plan([1] * 9, 4, 2, 3, rng)
+        assert sorted(i for row in plan.rounds for cell in row for i in cell.samples) == list(range(9))
+        for row in plan.rounds:
+            assert [rank for cell in row for rank in cell.ranks] == list(range(8))
+            seen.add(tuple(cell.cp for cell in row[: len(row) // 2]))
+    assert {(4,), (2, 2), (1, 1, 2), (2, 1, 1), (1, 1, 1, 1)} <= seen
+    assert (False, {"cp": 2, "pp": 2, "vpp": 2, "dynamic_cp": True}) in layouts_of_plans(4)
+
+
+def test_sides_that_do_other_work_are_refused() -> None:
+    same([Ran(1.0, 2.0, 3.0, 0.0), Ran(9.0, 2.00001, 3.0, 0.0)], 1e-4)
+    with pytest.raises(SystemExit, match="not do the same work: norm"):
+        same([Ran(1.0, 2.0, 3.0, 0.0), Ran(1.0, 2.0, 3.1, 0.0)], 1e-2)
+    with pytest.raises(SystemExit):
+        arguments(["--gpus", "1", "--plans", "3"])
+
+
+def dry_run(*options: str) -> str:
+    command = [sys.executable, "-m", "benchmarks.dynamic_cp", "--shape", "tiny", "--gpus", "2", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_dynamic_cp_is_measured_on_a_cpu() -> None:
+    told = dry_run("--turns", "1", "--calibration-turns", "1")
+    for case in ("ceiling", "longest", "best_static"):
+        assert re.search(
+            rf"^tiny/2ranks/short/{case} tokens_per_s: [\d.,e+]+ tokens/s beside ", told, re.M
+        ), case
+    for constant in ("fixed", "quadratic", "exchange_2", "gather", "groups"):
+        assert f"tiny/2ranks/calibration {constant}: " in told
+
+
+@pytest.mark.nightly
+def test_random_plans_are_compared_on_a_cpu() -> None:
+    told = dry_run("--plans", "10")
+    assert "plans/dense/cp2 plans: 5 plans" in told
+    assert "plans/experts/cp2-ep2 plans: 5 plans" in told
