@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -131,10 +131,13 @@ class Routes(ABC):
         rows = [row for row in self._rows if row.there is not None]
         if not rows or not rows[0].layers:
             return {}
-        tokens = int(torch.stack([row.there.sum() for row in rows if row.there is not None]).sum())
         layers = rows[0].layers
-        counts = torch.stack([torch.stack([row.parted[layer] for layer in layers]) for row in rows]).sum(0)
-        return {layer: (count, tokens) for layer, count in zip(layers, counts.tolist(), strict=True)}
+        counts = [
+            torch.stack([cast(Tensor, row.there).sum(), *(row.parted[layer] for layer in layers)])
+            for row in rows
+        ]
+        tokens, *found = torch.stack(counts).sum(0).tolist()  # the one wait for the device
+        return {layer: (count, tokens) for layer, count in zip(layers, found, strict=True)}
 
 
 class RecordedRoutes(Routes):
