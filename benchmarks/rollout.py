@@ -38,6 +38,8 @@ SIDES = ("native", "vllm", "vllm-first", "vllm-routes", "bare", "bare-first")
 first model runner."""
 BASELINES = {"vllm": "bare", "native": "vllm"}
 """By side, whose value its record is compared with, if that was measured in the same run."""
+BLOCK = 32
+"""Tokens of a block of vLLM's KV cache, where its size is given."""
 ON_CPU = "laptop"
 """The shape that is measured on a CPU, whatever else there is."""
 
@@ -139,6 +141,9 @@ def vllm(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
                 "sequences_per_rank": max(case.prompts * case.samples_per_prompt for case in cases),
                 "layout": {"tp": args.gpus},
                 "return_routes": args.worker == "vllm-routes",
+                "vllm": {"num_gpu_blocks_override": args.kv_tokens // BLOCK, "block_size": BLOCK}
+                if args.kv_tokens
+                else {},
             },
         }
     )
@@ -195,7 +200,8 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
             command = json.loads(line)
             if command["do"] == "quit":
                 break
-            told = one_round(rollout, cases[command["case"]], config["vocab_size"], command["turn"])
+            routes = args.worker == "vllm-routes"
+            told = one_round(rollout, cases[command["case"]], config["vocab_size"], command["turn"], routes)
             print(json.dumps({"seconds": told[0]}), file=stream)
         end()
         return
@@ -217,6 +223,7 @@ def in_turns(
         model = Path(directory) / "model"
         options = ["--gpus", "1", *(["--tiny"] if args.shape == "tiny" else ["--shape", args.shape])]
         options += ["--memory-fraction", str(args.memory_fraction), "--model", str(model)]
+        options += ["--kv-tokens", str(args.kv_tokens)]
         run_side("write", 1, model, args, options)
         live = []
         for name in sides:
@@ -323,6 +330,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=RESULTS / "rollout.json", help="records are merged into this file")
     add("--memory-fraction", type=float, default=0.5, help="of the GPU, for vLLM (default 0.5)")
     add("--in-turns", action="store_true", help=argparse.SUPPRESS)
+    add("--kv-tokens", type=int, default=0, help=argparse.SUPPRESS)
     add("--worker", choices=("write", *SIDES), help=argparse.SUPPRESS)
     add("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

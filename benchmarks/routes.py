@@ -1,32 +1,34 @@
 """What replay of routes costs a trainer, and what routes cost a rollout: each beside the same without, and what routes weigh.
 
     python -m benchmarks.routes                        Qwen3-30B-A3B's layers, as many as fit, on one GPU
-    python -m benchmarks.routes --rollout --turns 2    vLLM, with half of its layers
+    python -m benchmarks.routes --rollout --rounds 8   vLLM, with half of its layers
     python -m benchmarks.routes --shape tiny           a dry run in seconds, on a CPU; with --rollout where vLLM for CPU is installed
 
-One engine trains steps of one pass for old log-probs and two updates, in turns: without replay, with the routes that this pass records
-(R2), and with routes that came with the samples (R3). The latter are what the tokens chose by themselves, so that experts have the
-same work in each. Values are medians over all steps but the first of a turn.
+One engine trains short steps of one pass for old log-probs and two updates: in each round one without replay, one with the routes that
+its first pass records (R2), and one with routes that came with the samples (R3), in an order that turns. The latter are what the tokens
+chose by themselves, so that experts have the same work in each. An overhead is of the two steps of a round: its median over rounds, with
+an interval that holds 95% of the medians of rounds drawn anew.
 
---rollout: vLLM through quintet's adapter generates the work of `benchmarks.rollout` and tells routes; the baseline is the same model
-runner of vLLM without. On a GPU, where it would take its second one then, that is compared as well (`rollout/vllm/beside-second`).
+--rollout: vLLM through quintet's adapter generates the work of `benchmarks.rollout` and tells routes, in turns call by call with the same
+model runner of vLLM without; with --second, with the other runner, which it would take then (`rollout/vllm/beside-second`).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
 import resource
+import shutil
 import socket
 import statistics
-import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,7 +56,7 @@ class Work:
 
     config: dict[str, Any]
     tokens: int = 16384
-    microbatches: int = 4
+    microbatches: int = 2
     lengths: Lengths = field(default=REAL)
 
     @property
@@ -107,37 +109,116 @@ class Loop:
         set_tokens(batch, "weights", tokens(batch, "loss_mask") / sum(n - TRAINED_FROM for n in self.lengths))
         return batch
 
-    def step(self, how: str) -> float:
-        """Take one step; its seconds."""
-        start, recorded = time.perf_counter(), RecordedRoutes()
+    def step(self, how: str) -> Taken:
+        """Take one step."""
+        self._placing = 0.0
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.device.type == "cuda" else []
+        start = time.perf_counter()
+        for mark in marks[:1]:
+            mark.record()
+        recorded = RecordedRoutes()
         self.engine.forward(self.batch, self.cells, 1.0, recorded if how == "R2" else self._told(how))
         for _ in range(UPDATES):
-            routes = ReplayedRoutes(recorded) if how == "R2" else self._told(how)
+            routes = self._timed(ReplayedRoutes(recorded)) if how == "R2" else self._told(how)
             self.engine.forward_backward(self.batch, self.cells, self.objective, routes=routes)
             self.engine.optimizer_step()
-        if self.device.type == "cuda":
+            if routes is not None:
+                routes.parted()
+        for mark in marks[1:]:
+            mark.record()
+        if marks:
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+        wall = time.perf_counter() - start
+        return Taken(wall, marks[0].elapsed_time(marks[1]) / 1e3 if marks else wall, self._placing)
+
+    def kernel_seconds(self, how: str) -> float:
+        """Seconds that the device was busy in a step, however long it waited for the host in between."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.step(how)
+        return sum(one.self_device_time_total for one in profile.key_averages()) / 1e6
 
     def _told(self, how: str) -> Routes | None:
-        return BatchRoutes(self.batch["routes"]) if how == "R3" else None
+        return self._timed(BatchRoutes(self.batch["routes"])) if how == "R3" else None
+
+    def _timed(self, routes: Routes) -> Routes:
+        """Count what the host needs to cut a micro-batch's routes and to send them off."""
+        place: Callable[..., Any] = routes.next
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return place(*args)
+            finally:
+                self._placing += time.perf_counter() - start
+
+        routes.next = timed  # type: ignore[method-assign]
+        return routes
 
 
-def measure(work: Work, turns: int, steps: int) -> list[dict[str, Any]]:
+class Taken(NamedTuple):
+    """Seconds of a step: on the clock, between marks on the device, and of the host to place routes."""
+
+    wall: float
+    device: float
+    placing: float
+
+
+class Overhead(NamedTuple):
+    """How much longer one side takes, in percent: the median over pairs, and the interval of 95% of medians of pairs drawn anew."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]], draws: int = 2000) -> Overhead:
+        """Return that of pairs of seconds: with, and without."""
+        found = [100 * (one / other - 1) for one, other in pairs]
+        draw = random.Random(0)
+        medians = sorted(statistics.median(draw.choices(found, k=len(found))) for _ in range(draws))
+        return cls(statistics.median(found), medians[draws // 40], medians[-draws // 40 - 1])
+
+    def records(self, case: str, metric: str) -> list[dict[str, Any]]:
+        """Print it, and return a record of each number."""
+        print(
+            f"{case} {metric}: {self.median:+.2f}%, 95% within {self.low:+.2f} to {self.high:+.2f}%",
+            flush=True,
+        )
+        names = (metric, f"{metric}_low", f"{metric}_high")
+        return [record("routes", case, name, value, "%") for name, value in zip(names, self, strict=True)]
+
+
+def measure(work: Work, rounds: int) -> list[dict[str, Any]]:
     """Let the cases take turns; their records."""
     loop = Loop(work)
-    seconds: dict[str, list[float]] = {how: [] for how in CASES}
-    for _ in range(turns):
-        for how, found in seconds.items():
-            found += [loop.step(how) for _ in range(steps)][1:]
-            print(f"{how:4} {min(found):.4f} to {max(found):.4f} s", flush=True)
-    rate = {
-        how: (1 + UPDATES) * work.tokens_per_pass / statistics.median(found) for how, found in seconds.items()
-    }
-    made = [
-        record("routes", f"train/{how}", "tokens_per_s", rate[how], "tokens/s", baseline=rate["off"])
-        for how in ("R2", "R3")
-    ]
+    for how in CASES:  # not counted
+        loop.step(how)
+    gc.collect()
+    gc.disable()
+    taken: dict[str, list[Taken]] = {how: [] for how in CASES}
+    for number in range(rounds):
+        for at in range(len(CASES)):
+            how = CASES[(number + at) % len(CASES)]
+            taken[how].append(loop.step(how))
+        print(", ".join(f"{how} {found[-1].wall:.4f} s" for how, found in taken.items()), flush=True)
+    gc.enable()
+    busy = {how: loop.kernel_seconds(how) for how in CASES} if loop.device.type == "cuda" else {}
+    tokens_made = (1 + UPDATES) * work.tokens_per_pass
+    rate = {how: tokens_made / statistics.median(one.wall for one in found) for how, found in taken.items()}
+    made = []
+    for how in CASES[1:]:
+        case, pairs = f"train/{how}", list(zip(taken[how], taken["off"], strict=True))
+        made.append(record("routes", case, "tokens_per_s", rate[how], "tokens/s", baseline=rate["off"]))
+        made += Overhead.of([(one.wall, off.wall) for one, off in pairs]).records(case, "overhead")
+        fastest = [min(one.wall for one in taken[side]) for side in (how, "off")]
+        made.append(record("routes", case, "fastest_s", fastest[0], "s", baseline=fastest[1]))
+        placing = 1e3 * statistics.median(one.placing for one in taken[how])
+        made.append(record("routes", case, "host_ms", placing, "ms"))
+        if busy:
+            made += Overhead.of([(one.device, off.device) for one, off in pairs]).records(
+                case, "device_overhead"
+            )
+            made.append(record("routes", case, "kernel_s", busy[how], "s", baseline=busy["off"]))
     flat = tokens(loop.batch, "routes")
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     made.append(record("routes", "train/R3", "bytes_per_token", flat[0].nbytes, "bytes"))
@@ -145,31 +226,37 @@ def measure(work: Work, turns: int, steps: int) -> list[dict[str, Any]]:
     return made
 
 
-def measure_rollout(shape: str, turns: int, memory_fraction: float) -> list[dict[str, Any]]:
-    """Let vLLM generate with routes and without, in turns, each time in a process of its own; the records."""
+def kv_tokens(name: str) -> int:
+    """Return how many tokens vLLM's KV cache is to hold: all of a call's, or as many as it finds room for in /dev/shm for the routes of,
+    without which it dies."""
+    shape = family_of(CONFIGS[name]).shape_of(CONFIGS[name])
+    assert shape.moe is not None
+    wanted = max(
+        sum(case.prompt_tokens + n + 2 * rollout.BLOCK for lengths in case.response_tokens() for n in lengths)
+        for case in cases_of(name)
+    )
+    room = int(0.9 * shutil.disk_usage("/dev/shm").free) // (4 * shape.layers * shape.moe.top_k)
+    if room < wanted:
+        print(
+            f"/dev/shm has room for the routes of {room:,} tokens of {wanted:,}: fewer sequences run together"
+        )
+    return min(room, wanted)
+
+
+def measure_rollout(shape: str, rounds: int, memory_fraction: float, second: bool) -> list[dict[str, Any]]:
+    """Let vLLM generate with routes and without, call by call; the records."""
     name = "tiny-moe" if shape == "tiny" else shape
     options = ["--shape", name, "--memory-fraction", str(memory_fraction)]
-    args = rollout.arguments(options)
-    sides = ["vllm-routes", "vllm-first", *(["vllm"] if torch.cuda.is_available() else [])]
-    cases = cases_of(name)
-    seconds: dict[str, list[list[float]]] = {side: [[] for _ in cases] for side in sides}
-    with tempfile.TemporaryDirectory(prefix="quintet-routes-") as directory:
-        model = Path(directory) / "model"
-        rollout.run_side("write", 1, model, args, options)
-        for side in sides * turns:
-            for found, rounds in zip(
-                seconds[side], rollout.run_side(side, 1, model, args, options), strict=True
-            ):
-                found += [one for one, _ in rounds]
+    args = rollout.arguments([*options, "--kv-tokens", str(kv_tokens(name))])
     made = []
-    for at, case in enumerate(cases):
-        tokens_made = sum(sum(lengths) for lengths in case.response_tokens())
-        rate = {side: tokens_made / statistics.median(found[at]) for side, found in seconds.items()}
-        for ending, beside in (("", "vllm-first"), ("beside-second", "vllm")):
-            if beside in rate:
-                told = "/".join(part for part in ("rollout/vllm", case.name, ending) if part)
-                value, baseline = rate["vllm-routes"], rate[beside]
-                made.append(record("routes", told, "tokens_per_s", value, "tokens/s", baseline=baseline))
+    for ending, beside in (("", "vllm-first"), *([("beside-second", "vllm")] if second else [])):
+        found = rollout.in_turns(args, ("vllm-routes", beside), rounds)
+        for case, pairs in zip(cases_of(name), found, strict=True):
+            told = "/".join(part for part in ("rollout/vllm", case.name, ending) if part)
+            tokens_made = sum(sum(lengths) for lengths in case.response_tokens())
+            value, baseline = (tokens_made / statistics.median(side) for side in zip(*pairs, strict=True))
+            made.append(record("routes", told, "tokens_per_s", value, "tokens/s", baseline=baseline))
+            made += Overhead.of(pairs).records(told, "overhead")
     return made
 
 
@@ -180,16 +267,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--layers", type=int, default=6, help="of its 48; 6 fit a GPU of 141 GB with their optimizer"
     )
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="of a turn, the first of which does not count")
+    parser.add_argument("--rounds", type=int, default=40, help="in each of which every side has its turn")
     parser.add_argument(
         "--write", action="store_true", help="keep the records in benchmarks/results/routes.json"
     )
     parser.add_argument("--rollout", action="store_true", help="measure vLLM, in place of a trainer")
-    parser.add_argument("--memory-fraction", type=float, default=0.8, help="of the GPU, for vLLM")
+    parser.add_argument(
+        "--memory-fraction", type=float, default=0.4, help="of the GPU, for each of two vLLMs"
+    )
+    parser.add_argument("--second", action="store_true", help="beside vLLM's second model runner as well")
     args = parser.parse_args(argv)
     if args.rollout:
-        made = measure_rollout(args.shape, args.turns, args.memory_fraction)
+        made = measure_rollout(args.shape, args.rounds, args.memory_fraction, args.second)
     else:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -197,11 +286,12 @@ def main(argv: list[str] | None = None) -> None:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-        made = measure(work_of(args.shape, args.layers), args.turns, args.steps)
+        made = measure(work_of(args.shape, args.layers), args.rounds)
         dist.destroy_process_group()
     for one in made:
         beside = f", {one['value'] / one['baseline'] - 1:+.2%} beside none" if one["baseline"] else ""
-        print(f"{one['case']} {one['metric']}: {one['value']:,.1f} {one['unit']}{beside}")
+        digits = ".4g" if one["unit"] in ("s", "ms", "%") else ",.1f"
+        print(f"{one['case']} {one['metric']}: {one['value']:{digits}} {one['unit']}{beside}")
     if args.write:
         file = RESULTS / "routes.json"
         write_records(file, merged(file, made))

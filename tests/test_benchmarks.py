@@ -4,10 +4,12 @@ import math
 import os
 import random
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,7 @@ from benchmarks.laptop_cases import CASES, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT
 from benchmarks.records import RESULTS, ROOT, command, merged, read_records, record, write_records
 from benchmarks.rollout import arguments, records_of
 from benchmarks.rollout_work import LONG_TAIL, cases_of
+from benchmarks.routes import Overhead, kv_tokens
 
 
 def sound(**changes):
@@ -292,21 +295,47 @@ def test_fingerprints_are_measured_on_a_cpu() -> None:
 
 
 def test_replay_of_routes_is_measured_on_a_cpu() -> None:
-    how = ["--shape", "tiny", "--turns", "1", "--steps", "2"]
+    how = ["--shape", "tiny", "--rounds", "2"]
     command = [sys.executable, "-m", "benchmarks.routes", *how]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for case in ("R2", "R3"):
         told = rf"^train/{case} tokens_per_s: [\d.,]+ tokens/s, [+-][\d.]+% beside none$"
         assert re.search(told, done.stdout, re.MULTILINE), case
+        assert re.search(
+            rf"^train/{case} overhead: [+-].*%, 95% within [+-].* to [+-].*%$", done.stdout, re.MULTILINE
+        )
+        assert re.search(rf"^train/{case} host_ms: ", done.stdout, re.MULTILINE)
     assert "train/R3 bytes_per_token: 4.0 bytes" in done.stdout
+
+
+def test_an_overhead_is_of_pairs_and_says_how_sure_it_is() -> None:
+    """A host that is slow for some rounds is so for both sides of them; the medians of the sides would be 40% apart."""
+    draw = random.Random(1)
+    slow = [1.0 if n < 20 else 1.4 for n in range(40)]
+    pairs = [(1.01 * s * draw.uniform(0.995, 1.005), s * draw.uniform(0.995, 1.005)) for s in slow]
+    found = Overhead.of(pairs)
+    assert 0.5 < found.low < 1 < found.high < 1.5
+    same = Overhead.of([(draw.uniform(3.4, 4.7), draw.uniform(3.4, 4.7)) for _ in range(40)])
+    assert same.low < 0 < same.high
+    assert same.high - same.low > 3  # noise of the host, which no median of sides tells
+
+
+def test_a_cache_has_room_for_its_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's /dev/shm of 64 MiB holds those of 78,000 tokens in 24 layers, at 4 bytes an expert."""
+    for free, tokens in (
+        (1 << 40, 512 * (256 + 512 + 64)),
+        (64 << 20, int(0.9 * (64 << 20)) // (24 * 8 * 4)),
+    ):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert kv_tokens("qwen3-30b-a3b") == tokens
 
 
 @pytest.mark.vllm
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_returned_routes_are_measured_on_a_cpu() -> None:
-    how = ["--rollout", "--shape", "tiny", "--turns", "1"]
+    how = ["--rollout", "--shape", "tiny", "--rounds", "2"]
     command = [sys.executable, "-m", "benchmarks.routes", *how]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
