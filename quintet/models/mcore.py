@@ -11,11 +11,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from quintet.models.weight import Weight
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) along each dim of a full tensor."""
+_BOXES = 1 << 16
+"""Whose sizes are remembered: a model of experts has ten thousands of parts, and few boxes."""
 
 _FUSED_NORMS = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
@@ -147,6 +150,7 @@ def _in_row(at: int, inner: Box, start: int, stop: int) -> Iterator[Box]:
         yield ((at, at + 1), *box)
 
 
+@lru_cache(maxsize=_BOXES)
 def meet(a: Box, b: Box) -> Box | None:
     """Return what two boxes of one tensor share; None for nothing."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
@@ -189,6 +193,7 @@ def split(box: Box, units: Sequence[int], limit: int) -> Iterator[Box]:
     yield box
 
 
+@lru_cache(maxsize=_BOXES)
 def volume(box: Box) -> int:
     """Return the number of elements of a box."""
     return math.prod(box_sizes(box))
@@ -199,6 +204,7 @@ def whole_box(shape: Iterable[int]) -> Box:
     return tuple((0, n) for n in shape)
 
 
+@lru_cache(maxsize=_BOXES)
 def box_sizes(box: Box) -> tuple[int, ...]:
     """Return the shape of what is in a box."""
     return tuple(stop - start for start, stop in box)

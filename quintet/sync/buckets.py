@@ -30,7 +30,7 @@ class Entry:
     dtype: Dtype
     offset: int = 0
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return volume(self.box) * self.dtype.itemsize
 
@@ -92,14 +92,14 @@ def _pieces(whole: Entry, bucket_bytes: int, units: Mapping[str, tuple[int, ...]
         return
     limit = bucket_bytes // whole.dtype.itemsize
     for box in split(whole.box, units.get(whole.name, (1,) * len(whole.box)), limit):
-        yield replace(whole, box=box)
+        yield whole if box == whole.box else replace(whole, box=box)
 
 
 def laid_out(entries: Iterable[Entry]) -> Bucket:
     """Return a bucket of these entries, one behind another."""
     placed, end = [], 0
     for one in entries:
-        placed.append(replace(one, offset=_aligned(end)))
+        placed.append(Entry(one.name, one.shape, one.box, one.dtype, _aligned(end)))
         end = _aligned(end) + one.nbytes
     return Bucket(tuple(placed), end)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.weights.fp8 import quantized_names
 from quintet.engine.weights.hf import planned_tensors
-from quintet.engine.weights.reshard import Holdings, all_units, gather_holdings
+from quintet.engine.weights.reshard import Holdings, all_units, gather_holdings, without_collections
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape
@@ -92,6 +92,7 @@ class WeightServer:
         self._sequence: list[tuple[SharedMemorySender, int]] = []
         self._looked_at: list[tuple[list[SharedBuffer], list[Connection]]] = []
 
+    @without_collections()
     def plan(self, assignments: Sequence[Sequence[ReceiverSpec]]) -> list[Ticket]:
         """Plan for the receivers that each rank serves (one list a rank, the same on every rank); tickets for this rank's, in
         order. Earlier tickets are void. Collective.

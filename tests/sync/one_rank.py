@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from pathlib import Path
@@ -64,7 +65,9 @@ def shared_memory() -> int:
 
 
 def shared_memory_left() -> int:
-    """What of it is left at once after a server was closed: a process group lets go of it in its own time."""
+    """What of it is left after a server was closed: a process group lets go of it in its own time, errors of tests before when they are
+    collected."""
+    gc.collect()
     deadline = time.monotonic() + 15 * BUSY
     while shared_memory() and time.monotonic() < deadline:
         time.sleep(0.05)
