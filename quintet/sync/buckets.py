@@ -5,7 +5,6 @@ Planning alone: no data.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,12 +34,8 @@ class Entry:
         return volume(self.box) * self.dtype.itemsize
 
     @cached_property
-    def box_shape(self) -> tuple[int, ...]:
-        return box_sizes(self.box)
-
-    @cached_property
     def strides(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.box_shape[dim + 1 :]) for dim in range(len(self.box)))
+        return tuple(volume(self.box[dim + 1 :]) for dim in range(len(self.box)))
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Bucket:
             if flat is None:
                 flat = typed[one.dtype] = memory.view(one.dtype)
             # One call, not three: there may be ten thousands.
-            found.append(flat.as_strided(one.box_shape, one.strides, one.offset // one.dtype.itemsize))
+            found.append(flat.as_strided(box_sizes(one.box), one.strides, one.offset // one.dtype.itemsize))
         return found
 
 
@@ -85,14 +80,10 @@ def in_buckets(
 
 
 def _pieces(whole: Entry, bucket_bytes: int, units: Mapping[str, tuple[int, ...]] | None) -> Iterator[Entry]:
-    if not whole.nbytes:  # a rank with nothing but the vocabulary's padding
-        return
-    if units is None:
-        yield whole
-        return
-    limit = bucket_bytes // whole.dtype.itemsize
-    for box in split(whole.box, units.get(whole.name, (1,) * len(whole.box)), limit):
-        yield whole if box == whole.box else replace(whole, box=box)
+    if whole.nbytes:  # a rank with nothing but the vocabulary's padding wants none of it
+        cuts = None if units is None else units.get(whole.name, (1,) * len(whole.box))
+        boxes = [whole.box] if cuts is None else split(whole.box, cuts, bucket_bytes // whole.dtype.itemsize)
+        yield from (whole if box == whole.box else replace(whole, box=box) for box in boxes)
 
 
 def laid_out(entries: Iterable[Entry]) -> Bucket:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintet.engine.weights.reshard import Round, in_rounds, plan_transfers
-from quintet.models.mcore import split, volume, whole_box
+from quintet.models.mcore import box_sizes, split, volume, whole_box
 from quintet.sync.buckets import ALIGNMENT, Entry, in_buckets, slots
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
@@ -41,7 +41,7 @@ def test_buckets_hold_everything_once_in_order(wanted, size, cut):
             end = one.offset + one.nbytes
             parts.setdefault(one.name, []).append(one)
             assert view.data_ptr() == memory.data_ptr() + one.offset
-            assert (tuple(view.shape), view.dtype) == (one.box_shape, one.dtype)
+            assert (tuple(view.shape), view.dtype) == (box_sizes(one.box), one.dtype)
         assert end == bucket.nbytes
         assert end <= size or len(bucket.entries) == 1
     assert list(parts) == [one.name for one in named]
