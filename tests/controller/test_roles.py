@@ -80,13 +80,14 @@ def of_one_layout(ray_cluster: Cluster, model_dir: Path) -> list[float]:  # noqa
         pytest.param({"tp": 2}, marks=pytest.mark.slow, id="tp2"),
         pytest.param({"cp": 2}, marks=pytest.mark.nightly, id="cp2"),
         pytest.param({"pp": 2}, marks=pytest.mark.nightly, id="pp2"),
+        pytest.param({"cp": 2, "dynamic_cp": True}, marks=pytest.mark.nightly, id="dynamic_cp2"),
     ],
 )
 def test_a_critic_of_another_layout(
     ray_cluster: Cluster,
     model_dir: Path,  # noqa: F811
     of_one_layout: list[float],
-    critic: dict[str, int],
+    critic: dict[str, Any],
 ) -> None:
     found, controller = two_steps(ray_cluster, recipe_of(model_dir, critic, offload_optimizer=1.0))
     with controller.workers:

@@ -312,6 +312,14 @@ def _of_the_newest(original: Any, exchange: Any, *args: Any) -> Any:
     return original(_Latest(), *args)
 
 
+def _recomputed_as_the_newest(original: Any, exchange: Any, *args: Any) -> Any:
+    """What is computed again communicates as the micro-batch that passed last. The first time no gradient is recorded."""
+    if not torch.is_grad_enabled():
+        _Latest.row = exchange
+        return original(exchange, *args)
+    return original(_Latest.row, *args)
+
+
 def _ahead_by_layout(original: Any, *args: Any) -> Any:
     """What a depth is trained on, of a row that ranks share, is cut into the parts of the largest cell: the rest is nobody's."""
     micro = original(*args)
@@ -403,6 +411,12 @@ MISTAKES = {
         ("gradients", "norm"),
         "quintet.engine.layers.context_parallel:AllGather.before",
         _of_the_newest,
+    ),
+    "what is computed again is of the newest row's group": Mistake(
+        Case("qwen3", cp=2, pp=2, vpp=2, recompute="full", mixed=True),
+        ("gradients", "norm"),
+        "quintet.engine.layers.context_parallel:AllGather.before",
+        _recomputed_as_the_newest,
     ),
     "targets ahead are cut by the layout's cp": Mistake(
         Case("mimo", mtp=1, cp=4, mixed=True),

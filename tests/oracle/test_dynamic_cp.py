@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
-from quintet.packing import Cell, Plan, RankCell, rank_cells
+from quintet.packing import Cell, Plan, RankCell, alignment_of, rank_cells
 from tests.oracle.cases import Case
 from tests.oracle.compare import assemble, relative
 from tests.oracle.data import TEMPERATURE, VOCAB, loss_mask
 from tests.oracle.lora import written
-from tests.oracle.pool import Pool
+from tests.oracle.pool import Pool, PoolError
 from tests.oracle.ranks import Objective, Piece, cuts, engine_of, gather_gradients, pieces
 
 ONE_LONG = [[3, 24, 5], [7, 7, 7, 7, 7], [11], [4, 3, 17, 6]]
@@ -88,6 +88,10 @@ def told(
         cells += [RankCell([])] * (-len(cells) % case.pp)
     mine = select(whole, samples)
     objective = Objective("lm", int(sum(map(sum, map(loss_mask, lengths)))))
+    for (micro, _), cell in zip(engine._pipeline.rows(mine, cells), cells, strict=True):
+        sizes = [lengths[samples[i]] for i in cell.samples]
+        want = alignment_of(engine.layout, cell.cp).row(sizes) // cell.cp
+        assert micro.tokens == want, f"{micro.tokens} tokens on a rank, where the plan has {want}"
     turns: list[str] = []
     engine.tell_turns(turns.append)
     outputs = engine.forward(mine, cells, TEMPERATURE)
@@ -185,3 +189,20 @@ def test_an_exchange_over_the_group_of_the_mesh_is_seen(pool: Pool, models: Path
     check(pool, models, case, lengths, plan)
     with pytest.raises(AssertionError, match="comparison failed"):
         check(pool, models, case, lengths, plan, told_over_the_mesh)
+
+
+def told_aligned_as_the_largest(*args: Any) -> Any:
+    """As `told`, with every row padded as one of all ranks of a block."""
+    from quintet.engine import pipeline
+
+    real = pipeline.alignment_of
+    with mock.patch.object(pipeline, "alignment_of", lambda layout, cp: real(layout, layout.cp)):
+        return told(*args)
+
+
+def test_padding_of_the_largest_cell_is_seen(pool: Pool, models: Path) -> None:
+    """Nothing is wrong then but the budget, which a plan keeps by each cell's own alignment."""
+    case, lengths = Case("qwen3", cp=4, mixed=True), [5] * 4
+    plan = Plan([[Cell([k], range(k, k + 1)) for k in range(4)]], 4)
+    with pytest.raises(PoolError, match="8 tokens on a rank, where the plan has 5"):
+        check(pool, models, case, lengths, plan, told_aligned_as_the_largest)
