@@ -3,6 +3,7 @@
     python -m benchmarks.dynamic_cp --gpus 4                             Qwen3-8B's shape over NVLink, both mixes of lengths
     python -m benchmarks.dynamic_cp --gpus 4 --shape qwen3-30b-a3b       a mixture of experts, 12 of its 48 layers
     python -m benchmarks.dynamic_cp --gpus 4 --slow-links                GPUs that reach each other through sockets alone
+    python -m benchmarks.dynamic_cp --gpus 4 --old-logprobs              steps as GRPO's on one batch, but for the generation
     python -m benchmarks.dynamic_cp --gpus 4 --plans 200                 random plans, whose losses and gradients are compared
     python -m benchmarks.dynamic_cp --gpus 2 --shape tiny                a dry run, on a CPU
 
@@ -245,6 +246,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--turns", type=int, default=5, help="how often the sides take their turn (default 5)")
     add("--calibration-turns", type=int, default=2, help="of each micro-batch that is timed (default 2)")
     add("--slow-links", action="store_true", help="GPUs reach each other through sockets alone")
+    add(
+        "--old-logprobs",
+        action="store_true",
+        help="a step has a pass for old log-probs before its update, as GRPO's",
+    )
     add("--plans", type=int, help="run so many random plans instead")
     add("--timeout-s", type=float, default=300.0, help="longest silence of a rank (default 300)")
     add("--write", action="store_true", help="keep the records in benchmarks/results/dynamic_cp.json")
@@ -254,6 +260,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.plans and args.gpus == 1:
         parser.error("--plans needs ranks that share rows: --gpus 2, 4 or 8")
     return args
+
+
+def ending_of(args: argparse.Namespace) -> str:
+    """What cases' names end in where a run is not the usual one."""
+    return "-old-logprobs" * args.old_logprobs + "-slow-links" * args.slow_links
 
 
 def main() -> None:
@@ -266,13 +277,14 @@ def main() -> None:
         stream = answer_stream()
         from benchmarks.dynamic_cp_worker import serve
 
-        serve(work, stream)
+        serve(work, args.old_logprobs, stream)
         return
     import torch  # noqa: F401  (of which records learn what hardware this is)
 
     same_work = ["--shape", args.shape, "--gpus", str(args.gpus)]
     for option, value in (("--layers", args.layers), ("--most-tokens", args.most_tokens)):
         same_work += [option, str(value)] if value else []
+    same_work += ["--old-logprobs"] if args.old_logprobs else []
     ranks = Side(
         f"{work.title} on {args.gpus} ranks",
         ["benchmarks.dynamic_cp", "--worker", *same_work],
@@ -285,7 +297,7 @@ def main() -> None:
         if args.plans:
             made = run_plans(ranks, work, args.plans)
         else:
-            machine, ending = Machine(ranks, work), "-slow-links" if args.slow_links else ""
+            machine, ending = Machine(ranks, work), ending_of(args)
             made = calibrated(machine, args.calibration_turns, ending)
             for mix in (args.mix or work.mixes) if args.gpus > 1 else ():
                 print(f"{mix}: {len(work.lengths(mix))} samples, {sum(work.lengths(mix))} tokens", flush=True)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.dynamic_cp_work import Work, random_plan, work_of
 from benchmarks.engine_work import TRAINED_FROM
-from benchmarks.engine_worker import fill, join, settle, timed
+from benchmarks.engine_worker import fill, join, timed
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
@@ -38,8 +38,11 @@ PLAN_SAMPLES, PLAN_LONGEST, PLAN_ROUNDS = 24, 96, 4
 class Loop:
     """An engine in a layout, and the batch that plans are of."""
 
-    def __init__(self, work: Work, layout: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, work: Work, layout: dict[str, Any], device: torch.device, old_logprobs: bool = False
+    ) -> None:
         self.work, self.device, self.objective = work, device, sft_objective()
+        self.old_logprobs = old_logprobs
         recipe: dict[str, Any] = {"recompute": work.recompute, "tokens_per_microbatch_per_rank": work.most}
         self.engine = Engine(
             work.model,
@@ -64,13 +67,15 @@ class Loop:
         """Take a step; this rank's share of the loss, and the gradient norm."""
         mesh = self.engine.mesh
         cells = rank_cells(plan.rounds, mesh.at("dp") * mesh.sizes.cp + mesh.at("cp"))
+        if self.old_logprobs:
+            self.engine.forward(self.batch, cells)
         result = self.engine.forward_backward(self.batch, cells, self.objective)
         norm = self.engine.optimizer_step()["grad_norm"]
         return result.loss if result is not None else 0.0, norm
 
 
-def serve(work: Work, answers: TextIO) -> None:
-    """Answer the parent's commands until it says quit."""
+def serve(work: Work, old_logprobs: bool, answers: TextIO) -> None:
+    """Answer the parent's commands until it says quit. old_logprobs: a step begins with a pass for them, by the same plan."""
     device = join()
     loop: Loop | None = None
     print(json.dumps({}), file=answers)
@@ -80,7 +85,7 @@ def serve(work: Work, answers: TextIO) -> None:
         if command["do"] == "quit":
             break
         if command["do"] == "engine":
-            loop = Loop(work, work.layout, device)
+            loop = Loop(work, work.layout, device, old_logprobs)
             answer = {"layers": loop.engine.describe(), "groups_mib": loop.engine._groups_bytes / 2**20}
         elif command["do"] == "links":
             answer = {"gb_s": links(command["mib"], device)}
@@ -93,7 +98,6 @@ def serve(work: Work, answers: TextIO) -> None:
                 loop.take(command["lengths"])
             else:
                 answer = _step(loop, command["rounds"], device)
-        settle(device)
         print(json.dumps(answer), file=answers)
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from benchmarks.dynamic_cp import Ran, arguments, same
+from benchmarks.dynamic_cp import Ran, arguments, ending_of, same
 from benchmarks.dynamic_cp_work import (
     NVIDIA,
     Side,
@@ -108,6 +108,12 @@ def test_sides_that_do_other_work_are_refused() -> None:
         arguments(["--gpus", "1", "--plans", "3"])
 
 
+def test_cases_say_what_is_not_usual() -> None:
+    assert not ending_of(arguments([]))
+    assert ending_of(arguments(["--slow-links"])) == "-slow-links"
+    assert ending_of(arguments(["--slow-links", "--old-logprobs"])) == "-old-logprobs-slow-links"
+
+
 def dry_run(*options: str) -> str:
     command = [sys.executable, "-m", "benchmarks.dynamic_cp", "--shape", "tiny", "--gpus", "2", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -124,6 +130,12 @@ def test_dynamic_cp_is_measured_on_a_cpu() -> None:
         ), case
     for constant in ("fixed", "quadratic", "exchange_2", "gather", "groups"):
         assert f"tiny/2ranks/calibration {constant}: " in told
+
+
+@pytest.mark.nightly
+def test_steps_with_old_logprobs_are_measured_on_a_cpu() -> None:
+    told = dry_run("--turns", "1", "--calibration-turns", "1", "--old-logprobs")
+    assert "tiny/2ranks/short/longest-old-logprobs tokens_per_s: " in told
 
 
 @pytest.mark.nightly
