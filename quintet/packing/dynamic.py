@@ -326,9 +326,11 @@ def _by_cost(
         for level, samples in classes
         for cell in fewest_cells(samples, level.tokens, level.room)
     ]
-    left, rounds = [ranks] * count, [list[_Sized]() for _ in range(count)]
+    left, rounds, begin = [ranks] * count, [list[_Sized]() for _ in range(count)], 0
     for cell in sorted(cells, key=lambda one: (*first(one[0], one[1]), one[2])):
-        number = next((k for k, ranks_left in enumerate(left) if ranks_left >= cell[1]), None)
+        while begin < count and not left[begin]:
+            begin += 1
+        number = next((k for k in range(begin, count) if left[k] >= cell[1]), None)
         if number is None:
             return None
         left[number] -= cell[1]

@@ -249,7 +249,10 @@ def spread(
             load = waiting[lane][first[lane]][0]
             adds = level[lane]
             if peak_weight is not None:
-                adds = max(load + c - adds, 0.0) + peak_weight * max(load + c - peak, 0.0)
+                after = load + c
+                adds = after - adds if after > adds else 0.0
+                if after > peak:
+                    adds += peak_weight * (after - peak)
             if best is None or (adds, load, lane) < best:
                 best = adds, load, lane
                 most_key = adds if peak_weight is None else adds - c + ROUNDING * (peak + c)
