@@ -168,7 +168,7 @@ class ReplayedRoutes(Routes):
         self._kept = record.kept
 
     def _row(self, number: int, micro: MicroBatch, routers: Routers) -> RowRoutes:
-        there = micro.owner.chunk(routers.slices)[routers.part] >= 0
+        there = micro.real.chunk(routers.slices)[routers.part]
         told = upload(self._kept[number], routers.device)
         return RowRoutes(routers.layers, told, upload(there, routers.device))
 

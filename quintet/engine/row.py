@@ -67,7 +67,8 @@ class MicroBatch:
     """One rank's part of a packed micro-batch.
 
     input_ids: [1, T / cp]. positions: [T / cp], in each token's own sequence; owner: [T / cp] that sequence's sample, a
-    number in the rank's batch, or -1 for padding at the row's end.
+    number in the rank's batch, or -1 for padding at the row's end; real: bool [T / cp], whether it is a token of that sample, and not
+    padding after it.
     lengths: of the row's sequences, padding included, before they are cut.
     cp, cp_rank: in how many parts the row is cut, and which one this is.
     targets: of each head; the first set is that of the model's own, whose tokens are all that the others have.
@@ -78,6 +79,7 @@ class MicroBatch:
     input_ids: Tensor
     positions: Tensor
     owner: Tensor
+    real: Tensor
     lengths: list[int]
     cp: int
     cp_rank: int
@@ -154,6 +156,7 @@ def pack(
         input_ids=input_ids[held][None],
         positions=positions[held],
         owner=owner[held],
+        real=real[held],
         lengths=lengths,
         cp=cp,
         cp_rank=cp_rank,
