@@ -2,7 +2,7 @@
 
     python -m benchmarks.dynamic_cp --gpus 4                             Qwen3-8B's shape over NVLink, both mixes of lengths
     python -m benchmarks.dynamic_cp --gpus 4 --shape qwen3-30b-a3b       a mixture of experts, 12 of its 48 layers
-    python -m benchmarks.dynamic_cp --gpus 4 --slow-links                GPUs that reach each other through sockets alone
+    python -m benchmarks.dynamic_cp --gpus 4 --slow-links                GPUs that reach each other as nodes do
     python -m benchmarks.dynamic_cp --gpus 4 --old-logprobs              steps as GRPO's on one batch, but for the generation
     python -m benchmarks.dynamic_cp --gpus 4 --plans 200                 random plans, whose losses and gradients are compared
     python -m benchmarks.dynamic_cp --gpus 2 --shape tiny                a dry run, on a CPU
@@ -36,8 +36,8 @@ from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.sides import Side, answer_stream
 from quintet.packing import CellCosts, Plan
 
-SLOW = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-"""Neither NVLink nor memory of the host that GPUs share: what is left is the network's sockets."""
+SLOW = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+"""Neither NVLink nor memory of the host that GPUs share: what is left is what nodes have, InfiniBand or sockets."""
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
 """Of losses and gradient norms of the same samples."""
 ROUNDS_TIMED = 4
@@ -245,7 +245,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--mix", action="append", help="of lengths: tail32k or nvidia; may be repeated (default: both)")
     add("--turns", type=int, default=5, help="how often the sides take their turn (default 5)")
     add("--calibration-turns", type=int, default=2, help="of each micro-batch that is timed (default 2)")
-    add("--slow-links", action="store_true", help="GPUs reach each other through sockets alone")
+    add("--slow-links", action="store_true", help="GPUs reach each other as nodes do")
     add(
         "--old-logprobs",
         action="store_true",

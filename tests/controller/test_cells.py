@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,12 +38,19 @@ def prompt(number: int, response: list[int]) -> Prompt:
     return Prompt(number, "", ids, "", "", "", response, "")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "aggregation",
+    [
+        pytest.param("token_mean", marks=pytest.mark.slow),
+        pytest.param("sequence_mean", marks=pytest.mark.nightly),
+        pytest.param("fixed_length", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_ranks_tell_adds_up_and_is_the_same_of_cells_of_one_rank(
-    ray_cluster: Cluster, model_dir: Path
+    ray_cluster: Cluster, model_dir: Path, aggregation: str
 ) -> None:
     """From the same weights on the same samples, static and dynamic, every metric of a step."""
-    static, dynamic = (steps(ray_cluster, model_dir, dynamic) for dynamic in (False, True))
+    static, dynamic = (steps(ray_cluster, model_dir, dynamic, aggregation) for dynamic in (False, True))
     for one, other in zip(static, dynamic, strict=True):
         assert other.tally._counts == one.tally._counts
         assert other.loss == pytest.approx(one.loss, rel=1e-5, abs=1e-6)
@@ -51,7 +59,7 @@ def test_what_ranks_tell_adds_up_and_is_the_same_of_cells_of_one_rank(
         assert other.tally.means() == pytest.approx(means, rel=1e-5, abs=1e-6)
 
 
-def steps(ray_cluster: Cluster, model_dir: Path, dynamic: bool) -> list[Update]:
+def steps(ray_cluster: Cluster, model_dir: Path, dynamic: bool, aggregation: Any) -> list[Update]:
     """A step of each kind, of which each rank's part is checked on the way."""
     recipe = schema.Recipe(
         cluster=schema.Cluster(ranks=2, device="cpu"),
@@ -59,6 +67,7 @@ def steps(ray_cluster: Cluster, model_dir: Path, dynamic: bool) -> list[Update]:
         layout=schema.Layout(cp=2, dynamic_cp=dynamic),
         rollout=schema.Rollout(layout=schema.RolloutLayout(tp=1)),
         engine=schema.Engine(tokens_per_microbatch_per_rank=16),
+        algorithm=schema.Algorithm(aggregation=aggregation),
         mismatch=schema.Mismatch(replay_samples_per_step=3),
     )
     controller = Controller(ray_cluster, recipe, model_dir, trained_shape(model_dir))
@@ -84,8 +93,13 @@ def steps(ray_cluster: Cluster, model_dir: Path, dynamic: bool) -> list[Update]:
         result = trained(controller, batch, policy_objective(recipe.algorithm, recipe.mismatch))
         assert set(result.replayed) == {0, 1, 2}
         lengths = torch.tensor([one.response_tokens for one in samples.generated])
-        # The first step's ratios are 1: the loss is the mean advantage, of tokens.
-        assert result.loss == pytest.approx(-float((advantages * lengths).sum() / lengths.sum()), rel=1e-4)
+        # The first step's ratios are 1: the loss is the mean advantage.
+        sums = {
+            "token_mean": (advantages * lengths).sum() / lengths.sum(),
+            "sequence_mean": advantages.mean(),
+            "fixed_length": (advantages * lengths).sum() / (6 * recipe.rollout.max_response_tokens),
+        }
+        assert result.loss == pytest.approx(-float(sums[aggregation]), rel=1e-4)
 
         imitated = [prompt(n, [6, 7, 8, 9][: n + 1]) for n in range(4)]
         batch = controller.scatter_responses(imitated)
