@@ -24,6 +24,8 @@ from tests.security.stranger import Stranger
 from tests.security.test_sync import outward
 
 ROOT = Path(__file__).parents[2]
+LOOPBACKS = {LOOPBACK, "::1", f"::ffff:{LOOPBACK}"}
+"""The last is the first, as a socket of IPv6 names it."""
 TINY = [
     *(
         "model.build.layers=1",
