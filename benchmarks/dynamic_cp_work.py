@@ -14,7 +14,16 @@ import numpy as np
 
 from benchmarks.engine_work import MODELS, Lengths
 from quintet.models import ModelShape, family_of
-from quintet.packing import Cell, CellCosts, Plan, alignment, plan_cells, plan_microbatches, plan_time
+from quintet.packing import (
+    Cell,
+    CellCosts,
+    Plan,
+    alignment,
+    cell_sizes,
+    plan_cells,
+    plan_microbatches,
+    plan_times,
+)
 
 LONG = Lengths(median=2048, sigma=1.2, shortest=64, longest=32768)
 """A log-normal body, with a tail that is cut at 32k."""
@@ -137,7 +146,7 @@ def candidates(work: Work, longest: int) -> list[Side]:
     size of static cells, and dynamic ones, at the budgets that hold it and fit the memory, each twice the last."""
     base = smallest_budget(longest, work.gpus)
     sides = [Side(work.gpus, base, True), Side(work.gpus, base)]
-    for cp in sizes(work.gpus):
+    for cp in cell_sizes(work.gpus):
         budget = smallest_budget(longest, cp)
         while budget <= max(work.most, base):
             sides.append(Side(cp, budget))
@@ -145,11 +154,6 @@ def candidates(work: Work, longest: int) -> list[Side]:
                 sides.append(Side(cp, budget, True))
             budget *= 2
     return list(dict.fromkeys(sides))
-
-
-def sizes(ranks: int) -> list[int]:
-    """1, 2, 4 and so on, up to all ranks."""
-    return [1 << n for n in range(ranks.bit_length())]
 
 
 # the model of time, by what the device takes
@@ -179,7 +183,7 @@ class Point(NamedTuple):
         padded = aligned(self.cp).padded(self.length)
         tokens, squares = self.count * padded, self.count * padded**2
         exchanged = [
-            tokens * (self.cp - 1) / self.cp if size == self.cp else 0.0 for size in sizes(ranks)[1:]
+            tokens * (self.cp - 1) / self.cp if size == self.cp else 0.0 for size in cell_sizes(ranks)[1:]
         ]
         return [1.0, tokens / self.cp, squares / self.cp, *exchanged]
 
@@ -189,7 +193,7 @@ def points(work: Work) -> list[Point]:
     longest = max(law.longest for law, _ in work.mixes.values())
     budget = min(smallest_budget(longest, work.gpus), work.most)
     found = []
-    for cp in sizes(work.gpus):
+    for cp in cell_sizes(work.gpus):
         row = budget * cp
         short = max(row // 32, 2 * cp)
         found += [
@@ -227,7 +231,7 @@ def fit(found: Sequence[tuple[Point, float]], ranks: int) -> tuple[float, CellCo
 
 def modelled(plan: Plan, work: Work, lengths: Sequence[int], costs: CellCosts) -> float:
     """Return the time that a plan is modelled to take, in tokens."""
-    return plan_time(plan, lengths, costs, aligned, coupled=work.coupled)
+    return plan_times(plan, lengths, costs, aligned, coupled=work.coupled)[0]
 
 
 # plans that are as good as any other

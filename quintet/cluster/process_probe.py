@@ -80,8 +80,7 @@ def inspect(processes: list[RankProcess], wait_s: float = 1.5) -> dict[int, Repo
         # Complete once it has grown and then stood still for one turn.
         waiting = [p for p in waiting if not (asked[p.rank] < sizes[p.rank] == grown.get(p.rank))]
         grown = sizes
-    reports = {process.rank: _report(process, asked.get(process.rank)) for process in processes}
-    return {process.rank: _with_turn(reports[process.rank], process) for process in processes}
+    return {process.rank: _report(process, asked.get(process.rank)) for process in processes}
 
 
 def stopped(processes: list[RankProcess]) -> dict[int, str]:
@@ -113,12 +112,7 @@ def death_report(process: RankProcess, wait_s: float = 1.0) -> Report:
         status = _exit_status(process.pid)
         time.sleep(0.0005)
     report = _report(process, None)
-    report = _with_turn(report, process)
     return replace(report, alive=False, state=status) if status else report
-
-
-def _with_turn(report: Report, process: RankProcess) -> Report:
-    return replace(report, turn=_read(turn_file(process.stacks)))
 
 
 def _exit_status(pid: int) -> str | None:
@@ -161,6 +155,10 @@ def _find(process: RankProcess) -> psutil.Process | None:
 
 
 def _report(process: RankProcess, asked_at: int | None) -> Report:
+    return replace(_state(process, asked_at), turn=_read(turn_file(process.stacks)))
+
+
+def _state(process: RankProcess, asked_at: int | None) -> Report:
     found = _find(process)
     written = _read(process.stacks)
     log_tail = "\n".join(_read(process.log, process.log_begins).strip().splitlines()[-20:])

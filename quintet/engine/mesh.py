@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quintet.packing import cell_sizes
+
 if TYPE_CHECKING:  # what reads shards of a rank elsewhere has no need of megatron-core
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -44,7 +46,7 @@ class Sizes:
     @property
     def cp_sizes(self) -> list[int]:
         """How many ranks may share a row, ascending."""
-        return [1 << n for n in range(self.cp.bit_length())] if self.dynamic_cp else sorted({1, self.cp})
+        return cell_sizes(self.cp) if self.dynamic_cp else sorted({1, self.cp})
 
     def sharing(self, size: int) -> list[list[int]]:
         """Return the groups of `size` neighbouring ranks along cp."""

@@ -175,9 +175,8 @@ def _take(flat: Tensor, at: Tensor, there: Tensor, fill: Any) -> Tensor:
     """Flat values at the row's tokens, and `fill` where there are none."""
     if not len(flat):
         return flat.new_full((len(at), *flat.shape[1:]), fill)
-    out = flat.index_select(
-        0, at.where(there, 0)
-    )  # faster than what a mask selects: all rows, then the few that are none
+    # Faster than what a mask selects: all rows, then the few that are none.
+    out = flat.index_select(0, at.where(there, 0))
     out[~there] = fill
     return out
 

@@ -8,12 +8,13 @@ from quintet.packing.plan import (
     Plan,
     PlanTime,
     RankCell,
+    cell_sizes,
     plan_microbatches,
     rank_cells,
     split_evenly,
     target_counts,
 )
-from quintet.packing.time_model import CellCosts, plan_time
+from quintet.packing.time_model import CellCosts, plan_times
 
 __all__ = [
     "FP8_TOKENS",
@@ -25,10 +26,11 @@ __all__ = [
     "RankCell",
     "alignment",
     "alignment_of",
+    "cell_sizes",
     "length_buckets",
     "plan_cells",
     "plan_microbatches",
-    "plan_time",
+    "plan_times",
     "rank_cells",
     "row_buckets",
     "split_evenly",

@@ -23,7 +23,16 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from quintet.errors import UserError
 from quintet.packing.align import Alignment
-from quintet.packing.plan import Bin, Cell, Plan, PlanTime, fewest_cells, plan_microbatches, spread
+from quintet.packing.plan import (
+    Bin,
+    Cell,
+    Plan,
+    PlanTime,
+    cell_sizes,
+    fewest_cells,
+    plan_microbatches,
+    spread,
+)
 from quintet.packing.time_model import CellCosts, plan_times
 
 PARTS = 1, 2, 4, 6, 8, 12, 16
@@ -73,7 +82,7 @@ def plan_cells(
 
     lengths: tokens of each sample. dp: blocks of cp ranks, cp a power of two. budget: most tokens of a micro-batch on one rank,
     padding included. alignment: of a row, by the number of ranks that share it. multiple: the count of rounds is a multiple
-    of it. coupled, fill: as in `plan_time`. key: the layout's in the recipe.
+    of it. coupled, fill: as in `plan_times`. key: the layout's in the recipe.
 
     Raises UserError naming a sample that does not fit a whole block, and the smallest settings that it fits.
     """
@@ -121,7 +130,7 @@ def _levels(
 ) -> list[_Level]:
     """Cells of every size, 1 first."""
     found = []
-    for size in (1 << n for n in range(cp.bit_length())):
+    for size in cell_sizes(cp):
         align = alignment(size)
         room = align.room(budget * size)
         padded = {n: align.padded(n) for n in set(lengths)}
@@ -135,8 +144,7 @@ def _levels(
 def _too_long(
     sample: int, tokens: int, cp: int, budget: int, alignment: Callable[[int], Alignment], key: str
 ) -> str:
-    sizes = [1 << n for n in range(cp.bit_length())]
-    needed = min(alignment(size).row([tokens]) // size for size in sizes)
+    needed = min(alignment(size).row([tokens]) // size for size in cell_sizes(cp))
     size = cp
     while size < tokens and alignment(size).row([tokens]) > alignment(size).room(budget * size):
         size *= 2

@@ -58,6 +58,11 @@ class RankCell(NamedTuple):
         return self.place == 0
 
 
+def cell_sizes(cp: int) -> list[int]:
+    """Return how many ranks a cell may have where blocks of `cp` ranks, a power of two, are cut: 1, 2, 4 … cp."""
+    return [1 << n for n in range(cp.bit_length())]
+
+
 class PlanTime(NamedTuple):
     """What a plan is modelled to take, in no unit. bound: no plan takes less. static: the plan of whole blocks does; None where samples
     do not fit it."""

@@ -41,24 +41,6 @@ class CellCosts:
         return self.fixed + self.share(alignment.row(lengths), squares, cp)
 
 
-def plan_time(
-    plan: Plan,
-    lengths: Sequence[int],
-    costs: CellCosts,
-    alignment: Callable[[int], Alignment],
-    *,
-    coupled: int = 1,
-    fill: float = 0.0,
-) -> float:
-    """Return the modelled time of a plan: that of the rank which is done last.
-
-    A rank begins a cell once all ranks of the cell have come to it. alignment: of a row, by the size of its cell. coupled: so many
-    neighbouring ranks wait for each other in every micro-batch, as those with experts of the same layer do. fill: the
-    share of the costliest micro-batch that a pipeline stands still for, (pp - 1) / vpp.
-    """
-    return plan_times(plan, lengths, costs, alignment, coupled=coupled, fill=fill)[0]
-
-
 def plan_times(
     plan: Plan,
     lengths: Sequence[int],
@@ -68,7 +50,12 @@ def plan_times(
     coupled: int = 1,
     fill: float = 0.0,
 ) -> tuple[float, float]:
-    """Return the modelled time of a plan, as `plan_time`, and the sum of what all ranks work in it."""
+    """Return the modelled time of a plan, that of the rank which is done last, and the sum of what all ranks work in it.
+
+    A rank begins a cell once all ranks of the cell have come to it. alignment: of a row, by the size of its cell. coupled: so many
+    neighbouring ranks wait for each other in every micro-batch, as those with experts of the same layer do. fill: the
+    share of the costliest micro-batch that a pipeline stands still for, (pp - 1) / vpp.
+    """
     ranks = plan.rounds[0][-1].ranks.stop
     clock, costliest, work = [0.0] * ranks, 0.0, 0.0
     for cells in plan.rounds:

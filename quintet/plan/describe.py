@@ -12,7 +12,7 @@ from quintet.models import ModelShape, held_shape
 from quintet.models.family import table_of
 from quintet.models.lora import adapted, adapter_parameters, linears
 from quintet.models.shape import route_bytes
-from quintet.packing import alignment_of
+from quintet.packing import alignment_of, cell_sizes
 from quintet.plan.fullest import fullest_rank, layers_of, setup_of
 from quintet.plan.memory import packed_bytes
 from quintet.plan.saves import checkpoint_bytes
@@ -130,7 +130,7 @@ def _devices(recipe: Recipe, command: str) -> str | None:
 def _layout(recipe: Recipe) -> str:
     ranks, layout = recipe.cluster.ranks, recipe.layout
     sp, vpp = " with sp" if layout.sp else "", f" with vpp {layout.vpp}" if layout.vpp > 1 else ""
-    sizes = ", ".join(str(1 << n) for n in range(layout.cp.bit_length()))
+    sizes = ", ".join(map(str, cell_sizes(layout.cp)))
     dynamic = f" (dynamic: {sizes} for each micro-batch)" if layout.dynamic_cp else ""
     cp = f" × cp {layout.cp}{dynamic}" if layout.cp > 1 else ""
     return (

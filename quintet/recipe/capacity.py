@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.packing import alignment_of
+from quintet.packing import alignment_of, cell_sizes
 from quintet.recipe.schema import Recipe
 
 
@@ -24,12 +24,6 @@ def overflow(recipe: Recipe, tokens: int) -> str | None:
 
 def _fits_smaller(recipe: Recipe, tokens: int) -> bool:
     """Whether a group of fewer than layout.cp ranks holds it, whose rows are padded to less."""
-    budget, sizes = (
-        recipe.engine.tokens_per_microbatch_per_rank,
-        (1 << n for n in range(recipe.layout.cp.bit_length())),
-    )
-    return any(
-        aligned.row([tokens]) <= aligned.room(budget * n)
-        for n in sizes
-        for aligned in [alignment_of(recipe.layout, n)]
-    )
+    budget, sizes = recipe.engine.tokens_per_microbatch_per_rank, cell_sizes(recipe.layout.cp)
+    aligned = {n: alignment_of(recipe.layout, n) for n in sizes}
+    return any(aligned[n].row([tokens]) <= aligned[n].room(budget * n) for n in sizes)

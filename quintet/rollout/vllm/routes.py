@@ -1,7 +1,8 @@
 """The experts that each token was sent to.
 
 vLLM tells them with its samples on GPUs, where its scheduler is made to keep those of a request that loses its place. Its runner for
-the CPU does not; there they are written down inside its worker, at the routers. A token found in the prefix cache passes no router, so on CPU that cache is off where routes are asked for.
+the CPU does not; there they are written down inside its worker, at the routers. A token found in the prefix cache passes no router,
+so on CPU that cache is off where routes are asked for.
 """
 
 from __future__ import annotations
