@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from quintet.rewards import math_equality
-from quintet.rewards.load import BUILT_IN, load_reward
+from quintet.rewards.load import BUILT_IN, RewardFunction, load_reward
 from quintet.rewards.math_equality import PROCESSOR_S
+from quintet.rewards.result import RewardResult
 from tests.patience import BUSY
 
 ROWS = range(6)
@@ -78,6 +79,20 @@ MOST_S = BUSY * 0.1 + PROCESSOR_S
 """What ends a child comes with a clock's tick, another is forked, and our own looking at the text takes some time too."""
 
 
+def answered_in_time(reward: RewardFunction, response: str, gold: str) -> RewardResult:
+    """What an answer is worth, within `MOST_S`: other threads of this process and the collector spend too,
+    so one that took longer is asked again, twice at most."""
+    took = []
+    for _ in range(3):
+        math_equality.equivalent.cache_clear()
+        start = spent()
+        result = reward("", response, gold)
+        took.append(spent() - start)
+        if took[-1] < MOST_S:
+            return result
+    raise AssertionError(f"each of three tries took over {MOST_S} s: {took} ({response[:60]}, {gold[:60]})")
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=[pytest.mark.slow] if one == "math" else []) for one in BUILT_IN]
 )
@@ -86,18 +101,14 @@ def test_no_answer_takes_long(name: str) -> None:
     gold = {"math": "\\sqrt{12}", "countdown": "1,2:3"}.get(name, "18")
     for answer in [*HOSTILE, *LONG]:
         for response in (f"\\boxed{{{answer}}}", f"The answer is ${answer}$.", answer):
-            start = spent()
-            assert reward("", response, gold).reward <= 1
-            assert spent() - start < MOST_S, answer[:60]
+            assert answered_in_time(reward, response, gold).reward <= 1
 
 
 @pytest.mark.slow
 def test_as_gold_they_take_no_longer() -> None:
     reward = load_reward("math")
     for answer in [*HOSTILE, *LONG]:
-        start = spent()
-        assert reward("", "\\boxed{2\\sqrt{3}}", answer).reward == 0
-        assert spent() - start < MOST_S, answer[:60]
+        assert answered_in_time(reward, "\\boxed{2\\sqrt{3}}", answer).reward == 0
 
 
 def test_what_takes_too_long_is_0_and_said_to_be_and_the_next_is_answered() -> None:
