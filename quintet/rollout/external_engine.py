@@ -21,7 +21,7 @@ from quintet.models import read_shape
 from quintet.recipe import schema
 from quintet.rollout.base import Part, Request, Sample, Sampling, in_order
 from quintet.rollout.policy_sample import policy_sample
-from quintet.rollout.seeds import positive_seeds
+from quintet.rollout.seeds import sample_seeds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -202,7 +202,7 @@ class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
                 f"prompt {at} has {tokens} tokens and its response may have {most}; {self.title} was made for "
                 f"{self._longest} in all: raise data.max_prompt_tokens or rollout.max_response_tokens"
             )
-        seeds = positive_seeds(request.seed, request.samples)
+        seeds = sample_seeds(request.seed, request.samples)
         return [self._to_write(request, number, seed, sampling) for number, seed in enumerate(seeds)]
 
     def _run(self, jobs: list[JobT]) -> Generator[tuple[int, AnswerT]]:

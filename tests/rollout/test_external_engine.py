@@ -11,7 +11,7 @@ from quintet.recipe import schema
 from quintet.rollout.base import Request, Sampling
 from quintet.rollout.external_engine import Answer, ExternalEngineRollout, Job
 from quintet.rollout.policy_sample import policy_sample
-from quintet.rollout.seeds import positive_seeds
+from quintet.rollout.seeds import sample_seeds
 from tests.models.directory import write_model
 
 LONGEST = 8 + 4 + 1
@@ -97,7 +97,7 @@ def test_each_sample_is_a_job_with_its_own_seed_and_limit(make):
     assert first[1].policy_logprobs == [-3.0, -4.0, -5.0]
     assert first[0].text == "[3]"
     asked = [job.parameters["seed"] for job in rollout._engine.jobs]
-    assert asked == [*positive_seeds(7, 2), *positive_seeds(9, 1)]
+    assert asked == [*sample_seeds(7, 2), *sample_seeds(9, 1)]
 
 
 THREE = [Request([at], samples=2, seed=at) for at in (10, 20, 30)]

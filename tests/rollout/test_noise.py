@@ -46,31 +46,56 @@ def test_rare_tokens_are_drawn() -> None:
 
 
 def test_it_is_the_published_function() -> None:
-    """Random123's known answers for Philox 4x64 of ten rounds: zeros, and digits of pi."""
+    """Random123's known answers for Philox 4x32 of ten rounds: zeros, ones, and digits of pi."""
     known = {
-        ((0, 0, 0, 0), (0, 0)): (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B),
+        ((0, 0, 0, 0), (0, 0)): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
         (
-            (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89),
-            (0x452821E638D01377, 0xBE5466CF34E90C6C),
-        ): (0xA528F45403E61D95, 0x38C72DBD566E9788, 0xA5A1610E72FD18B5, 0x57BD43B5E52B7FE6),
-    }  # fmt: skip
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+        ): (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    }
     for (counter, key), answer in known.items():
-        found = philox(
-            tuple(np.array([x], np.uint64) for x in counter), tuple(np.array([x], np.uint64) for x in key)
+        found = philox(tuple(map(np.uint64, counter)), (np.uint64(key[0]), np.uint64(key[1])))
+        assert tuple(map(int, found)) == answer
+
+
+def philox_by_hand(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
+    """With Python's numbers, which do not overflow."""
+    a, b, c, d = counter
+    for n in range(10):
+        first, second = (
+            (k + n * step) % 2**32 for k, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
         )
-        assert tuple(int(x[0]) for x in found) == answer
+        one, other = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = other >> 32 ^ b ^ first, other % 2**32, one >> 32 ^ d ^ second, one % 2**32
+    return a, b, c, d
 
 
-@pytest.mark.parametrize("vocab", [1, 31, 1500])
-def test_both_ways_on_a_cpu_are_one_function(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds, positions = np.array([0, 5, -(2**63), -1, 2**63 - 1]), np.array([0, 1, 7, 2**20, 3])
-    found = []
-    for streamed in (0, 1 << 30):
-        monkeypatch.setattr(noise, "_STREAMED", streamed)
-        found.append(noise_bits(seeds, positions, vocab))
-    np.testing.assert_array_equal(*found)
-    larger = noise_bits(seeds, positions, vocab + 9)
-    np.testing.assert_array_equal(found[0], larger[:, :vocab], "a padded vocabulary has other noise")
+@pytest.mark.parametrize("vocab", [1, 31, 1500, 20_000])
+def test_a_position_has_a_key_and_a_token_two_words_of_it(
+    vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM 0.20.2's second model runner computes them (vllm/v1/worker/gpu/sample/gumbel.py)."""
+    seeds, positions = [0, 5, -(2**63), -1, 2**63 - 1], [0, 1, 7, 2**20, 2**33 + 3]
+    bits = noise_bits(np.array(seeds), np.array(positions), vocab)
+    for row, seed, position in zip(bits, seeds, positions, strict=True):
+        seed %= 2**64
+        key, *_ = philox_by_hand((position % 2**32, position >> 32, 0, 0), (seed % 2**32, seed >> 32))
+        for token in (0, vocab // 2, vocab - 1):
+            low, high, *_ = philox_by_hand((token, 0, 0, 0), (key, 0))
+            assert int(row[token]) == high << 32 | low
+    monkeypatch.setattr(noise, "CACHED", 64)
+    np.testing.assert_array_equal(bits, noise_bits(np.array(seeds), np.array(positions), vocab))
+    larger = noise_bits(np.array(seeds), np.array(positions), vocab + 9)
+    np.testing.assert_array_equal(bits, larger[:, :vocab], "a padded vocabulary has other noise")
+
+
+def test_it_is_the_logarithm_of_the_number_itself() -> None:
+    seeds, positions = torch.arange(6), torch.arange(6)
+    u = noise_bits(seeds.numpy(), positions.numpy(), 500).astype(np.float64) / 2.0**64
+    drawn = exponential_noise(seeds, positions, 500).double()
+    torch.testing.assert_close(drawn, torch.from_numpy(-np.log(u)), rtol=1e-4, atol=0)
 
 
 def test_it_is_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:

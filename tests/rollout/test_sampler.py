@@ -24,7 +24,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 )
 def test_frequencies_match_the_reported_probabilities(sampling):
     n = 40_000
-    seeds = sample_seeds(torch.zeros(n, dtype=torch.int64), torch.arange(n))
+    seeds = torch.tensor(sample_seeds(0, n))
     tokens, logprobs, _, raw = draw(LOGITS.expand(n, -1), sampling, seeds, torch.full((n,), 7))
     total = 0.0
     for token in tokens.unique().tolist():

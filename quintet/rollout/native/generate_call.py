@@ -49,12 +49,7 @@ class GenerateCall:
         self._head = packed(stage.model.head_weight()) if stage.mesh.last_stage else None
         self._stops = set() if sampling.ignore_end else set(sampling.stop_token_ids)
         self._tail = max((len(s) for s in sampling.stop), default=0)
-        seeds = torch.tensor([r.seed for r in scheduler.requests])
-        self._seeds = {
-            (r, k): seed
-            for r, request in enumerate(scheduler.requests)
-            for k, seed in enumerate(sample_seeds(seeds[r], torch.arange(request.samples)).tolist())
-        }
+        self._seeds = [sample_seeds(request.seed, request.samples) for request in scheduler.requests]
         self._done = 0
         self.paused = False
         """Whether all ranks that share the requests are to hold them."""
@@ -128,8 +123,9 @@ class GenerateCall:
             vocab = VocabSlice(len(self._head), model.shape.vocab_size, mesh.groups.tp)
             z = logits(hidden.index_select(0, rows.to(self.device)), self._head, vocab)
             z = z[:, : model.shape.vocab_size]
-            seeds = torch.tensor([self._seeds[d.request, d.number] for d in sequences], device=self.device)
-            at = torch.tensor([d.prompt_length + len(d.response_ids) for d in sequences], device=self.device)
+            seeds = torch.tensor([self._seeds[d.request][d.number] for d in sequences], device=self.device)
+            known = [d.prompt_length + len(d.response_ids) - 1 for d in sequences]
+            at = torch.tensor(known, device=self.device)
             picked[:, :count] = torch.stack([x.double() for x in draw(z, self.sampling, seeds, at)])
             picked[0, count] = float(self._state())
         *drawn, last_column = zip(*self.stage.share(picked).tolist(), strict=True)

@@ -18,7 +18,7 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw a token from each row of fp32 logits [n, vocab].
 
-    positions: the drawn tokens' positions in their sequences. Returns tokens int64 [n] and their log-probs, fp32 [n]
+    positions: of the sequences' last tokens, which the drawn ones follow. Returns tokens int64 [n] and their log-probs, fp32 [n]
     each: under the sampling distribution, under the policy (the temperature applied, nothing cut), and under the raw
     model (temperature 1). Greedy draws have sampling log-prob 0, and the raw model for a policy.
     """

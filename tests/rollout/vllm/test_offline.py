@@ -10,6 +10,7 @@ from quintet.recipe.reserved_options import declared_fields
 from quintet.rollout import Request, Sampling
 from quintet.rollout.vllm import compat
 from tests.rollout.prompts import PROMPTS
+from tests.rollout.test_native import generate
 from tests.rollout.vllm.conftest import DEVICE, TOLERANCE
 from tests.rollout.vllm.greedy import greedy_by_transformers, logprobs_by_transformers
 from tests.rollout.vllm.models import save
@@ -193,3 +194,15 @@ def test_unknown_options_name_the_near_one(start, path):
 def test_a_format_that_vllm_does_not_know_is_a_sentence(start, path):
     with pytest.raises(UserError, match=r"vLLM .* cannot start as the recipe asks: .*`foo` is not supported"):
         start("qwen3", path, vllm={"load_format": "foo"})
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="vLLM for CPU has no second runner, whose noise it is")
+def test_native_draws_the_same_tokens(pool, start, tmp_path):
+    """In fp32: of a request the tokens of one back end are those of the other."""
+    path = save("qwen3", tmp_path)
+    requests = [Request(p, samples=16, seed=n - 2) for n, p in enumerate(PROMPTS)]
+    sampling = Sampling(max_response_tokens=24)
+    theirs = start("qwen3", path, mode="server", dtype="fp32").generate(requests, sampling)
+    ((ours,),) = pool.run(generate, 1, path, {}, [(requests, sampling, 16)])
+    drawn = [[s.response_ids for row in rows for s in row] for rows in (ours, theirs)]
+    assert drawn[0] == drawn[1]
