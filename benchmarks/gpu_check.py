@@ -1,4 +1,4 @@
-"""Has anything become slower or wrong on GPUs? The oracle, and five benchmarks held to their records.
+"""Has anything become slower or wrong on GPUs? The oracle, a run with vLLM that is killed and resumed, five benchmarks held to records.
 
     python -m benchmarks.gpu_check                                  all parts, one after the other
     python -m benchmarks.gpu_check --part engine                    one of them: each takes less than nine minutes
@@ -33,7 +33,7 @@ REPEATS = 3
 WORST_FALL = 0.08
 PART_S = 540.0
 ORACLE = {"oracle-te": "transformer_engine", "oracle-portable": "portable"}
-PARTS = (*ORACLE, "engine", "rollout", "sync")
+PARTS = (*ORACLE, "steps", "engine", "rollout", "sync")
 Repeats = list[tuple[float, float]]
 """Value and baseline of each repeat, both the more the better."""
 
@@ -280,6 +280,18 @@ def run_oracle(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[
     return [*told, f"{part}: every case is within its bounds"], []
 
 
+def run_steps(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Run `benchmarks.gpu_steps` on all GPUs: lines as of `run_benchmarks`."""
+    command = ["benchmarks.gpu_steps", "--gpus", str(gpus), *(["--tiny"] if options.tiny else [])]
+    if wrong := status_of(command, options.part_s):
+        return [], [f"{part}: {wrong}"]
+    return [f"{part}: killed, resumed, and better than before training"], []
+
+
+RUN = dict.fromkeys(ORACLE, run_oracle) | {"steps": run_steps}
+"""What runs a part that is no benchmark."""
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -322,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for part in options.part:
         print(f"=== {part}", flush=True)
         began = time.monotonic()
-        run = run_oracle if part in ORACLE else run_benchmarks
+        run = RUN.get(part, run_benchmarks)
         for lines, more in zip((told, failed), run(part, max(gpus, int(options.tiny)), options), strict=True):
             lines += more
         print(f"=== {part}: {time.monotonic() - began:.0f} s", flush=True)

@@ -119,6 +119,7 @@ def test_all_benchmarks_take_turns_on_a_cpu() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "steps: killed, resumed, and better than before training" in done.stdout
     for check in gpu_check.TINY:
         (repeats,) = re.findall(rf"{check.name}: .*\(repeats: ([^)]*)\)", done.stdout)
         assert len(repeats.split(", ")) == gpu_check.REPEATS
