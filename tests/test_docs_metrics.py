@@ -11,7 +11,7 @@ from tests.metrics_page import named, undocumented
 
 PACKAGE = Path(__file__).parents[1] / "quintet"
 ROOMS = ("train", "controller", "observe")
-FAMILIES = "reward|response_tokens|clip|kl|mismatch|dapo|critic|sync|rollout|routes|plan|memory|eval"
+FAMILIES = "reward|response_tokens|clip|kl|mismatch|dapo|critic|sync|rollout|routes|experts|plan|memory|eval"
 
 
 @functools.cache

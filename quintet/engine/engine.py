@@ -31,11 +31,13 @@ from quintet.data.batch import Batch
 from quintet.engine import build, lora
 from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.ahead import AheadLoss
+from quintet.engine.balance import Load, load_metrics, move_biases
 from quintet.engine.checkpoint.checkpoints import Checkpoints
 from quintet.engine.clip import clipped_step
 from quintet.engine.device import upload
 from quintet.engine.layers.attention_backends import kernel_title
 from quintet.engine.layers.mtp import freeze_ahead
+from quintet.engine.layers.router import Router
 from quintet.engine.layers.specs import choose_backend
 from quintet.engine.model import PolicyModel
 from quintet.engine.offload import KINDS, Offloader
@@ -101,6 +103,8 @@ class Engine:
         """Of an engine with adapters: where the frozen weights were read, and their fingerprint."""
         self._incomplete: str | None = None  # why the weights are none, after a load that failed midway
         self._pipeline = Pipeline(shape, self.chunks, self._wrapped, self.mesh, layout, engine)
+        self._counts: Tensor | None = None
+        """Tokens [layers, experts] of the mini-batch that the gradients are of, over all ranks."""
 
     @property
     def model(self) -> PolicyModel:
@@ -346,14 +350,23 @@ class Engine:
         if self._optimizer is not None:
             # The whole optimizer left the buffers as each parameter's grad: backward would add to them twice.
             self._optimizer.zero_grad()
-        self._pipeline.run(batch, cells, compute, temperature, forward_only=False, ahead=ahead, routes=routes)
+        load = None if self.shape.moe is None else Load(self.shape)
+        how: dict[str, Any] = {"ahead": ahead, "routes": routes, "load": load}
+        self._pipeline.run(batch, cells, compute, temperature, forward_only=False, **how)
+        self._counts = None if load is None else self._over_ranks(load.counts(build.device()))
         if not self.mesh.last_stage:
             return None
         return MiniBatchResult(float(torch.stack(shares).sum()) if shares else 0.0, tally.cpu())
 
+    def _over_ranks(self, counts: Tensor) -> Tensor:
+        """The sum over all ranks of the layout, each of which has layers and tokens of its own. Collective."""
+        dist.all_reduce(counts, group=self.mesh.groups.intra_dist_opt)
+        return counts
+
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, and return the learning rate used and the gradient norm before clipping; `mtp/grad_norm` is that of layers
-        for multi-token prediction, which are clipped by themselves."""
+        """Clip, step, move the biases of experts, and return the learning rate used and the gradient norm before clipping;
+        `mtp/grad_norm` is that of layers for multi-token prediction, which are clipped by themselves. `experts/…`: see
+        `quintet.engine.balance.load_metrics`."""
         assert self._optimizer_recipe is not None
         self._require(*KINDS)
         self.steps += 1
@@ -368,4 +381,11 @@ class Engine:
                     f"optimizer step {self.steps}: the gradient norm{of} is {norm}. Lower {self._optimizer_recipe.key}.lr, or "
                     "look at what the samples and rewards of this step hold"
                 )
-        return {"lr": rate} | {f"{name}/grad_norm".lstrip("/"): norm for name, norm in norms.items()}
+        told = {"lr": rate} | {f"{name}/grad_norm".lstrip("/"): norm for name, norm in norms.items()}
+        if self._counts is not None:
+            # After the step: what it changed was computed with the bias as it was.
+            if self.recipe.expert_bias_rate:
+                routers = (m for chunk in self.chunks for m in chunk.modules() if isinstance(m, Router))
+                move_biases(routers, self._counts, self.recipe.expert_bias_rate)
+            told |= load_metrics(self._counts, self.shape.moe_layers)
+        return told

@@ -16,6 +16,7 @@ from torch import Tensor
 from quintet.data.batch import Batch, offsets
 from quintet.engine import build
 from quintet.engine.ahead import AheadLoss, AheadOutputs, heads_keeping_logits, scores_ahead
+from quintet.engine.balance import Load
 from quintet.engine.device import upload
 from quintet.engine.gradients import finalize
 from quintet.engine.layers.context_parallel import gather_places
@@ -68,18 +69,19 @@ class Pipeline:
         forward_only: bool,
         ahead: Sequence[AheadLoss] = (),
         routes: Routes | None = None,
+        load: Load | None = None,
     ) -> None:
         """Run all micro-batches, forward and, unless `forward_only`, backward; the last stage's ranks use what comes out.
         cells: this rank's, samples as positions in `batch`; every rank has as many. ahead: what layers for multi-token
         prediction are trained by, which are left out without it. routes: what the decoder's routers are told, or who listens to
-        them. Collective."""
+        them. load: counts what they choose. Collective."""
         for chunk in self._chunks:
             chunk.train(not forward_only)
         pp, chunks = self._mesh.sizes.pp, len(self._chunks)
         if chunks > 1:  # interleaving wants a multiple of pp; what is missing is padding alone
             cells = [*cells, *([RankCell([])] * (-len(cells) % pp))]
         schedule = get_forward_backward_func(pp_size=pp, vp_size=chunks if chunks > 1 else None)
-        rows = self.rows(batch, cells, len(ahead), routes)
+        rows = self.rows(batch, cells, len(ahead), routes, load)
         extra = {"p2p_communicator": self._p2p} if self._p2p else {}
         schedule(
             forward_step_func=partial(self._forward_step, use=use, temperature=temperature, ahead=ahead),
@@ -98,7 +100,12 @@ class Pipeline:
             routes.finish(self._routers)
 
     def rows(
-        self, batch: Batch, cells: Sequence[RankCell], depths: int = 0, routes: Routes | None = None
+        self,
+        batch: Batch,
+        cells: Sequence[RankCell],
+        depths: int = 0,
+        routes: Routes | None = None,
+        load: Load | None = None,
     ) -> Iterator[tuple[MicroBatch, PackedRow]]:
         """Yield this rank's part of each micro-batch, packed when its turn comes. depths: of multi-token prediction, each with a
         target set after the model's own."""
@@ -111,6 +118,7 @@ class Pipeline:
             micro = pack(values, ends, trained, samples, align, cp, place, distances)
             row = self._chunks[0].row(micro, self._recipe.cp_comm)
             row.routes = None if routes is None else routes.next(micro, self._routers)
+            row.load = None if load is None else load.next(micro, self._routers)
             yield micro, row
 
     def _beside(self, cp: int) -> str:

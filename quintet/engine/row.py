@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from quintet.engine.balance import RowLoad
 from quintet.engine.device import upload
 from quintet.engine.layers.attention_backends import Spans, spans
 from quintet.engine.layers.context_parallel import AllGather, AllToAll, Exchange
@@ -35,6 +36,7 @@ class PackedRow(PackedSeqParams):
     exchange: how ranks that share the row share keys and values; None where one rank holds the row.
     cache: the KV cache in generation, else None.
     routes: what routers are told, and what is heard of them; None where they choose by themselves and nobody listens.
+    load: what is counted of routers' choices; None where nobody counts.
     """
 
     cos: Tensor | None = None
@@ -43,6 +45,7 @@ class PackedRow(PackedSeqParams):
     exchange: Exchange | None = None
     cache: Any = None
     routes: RowRoutes | None = None
+    load: RowLoad | None = None
 
 
 @dataclass

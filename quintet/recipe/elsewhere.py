@@ -66,6 +66,7 @@ _WORDS = {
     "engine.recompute": "recompute_granularity gradient_checkpointing activation_checkpointing enable_gradient_checkpointing",
     "engine.replay_routes": "use_routing_replay enable_routing_replay router_replay",
     "engine.replay_routes=rollout": "use_rollout_routing_replay enable_rollout_routing_replay",
+    "engine.expert_bias_rate": "moe_router_bias_update_rate moe_router_enable_expert_bias router_bias_update_rate bias_update_speed",
     "engine.offload_params": "param_offload",
     "engine.offload_grads": "grad_offload",
     "engine.offload_optimizer": "optimizer_offload",

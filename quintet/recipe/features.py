@@ -141,6 +141,13 @@ _ENGINE = [
         replay_old=("replay of the old policy's routes", "old"),
         replay_rollout=("replay of the rollout's routes", "rollout"),
     ),
+    Feature(
+        "expert_bias",
+        "updates of the expert bias",
+        ("engine.expert_bias_rate",),
+        lambda r, s: _has_experts(s) and r.engine.expert_bias_rate > 0,
+        needs=("experts",),
+    ),
     *_one_of(
         "engine.distributed_optimizer",
         distributed_optimizer=("the distributed optimizer", True),

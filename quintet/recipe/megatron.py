@@ -54,8 +54,11 @@ _REASONS = {
         "tokens of one rank's micro-batch, counts padding among them and sums over a fixed group of "
         "ranks, so that the result would depend on how a batch is cut"
     ): """
-        moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type moe_router_bias_update_rate
+        moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type
     """,
+    (
+        "decided by engine.expert_bias_rate: megatron-core counts padding, and moves the bias before the step"
+    ): "moe_router_bias_update_rate moe_router_enable_expert_bias",
     (
         "experts take every token sent to them; with a capacity, which tokens are dropped would depend "
         "on how a batch is cut into micro-batches"

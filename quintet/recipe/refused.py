@@ -103,6 +103,12 @@ REFUSED_PAIRS = [
     ),
     RefusedPair(
         "lora",
+        "expert_bias",
+        "the bias is of the frozen model, of which nothing is saved or sent beside adapters",
+        "set engine.expert_bias_rate=0, or lora=null",
+    ),
+    RefusedPair(
+        "lora",
         "mtp",
         "adapters are beside the model's own layers, and nothing else is saved or trained then",
         "set mtp.train=false, which keeps the layers as they are, or lora=null",

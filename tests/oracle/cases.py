@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.recipe import schema
+from tests.oracle.balance import BIAS_RATE, Balance
 from tests.oracle.covering import Constraint, PackedRow, Table
 from tests.oracle.data import AHEAD_CLIP, AHEAD_WEIGHT, BATCHES, BF16_BATCH
 
@@ -84,6 +85,8 @@ class Case:
     mtp_detach: bool = True
     replay: str = ""
     """Which routes the updates replay: "old", of the weights before the first step, or "rollout", drawn ones."""
+    expert_bias: bool = False
+    """Whether steps move the stored bias of experts."""
     mixed: bool = False
     """Dynamic context parallelism: blocks are cut otherwise in each round, by a table that leaves out no way (`ranks.recut`)."""
 
@@ -136,6 +139,7 @@ class Case:
                 cp_comm=self.cp_comm,
                 recompute=self.recompute,
                 replay_routes=self.replay or None,  # type: ignore[arg-type]
+                expert_bias_rate=BIAS_RATE * self.expert_bias,
                 recompute_modules=_MODULES[self.family] if self.recompute == "selective" else None,
                 offload_params=float(self.offload_params),
                 offload_grads=0.6 * self.offload_grads,
@@ -149,6 +153,11 @@ class Case:
             data=schema.Data(train_path=str(path / "config.json"), max_prompt_tokens=4),
             rollout=schema.Rollout(max_response_tokens=TOKENS_PER_ROW - 4),
         )
+
+    @property
+    def balance(self) -> Balance:
+        """What evens out the load of its experts."""
+        return Balance(self.expert_bias)
 
     @property
     def mtp_recipe(self) -> schema.Mtp | None:
@@ -359,6 +368,29 @@ def replay_cases(ranks: int, **fixed: Any) -> list[Case]:
     return found
 
 
+_BIAS = {"expert_bias": True}
+BALANCE_LAYOUTS = (
+    Case("deepseek_v3", **_BIAS, tp=2, sp=True, ep=2, etp=1, recompute="selective"),
+    Case("deepseek_v3", **_BIAS, pp=2, vpp=2, dp=2, ep=2, recompute="full", distributed_optimizer=True),
+    Case("deepseek_v3", **_BIAS, tp=2, sp=True, cp=2, etp=2, recompute="full", mixed=True),
+    Case("deepseek_v3", **_BIAS, cp=2, cp_comm="all_to_all", mtp=2),
+    Case("deepseek_v3", **_BIAS, **_R, tp=2, sp=True, dp=2, ep=2, etp=2),
+    Case("deepseek_v3", **_BIAS, **_O, pp=2, head="value"),
+    Case("glm4_moe", **_BIAS, pp=2),
+)
+"""What evens out the load of experts in `make test`."""
+
+
+def balance_cases(ranks: int, **fixed: Any) -> list[Case]:
+    """Every value of every axis beside each way to even out the load of experts; in bf16 those of one family."""
+    how = {**_BIAS, **fixed}
+    found = covering("deepseek_v3", ranks, strength=1, **how)
+    found += [Case("glm4_moe", **how), Case("deepseek_v3-tied", optimizer="sgd", **how)]  # else near a tie
+    found += [Case("deepseek_v3", replay=replay, **how) for replay in ("old", "rollout")]
+    found.append(Case("deepseek_v3", mtp=2, **how))
+    return [*found, *bf16("deepseek_v3", ranks, **how)]
+
+
 def fast_cases() -> list[Case]:
     """What `make test` runs: up to 4 ranks."""
     found: list[Case] = []
@@ -369,17 +401,17 @@ def fast_cases() -> list[Case]:
         found += covering(family, 4) if family in THOROUGH else few(family)
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
     found += [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
-    return ordered([*found, *MTP_LAYOUTS, *REPLAY_LAYOUTS])
+    return ordered([*found, *MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS])
 
 
 def slow_cases() -> list[Case]:
     """What `make test-slow` runs besides: all pairs of most families up to 4 or 8 ranks, the rest of BRIEFLY, and adapters,
-    layers for multi-token prediction and replayed routes up to 4."""
+    layers for multi-token prediction, replayed routes and balanced experts up to 4."""
     found = [
         case for family, n in THOROUGH_SLOWLY.items() for case in (*covering(family, n), *bf16(family, n))
     ]
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
-    found += [*lora_cases(4), *mtp_cases(4), *replay_cases(4)]
+    found += [*lora_cases(4), *mtp_cases(4), *replay_cases(4), *balance_cases(4)]
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)
 
@@ -404,7 +436,7 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
     found = [
         case
         for backend in backends
-        for some in (lora_cases, mtp_cases, replay_cases)
+        for some in (lora_cases, mtp_cases, replay_cases, balance_cases)
         for case in some(gpus, backend=backend)
     ]
     for family, backend in product(FAMILIES, backends):
@@ -418,6 +450,8 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
         found += bf16(family, gpus, backend=backend, **hybrid, **one_stage)
         if family == "mimo":  # its embedding is on two stages as well
             found += bf16(family, gpus, backend=backend, mtp=1, head="lm", **hybrid, pp=1)
+        if family == "deepseek_v3":
+            found += bf16(family, gpus, backend=backend, **_BIAS, **hybrid)
         if family == "qwen3_moe":
             for replay in ("old", "rollout"):
                 found += bf16(family, gpus, backend=backend, replay=replay, **hybrid)

@@ -119,6 +119,7 @@ _IN_NO_FAMILY = {
     frozenset(("sinks", "mtp")): "no family of models has both",
     frozenset(("sinks", "shared_experts")): "no family of models has both",
     frozenset(("sinks", "groups")): "no family of models has both",
+    frozenset(("sinks", "expert_bias")): "no family of models has both",
     frozenset(
         ("value_head", "mtp")
     ): "a value model predicts no tokens: a critic is made without these layers",

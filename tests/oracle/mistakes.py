@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from tests.oracle import balance_mistakes as wrong
 from tests.oracle.cases import Case
 from tests.oracle.data import TEMPERATURE
 
@@ -599,5 +600,41 @@ MISTAKES = {
         ("gradients", "ahead"),
         "quintet.engine.routes:RowRoutes.of",
         _ahead_too,
+    ),
+    "padding counts as load": Mistake(
+        Case("deepseek_v3", tp=2, sp=True, etp=2, expert_bias=True),
+        ("balance", "balances"),
+        "quintet.engine.balance:Load.next",
+        wrong.padding_counted,
+    ),
+    "the mask of load is cut by cp and not by sp": Mistake(
+        Case("deepseek_v3", tp=2, sp=True, cp=2, etp=2, expert_bias=True),
+        ("balance",),
+        "quintet.engine.balance:Load.next",
+        wrong.first_slice,
+    ),
+    "what is computed again is counted again": Mistake(
+        Case("deepseek_v3", pp=2, recompute="full", expert_bias=True),
+        ("balance",),
+        "quintet.engine.balance:RowLoad.take",
+        wrong.recomputation_counted,
+    ),
+    "the bias follows one dp rank's counts": Mistake(
+        Case("deepseek_v3", dp=2, expert_bias=True),
+        ("balance", "copies", "parameters"),
+        "quintet.engine.engine:Engine._over_ranks",
+        wrong.own_counts,
+    ),
+    "the bias moves before its mini-batch": Mistake(
+        Case("deepseek_v3", expert_bias=True),
+        ("gradients",),
+        "quintet.engine.engine:Engine.forward_backward",
+        wrong.moved_before,
+    ),
+    "the bias rises where there is much": Mistake(
+        Case("deepseek_v3", expert_bias=True),
+        ("parameters",),
+        "quintet.engine.engine:move_biases",
+        wrong.other_way,
     ),
 }

@@ -53,6 +53,8 @@ class Report:
     """What this rank tells of each step."""
     ahead_norms: list[float] = field(default_factory=list)
     """Of the gradients of layers for multi-token prediction."""
+    balance: list[dict[str, float]] = field(default_factory=list)
+    """What this rank tells of the load of experts at each step."""
 
 
 class Objective:
@@ -182,6 +184,7 @@ class Training:
         stepped = engine.optimizer_step()
         report.norms.append(stepped["grad_norm"])
         report.ahead_norms.append(stepped.get("mtp/grad_norm", 0.0))
+        report.balance.append({name: one for name, one in stepped.items() if name.startswith("experts/")})
         recipe = engine.recipe
         engine.offload(
             params=recipe.offload_params, grads=recipe.offload_grads, optimizer=recipe.offload_optimizer

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.nn.utils.parametrize import cached
 
 from tests.oracle.ahead import layers_of, losses, named
+from tests.oracle.balance import Balance, Layer, move_biases
+from tests.oracle.balance import losses as losses_of_load
 from tests.oracle.cases import OPTIMIZERS, Case, lr_multipliers
 from tests.oracle.data import (  # noqa: F401  (LENGTHS and PROMPT: for those who import this module alone)
     AHEAD_CLIP,
@@ -73,7 +75,7 @@ class Ahead:
 @dataclass(frozen=True)
 class Step:
     """One optimizer step: loss and gradients before it (norm before clipping), parameters after it, by hub name. Of layers for
-    multi-token prediction: what each depth's head says (loss, accuracy), and the norm of their gradients."""
+    multi-token prediction: what each depth's head says (loss, accuracy), and the norm of their gradients. balance: what is told of the load of experts."""
 
     loss: float
     grad_norm: float
@@ -81,13 +83,13 @@ class Step:
     parameters: dict[str, Tensor]
     ahead: dict[str, float]
     ahead_norm: float
+    balance: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Reference:
     """parameters: before the first step. outputs: of the first batch, flat over its tokens, 0 where untrained:
-    log-probs and entropy, or values. buffers: what is on disk beside parameters
-    and must not change."""
+    log-probs and entropy, or values. buffers: what is on disk beside parameters, after the last step."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -102,7 +104,8 @@ def reference(case: Case) -> Reference:
     """
     ahead = Ahead(case.mtp, case.mtp_loss, case.mtp_detach) if case.mtp else None
     kind = case.head, case.optimizer, case.lr_multipliers, case.lora
-    return _reference(case.family, *kind, case.batches, ahead, case.replay if case.head == "lm" else "")
+    replay = case.replay if case.head == "lm" else ""
+    return _reference(case.family, *kind, case.batches, ahead, replay, case.balance)
 
 
 @cache
@@ -115,11 +118,12 @@ def _reference(
     batches: tuple[int, ...],
     ahead: Ahead | None,
     replay: str,
+    balance: Balance,
 ) -> Reference:
-    trained = _Run(name, head, optimizer, multipliers, lora, ahead, replay)
+    trained = _Run(name, head, optimizer, multipliers, lora, ahead, replay, balance)
     found = trained.train(batches)
     if any(router.scores for router in trained.routers):
-        exact = _Run(name, head, optimizer, multipliers, lora, ahead, replay, dtype=torch.float64)
+        exact = _Run(name, head, optimizer, multipliers, lora, ahead, replay, balance, dtype=torch.float64)
         exact.train(batches)
         check_margin(name, trained, exact)
     for step in found.steps:
@@ -140,13 +144,14 @@ class _Run:
         lora: bool = False,
         ahead: Ahead | None = None,
         replay: str = "",
+        balance: Balance = Balance(),  # noqa: B008  (a value)
         *,
         dtype: torch.dtype = torch.float32,
         seed: int | None = None,
         adapter_seed: int | None = None,
         ahead_seed: int | None = None,
     ) -> None:
-        self.name, self.ahead, self.replay = name, ahead, replay
+        self.name, self.ahead, self.replay, self.balance = name, ahead, replay, balance
         made = model(name) if seed is None else drawn(name, seed)
         self.model = made.to(dtype)
         self.layers = layers_of(name, ahead.depths, ahead_seed).to(dtype) if ahead else []
@@ -218,7 +223,9 @@ class _Run:
                 loss, outs = self._loss(batch)
                 ahead = self._ahead(batch)
             outputs = outputs or outs
-            (loss + AHEAD_WEIGHT * sum(one[0] for one in ahead)).backward()
+            load = self._load(batch)
+            balancing, balanced = losses_of_load(load, self.balance)
+            (loss + AHEAD_WEIGHT * sum(one[0] for one in ahead) + balancing).backward()
             gradients = self._on_hub((n, p.grad.clone()) for n, p in self._named() if p.grad is not None)
             of_ahead = {id(p) for p in self.layers.parameters()} if self.ahead else set()
             own = [p for _, p in self._named() if id(p) not in of_ahead]
@@ -227,14 +234,27 @@ class _Run:
                 self.layers.parameters() if self.ahead else [], AHEAD_CLIP
             )
             self.optimizer.step()
+            if self.balance.bias:
+                move_biases(load)
             after = self._on_hub((n, p.detach().clone()) for n, p in self._named())
             told = {
                 f"mtp/{what}_{depth}": float(torch.as_tensor(value).detach())
                 for depth, one in enumerate(ahead, start=1)
                 for what, value in zip(("loss", "accuracy"), one, strict=True)
             }
-            steps.append(Step(loss.item(), norm.item(), gradients, after, told, ahead_norm.item()))
-        return Reference(before, buffers, outputs, steps)
+            steps.append(Step(loss.item(), norm.item(), gradients, after, told, ahead_norm.item(), balanced))
+        return Reference(before, self._fixed() if self.balance.bias else buffers, outputs, steps)
+
+    def _load(self, batch: int) -> list[Layer]:
+        """What the trunk's routers did in the forward pass before."""
+        lengths = BATCHES[batch]
+        shape = len(lengths), max(lengths), -1
+        layers = [n for n, one in enumerate(self.model.model.layers) if hasattr(one.mlp, "experts")]
+        of_trunk = [router for router in self.routers if router.of_trunk]
+        return [
+            Layer(n, one.module, one.logits.view(shape), one.sent.view(shape), lengths)
+            for n, one in zip(layers, of_trunk, strict=True)
+        ]
 
     def _loss(self, batch: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """All samples at once, padded on the right: under a causal mask no token sees what follows it."""
@@ -315,7 +335,8 @@ class _Router:
     other experts than it would.
 
     of_trunk: rather than of a layer for multi-token prediction. real: which of the call's tokens are no padding. chosen: the
-    experts [tokens, top-k] of the last call that chose. forced: what is chosen instead, and by which of the tokens.
+    experts [tokens, top-k] of the last call that chose. forced: what is chosen instead, and by which of the tokens. logits, sent: of
+    the last call, with whatever was forced.
     """
 
     module: Any
@@ -326,17 +347,20 @@ class _Router:
     real: Tensor | None = None
     chosen: Tensor = field(default_factory=lambda: torch.empty(0))
     forced: tuple[Tensor, Tensor] | None = None
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    sent: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def __post_init__(self) -> None:
         self.module.register_forward_hook(lambda module, args, out: self._choose(*out))
 
     def _choose(self, logits: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.logits, self.sent = logits, chosen
         if self.forced is None:
             self._record(logits.detach()[self.real])
             self.chosen = chosen
             return logits, weights, chosen
         told, there = self.forced
-        chosen = torch.where(there[:, None], told, chosen)
+        self.sent = chosen = torch.where(there[:, None], told, chosen)
         return logits, self._weights(logits, chosen), chosen
 
     def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:

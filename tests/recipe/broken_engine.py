@@ -130,7 +130,7 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     (
         "megatron_options_are_free",
         ["engine.megatron.moe_router_bias_update_rate=0.001"],
-        ["router balancing is not available"],
+        ["decided by engine.expert_bias_rate"],
     ),
     (
         "megatron_options_are_free",
@@ -410,6 +410,21 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         "model_divides",
         ["layout.pp=2", "layout.vpp=4", "cluster.ranks=2"],
         ["layout.pp × vpp = 2 × 4 does not divide the model's 4 layers", "4 divides by 1, 2, 4"],
+    ),
+    (
+        "load_can_be_balanced",
+        ["@dense", "engine.expert_bias_rate=0.001"],
+        ["the model has no experts whose load"],
+    ),
+    (
+        "load_can_be_balanced",
+        ["@moe", "engine.expert_bias_rate=0.001"],
+        ["engine.expert_bias_rate=0.001: a qwen3_moe model's routers have no bias", "remove it"],
+    ),
+    (
+        "features_go_together",
+        ["@moe", "engine.expert_bias_rate=0.001", "lora.rank=4"],
+        ["does not go with engine.expert_bias_rate (updates of the expert bias)", "or lora=null"],
     ),
 ]
 

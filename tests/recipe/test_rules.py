@@ -302,6 +302,7 @@ def test_a_broken_rule_is_told_with_its_keys(
         ["@mla", "engine.recompute=selective", "engine.recompute_modules=[mlp, shared_experts, mla_up_proj]"],
         ["@moe", "engine.megatron.moe_permute_fusion=true"],
         ["@moe", "engine.replay_routes=old", "train.mini_batches_per_step=2"],
+        ["@mla", "engine.expert_bias_rate=0.001"],
         [
             *("@moe", "engine.replay_routes=rollout", "rollout.return_routes=true"),
             "mismatch.replay_samples_per_step=0",

@@ -1,8 +1,8 @@
 """The router: megatron-core's, with DeepSeek-V3's expert bias as what it is here, a stored value.
 
 Core's own bias comes with a count of tokens a rank and an update from it over process-global groups; the count
-includes padding, and the update has no place in fine-tuning. This router loads the bias, adds it where experts are
-chosen, and leaves it.
+includes padding, and the update comes before the optimizer's step. This router loads the bias and adds it where experts are
+chosen; `quintet.engine.balance` counts and, if it is asked to, moves it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quintet.engine.row import PackedRow
 
 
 class Router(TopKRouter):
-    """Scores of all experts in fp32, the top-k of them, their weights. No auxiliary loss, no statistics."""
+    """Scores of all experts in fp32, the top-k of them, their weights. No auxiliary loss, no statistics but the row's `load`."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None, *, bias: bool = False) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -35,4 +35,6 @@ class Router(TopKRouter):
             weights, chosen = super().forward(input)
         finally:
             self.router_replay = None
+        if row is not None and row.load is not None:
+            row.load.take(self.layer_number - 1, chosen)
         return weights, chosen

@@ -80,6 +80,21 @@ def experts_are_cut_as_the_rest(facts: Facts) -> Iterator[Problem]:
 
 
 @rule
+def load_can_be_balanced(facts: Facts) -> Iterator[Problem]:
+    """What evens out the load of experts is asked of a model that has them, and a stored bias is moved where there is one."""
+    said, shape = facts.said("engine.expert_bias_rate"), facts.shape
+    if said is None or shape is None:
+        return
+    if shape.moe is None:
+        yield Problem(f"{said}: the model has no experts whose load could be evened out; remove it")
+    elif not shape.moe.bias:
+        yield Problem(
+            f"{said}: a {shape.family} model's routers have no bias that its files and its rollouts would know of (DeepSeek-V3's and "
+            "GLM-4.5's have, as e_score_correction_bias); remove it"
+        )
+
+
+@rule
 def routes_can_be_replayed(facts: Facts) -> Iterator[Problem]:
     """Routes are replayed of experts that the model has, where another pass than the update has chosen them."""
     recipe, said = facts.recipe, facts.said("engine.replay_routes")

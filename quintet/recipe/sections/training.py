@@ -67,6 +67,9 @@ class Engine(Section):
     replay_routes: Literal["old", "rollout"] | None = None
     """The experts that tokens are sent to in every update: as recorded when the old log-probs are computed, or as the rollout chose
     them, then for the old log-probs too; null is as the router chooses each time (docs/routes.md)."""
+    expert_bias_rate: NonNegativeFloat = 0.0
+    """What each update adds to the stored bias of experts that got fewer tokens than the mean, and takes off the others' (DeepSeek-V3
+    took 0.001); 0 leaves it (docs/balance.md)."""
     offload_params: Fraction = 0.0
     """Share of the parameters on the CPU while generating; needs a rollout.layout, whose weights are its own."""
     offload_grads: Fraction = 0.0
