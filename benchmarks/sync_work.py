@@ -21,7 +21,7 @@ from quintet.engine import build
 from quintet.engine.device import copy_all
 from quintet.engine.engine import Engine
 from quintet.engine.weights.fingerprint import fingerprints
-from quintet.engine.weights.reshard import gather_holdings
+from quintet.engine.weights.reshard import Owners, gather_holdings
 from quintet.engine.weights.shards import Shard
 from quintet.models.mcore import meet, whole_box
 from quintet.recipe import schema
@@ -106,11 +106,13 @@ class Trainer(_Side):
 
     def plan(self, wanted: Sequence[list[Wanted] | None]) -> tuple[Took, Any]:
         """Plan for the receiver beside each rank; this one's ticket."""
+        dist.barrier()
         began = time.monotonic()
-        specs = [[ReceiverSpec(f"receiver {rank}", boxes, True)] for rank, boxes in enumerate(wanted)]
-        (ticket,) = self.server.plan(specs)
+        spec = ReceiverSpec(f"receiver {self.rank}", wanted[self.rank], True)
+        (ticket,) = self.server.plan([spec])
+        ended = time.monotonic()
         self._plan_serial()
-        return Took(began, time.monotonic()), ticket
+        return Took(began, ended), ticket
 
     def sync(self) -> Took:
         """Hand the weights out, in buckets."""
@@ -129,10 +131,19 @@ class Trainer(_Side):
                 dtype = self.dtype if trained else torch.float32
                 whole[name] = Entry(name, full, whole_box(full), dtype)
         self._tensors: list[Bucket] = [laid_out([one]) for one in whole.values()]
-        sequences = [[made(one) for one in self._tensors]] * self.setup.ranks
+        owners, types = (
+            Owners([one.sources for one in held]),
+            {name: one.dtype for name, one in whole.items()},
+        )
         self._serial = Export(
-            self.shards, held, sequences, staging_bytes=1 << 40, device=self.device
-        )  # nothing is cut
+            self.shards,
+            held,
+            owners,
+            [made(one) for one in self._tensors],
+            types.__getitem__,
+            staging_bytes=1 << 40,  # nothing is cut
+            device=self.device,
+        )
 
     def serial(self) -> Took:
         """Tensor after tensor: gather it, hand it over, wait until it is loaded."""

@@ -149,7 +149,7 @@ class WeightSync:
                         here = alike.setdefault(None if boxes is None else tuple(boxes), len(alike))
                     spec = self._spec(number, rank, device, boxes)
                     assignments[here % self._policy.n_ranks].append(spec)
-        tickets = self._policy.all(Policy.plan_sync, phase="sync")(assignments)
+        tickets = self._policy.each(Policy.plan_sync, phase="sync")(assignments)
         by_receiver = {ticket.receiver: ticket for rank in tickets for ticket in rank}
         self._sources = {
             number: [

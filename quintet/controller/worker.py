@@ -237,8 +237,8 @@ class PolicyWorker(Worker):
         self.roles.use("policy")
         return self.engine.master_fingerprint()
 
-    def plan_sync(self, assignments: list[list[ReceiverSpec]]) -> list[Ticket]:
-        """Plan who takes weights from which rank from now on: tickets for those that take them from this one."""
+    def plan_sync(self, specs: list[ReceiverSpec]) -> list[Ticket]:
+        """Plan for those that take weights from this rank from now on: their tickets."""
         if self._server is None:
             self._server = WeightServer(
                 self._exported,
@@ -250,7 +250,7 @@ class PolicyWorker(Worker):
                 host=self.place.host,
                 timeout_s=min(SYNC_TIMEOUT_S, self.place.collective_timeout_s / 2),
             )
-        return self._server.plan(assignments)
+        return self._server.plan(specs)
 
     def _exported(self) -> list[Shard]:
         return self.engine.exported(

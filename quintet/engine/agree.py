@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 import torch
@@ -41,6 +41,33 @@ def gathered(kind: Typed[T], mine: T) -> list[T]:
         if one not in values:  # ranks of other dp ranks hold the same
             values[one] = kind.load(one, f"rank {rank}")
     return [values[one] for one in said]
+
+
+def exchanged(kind: Typed[T], mine: Sequence[T]) -> list[T]:
+    """Return what every rank has for this one, in rank order. Collective over the default process group.
+
+    mine: what this rank has for each. Values travel as in `gathered`, which see.
+    """
+    if len(mine) == 1:
+        return list(mine)
+    data = [kind.dump(one) for one in mine]
+    sizes_out = torch.tensor([len(one) for one in data])
+    sizes_in = torch.empty_like(sizes_out)
+    dist.all_to_all_single(sizes_in, sizes_out)
+    arrived = torch.empty(int(sizes_in.sum()), dtype=torch.uint8)
+    out = torch.frombuffer(bytearray(b"".join(data)), dtype=torch.uint8)
+    dist.all_to_all_single(arrived, out, sizes_in.tolist(), sizes_out.tolist())
+    parts = arrived.split(sizes_in.tolist())
+    return [kind.load(one.numpy().tobytes(), f"rank {rank}") for rank, one in enumerate(parts)]
+
+
+def most(mine: Sequence[int]) -> list[int]:
+    """Return, at each place, the largest number that any rank has there. Collective over the default process group; every rank has
+    as many."""
+    numbers = torch.tensor(mine, dtype=torch.int64)
+    if numbers.numel():
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return numbers.tolist()
 
 
 def run_on_all_or_raise(work: Callable[[], T]) -> T:

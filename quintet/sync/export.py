@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.weights import fp8
 from quintet.engine.weights.reshard import (
     Holdings,
+    Owners,
     Parts,
-    Round,
     Transfer,
+    Turns,
+    agreed_rounds,
     all_units,
-    in_rounds,
     plan_transfers,
 )
 from quintet.engine.weights.shards import Shard
@@ -72,42 +74,36 @@ def made(bucket: Bucket, quantized: Collection[str] = ()) -> PackedBucket:
 
 
 class Export:
-    """The standing plan by which every rank's buckets are filled. No collective to build; `fill` is one.
+    """The standing plan by which every rank's buckets are filled. Collective to build; so is `fill`.
 
-    sources: this rank's shards. held: every rank's. sequences: every rank's buckets in their order. staging_bytes: of what
-    crosses ranks, a rank sends at most this much at a time, and gets as much.
+    sources: this rank's shards. held: every rank's; owners: of the same. sequence: this rank's buckets in their order.
+    types: what each tensor is gathered as. staging_bytes: of what crosses ranks, a rank sends at most this much at a time, and
+    gets as much.
     """
 
     def __init__(
         self,
         sources: list[Shard],
         held: Sequence[Holdings],
-        sequences: Sequence[Sequence[PackedBucket]],
+        owners: Owners,
+        sequence: Sequence[PackedBucket],
+        types: Callable[[str], torch.dtype],
         *,
         staging_bytes: int,
         device: torch.device,
     ) -> None:
-        self.count = max(len(one) for one in sequences)
-        """Of times that every rank calls `fill`: as often as the rank with most buckets."""
         rank, world = dist.get_rank(), dist.get_world_size()
         self._device, self._parts = device, Parts(sources)
-        self._mine = list(sequences[rank])
-        numbers = [
-            [(n, i) for n, one in enumerate(sequence) for i in range(len(one.gathered))]
-            for sequence in sequences
-        ]
-        self._places = numbers[rank]
-        wanted = [[e for one in sequence for e in one.gathered] for sequence in sequences]
-        types = {e.name: e.dtype for entries in wanted for e in entries}
-        transfers: list[list[Transfer]] = [[] for _ in range(self.count)]
-        boxes = [[(e.name, e.box) for e in entries] for entries in wanted]
-        for t in plan_transfers([one.sources for one in held], boxes):
-            transfers[numbers[t.target][t.target_index][0]].append(t)
-        units, type_of = all_units(held), types.__getitem__
-        self._rounds = [
-            [Round(one, type_of, rank, world) for one in in_rounds(ts, type_of, units, staging_bytes)]
-            for ts in transfers
-        ]
+        self._mine = list(sequence)
+
+        def plan() -> Turns:
+            wanted = [[(e.name, e.box) for e in one.gathered] for one in sequence]
+            getting = [plan_transfers(owners, rank, boxes) for boxes in wanted]
+            return Turns(rank, world, getting, types, all_units(held), staging_bytes)
+
+        self._rounds = agreed_rounds(run_on_all_or_raise(plan), held[rank].sources)
+        self.count = len(self._rounds)
+        """Of times that every rank calls `fill`: as often as the rank with most buckets."""
         storages = (tensor.untyped_storage() for one in sources for tensor in one.behind)
         self._storages = {one._cdata: (one, one.nbytes()) for one in storages}
         """Each piece of memory behind the shards once, and how large it is now."""
@@ -132,8 +128,7 @@ class Export:
 
     def _gather(self, number: int, views: Sequence[Tensor]) -> None:
         def write(t: Transfer) -> Tensor:
-            bucket, index = self._places[t.target_index]
-            return views[index][slices(self._mine[bucket].gathered[index].box, t.box)]
+            return views[t.target_index][slices(self._mine[number].gathered[t.target_index].box, t.box)]
 
         for one in self._rounds[number]:
             one.run(lambda t: self._parts(t.source_index, t.box), write, self._device)

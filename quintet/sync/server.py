@@ -1,7 +1,7 @@
 """The trainer's side of weight sync: one `WeightServer` in each rank that trains.
 
     server = WeightServer(engine.shard_map, shape, dtype, device)
-    tickets = server.plan(assignments)      # whenever receivers join, leave or start anew
+    tickets = server.plan(specs)            # whenever receivers join, leave or start anew
     served = server.serve()                 # beside it, each rollout takes ChannelSource(tickets).pieces(number)
 
 All ranks fill bucket after bucket together, straight from their shards, each for the receivers it serves; while a bucket is
@@ -17,12 +17,11 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.weights.fp8 import quantized_names
 from quintet.engine.weights.hf import planned_tensors
-from quintet.engine.weights.reshard import Holdings, all_units, gather_holdings, without_collections
+from quintet.engine.weights.reshard import Owners, all_units, gather_holdings, without_collections
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape
@@ -93,34 +92,38 @@ class WeightServer:
         self._looked_at: list[tuple[list[SharedBuffer], list[Connection]]] = []
 
     @without_collections()
-    def plan(self, assignments: Sequence[Sequence[ReceiverSpec]]) -> list[Ticket]:
-        """Plan for the receivers that each rank serves (one list a rank, the same on every rank); tickets for this rank's, in
-        order. Earlier tickets are void. Collective.
+    def plan(self, specs: Sequence[ReceiverSpec]) -> list[Ticket]:
+        """Plan for the receivers that this rank serves; tickets for them, in order. Earlier tickets are void. Collective.
 
-        Raises UserError naming a receiver that wants what the engine does not hold.
+        Raises UserError, on every rank, naming a receiver that wants what the engine does not hold.
         """
-        mine = assignments[dist.get_rank()]
         shards = run_on_all_or_raise(self._engine_shards)
         held = gather_holdings(shards, [])
-        tensors = self._tensors(held)
-        units = all_units(held)
-        sets = [self._sets(specs, tensors, units) for specs in assignments]
-        in_turn = [_in_turn([buckets for _, buckets in one]) for one in sets]
+        owners, units = Owners([one.sources for one in held]), all_units(held)
+        buffers = set[str]().union(*(one.buffers for one in held))
+
+        def type_of(name: str) -> torch.dtype:
+            return torch.float32 if name in buffers else self._dtype
+
+        sets = run_on_all_or_raise(lambda: self._sets(specs, owners, type_of, units))
+        in_turn = _in_turn([buckets for _, buckets in sets])
         self._export = Export(
             shards,
             held,
-            [[bucket for _, _, bucket in one] for one in in_turn],
+            owners,
+            [bucket for _, _, bucket in in_turn],
+            type_of,
             staging_bytes=self._bucket_bytes // STAGED_SHARE,
             device=self._device,
         )
         self._give_back()
         for outlet in self._outlets:
             outlet.leave()
-        self._outlets = [self._outlet(specs, buckets) for specs, buckets in sets[dist.get_rank()]]
-        self._sequence = [(self._outlets[which], n) for which, n, _ in in_turn[dist.get_rank()]]
-        plan = self._reception.expect(spec.id for spec in mine)
+        self._outlets = [self._outlet(alike, buckets) for alike, buckets in sets]
+        self._sequence = [(self._outlets[which], n) for which, n, _ in in_turn]
+        plan = self._reception.expect(spec.id for spec in specs)
         door, wait_s = self._reception, PATIENCE * self._timeout_s
-        return [Ticket(one.id, door.address, plan, door.key, wait_s) for one in mine]
+        return [Ticket(one.id, door.address, plan, door.key, wait_s) for one in specs]
 
     def _outlet(self, specs: Sequence[ReceiverSpec], buckets: Sequence[PackedBucket]) -> SharedMemorySender:
         ids, sent = [one.id for one in specs], [one.sent for one in buckets]
@@ -129,36 +132,36 @@ class WeightServer:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         return ProcessGroupSender(ids, sent, self._timeout_s, self._store, backend)
 
-    def _tensors(self, held: Sequence[Holdings]) -> dict[str, Entry]:
-        """Every tensor in full that the ranks hold parts of, in the family's order, adapters last."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, box in (part for one in held for part in one.sources):
-            ends = tuple(stop for _, stop in box)
-            shapes[name] = tuple(map(max, ends, shapes.get(name, ends)))
-        planned = planned_tensors(self._shape, self._dtype)
-        known = {one.name: (one.shape, one.dtype) for one in planned if one.name in shapes}
-        known |= {name: (shape, self._dtype) for name, shape in shapes.items() if name not in known}
-        return {name: Entry(name, full, whole_box(full), dtype) for name, (full, dtype) in known.items()}
+    def _names(self, owners: Owners) -> list[str]:
+        """The tensors that the ranks hold parts of, in the family's order, adapters last."""
+        held = dict.fromkeys(owners.names())
+        planned = [one.name for one in planned_tensors(self._shape, self._dtype) if one.name in held]
+        return list(dict.fromkeys([*planned, *held]))
 
     def _sets(
-        self, specs: Sequence[ReceiverSpec], tensors: dict[str, Entry], units: dict[str, tuple[int, ...]]
+        self,
+        specs: Sequence[ReceiverSpec],
+        owners: Owners,
+        type_of: Callable[[str], torch.dtype],
+        units: dict[str, tuple[int, ...]],
     ) -> list[tuple[list[ReceiverSpec], list[PackedBucket]]]:
-        """A rank's receivers, those together that want the same in the same way, and the buckets of each set."""
+        """This rank's receivers, those together that want the same in the same way, and the buckets of each set."""
         alike: dict[Any, list[ReceiverSpec]] = defaultdict(list)
         for spec in specs:
             alike[spec.colocated, None if spec.wanted is None else tuple(spec.wanted)].append(spec)
         found = []
         for together in alike.values():
-            wanted = together[0].wanted
+            first, wanted = together[0], together[0].wanted
+            cut: dict[str, tuple[int, ...]] | None = units
             if wanted is None:
-                buckets = in_buckets(tensors.values(), self._bucket_bytes)
-            else:
-                if self._quantized:
-                    raise UserError(
-                        f"receiver {together[0].id} wants parts of tensors: with rollout.quantization=fp8 they go whole"
-                    )
-                entries = [_entry(together[0], one, tensors) for one in wanted]
-                buckets = in_buckets(entries, self._bucket_bytes, units)
+                wanted = [Wanted(name, whole_box(owners.shape(name))) for name in self._names(owners)]
+                cut = None
+            elif self._quantized:
+                raise UserError(
+                    f"receiver {first.id} wants parts of tensors: with rollout.quantization=fp8 they go whole"
+                )
+            entries = [_entry(first, one, owners, type_of(one.name)) for one in wanted]
+            buckets = in_buckets(entries, self._bucket_bytes, cut)
             found.append((together, [made(one, self._quantized) for one in buckets]))
         return found
 
@@ -238,12 +241,14 @@ class WeightServer:
         self._export, self._outlets, self._sequence = None, [], []
 
 
-def _entry(spec: ReceiverSpec, wanted: Wanted, tensors: dict[str, Entry]) -> Entry:
+def _entry(spec: ReceiverSpec, wanted: Wanted, owners: Owners, dtype: torch.dtype) -> Entry:
     """What a receiver wants of a tensor."""
-    whole = tensors.get(wanted.name)
-    if whole is None:
-        raise UserError(f"receiver {spec.id} wants {wanted.name}, which the engine does not hand out")
-    return Entry(wanted.name, whole.shape, wanted.box, whole.dtype)
+    try:
+        return Entry(wanted.name, owners.shape(wanted.name), wanted.box, dtype)
+    except KeyError:
+        raise UserError(
+            f"receiver {spec.id} wants {wanted.name}, which the engine does not hand out"
+        ) from None
 
 
 def _in_turn(sets: Sequence[Sequence[PackedBucket]]) -> list[tuple[int, int, PackedBucket]]:

@@ -34,9 +34,9 @@ class Serving(Worker):
         held = list(weights_of(self._seed).items())[self.rank :: self.world_size]
         return [Shard(name, tuple(t.shape), whole_box(t.shape), t) for name, t in held]
 
-    def plan_sync(self, assignments: list[list[ReceiverSpec]]) -> list[Ticket]:
+    def plan_sync(self, specs: list[ReceiverSpec]) -> list[Ticket]:
         self.plans += 1
-        return self._server.plan(assignments)
+        return self._server.plan(specs)
 
     def serve(self) -> Served:
         return self._server.serve()

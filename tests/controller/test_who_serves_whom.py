@@ -32,10 +32,11 @@ class Asked(AskedRanks):
         if name == "serve":
             return SimpleNamespace(bytes=0)
         if name == "plan_sync":
-            (assignments,) = args
+            (specs,) = args
             if rank == 0:
-                self.plans.append([[spec.id for spec in specs] for specs in assignments])
-            return [SimpleNamespace(receiver=spec.id) for spec in assignments[rank]]
+                self.plans.append([])
+            self.plans[-1].append([spec.id for spec in specs])
+            return [SimpleNamespace(receiver=spec.id) for spec in specs]
         return None
 
     def ask(self, verb: Any, phase: str) -> Any:

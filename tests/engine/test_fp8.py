@@ -92,12 +92,12 @@ def sent(path: Path, layout: dict[str, Any]) -> dict[str, tuple[str, torch.Tenso
     where = (engine.shape, DTYPES["fp32"], torch.device("cpu"), layouts.BUCKET_MIB)
     server = WeightServer(engine.shard_map, *where, quantization="fp8", timeout_s=30.0 * BUSY)
     found: dict[str, tuple[str, torch.Tensor]] = {}
-    specs = [[ReceiverSpec(f"rollout {r}", None, True)] for r in range(dist.get_world_size())]
+    spec = ReceiverSpec(f"rollout {dist.get_rank()}", None, True)
 
     def keep(piece: Any) -> None:
         found[piece.name] = str(piece.tensor.dtype), piece.tensor.float().clone()
 
-    layouts.exchange(server, specs, keep)
+    layouts.exchange(server, spec, keep)
     server.close()
     return found
 

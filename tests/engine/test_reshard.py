@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from quintet.engine.weights.reshard import plan_transfers
+from quintet.engine.weights.reshard import Owners, plan_transfers
 from tests.engine import moe_models
 from tests.oracle.reference import save
 
@@ -92,7 +92,8 @@ def test_every_element_is_sent_once(size, source_parts, target_parts, replicas):
     sources += [[] for _ in range(world - len(sources))]
     targets += [[] for _ in range(world - len(targets))]
     filled = [torch.zeros(size, 7, dtype=torch.int64) for _ in targets]
-    for t in plan_transfers(sources, targets):
+    owners = Owners(sources)
+    for t in (t for rank, wanted in enumerate(targets) for t in plan_transfers(owners, rank, wanted)):
         (a, b), (c, d) = t.box
         filled[t.target][a:b, c:d] += 1
         (first, last), _ = sources[t.source][t.source_index][1]
@@ -106,4 +107,4 @@ def test_every_element_is_sent_once(size, source_parts, target_parts, replicas):
 
 def test_a_box_without_a_source_is_named():
     with pytest.raises(ValueError, match="lost"):
-        plan_transfers([[("w", ((0, 2),))]], [[("lost", ((0, 2),))]])
+        plan_transfers(Owners([[("w", ((0, 2),))]]), 0, [("lost", ((0, 2),))])

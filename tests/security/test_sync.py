@@ -58,7 +58,7 @@ def strangers(ticket: Ticket, harm: Path) -> None:
 @pytest.mark.parametrize("colocated", KINDS)
 def test_a_sync_goes_on_beside_strangers(tmp_path, caplog, colocated):
     server, harm = server_of(shards(), timeout_s=60.0 * BUSY), tmp_path / "harm"
-    (ticket,) = server.plan([[ReceiverSpec("r", boxes(*NAMES), colocated)]])
+    (ticket,) = server.plan([ReceiverSpec("r", boxes(*NAMES), colocated)])
     seen: list[str] = []
 
     def use(piece: object) -> None:
@@ -164,7 +164,7 @@ def test_its_sockets_are_on_loopback_where_the_rollouts_are_on_this_machine(monk
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", outward())  # it is said where to listen, and not looked for
     before = listening()
     server: WeightServer = server_of(shards())
-    source = ChannelSource(server.plan([[ReceiverSpec("r", boxes(*NAMES), False)]]))
+    source = ChannelSource(server.plan([ReceiverSpec("r", boxes(*NAMES), False)]))
     seen: list[set[str]] = []
     taker = Taker(source, lambda piece: seen.append(listening()))
     assert server.serve().lost == {}

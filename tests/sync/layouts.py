@@ -85,11 +85,11 @@ def writer(shards: Iterable[Shard]) -> Callable[[Piece], None]:
 
 
 def exchange(
-    server: WeightServer, specs: list[list[ReceiverSpec]], use: Callable[[Piece], None]
+    server: WeightServer, spec: ReceiverSpec, use: Callable[[Piece], None]
 ) -> tuple[Served, ChannelSource]:
-    """Plan, and sync once: this rank takes what its neighbour serves. One receiver a rank."""
+    """Plan for one receiver, and sync once: this rank takes what its neighbour serves."""
     tickets: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tickets, server.plan(specs))
+    dist.all_gather_object(tickets, server.plan([spec]))
     source = ChannelSource(tickets[dist.get_rank() - 1])
     taker = Taker(source, use)
     served = server.serve()
@@ -112,10 +112,9 @@ def reshard(
         engine.shard_map, engine.shape, DTYPES["fp32"], build.device(), BUCKET_MIB, timeout_s=30.0 * BUSY
     )
     # Rank r's rollout is served by the rank before it.
-    specs = [
-        [ReceiverSpec(f"rollout {r}", wanted[(r + 1) % len(wanted)], colocated)] for r in range(len(wanted))
-    ]
-    served, _ = exchange(server, specs, writer(moved))
+    rank = dist.get_rank()
+    spec = ReceiverSpec(f"rollout {rank}", wanted[(rank + 1) % len(wanted)], colocated)
+    served, _ = exchange(server, spec, writer(moved))
     server.close()
     assert not served.lost, served
     return [(a.name, torch.equal(a.read(), b.read())) for a, b in zip(moved, loaded, strict=True)]
@@ -129,7 +128,7 @@ def whole(
     server = WeightServer(
         engine.shard_map, engine.shape, DTYPES["fp32"], build.device(), BUCKET_MIB, timeout_s=30.0 * BUSY
     )
-    specs = [[ReceiverSpec(f"rollout {r}", None, colocated)] for r in range(dist.get_world_size())]
+    spec = ReceiverSpec(f"rollout {dist.get_rank()}", None, colocated)
     found: dict[str, torch.Tensor] = {}
 
     def keep(piece: Piece) -> None:
@@ -137,6 +136,6 @@ def whole(
         assert tuple(piece.tensor.shape) == piece.shape
         found[piece.name] = piece.tensor.clone().cpu()
 
-    served, _ = exchange(server, specs, keep)
+    served, _ = exchange(server, spec, keep)
     server.close()
     return (found if dist.get_rank() == 0 else {}), served

@@ -116,11 +116,8 @@ def train(
     for number in range(syncs):
         if number in plans:
             specs = [
-                [
-                    ReceiverSpec(who, None if name is None else [Wanted(name, full[name])], colocated)
-                    for who, name in rank
-                ]
-                for rank in plans[number]
+                ReceiverSpec(who, None if name is None else [Wanted(name, full[name])], colocated)
+                for who, name in plans[number][dist.get_rank()]
             ]
             tickets = {one.receiver: one for one in server.plan(specs)}
         for who, ticket in tickets.items():

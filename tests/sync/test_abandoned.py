@@ -28,7 +28,7 @@ AT_ONCE_S = 15 * BUSY
 
 
 def plan(server: WeightServer, who: Sequence[str], colocated: bool) -> Any:
-    return server.plan([[ReceiverSpec(one, boxes(*NAMES), colocated) for one in who]])
+    return server.plan([ReceiverSpec(one, boxes(*NAMES), colocated) for one in who])
 
 
 def same(found: Any, plus: float) -> bool:

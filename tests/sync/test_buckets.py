@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintet.engine.weights.reshard import Round, in_rounds, plan_transfers
 from quintet.models.mcore import box_sizes, split, volume, whole_box
 from quintet.sync.buckets import ALIGNMENT, Entry, in_buckets, slots
 
@@ -69,27 +66,3 @@ def test_two_buckets_in_turn_and_never_two_large_ones(sizes):
         assert size <= room[slot]
         assert size > 1024 or number == 0 or slot != place[number - 1]
     assert room[1] <= 1024  # of the usual size
-
-
-@given(st.integers(2, 4), st.integers(1, 60), st.integers(4, 400), st.data())
-def test_rounds_bound_what_a_rank_sends_and_gets(world, rows, limit, data):
-    cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=6))})
-    sources: list[list] = [[] for _ in range(world)]
-    for start, stop in itertools.pairwise(cuts):
-        sources[data.draw(st.integers(0, world - 1))].append(("w", ((start, stop), (0, 3))))
-    targets = [[("w", ((0, rows), (0, 3)))] for _ in range(world)]
-    rounds = in_rounds(plan_transfers(sources, targets), lambda name: torch.float32, {}, limit)
-    counted = [torch.zeros(rows, 3, dtype=torch.int64) for _ in range(world)]
-    for transfers in rounds:
-        out, in_ = [0] * world, [0] * world
-        for t in transfers:
-            counted[t.target][tuple(slice(*ends) for ends in t.box)] += 1
-            if t.source != t.target:
-                out[t.source] += 4 * volume(t.box)
-                in_[t.target] += 4 * volume(t.box)
-        assert max(out + in_) <= max(limit, 4)
-        crossing = [
-            Round(transfers, lambda name: torch.float32, rank, world).crosses for rank in range(world)
-        ]
-        assert len(set(crossing)) == 1  # all ranks meet, or none does
-    assert all((one == 1).all() for one in counted)

@@ -86,8 +86,8 @@ def test_one_that_is_known_to_have_ended_is_not_waited_for(colocated):
     """Whether that is told before the trainer waits for it, or meanwhile; and of an earlier plan it does not count."""
     server = server_of(shards(), timeout_s=300.0)
     specs = [ReceiverSpec(who, boxes(*NAMES), colocated) for who in ("dies", "lives")]
-    earlier = server.plan([specs])
-    dead, alive = server.plan([specs])
+    earlier = server.plan(specs)
+    dead, alive = server.plan(specs)
     notify_absent(earlier[1])
     for turn in range(2):
         taker = Taker(ChannelSource([alive]), lambda piece: None)
@@ -98,7 +98,7 @@ def test_one_that_is_known_to_have_ended_is_not_waited_for(colocated):
         taker.finish()
         assert time.monotonic() - began < 2 * BUSY
         assert served.lost == {"dies": "its process ended before it came for its weights"}
-    server.plan([specs[:1]])
+    server.plan(specs[:1])
     server.close()
     notify_absent(alive)  # to nobody
 
@@ -106,7 +106,7 @@ def test_one_that_is_known_to_have_ended_is_not_waited_for(colocated):
 @pytest.mark.usefixtures("alone")
 def test_a_trainer_without_weights_says_so_to_those_that_came(monkeypatch):
     server = server_of(shards(), timeout_s=60.0)
-    source = ChannelSource(server.plan([[ReceiverSpec("waits", boxes(*NAMES), True)]]))
+    source = ChannelSource(server.plan([ReceiverSpec("waits", boxes(*NAMES), True)]))
     taker = Taker(source, lambda piece: None)
     monkeypatch.setattr(server._export, "check", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -38,7 +38,7 @@ from tests.sync.one_rank import (
 
 
 def one_sync(server: WeightServer, use: Callable[[Piece], None], colocated: bool = True) -> Any:
-    source = ChannelSource(server.plan([[ReceiverSpec("rollout-0/0", boxes(*NAMES), colocated)]]))
+    source = ChannelSource(server.plan([ReceiverSpec("rollout-0/0", boxes(*NAMES), colocated)]))
     taker = Taker(source, use)
     served = server.serve()
     return served, taker
@@ -83,7 +83,7 @@ def test_a_bucket_stays_what_it_is_while_it_is_read(colocated):
         one.read = threading.Event()
         large.append(one)
     server = server_of(large)
-    source = ChannelSource(server.plan([[ReceiverSpec("r", None, colocated)]]))
+    source = ChannelSource(server.plan([ReceiverSpec("r", None, colocated)]))
     seen = []
 
     def use(piece: Piece) -> None:
@@ -102,7 +102,7 @@ def test_a_receiver_that_wants_something_else_gets_that(colocated):
     """It remembers the buckets of the plan before."""
     server = server_of(shards())
     for wanted in (["a", "b"], ["c"], ["d", "a", "b"]):
-        source = ChannelSource(server.plan([[ReceiverSpec("r", boxes(*wanted), colocated)]]))
+        source = ChannelSource(server.plan([ReceiverSpec("r", boxes(*wanted), colocated)]))
         seen: list[tuple[str, float]] = []
         taker = Taker(source, lambda piece, to=seen: to.append((piece.name, piece.tensor.max().item())))
         server.serve()
@@ -144,7 +144,7 @@ def test_two_buckets_are_in_memory_and_none_afterwards():
     large.read = threading.Event()
     most[0] = 0
     server = server_of([*held, large])
-    source = ChannelSource(server.plan([[ReceiverSpec("r", None, True)]]))
+    source = ChannelSource(server.plan([ReceiverSpec("r", None, True)]))
     taker = Taker(source, use)
     server.serve()
     taker.finish()
@@ -155,7 +155,7 @@ def test_two_buckets_are_in_memory_and_none_afterwards():
 def test_weights_that_change_are_new_at_the_next_sync_and_the_plan_stays():
     held = shards()
     server = server_of(held)
-    source = ChannelSource(server.plan([[ReceiverSpec("r", boxes("a"), True)]]))
+    source = ChannelSource(server.plan([ReceiverSpec("r", boxes("a"), True)]))
     for value in (1.0, 2.0):
         held[0].view.fill_(value)
         found: list[bool] = []
@@ -193,8 +193,8 @@ def test_who_stops_early_or_is_slow_is_lost_by_name():
 def test_tickets_of_another_plan_or_key_and_of_nobody_are_refused():
     server = server_of(shards())
     spec = ReceiverSpec("rollout-0/0", boxes("a"), True)
-    (old,) = server.plan([[spec]])
-    (ticket,) = server.plan([[spec]])
+    (old,) = server.plan([spec])
+    (ticket,) = server.plan([spec])
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = free.getsockname()
     for wrong, said in (
@@ -221,7 +221,7 @@ def test_a_receiver_that_wants_nothing_is_served_that(colocated):
     """A pipeline stage without adapters, where adapters travel alone; with nobody else to serve, and beside another."""
     server = server_of(shards())
     for others in ([], [ReceiverSpec("other", boxes("a"), colocated)]):
-        tickets = server.plan([[ReceiverSpec("stage", [], colocated), *others]])
+        tickets = server.plan([ReceiverSpec("stage", [], colocated), *others])
         for _ in range(2):
             found: list[list[str]] = [[] for _ in tickets]
             takers = [
@@ -241,10 +241,10 @@ def test_what_cannot_be_handed_out_is_said_before_anything_moves():
     held = shards()
     server = server_of(held)
     with pytest.raises(UserError, match="receiver r wants z, which the engine does not hand out"):
-        server.plan([[ReceiverSpec("r", boxes("z"), True)]])
+        server.plan([ReceiverSpec("r", boxes("z"), True)])
     with pytest.raises(AssertionError, match="plan comes before serve"):
         server_of(held).serve()
-    server.plan([[]])
+    server.plan([])
     held[0].view.untyped_storage().resize_(0)
     with pytest.raises(UserError, match="weights are offloaded"):
         server.serve()
@@ -267,7 +267,7 @@ def test_a_vllm_worker_gets_some_of_the_heads_that_share_a_kv_head(model):
             heads = [{w.box[0] for w in parts if w.name == "layers.1.q"} for parts in wanted]
             assert heads == [{(0, 4)}, {(4, 8)}]
         specs = [ReceiverSpec(f"r{rank}", parts, True) for rank, parts in enumerate(wanted)]
-        sources = [ChannelSource([ticket]) for ticket in server.plan([specs])]
+        sources = [ChannelSource([ticket]) for ticket in server.plan(specs)]
         with ThreadPoolExecutor(2) as pool:
             taking = [
                 pool.submit(one.take, source.pieces(0)) for one, source in zip(held, sources, strict=True)

@@ -101,7 +101,7 @@ def run(beside: LoraSlots, colocated: bool, leaks: bool = False) -> tuple[list[M
     server: WeightServer = server_of(held, BUCKET_MIB, timeout_s=60.0, device=device)
     beside.run(take, beside.root, (0 if colocated else 1) if on_gpu else None, leaks)
     wanted = [Wanted(one.name, one.box) for one in held]
-    tickets = server.plan([[ReceiverSpec("r", wanted, colocated)]])
+    tickets = server.plan([ReceiverSpec("r", wanted, colocated)])
     cycles = []
     for number in range(CYCLES):
         beside.hand(number, tickets)

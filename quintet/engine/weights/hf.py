@@ -84,7 +84,6 @@ def full_tensors(
         holdings = [
             Holdings(
                 [piece for name in names for piece in here.get(name, ())],
-                [(one.name, whole_box(one.shape)) for one in batch] if rank == 0 else [],
                 {one.name for one in batch if one.dtype != dtype},
                 held[rank].units,
             )
@@ -100,7 +99,7 @@ def full_tensors(
             for one in (batch if dist.get_rank() == 0 else [])
         ]
         sources = [shard for name in names for shard in mine[name]]
-        Resharder(sources, targets, dtype=dtype, device=device, holdings=holdings).run()
+        Resharder(sources, targets, dtype=dtype, device=device, held=holdings).run()
         for target in targets:
             yield target.name, target.view.cpu()
 
