@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from quintet.cluster.local import LocalGroup
 from quintet.controller.batch_ref import BatchRef, Lease, Placement
 from quintet.controller.colocation import DeviceHandover
 from quintet.controller.counted import counted_metrics
+from quintet.controller.dealing import SlotTime, deal, slot_time
 from quintet.controller.finished_groups import FinishedGroups
 from quintet.controller.messages import SampleInfo, TrainedTokens
 from quintet.controller.progress_bar import watched
@@ -36,7 +38,6 @@ from quintet.errors import QuintetError
 from quintet.models import ModelShape
 from quintet.observe.memory import combine_peaks
 from quintet.observe.progress import Progress
-from quintet.packing import split_evenly
 from quintet.recipe import schema
 from quintet.recipe.length import fitted
 from quintet.recipe.roles import layout_of, roles_of
@@ -80,6 +81,7 @@ class Controller:
         self.version = 0
         """Of the policy: how often new weights were published. A run that goes on counts those before."""
         self._dropped: list[str] = []
+        self._slot_time = SlotTime()
         self._calls = itertools.count()
         placements = [Placement("policy", recipe.layout, self.workers.coords())]
         of_policy = ("policy", self.workers, placements[0], phase, progress)
@@ -127,6 +129,7 @@ class Controller:
         seed: str,
         lengths: Sequence[Sequence[int]] | None = None,
         *,
+        expected: Sequence[float] | None = None,
         title: str = "rollout",
         scored: bool = True,
     ) -> Samples:
@@ -134,7 +137,9 @@ class Controller:
         the command scores any, for `reward`. `seed` keys all noise of this call. Their tokens are kept where they were made, for as
         long as the returned samples, or a part of them, are alive.
 
-        lengths: most response tokens of each sample, by prompt, where they differ from the sampling's.
+        lengths: most response tokens of each sample, by prompt, where they differ from the sampling's. expected: response tokens of a
+        sample of each prompt, where something is known of them: who generates what, and in which order, follows from it
+        (`dealing.deal`), and no token does.
         """
         requests = [
             Request(
@@ -145,15 +150,16 @@ class Controller:
             )
             for i, prompt in enumerate(prompts)
         ]
-        shares = split_evenly(len(requests), self.rollouts.count)
+        shares = deal(len(requests), self.rollouts.count, expected)
         total = len(requests) * samples_per_prompt
-        owed = {n: requests[share.start : share.stop] for n, share in enumerate(shares)}
+        owed = {n: [requests[number] for number in share] for n, share in enumerate(shares)}
+        began: dict[int, float] = {}
         finished = FinishedGroups(prompts, self._rewards if scored else None)
         call = f"{seed}#{next(self._calls)}"
         forget = list(self._dropped)
 
         def heard(rollout: int, at: int, group: list[SampleInfo]) -> None:
-            finished.add(shares[rollout].start + at, group)
+            finished.add(shares[rollout][at], group)
 
         with watched(self._progress, title, total, "sequences", self.rollouts.posted) as watch:
 
@@ -164,14 +170,23 @@ class Controller:
             # Again, by rollouts made anew: their noise is keyed by request, so the samples are the same.
             while owed:
                 self.handover.ready()
+                began |= dict.fromkeys(owed, time.perf_counter())
                 done = self.rollouts.generate(owed, sampling, call, forget, looked_at, heard)
                 owed = {n: share for n, share in owed.items() if n not in done}
         del self._dropped[: len(forget)]
+        if scored:
+            first_began = min(began.values())
+            times = [
+                [began[n] - first_began + one.seconds for number in share for one in finished.groups[number]]
+                for n, share in enumerate(shares)
+            ]
+            slots = self.recipe.rollout.sequences_per_rank
+            self._slot_time = self._slot_time.plus(slot_time(times, slots))
         samples = Samples(list(prompts), [], [], [], [], leases=(Lease(call, self._dropped),))
-        of_rollout = [n for n, share in enumerate(shares) for _ in share]
+        place = {number: (n, at) for n, share in enumerate(shares) for at, number in enumerate(share)}
         for number, (group, scoring) in enumerate(finished.in_order()):
-            rollout = of_rollout[number]
-            first = (number - shares[rollout].start) * samples_per_prompt
+            rollout, at = place[number]
+            first = at * samples_per_prompt
             samples.scorings += [] if scoring is None else [scoring]
             for kept, generated in enumerate(group, first):
                 samples.groups.append(number)
@@ -281,7 +296,8 @@ class Controller:
 
     def counted(self) -> dict[str, float]:
         """Return the metrics of what rollouts counted since the last time."""
-        return counted_metrics({} if self._handover is None else self.rollouts.counts())
+        slots, self._slot_time = self._slot_time, SlotTime()
+        return counted_metrics({} if self._handover is None else self.rollouts.counts(), slots)
 
 
 def _seed(text: str) -> int:

@@ -63,6 +63,8 @@ class SampleInfo:
     raw_logprob: float | None
     """The same under the model's own distribution (temperature 1, nothing cut)."""
     kept: ReplayTokens | None = None
+    seconds: float = field(default=0.0, compare=False)
+    """From the beginning of the call, on the rank that tells, until its last token was there."""
 
 
 @dataclass

@@ -6,6 +6,7 @@ native rollout share requests; the engines of other back ends make their own wor
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
@@ -53,6 +54,7 @@ class RankRollout:
         requests. In the end it returns a copy of the samples to fall back on, if the recipe wants one, for the object store.
         forget: calls whose samples are not needed any more. `pause`, `resume` and `abort` may be said beside it."""
         self._progress.begin()
+        began = time.perf_counter()
         self.samples.forget(forget)
         groups = self._backend.stream(requests, sampling)
         if not self._owns_output:
@@ -63,7 +65,7 @@ class RankRollout:
         with listening(call, {verb.__name__: verb for verb in (self.pause, self.resume, self.abort)}):
             for at, group in groups:
                 answered[at] = group
-                yield at, self.samples.info(requests, at, group)
+                yield at, self.samples.info(requests, at, group, began)
         self.samples.put(call, requests, answered)
         return None, self.samples.of(call) if self._spare else None
 

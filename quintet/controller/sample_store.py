@@ -50,8 +50,11 @@ class SampleStore:
                 made["route_seals"] = seals(made)
             self._batches[call] = made
 
-    def info(self, requests: Sequence[Request], at: int, group: Sequence[Sample]) -> list[SampleInfo]:
-        """Tell what the controller learns of the responses to the request at this place."""
+    def info(
+        self, requests: Sequence[Request], at: int, group: Sequence[Sample], began: float = 0.0
+    ) -> list[SampleInfo]:
+        """Tell what the controller learns of the responses to the request at this place. began: when the call did, on the clock of
+        `Sample.finished`."""
         prompt, before = requests[at].prompt_ids, self._replayed
         if at < before:  # no request is without samples
             before = sum(request.samples for request in requests[:at])
@@ -64,6 +67,7 @@ class SampleStore:
                 logprob=_total(s.logprobs),
                 raw_logprob=_total(s.raw_logprobs),
                 kept=_whole(requests[at], s) if number < self._replayed else None,
+                seconds=s.finished - began,
             )
             for number, s in enumerate(group, before)
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from quintet.data.prompts import Prompt, PromptSet
@@ -23,6 +24,8 @@ class PromptStream:
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
+        self._response_tokens: dict[int, int] = {}
+        """By prompt, mean of the last responses to it."""
 
     def take(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts."""
@@ -36,6 +39,21 @@ class PromptStream:
             self._position = until
         return taken
 
+    def heard(self, prompts: Sequence[Prompt], response_tokens: Sequence[float]) -> None:
+        """Note how long responses to each of these prompts were, in the mean."""
+        for prompt, tokens in zip(prompts, response_tokens, strict=True):
+            self._response_tokens[prompt.id] = round(tokens)
+
+    def expected(self, prompts: Sequence[Prompt]) -> list[float] | None:
+        """Return how long responses to each of these prompts will be: as the last ones were, where there are any, and as the mean of
+        the others where not. None where nothing is known of any."""
+        known = [self._response_tokens.get(prompt.id) for prompt in prompts]
+        heard = [tokens for tokens in known if tokens is not None]
+        if not heard:
+            return None
+        mean = sum(heard) / len(heard)
+        return [mean if tokens is None else tokens for tokens in known]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the stream as plain values, for JSON."""
         return {
@@ -45,6 +63,7 @@ class PromptStream:
             "shuffle": self._shuffle,
             "prompts": len(self._prompts),
             "fingerprint": self._prompts.fingerprint(),
+            "response_tokens": [list(one) for one in self._response_tokens.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -67,6 +86,7 @@ class PromptStream:
                     "restore it, or start a new run"
                 )
         self._epoch, self._position = state["epoch"], state["position"]
+        self._response_tokens = dict(state.get("response_tokens", ()))  # a checkpoint of before has none
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> list[int]:

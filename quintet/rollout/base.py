@@ -87,6 +87,8 @@ class Sample:
     """Chosen experts of a mixture-of-experts model where they are asked for, int16 [tokens - 1, layers, top-k]: those of each
     token that was read, which is every token but the last, in no certain order. Layers are those with experts, in their
     order: layer 0 here is the first that has any."""
+    finished: float = field(default=0.0, compare=False)
+    """When its last token was there, by this process's `time.perf_counter`."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ weights and memory change hands.
 from __future__ import annotations
 
 import itertools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -150,27 +151,35 @@ class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
         by_request = [self._jobs(at, request, sampling) for at, request in enumerate(requests)]
         jobs = [(at, number) for at, some in enumerate(by_request) for number in range(len(some))]
         answers: list[dict[int, AnswerT]] = [{} for _ in requests]
+        times: dict[tuple[int, int], float] = {}
         held_back = []
         with closing(self._run([job for some in by_request for job in some])) as told:
             for done, (job, answer) in enumerate(told, 1):
                 at, number = jobs[job]
-                answers[at][number] = answer
+                answers[at][number], times[at, number] = answer, time.perf_counter()
                 self._progress(done)
                 if len(answers[at]) < len(by_request[at]):
                     continue
                 if self._recipe.return_routes and self._routes_at_end:
                     held_back.append(at)
                 else:
-                    ((_, samples),) = self._made({at: by_request[at]}, answers, sampling)
+                    ((_, samples),) = self._made({at: by_request[at]}, answers, times, sampling)
                     yield at, samples
-        yield from self._made({at: by_request[at] for at in held_back}, answers, sampling)
+        yield from self._made({at: by_request[at] for at in held_back}, answers, times, sampling)
 
     def _made(
-        self, jobs: Mapping[int, list[JobT]], answers: Sequence[Mapping[int, AnswerT]], sampling: Sampling
+        self,
+        jobs: Mapping[int, list[JobT]],
+        answers: Sequence[Mapping[int, AnswerT]],
+        times: Mapping[tuple[int, int], float],
+        sampling: Sampling,
     ) -> list[tuple[int, list[Sample]]]:
         """The samples of requests that are done."""
-        told = [answers[at][number] for at, some in jobs.items() for number in range(len(some))]
+        places = [(at, number) for at, some in jobs.items() for number in range(len(some))]
+        told = [answers[at][number] for at, number in places]
         made = [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in told]
+        for sample, place in zip(made, places, strict=True):
+            sample.finished = times[place]
         if self._recipe.return_routes and made:
             self._add_routes(made, told, [len(job.prompt_ids) for some in jobs.values() for job in some])
         samples = iter(made)

@@ -19,7 +19,10 @@ from typing import Any
 from quintet.errors import UserError
 
 Number = float | int | None
-CLOCK_KEYS = ("seconds/", "tokens_per_s", "memory/", "sync/seconds", "sync/proof_seconds")
+CLOCK_KEYS = (
+    *("seconds/", "tokens_per_s", "memory/", "sync/seconds", "sync/proof_seconds"),
+    "rollout/tail_idle_fraction",
+)
 """Prefixes of the keys whose values differ from run to run."""
 OF_REWARDS = frozenset({"mean", "std", "timed_out", "failed", "overlong_penalty"})
 """reward/… of a run's own: what a reward function returns has other names."""

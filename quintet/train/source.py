@@ -42,10 +42,17 @@ class Source:
         seed = f"{s.recipe.run.seed}/train/{step.number}" + (f"/{self._taken}" if self._taken else "")
         self._taken += 1
         chosen = self.stream.take(prompts)
-        samples = s.controller.generate(chosen, s.sampling(), s.recipe.rollout.samples_per_prompt, seed)
+        count = s.recipe.rollout.samples_per_prompt
+        samples = s.controller.generate(
+            chosen, s.sampling(), count, seed, expected=self.stream.expected(chosen)
+        )
         with s.observer.phase("reward"):
             s.controller.reward(samples)
             self._shape(samples)
+        lengths = [one.response_tokens for one in samples.generated]  # of each prompt in turn
+        self.stream.heard(
+            chosen, [sum(lengths[i : i + count]) / count for i in range(0, len(lengths), count)]
+        )
         step.rewards += samples.rewards
         for say in (samples.timed_out, samples.failed):
             if (zeros := say(s.recipe.reward.function)) is not None:

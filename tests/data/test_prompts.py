@@ -296,10 +296,19 @@ def test_stream_covers_every_prompt_each_epoch_and_resumes(tmp_path: Path, token
 
     stream = PromptStream(prompts, seed=1)
     stream.take(33)
+    assert stream.expected(prompts.prompts) is None
+    stream.heard(prompts.prompts[:3], [10.0, 20.4, 40.0])
+    stream.heard(prompts.prompts[2:3], [60.0])
     state = json.loads(json.dumps(stream.state_dict()))
     resumed = PromptStream(prompts, seed=1)
     resumed.load_state_dict(state)
+    assert resumed.expected(prompts.prompts[:4]) == stream.expected(prompts.prompts[:4]) == [10, 20, 60, 30]
+    assert resumed.expected(prompts.prompts[3:]) is None
+    before = PromptStream(prompts, seed=1)
+    before.load_state_dict({key: value for key, value in state.items() if key != "response_tokens"})
+    assert before.expected(prompts.prompts) is None
     assert [p.id for p in resumed.take(45)] == [p.id for p in stream.take(45)]
+    assert resumed.state_dict() == stream.state_dict()
     assert [p.id for p in PromptStream(prompts, seed=2).take(20)] != epochs[0]
     assert [p.id for p in PromptStream(prompts, seed=2, shuffle=False).take(25)] == [*range(20), *range(5)]
 

@@ -175,9 +175,8 @@ class NativeRollout:
         text = self._decode(made.response_ids)
         for stop in sampling.stop:
             text = text.split(stop)[0]
-        return Sample(
-            made.response_ids, made.logprobs, made.policy_logprobs, made.raw_logprobs, made.finish, text
-        )
+        logprobs = (made.logprobs, made.policy_logprobs, made.raw_logprobs)
+        return Sample(made.response_ids, *logprobs, made.finish, text, finished=made.finished)
 
     # weights
 

@@ -6,6 +6,7 @@ is room, so their prompt is computed once.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ class SequenceState:
     policy_logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     finish: str = ""
+    finished: float = 0.0
+    """When it was retired, by `time.perf_counter`."""
 
 
 class Scheduler:
@@ -101,6 +104,7 @@ class Scheduler:
 
     def _count_finished(self, gone: Iterable[SequenceState]) -> None:
         for one in gone:
+            one.finished = time.perf_counter()
             self._left[one.request] -= 1
             if not self._left[one.request]:
                 self._finished.append(one.request)

@@ -1,0 +1,52 @@
+"""Which rollout gets which requests of a call, in which order, and how long slots stood empty at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+from quintet.packing import split_evenly
+
+
+class SlotTime(NamedTuple):
+    """Slot-seconds of all rollouts: those of empty slots for which no request was left, and all of the call."""
+
+    idle: float = 0.0
+    total: float = 0.0
+
+    def plus(self, other: SlotTime) -> SlotTime:
+        """Return the sums of both."""
+        return SlotTime(self.idle + other.idle, self.total + other.total)
+
+
+def deal(count: int, rollouts: int, expected: Sequence[float] | None) -> list[list[int]]:
+    """Return by rollout the numbers of its requests, in the order in which they start. expected: tokens of a response to each.
+
+    The longest first, each to the rollout that has the fewest tokens so far (Graham 1969): what starts last is short, and no rollout
+    has a queue when another has long been done. Where nothing is expected that is the order of requests, cut evenly. It follows
+    from the arguments alone, not from who is faster: a call that is repeated, after a death or on resuming, is the same batches
+    bit for bit.
+    """
+    if expected is None:
+        return [list(share) for share in split_evenly(count, rollouts)]
+    shares: list[list[int]] = [[] for _ in range(rollouts)]
+    loads = [(0.0, 0, rollout) for rollout in range(rollouts)]
+    heapify(loads)
+    for number in sorted(range(count), key=lambda one: -expected[one]):
+        tokens, requests, rollout = loads[0]
+        shares[rollout].append(number)
+        heapreplace(loads, (tokens + expected[number], requests + 1, rollout))
+    return shares
+
+
+def slot_time(finished: Sequence[Sequence[float]], slots: int) -> SlotTime:
+    """Return what a call's slots came to. finished: by rollout, when each of its sequences had its last token, seconds from the
+    beginning of the call. slots: most sequences that a rollout writes at once.
+
+    A rollout has as many slots as it ever filled. Its queue is empty once only as many sequences are left as it has slots: from then on
+    one that finishes leaves its slot empty until the last sequence of all rollouts is done.
+    """
+    ends = max((at for times in finished for at in times), default=0.0)
+    last = [at for times in finished for at in sorted(times)[-slots:]]
+    return SlotTime(sum(ends - at for at in last), len(last) * ends)
