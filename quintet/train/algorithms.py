@@ -91,12 +91,12 @@ class Refill:
 
     def __call__(self, samples: Samples, source: Source) -> Samples:
         """Generate more until there are enough."""
-        wanted = len(samples.prompts)
+        wanted, samples = len(samples.prompts), source.rewarded(samples)
         found = samples.groups_with_signal()
         for _ in range(self.most):
             if len(found) >= wanted:
                 break
-            samples = samples + source.more(wanted - len(found))
+            samples = samples + source.rewarded(source.more(wanted - len(found)))
             found = samples.groups_with_signal()
         idle = [group for group in range(len(samples.prompts)) if group not in set(found)]
         source.tell("dapo/generated_groups", float(len(samples.prompts)))

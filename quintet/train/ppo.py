@@ -64,7 +64,7 @@ def take_step(s: Session, algorithm: Algorithm, source: Source, step: Step) -> N
     """Take one step: everything between two verbs is a value."""
     with source.awake(step):
         groups = algorithm.select(source.take(), source)
-    batch = s.scatter(groups)
+    batch = s.scatter(source.rewarded(groups))
     step.metrics.update(batch.metrics)
     for score in algorithm.scores:
         batch = batch | score(batch)

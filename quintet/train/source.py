@@ -32,7 +32,7 @@ class Source:
             yield
 
     def take(self) -> Samples:
-        """Return the step's prompts, responses to them, and their rewards."""
+        """Return the step's prompts and responses to them."""
         return self.more(self._s.recipe.train.prompts_per_step)
 
     def more(self, prompts: int) -> Samples:
@@ -46,13 +46,22 @@ class Source:
         samples = s.controller.generate(
             chosen, s.sampling(), count, seed, expected=self.stream.expected(chosen)
         )
-        with s.observer.phase("reward"):
-            s.controller.reward(samples)
-            self._shape(samples)
         lengths = [one.response_tokens for one in samples.generated]  # of each prompt in turn
         self.stream.heard(
             chosen, [sum(lengths[i : i + count]) / count for i in range(0, len(lengths), count)]
         )
+        return samples
+
+    def rewarded(self, samples: Samples) -> Samples:
+        """Wait for the rewards of samples that have none yet. Where nothing is selected by them, that is once rollouts sleep: they are
+        computed while training state comes back."""
+        s, step = self._s, self._step
+        assert step is not None
+        if samples.rewards:
+            return samples
+        with s.observer.phase("reward"):
+            s.controller.reward(samples)
+            self._shape(samples)
         step.rewards += samples.rewards
         for say in (samples.timed_out, samples.failed):
             if (zeros := say(s.recipe.reward.function)) is not None:

@@ -21,11 +21,16 @@ from quintet.controller.finished_groups import FinishedGroups
 from quintet.controller.messages import SampleInfo
 from quintet.controller.rollouts import Generating, Rollouts
 from quintet.controller.samples import Samples
+from quintet.data.stream import PromptStream
 from quintet.errors import QuintetError, UserError
 from quintet.recipe.schema import Reward
 from quintet.rewards.load import load_reward
 from quintet.rewards.pool import RewardPool
+from quintet.train.algorithms import algorithm_of
+from quintet.train.ppo import take_step
 from quintet.train.session import Session
+from quintet.train.source import Source
+from quintet.train.steps import Step
 from tests.patience import BUSY
 from tests.train.runs import process_of, run
 
@@ -159,6 +164,43 @@ def test_rewards_begin_with_the_first_group_that_is_finished(tmp_path: Path, whe
             assert heard.count(3) == 2, "it did not die half way"
             assert (again.generated, again.rewards) == (samples.generated, samples.rewards)
             assert len(asked(tmp_path)) == 24, "a response was scored twice, or not at all"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("refills", [False, True], ids=["grpo", "dapo"])
+def test_training_state_comes_back_while_rewards_are_computed(tmp_path: Path, refills: bool) -> None:
+    """But for an algorithm that selects by rewards, and may generate more: it needs the rollouts until the last is there."""
+    wanted = ["engine.offload_grads=1", "engine.offload_optimizer=1", "train.prompts_per_step=4"]
+    named = ["algorithm.name=dapo"] if refills else []
+    with run(tmp_path, "cluster.ranks=2", rewarded(tmp_path, 0.5), *wanted, *named) as s:
+        assert s.inputs.train is not None
+        told: list[str] = []
+        events, results = s.controller.handover._log_event, RewardPool.results
+
+        def collected(self: RewardPool, scorings: Any) -> Any:
+            told.append("rewards are waited for")
+            found = results(self, scorings)
+            told.append("rewards are there")
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(s.controller.handover, "_log_event", lambda *a: (told.append(a[0]), events(*a)))
+            patch.setattr(RewardPool, "results", collected)
+            step, algorithm = Step(1), algorithm_of(s.recipe, s.controller.roles)
+            take_step(s, algorithm, Source(s, PromptStream(s.inputs.train, seed=0)), step)
+            back = told.index("training state is back")
+            assert (back > told.index("rewards are there")) == refills, told
+            if not refills:
+                assert told[back - 1 : back + 3] == [
+                    "rollouts sleep",
+                    "training state is back",
+                    "rewards are waited for",
+                    "rewards are there",
+                ]
+        assert step.samples is not None
+        assert len(step.samples.rewards) == len(step.samples.generated) == 8
+        assert len(step.rewards) >= 8
 
 
 @pytest.mark.slow
