@@ -116,21 +116,22 @@ class DeviceHandover:
         if self._awake:
             rollouts.pause()
             self._log_event("rollouts paused")
-            rollouts.sleep(0)
-            self._log_event("rollouts sleep: kv_cache")
+            self._tell("rollouts sleep: kv_cache", lambda: rollouts.sleep(0))
         self._offload_training("grads", "optimizer")
         if rollouts.colocated:
-            rollouts.wake("weights")
-            self._log_event("rollouts woke: weights")
+            self._tell("rollouts woke: weights", lambda: rollouts.wake("weights"))
         came = self._weights_stale
         if came:
             with self._phase("sync"):
                 self.metrics = rollouts.take_weights()
-            self._log_event("weights brought" if self.metrics else "weights are shared")
+            moved, seconds = (
+                self.metrics.get("sync/gib", 0.0) * (1 << 30),
+                self.metrics.get("sync/seconds", 0.0),
+            )
+            self._log_event("weights brought" if self.metrics else "weights are shared", moved, seconds)
             self._weights_stale = False
         self._offload_training("params")
-        rollouts.wake("kv_cache")
-        self._log_event("rollouts woke: kv_cache")
+        self._tell("rollouts woke: kv_cache", lambda: rollouts.wake("kv_cache"))
         rollouts.resume()
         if not rollouts.colocated:
             self._log_event("rollouts go on")
@@ -143,28 +144,37 @@ class DeviceHandover:
         rollouts = self._rollouts
         if not rollouts.colocated:
             return
-        rollouts.sleep(self._level)
-        self._log_event("rollouts sleep")
+        self._tell("rollouts sleep", lambda: rollouts.sleep(self._level))
         self._awake = False
         self._weights_stale = self._weights_stale or self._level == 2
         if any(self._shares.values()):
-            self._policy.all(Policy.onload, phase="reload")()
-            self._log_event("training state is back")
+            self._tell(
+                "training state is back", lambda: sum(self._policy.all(Policy.onload, phase="reload")())
+            )
 
     def _offload_training(self, *kinds: str) -> None:
         if not self._rollouts.colocated:
             return
         kinds = tuple(kind for kind in kinds if self._shares[kind])
         # Rollouts in other processes get what torch holds without need, in any case.
-        if kinds or self._several or self._rollouts.apart:
-            self._policy.all(Policy.offload, phase="offload")(kinds)
+        offload = self._policy.all(Policy.offload, phase="offload")
         if kinds:
-            self._log_event(f"training state left: {', '.join(kinds)}")
+            self._tell(f"training state left: {', '.join(kinds)}", lambda: sum(offload(kinds)))
+        elif self._several or self._rollouts.apart:
+            offload(kinds)
 
-    def _log_event(self, event: str) -> None:
+    def _tell(self, event: str, move: Callable[[], int]) -> None:
+        """Do a step of the hand-over, and write it down. move: returns the bytes, of all ranks, that left devices or came to them."""
+        began = time.monotonic()
+        moved = move()
+        self._log_event(event, moved, time.monotonic() - began)
+
+    def _log_event(self, event: str, moved: float = 0, seconds: float = 0.0) -> None:
+        gb = moved / 1e9
+        figures = f"{gb:9.3f} GB {gb / max(seconds, 1e-6):8.2f} GB/s" if moved else " " * 26
         try:
             with self._log.open("a", encoding="utf-8") as log:
-                log.write(f"{time.monotonic() - self._began:10.3f} s  {event}\n")
+                log.write(f"{time.monotonic() - self._began:10.3f} s {figures}  {event}\n")
         except OSError as error:
             raise UserError(
                 f"{self._log}: {error.strerror}. The run directory is needed for as long as the run lasts"

@@ -90,36 +90,38 @@ class Engines(Mapping[str, Engine | AdapterReference]):
 
     def use(self, role: str) -> Engine | AdapterReference:
         """Return the role's engine, on its device; the others leave it, as far as the recipe says. No collective."""
+        self.bring(role)
+        return self._roles[role]
+
+    def bring(self, role: str) -> int:
+        """Bring a role to its device, as for `use`; bytes that came."""
         mine = self._behind(role)
         for name in self._roles:
             if self._behind(name) is not mine:
                 self._rest(name)
-        mine.reload()
         self._active = role
-        return self._roles[role]
+        return mine.reload()
 
-    def offload(self, kinds: Sequence[str]) -> None:
-        """Take the recipe's shares of these kinds off the device, of all roles; of the policy nothing else is away. No
-        collective."""
+    def offload(self, kinds: Sequence[str]) -> int:
+        """Take the recipe's shares of these kinds off the device, of all roles; bytes that left. Of the policy nothing else is away.
+        No collective."""
         if self._behind(self._active) is not self.policy:
             self.use("policy")
-        for role in self._roles:
-            self._rest(role, kinds)
+        return sum(self._rest(role, kinds) for role in self._roles)
 
     def _behind(self, role: str) -> Engine:
         engine = self._roles[role]
         return engine.engine if isinstance(engine, AdapterReference) else engine
 
-    def _rest(self, role: str, kinds: Sequence[str] = tuple(KINDS)) -> None:
+    def _rest(self, role: str, kinds: Sequence[str] = tuple(KINDS)) -> int:
         engine = self._behind(role)
         if isinstance(self._roles[role], AdapterReference):
-            return
+            return 0
         kept = {"grads"} if role in self._due else set()
         if not engine.trains:
             kept |= {"grads", "optimizer"}
         shares = {kind: self._shares[kind] for kind in kinds if kind not in kept}
-        if any(shares.values()):
-            engine.offload(**shares)
+        return engine.offload(**shares) if any(shares.values()) else 0
 
     # training
 

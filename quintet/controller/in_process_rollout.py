@@ -64,14 +64,14 @@ class InProcessRollout(NativeRollout):
         bucket_mib = self._recipe.rollout.bucket_mib
         return Resharder(sources, targets, dtype=dtype, device=device, bucket_mib=bucket_mib).run
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int) -> int:
         """Give up the KV cache, and at levels 1 and 2 the copy; the engine's own parameters stay where they are."""
-        super().sleep(level)
+        left = super().sleep(level)
         if level and self._copy is not None:
-            self._copy.offload(params=1.0, forget=level == 2)
+            left += self._copy.offload(params=1.0, forget=level == 2)
+        return left
 
-    def wake(self, part: Part) -> None:
+    def wake(self, part: Part) -> int:
         """Take memory again. A copy that was forgotten is undefined until the next `update_weights`."""
-        if part == "weights" and self._copy is not None:
-            self._copy.reload()
-        super().wake(part)
+        came = self._copy.reload() if part == "weights" and self._copy is not None else 0
+        return came + super().wake(part)

@@ -119,10 +119,10 @@ class RankRollout:
         prints, unreadable = self._backend.fingerprints()
         return self._indexer.tell(prints, unreadable=unreadable)
 
-    def sleep(self, level: int) -> None:
-        """Give memory up: see `Rollout.sleep`."""
-        self._backend.sleep(level)
+    def sleep(self, level: int) -> int:
+        """Give memory up: see `Rollout.sleep`; bytes."""
+        return self._backend.sleep(level)
 
-    def wake(self, part: Part) -> None:
-        """Take memory again."""
-        self._backend.wake(part)
+    def wake(self, part: Part) -> int:
+        """Take memory again; bytes."""
+        return self._backend.wake(part)

@@ -138,13 +138,13 @@ class Rollouts(ABC):
     def start(self) -> None:
         """Start those that are missing."""
 
-    def sleep(self, level: int) -> None:
-        """Give up the devices: see `Rollout.sleep`."""
-        self.ask(Rollout.sleep, phase="sleep")(level)
+    def sleep(self, level: int) -> int:
+        """Give up the devices: see `Rollout.sleep`; bytes of all ranks."""
+        return sum(map(sum, self.ask(Rollout.sleep, phase="sleep")(level).values()))
 
-    def wake(self, part: Part) -> None:
-        """Take the devices again: see `Rollout.wake`."""
-        self.ask(Rollout.wake, phase="wake")(part)
+    def wake(self, part: Part) -> int:
+        """Take the devices again: see `Rollout.wake`; bytes of all ranks."""
+        return sum(map(sum, self.ask(Rollout.wake, phase="wake")(part).values()))
 
     @abstractmethod
     def mark_weights_updated(self) -> None:

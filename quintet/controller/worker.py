@@ -222,15 +222,16 @@ class PolicyWorker(Worker):
 
     # the devices change hands: see `quintet.controller.colocation`
 
-    def offload(self, kinds: Sequence[str]) -> None:
-        """Take the recipe's shares of these kinds of training state off the device."""
-        self.roles.offload(kinds)
+    def offload(self, kinds: Sequence[str]) -> int:
+        """Take the recipe's shares of these kinds of training state off the device; bytes."""
+        left = self.roles.offload(kinds)
         if self.device != "cpu":
             torch.cuda.empty_cache()  # activations, buckets: a rollout in another process has use for it
+        return left
 
-    def onload(self) -> None:
-        """Bring back what left, of the policy; other roles come when they are used."""
-        self.roles.use("policy")
+    def onload(self) -> int:
+        """Bring back what left, of the policy; bytes. Other roles come when they are used."""
+        return self.roles.bring("policy")
 
     def masters(self) -> int | None:
         """Return a fingerprint of the fp32 master weights: see `Engine.master_fingerprint`."""

@@ -271,13 +271,13 @@ class Engine:
 
     # memory
 
-    def offload(self, *, params: float = 0.0, grads: float = 0.0, optimizer: float = 0.0) -> None:
-        """Free shares of this rank's memory between phases: see `quintet.engine.offload`. Gradients are lost."""
-        self._offloader.offload(params=params, grads=grads, optimizer=optimizer)
+    def offload(self, *, params: float = 0.0, grads: float = 0.0, optimizer: float = 0.0) -> int:
+        """Free shares of this rank's memory between phases: see `quintet.engine.offload`; bytes. Gradients are lost."""
+        return self._offloader.offload(params=params, grads=grads, optimizer=optimizer)
 
-    def reload(self) -> None:
-        """Bring back what is offloaded, if anything is."""
-        self._offloader.reload()
+    def reload(self) -> int:
+        """Bring back what is offloaded, if anything is; bytes."""
+        return self._offloader.reload()
 
     # compute
 

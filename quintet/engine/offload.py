@@ -53,8 +53,8 @@ class Offloader:
 
     def offload(
         self, *, params: float = 0.0, grads: float = 0.0, optimizer: float = 0.0, forget: bool = False
-    ) -> None:
-        """Free this share of the bytes of each kind on the device (whole tensors, the last one cut).
+    ) -> int:
+        """Free this share of the bytes of each kind on the device (whole tensors, the last one cut); return the bytes that left.
 
         What is away already stays as it is. Gradients are lost; with `forget` all is, and comes back undefined. No
         collective.
@@ -74,9 +74,11 @@ class Offloader:
         self._away |= {kind: moved for kind, moved in leaving.items() if moved}
         if leaving and torch.cuda.is_available():
             torch.cuda.empty_cache()  # other processes on this GPU see what was freed
+        return sum(one.nbytes - one.kept for moved in leaving.values() for one in moved)
 
-    def reload(self) -> None:
-        """Bring everything back; gradients are zero. Harmless when nothing is away. No collective."""
+    def reload(self) -> int:
+        """Bring everything back, and return the bytes that came; gradients are zero. Harmless when nothing is away. No
+        collective."""
         back = [one for moved in self._away.values() for one in moved]
         for one in back:
             one.storage.resize_(one.nbytes)
@@ -86,6 +88,7 @@ class Offloader:
         self._away.clear()
         for host in self._host.values():
             host.used = 0
+        return sum(one.nbytes - one.kept for one in back)
 
     def require(self, *kinds: str) -> None:
         """Raise RuntimeError when one of the kinds is not all on the device."""

@@ -182,13 +182,13 @@ class Rollout(Protocol):
         receivers that hold one part must agree, or it raises SyncMismatch."""
         ...
 
-    def sleep(self, level: int) -> None:
-        """Give memory up: level 0 the KV cache alone; 1 and 2 the weights too, which 1 copies to the host and 2 forgets.
+    def sleep(self, level: int) -> int:
+        """Give memory up, and return its bytes, 0 where the back end cannot tell: level 0 the KV cache alone; 1 and 2 the weights too, which 1 copies to the host and 2 forgets.
         Harmless where that sleeps already."""
         ...
 
-    def wake(self, part: Part) -> None:
-        """Take memory again. After level 2 the weights are undefined until `update_weights`."""
+    def wake(self, part: Part) -> int:
+        """Take memory again, and return its bytes. After level 2 the weights are undefined until `update_weights`."""
         ...
 
     def pause(self) -> None:

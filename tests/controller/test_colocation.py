@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from quintet.errors import Stopped, UserError, WorkerFailure
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Engine, Rollout
 from tests.cluster.asked import AskedRanks
+
+BYTES = 3_000_000_000
 
 
 class Asked(AskedRanks):
@@ -28,8 +31,10 @@ class Asked(AskedRanks):
         self.there = False
         self.lost: set[str] = set()
 
-    def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> None:
+    def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> int:
         self._note(" ".join([name, *args[0]]) if args else name)
+        time.sleep(0.01)
+        return BYTES
 
     def missing(self) -> bool:
         return not self.there
@@ -38,11 +43,14 @@ class Asked(AskedRanks):
         self.order.append("start")
         self.there = True
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int) -> int:
         self._note(f"sleep {level}")
+        time.sleep(0.01)
+        return BYTES
 
-    def wake(self, part: str) -> None:
+    def wake(self, part: str) -> int:
         self._note(f"wake {part}")
+        return 0  # as of a KV cache that is made when it is first needed
 
     def pause(self) -> None:
         self._note("pause")
@@ -58,7 +66,7 @@ class Asked(AskedRanks):
 
     def take_weights(self) -> dict[str, float]:
         self._note("weights")
-        return {"sync/seconds": 1.0}
+        return {"sync/seconds": 1.0, "sync/gib": 2.0}
 
     def probe(self) -> dict[str, float]:
         self._note("probe")
@@ -73,6 +81,15 @@ class Asked(AskedRanks):
     def taken(self) -> list[str]:
         order, self.order = self.order, []
         return order
+
+
+def lines(logs: Path) -> list[tuple[Any, Any, str]]:
+    """GB, GB/s and event of each line; None where nothing moved."""
+    found = [
+        re.fullmatch(r" *[\d.]+ s (?: *([\d.]+) GB  *([\d.]+) GB/s| {26})  (\S.*)", line)
+        for line in (logs / "hybrid.log").read_text().splitlines()
+    ]
+    return [(one[1] and float(one[1]), one[2] and float(one[2]), one[3]) for one in found if one is not None]
 
 
 TAKEN = [
@@ -109,9 +126,9 @@ def test_the_rollout_is_awake_only_while_training_state_is_away(tmp_path: Path) 
     assert asked.taken() == ["look at masters"]
     with one.generating():
         assert asked.taken() == TAKEN
-    assert one.metrics == {"sync/seconds": 1.0}
-    told = (tmp_path / "hybrid.log").read_text().splitlines()
-    assert [line[14:] for line in told[4:11]] == [
+    assert one.metrics == {"sync/seconds": 1.0, "sync/gib": 2.0}
+    told = lines(tmp_path)
+    assert [event for _, _, event in told[4:11]] == [
         "training state left: grads, optimizer",
         "rollouts woke: weights",
         "weights brought",
@@ -120,6 +137,14 @@ def test_the_rollout_is_awake_only_while_training_state_is_away(tmp_path: Path) 
         "rollouts sleep",
         "training state is back",
     ]
+    for gb, rate, event in told:
+        if event == "weights brought":
+            assert (gb, rate) == (2.147, 2.15)
+        elif "woke" in event or "started" in event:
+            assert gb is rate is None
+        else:
+            assert gb == BYTES / 1e9
+            assert 0 < rate <= gb / 0.01
 
 
 def test_a_rollout_in_the_trainer_sleeps_from_the_start(tmp_path: Path) -> None:
@@ -217,7 +242,7 @@ def documented(first: str) -> list[str]:
     """The events of the hand-over in the docs that begins so."""
     docs = (Path(__file__).parents[2] / "docs" / "hybrid.md").read_text()
     blocks = [
-        re.findall(r"^ +[\d.]+ s  (.*)$", block, re.MULTILINE)
+        re.findall(r"^ +[\d.]+ s .{26}  (.*)$", block, re.MULTILINE)
         for block in re.findall(r"```text\n(.*?)```", docs, re.DOTALL)
     ]
     (found,) = [events for events in blocks if events and events[0] == first]
@@ -237,7 +262,7 @@ def test_a_separate_rollout_takes_weights_at_once_and_has_no_kv_cache_meanwhile(
     assert asked.taken() == ["look at masters", *SEPARATE]
     with one.generating():
         assert asked.taken() == []
-    told = [line[14:] for line in (tmp_path / "hybrid.log").read_text().splitlines()]
+    told = [event for _, _, event in lines(tmp_path)]
     assert told[0] == "rollouts started"
     assert told[1:] == 2 * documented("rollouts paused")
 

@@ -265,9 +265,9 @@ def test_the_same_seed_gives_the_same_losses_resumed_and_with_rollouts_of_their_
         assert line["sync/proof_seconds"] > 0
     earlier, whole = ((d / "logs" / "hybrid.log").read_text() for d in (directory, again))
     assert whole.startswith(earlier)  # the copied run's
-    events = [line[14:] for line in whole.removeprefix(earlier).splitlines()]
+    events = [line[41:] for line in whole.removeprefix(earlier).splitlines()]
     docs = (ROOT / "docs" / "hybrid.md").read_text()
-    shown = re.findall(r"^ +[\d.]+ s  (.*)$", docs.split("A separate rollout")[0], re.MULTILINE)
+    shown = re.findall(r"^ +[\d.]+ s .{26}  (.*)$", docs.split("A separate rollout")[0], re.MULTILINE)
     start = ["training state left: grads, optimizer, params", "rollouts started", *shown[-2:]]
     assert events == start + shown * 5  # evaluation, two steps, evaluation, samples for replay
 

@@ -92,11 +92,11 @@ def train_with_and_without(path: Path, layout: dict[str, Any], how: dict[str, An
     for share in (1.0, 0.5, 0.0):
         again.append(step(engine))
         before = held(engine)
-        engine.offload(params=share, grads=share, optimizer=share)
-        engine.offload(params=share, grads=share, optimizer=share)
+        left = engine.offload(params=share, grads=share, optimizer=share)
+        assert left == sum(before.values()) - sum(held(engine).values())
+        assert engine.offload(params=share, grads=share, optimizer=share) == 0
         bytes_.append((share, before, held(engine)))
-        engine.reload()
-        engine.reload()
+        assert (engine.reload(), engine.reload()) == (left, 0)
         assert held(engine) == before
     # Kernels on GPUs add in no fixed order.
     exact = same(copies(plain), copies(engine), "params", "optimizer")

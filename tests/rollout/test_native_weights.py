@@ -200,10 +200,14 @@ def asleep(path: Path, layout: dict[str, Any]) -> None:
     before = rollout.generate(requests, GREEDY)
     prints = rollout.fingerprints()
     rollout.wake("weights")  # harmless
-    assert sum(p.untyped_storage().nbytes() for p in rollout.model.parameters()) > 0
+    weights = sum(p.untyped_storage().nbytes() for p in rollout.model.parameters())
+    assert weights > 0
 
-    rollout.sleep(0)
-    rollout.sleep(0)  # harmless
+    cache = rollout._cache
+    assert cache is not None
+    keys = next(iter(cache.keys.values()))
+    assert rollout.sleep(0) == 2 * len(cache.keys) * keys.numel() * keys.element_size() > 0
+    assert rollout.sleep(0) == 0  # harmless
     assert rollout._cache is None
     assert sum(p.untyped_storage().nbytes() for p in rollout.model.parameters()) > 0
     scores = rollout.score([[1, 2, 3]])
@@ -215,8 +219,8 @@ def asleep(path: Path, layout: dict[str, Any]) -> None:
     assert rollout.generate(requests, GREEDY) == before
     rollout.sleep(0)
 
-    rollout.sleep(1)
-    rollout.sleep(2)  # harmless: what is kept stays kept
+    assert rollout.sleep(1) == weights
+    assert rollout.sleep(2) == 0  # harmless: what is kept stays kept
     rollout.sleep(0)
     assert sum(p.untyped_storage().nbytes() for p in rollout.model.parameters()) == 0
     assert rollout._cache is None
@@ -230,7 +234,7 @@ def asleep(path: Path, layout: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="wake"):
         rollout.update_weights(source)
     assert rollout.receivers() == [wanted]
-    rollout.wake("weights")
+    assert rollout.wake("weights") == weights
     assert rollout.fingerprints() == prints
     assert rollout.score([[1, 2, 3]]) == scores
     with pytest.raises(RuntimeError, match="kv_cache"):

@@ -48,6 +48,11 @@ class SlotCache:
         self._starts: Tensor | None = None
         self._used: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(one.nbytes for one in (*self.keys.values(), *self.values.values()))
+
     def fits(self, slots: int, capacity: int) -> bool:
         return self.slots >= slots and self.capacity >= capacity
 

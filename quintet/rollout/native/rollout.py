@@ -208,21 +208,23 @@ class NativeRollout:
 
     # memory and requests
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int) -> int:
         """Free the KV cache, and at levels 1 and 2 a model of the rollout's own: see `Rollout.sleep`."""
         self._idle("put to sleep")
+        left = self._cache.nbytes if self._cache is not None else 0
         if level and "weights" not in self._asleep and self._update is None:
-            self._weights.sleep(level)
+            left += self._weights.sleep(level)
         self._cache = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self._asleep |= parts_of(level)
+        return left
 
-    def wake(self, part: Part) -> None:
+    def wake(self, part: Part) -> int:
         """Take memory again; the KV cache's when it is first needed. Harmless when awake."""
-        if part == "weights" and part in self._asleep and self._update is None:
-            self._weights.wake()
+        sleeps = part == "weights" and part in self._asleep and self._update is None
         self._asleep.discard(part)
+        return self._weights.wake() if sleeps else 0
 
     def pause(self) -> None:
         """Hold the call that is under way in another thread after its next token. None starts until `resume`: it is an error to

@@ -65,18 +65,19 @@ class Weights:
         taking.check()
         self.undefined = None
 
-    def sleep(self, level: int) -> None:
-        """Move the weights off the device. The frozen part of a model with adapters is not brought again: it is never forgotten."""
+    def sleep(self, level: int) -> int:
+        """Move the weights off the device; bytes. The frozen part of a model with adapters is not brought again: it is never forgotten."""
         forget = level == 2 and self._model.adapters is None
         assert self._offloader is not None
-        self._offloader.offload(params=1.0, forget=forget)
+        left = self._offloader.offload(params=1.0, forget=forget)
         if forget and self.undefined is None:
             self.undefined = "they were forgotten in sleep (level 2)"
+        return left
 
-    def wake(self) -> None:
-        """Move the weights to the device again."""
+    def wake(self) -> int:
+        """Move the weights to the device again; bytes."""
         assert self._offloader is not None
-        self._offloader.reload()
+        return self._offloader.reload()
 
 
 class _Taking:

@@ -114,12 +114,12 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
         """Return no fingerprints: SGLang joins tensors as it loads them, and tells checksums of the joined ones alone."""
         return {}, sorted(self._taken)
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int) -> int:
         """Give up the KV cache, at levels 1 and 2 the weights too; 1 keeps a copy on the host, 2 forgets them. Which of these
         is fixed by rollout.sleep_level: with 1 a copy is kept at level 2, too."""
         parts = parts_of(level) - self._asleep
         if not parts:
-            return
+            return 0
         if level == 1 and self._recipe.sleep_level != 1:
             raise QuintetError(
                 "SGLang was made with rollout.sleep_level=2, and keeps no copy of weights that sleep"
@@ -127,10 +127,12 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
         self._engine.release(sorted(parts))
         self._asleep |= parts
         self._forgot = self._forgot or ("weights" in parts and self._recipe.sleep_level == 2)
+        return 0  # SGLang does not tell
 
-    def wake(self, part: Part) -> None:
+    def wake(self, part: Part) -> int:
         """Take memory again. After level 2 the weights are undefined until `update_weights`."""
         if part in self._asleep:
             self._engine.restore([part])
             self._asleep.discard(part)
             self._go_on()
+        return 0

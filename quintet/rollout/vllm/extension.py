@@ -48,8 +48,8 @@ class Extension(WeightWorker):
             raised = _Raised(type(error).__name__, str(error), traceback.format_exc())
             return RAISED + b"\n" + _RAISED.dump(raised)
 
-    def fall_asleep(self, level: int) -> None:
-        """Give the KV cache up, and at levels 1 and 2 on a GPU the weights: 1 copies them to the host, 2 forgets them.
+    def fall_asleep(self, level: int) -> int:
+        """Give the KV cache up, and at levels 1 and 2 on a GPU the weights: 1 copies them to the host, 2 forgets them. Bytes.
 
         vLLM for CPU gives nothing up. There the KV cache's memory is taken from under it, at any level; its weights stay, in
         forms of oneDNN's that nobody can take apart and put together again.
@@ -63,22 +63,28 @@ class Extension(WeightWorker):
             }
         if self.device.type != "cpu":
             torch.cuda.synchronize()  # a step that was scheduled ahead may still read what is about to go
+            free = torch.cuda.mem_get_info()[0]
             with runners.tables_kept(self.model_runner.kv_caches):
                 if level:
                     self.sleep(level)  # type: ignore[attr-defined]
                 else:
                     compat.release_kv_cache()
-            return
+            return max(torch.cuda.mem_get_info()[0] - free, 0)
         storages = {c.untyped_storage()._cdata: c.untyped_storage() for c in self.model_runner.kv_caches}
         self._kv_bytes = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage, _ in self._kv_bytes:
             storage.resize_(0)
+        return sum(size for _, size in self._kv_bytes)
 
-    def wake_part(self, part: Part) -> None:
-        """Take the memory of one part again."""
+    def wake_part(self, part: Part) -> int:
+        """Take the memory of one part again; bytes."""
+        came = 0
         if self.device.type != "cpu":
+            free = torch.cuda.mem_get_info()[0]
             self.wake_up([part])  # type: ignore[attr-defined]
+            came = max(free - torch.cuda.mem_get_info()[0], 0)
         elif part == "kv_cache":
+            came = sum(size for _, size in self._kv_bytes)
             for storage, size in self._kv_bytes:
                 storage.resize_(size)
             for cache in self.model_runner.kv_caches:
@@ -86,6 +92,7 @@ class Extension(WeightWorker):
         if part == "weights":
             for name, buffer in self._models().drafter_buffers().items():
                 buffer.copy_(self._buffers[name])
+        return came
 
 
 class _Verb:

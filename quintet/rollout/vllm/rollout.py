@@ -132,27 +132,29 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         """Return fingerprints of the workers' live weights, and the names of tensors that vLLM keeps in another form."""
         return combine(self._engine.rpc(Extension.read_fingerprints))
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int) -> int:
         """Give up the KV cache, and at level 1, which keeps a copy on the host, and 2, which forgets them, the weights; frozen
         ones, beside which adapters come alone, are kept.
         Requests under way are held, and go on when all is awake again. On CPU the weights stay (see `extension`)."""
         if self._alone:
             level = min(level, 1)  # frozen weights do not come again
         if parts_of(level) <= self._asleep:
-            return
+            return 0
         self._engine.pause()
         if "kv_cache" in self._asleep:  # vLLM gives the weights up together with it
             self._engine.rpc(Extension.wake_part, "kv_cache")
         self._engine.forget_prefixes()
         deeper = "weights" not in self._asleep
-        self._engine.rpc(Extension.fall_asleep, level if deeper else 0)
+        left = sum(self._engine.rpc(Extension.fall_asleep, level if deeper else 0))
         self._asleep |= parts_of(level)
         self._forgot = self._forgot or (deeper and level == 2)
+        return left
 
-    def wake(self, part: Part) -> None:
+    def wake(self, part: Part) -> int:
         """Take memory again. After level 2 the weights are undefined until `update_weights`."""
         if part not in self._asleep:
-            return
-        self._engine.rpc(Extension.wake_part, part)
+            return 0
+        came = sum(self._engine.rpc(Extension.wake_part, part))
         self._asleep.discard(part)
         self._go_on()
+        return came

@@ -420,8 +420,8 @@ def test_buffers_of_a_drafter_outlast_sleep(level: int) -> None:
     worker: Any = Extension()
     worker.device, worker.model_runner = torch.device("cpu"), Runner(policy, drafter)
     worker.vllm_config = SimpleNamespace(speculative_config=MTP)
-    worker.fall_asleep(level)
+    assert worker.fall_asleep(level) == 16
     drafter.turns.zero_()
-    worker.wake_part("weights")
-    worker.wake_part("kv_cache")
+    assert worker.wake_part("weights") == 0
+    assert worker.wake_part("kv_cache") == 16
     assert drafter.turns.tolist() == list(range(8))
