@@ -1,4 +1,4 @@
-"""quintet's side of the laptop benchmark: the outer loop's own verbs, on Ray workers, one a core."""
+"""quintet's side of the laptop's and the step benchmark: the outer loop's own verbs, on Ray workers, one a core or GPU."""
 
 from __future__ import annotations
 
@@ -37,13 +37,18 @@ def recipe(model: Path, cores: int, longest: int) -> schema.Recipe:
 
 def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
     """One run of the case; see `benchmarks.laptop_grpo.Result`."""
-    settings = recipe(model, cores, case.longest)
+    return run_steps(recipe(model, cores, case.longest), case.work())
+
+
+def run_steps(settings: schema.Recipe, work: dict[str, Any]) -> dict[str, Any]:
+    """Train for the work's steps (`Case.work`); return seconds by step (warm-up left out) and their summary."""
+    model = settings.model.path
     tokenizer = load_tokenizer(model)
-    texts, lengths = case.prompts(), case.lengths()
+    texts, lengths, per_prompt = work["prompts"], work["lengths"], work["samples_per_prompt"]
     prompts = make_prompts(texts, settings.data, tokenizer)
     per_step = len(texts) // len(lengths)
     reward = load_reward(f"{ROOT / 'benchmarks' / 'laptop_cases.py'}:reward")
-    sampling = Sampling(max_response_tokens=case.longest, ignore_end=True)
+    sampling = Sampling(max_response_tokens=work["longest"], ignore_end=True)
     objective = policy_objective(settings.algorithm, settings.mismatch)
     advantages = Advantages("group", {"normalize_by_std": True})
     steps: list[tuple[float, float, float]] = []
@@ -54,15 +59,10 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
         policy = controller.policy
         for step, wanted in enumerate(lengths):
             chosen = prompts[step * per_step : (step + 1) * per_step]
-            by_prompt = [
-                wanted[i : i + case.samples_per_prompt]
-                for i in range(0, len(wanted), case.samples_per_prompt)
-            ]
+            by_prompt = [wanted[i : i + per_prompt] for i in range(0, len(wanted), per_prompt)]
             began = time.perf_counter()
             with controller.generating():
-                samples = controller.generate(
-                    chosen, sampling, case.samples_per_prompt, f"bench/{step}", by_prompt
-                )
+                samples = controller.generate(chosen, sampling, per_prompt, f"bench/{step}", by_prompt)
             generated = time.perf_counter()
             controller.reward(samples)
             batch = controller.scatter(samples)
@@ -74,7 +74,7 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
             ended = time.perf_counter()
             if [g.response_tokens for g in samples.generated] != wanted:
                 raise AssertionError("the responses do not have the lengths of the work")
-            if step >= case.warmup_steps:
+            if step >= work["warmup_steps"]:
                 steps.append((ended - began, generated - began, ended - generated))
     step_s, generate_s, train_s = (list(column) for column in zip(*steps, strict=True))
     return {
@@ -83,5 +83,5 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
         "train_s_median": statistics.median(train_s),
         "samples_per_s": len(lengths[0]) / statistics.median(step_s),
         "versions": versions(),
-        "settings": {"ranks": cores},
+        "settings": {"ranks": settings.cluster.ranks},
     }

@@ -1,0 +1,198 @@
+"""Samples per second of a whole GRPO step on GPUs with vLLM, beside TRL's GRPOTrainer with its colocated vLLM on the same work.
+
+    python -m benchmarks.step --gpus 1                  Qwen2.5-1.5B's shape: responses of one length, then long-tailed
+    python -m benchmarks.step --gpus 4 --only quintet
+    python -m benchmarks.step --tiny                    a dry run on a CPU: native generation, and TRL's own in .venv-trl
+
+Same random weights, prompts, samples per prompt, response lengths (each forced), reward and algorithm, as in `laptop_grpo`; prompts of 256
+tokens, 512 samples a step, of 512 tokens or log-normal with a median of 256 up to 2048. A step is timed from the end of one to the end of
+the next. quintet keeps fp32 weights and moments beside bf16; TRL trains in bf16 alone, which is less work and less memory. Both keep vLLM and
+trainer on the GPU at the same time, as all fits. TRL comes from TRL_PYTHON, by default the interpreter that runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import RESULTS, ROOT, merged, record, versions, write_records
+from benchmarks.rollout_work import CONFIGS, Case, cases_of
+
+FILE = RESULTS / "step.json"
+WARMUP_STEPS = 2
+TRL_SETTINGS = {"": ["--micro-batches", "32"], "long-tail": ["--micro-batches", "64", "--recompute"]}
+"""What fits a GPU of 80 GB beside vLLM; a sample's row is as long as the longest of its micro-batch."""
+
+
+def write_inputs(directory: Path, shape: str) -> Path:
+    """Write random weights and a tokenizer with a word for each number as a Hugging Face directory."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from benchmarks.rollout import write_model
+
+    model = directory / "model"
+    config = CONFIGS[shape]
+    import torch
+
+    write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(config["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    plain = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w1", eos_token="w2")
+    plain.save_pretrained(model)
+    return model
+
+
+def work_of(case: Case, vocab_size: int, steps: int) -> dict[str, Any]:
+    """The case as plain data, for either side's process; the same work at each step, warm-up first."""
+    count = WARMUP_STEPS + steps
+    draw = random.Random(0)
+    prompts = [
+        " ".join(f"w{draw.randrange(3, vocab_size)}" for _ in range(case.prompt_tokens))
+        for _ in range(case.prompts * count)
+    ]
+    lengths = [length for row in case.response_tokens() for length in row]
+    return {
+        "case": case.name,
+        "samples_per_prompt": case.samples_per_prompt,
+        "longest": case.longest,
+        "prompt_tokens": case.prompt_tokens,
+        "warmup_steps": WARMUP_STEPS,
+        "steps": steps,
+        "prompts": prompts,
+        "lengths": [lengths] * count,
+    }
+
+
+def quintet(args: argparse.Namespace, model: Path, work: dict[str, Any]) -> dict[str, Any]:
+    """This process's run of the work in quintet."""
+    from benchmarks.laptop_quintet import run_steps
+    from quintet.recipe import schema
+
+    samples = len(work["lengths"][0])
+    rollout = {"max_response_tokens": work["longest"], "sequences_per_rank": samples // args.gpus}
+    if not args.tiny:
+        rollout |= {"backend": "vllm", "memory_fraction": args.memory_fraction}
+    settings = schema.Recipe.model_validate(
+        {
+            "cluster": {"ranks": args.gpus, "device": "cpu" if args.tiny else "cuda"},
+            "model": {"path": str(model), "dtype": "fp32" if args.tiny else "bf16"},
+            "data": {"chat": False, "max_prompt_tokens": work["prompt_tokens"]},
+            "engine": {"tokens_per_microbatch_per_rank": args.tokens, "backend": args.backend},
+            "rollout": rollout,
+            "optimizer": {"lr": 1e-6},
+        }
+    )
+    return run_steps(settings, work)
+
+
+def trl(args: argparse.Namespace, model: Path, work: Path, case: str) -> dict[str, Any]:
+    """One run of the work in TRL, in processes of its own."""
+    python = os.environ.get("TRL_PYTHON", sys.executable)
+    command = [
+        python,
+        *(["-m", "torch.distributed.run", f"--nproc-per-node={args.gpus}"] if args.gpus > 1 else []),
+    ]
+    command += [str(ROOT / "benchmarks" / "trl_baseline.py"), "--model", str(model), "--work", str(work)]
+    if not args.tiny:
+        prompt_tokens = str(json.loads(work.read_text())["prompt_tokens"])
+        command += [
+            "--vllm",
+            "--memory-fraction",
+            str(args.memory_fraction),
+            "--prompt-tokens",
+            prompt_tokens,
+        ]
+        command += args.trl.split() if args.trl else TRL_SETTINGS[case]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"TRL failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
+
+
+def told(side: str, found: dict[str, Any]) -> str:
+    return (
+        f"  {side:8} {statistics.median(found['step_s']):7.2f} s/step ({min(found['step_s']):.2f} to {max(found['step_s']):.2f}), "
+        f"generate {found['generate_s_median']:.2f}, train {found['train_s_median']:.2f}, {found['samples_per_s']:.1f} samples/s"
+    )
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--gpus", type=int, default=1)
+    add("--shape", default="qwen2.5-1.5b", choices=sorted(CONFIGS))
+    add("--only", choices=["quintet", "trl"], help="one side alone; writes no records")
+    add("--case", choices=["one-length", "long-tail"], help="one case alone")
+    add("--steps", type=int, default=3, help=f"timed steps, after {WARMUP_STEPS}")
+    add("--tokens", type=int, default=16384, help="of a micro-batch a GPU, quintet's side")
+    add("--backend", default="transformer_engine", choices=["transformer_engine", "portable"])
+    add("--trl", default="", help="options of trl_baseline.py in place of its settings here")
+    add("--memory-fraction", type=float, default=0.3, help="of the GPU, for vLLM on either side")
+    add("--write", action="store_true", help="keep the records")
+    add("--tiny", action="store_true", help="a dry run on a CPU")
+    add("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.tiny:
+        args.shape, args.backend, args.tokens = "tiny", "portable", 2048
+        os.environ.setdefault("TRL_PYTHON", str(ROOT / ".venv-trl" / "bin" / "python"))
+    return args
+
+
+def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str, Any]]:
+    """Run both sides of a case one after the other, and print them; the records, where both ran."""
+    name = case.name or "one-length"
+    work = model.parent / f"{name}.json"
+    work.write_text(json.dumps(work_of(case, CONFIGS[args.shape]["vocab_size"], args.steps)))
+    found = {}
+    for side in ("quintet", "trl"):
+        if args.only not in (None, side):
+            continue
+        if side == "trl":
+            found[side] = trl(args, model, work, case.name)
+        else:  # a process of its own, so that the other side finds the GPU empty
+            words = ["--worker", str(work), *sys.argv[1:]]
+            subprocess.run([sys.executable, "-m", "benchmarks.step", *words], cwd=ROOT, check=True)
+            found[side] = json.loads(work.with_suffix(".answer").read_text())
+        print(told(side, found[side]), flush=True)
+    if len(found) < 2:
+        return []
+    ours, theirs = found["quintet"], found["trl"]
+    print(f"  {name}: {ours['samples_per_s'] / theirs['samples_per_s']:.2f}x of TRL", flush=True)
+    named = versions() | {f"trl side: {key}": version for key, version in theirs["versions"].items()}
+    place = f"{args.shape}/{args.gpus}gpu" + (f"/{case.name}" if case.name else "")
+    units = {"samples_per_s": "samples/s", "generate_s_median": "s", "train_s_median": "s"}
+    return [
+        record("step", place, key, ours[key], unit, baseline=theirs[key]) | {"versions": named}
+        for key, unit in units.items()
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    if args.worker:
+        found = quintet(args, args.worker.parent / "model", json.loads(args.worker.read_text()))
+        args.worker.with_suffix(".answer").write_text(json.dumps(found))
+        return
+    with tempfile.TemporaryDirectory(prefix="quintet-step-") as directory:
+        model = write_inputs(Path(directory), args.shape)
+        for case in cases_of(args.shape):
+            if args.case in (None, case.name or "one-length"):
+                made = measure(args, model, case)
+                if made and args.write:
+                    write_records(FILE, merged(FILE, made))
+
+
+if __name__ == "__main__":
+    main()
