@@ -5,6 +5,18 @@ all ranks. Padding, micro-batches of padding alone and what is computed again in
 went, also where its route was prescribed. Layers for multi-token prediction are left as they are. Numbers so defined depend on no
 packing, and on no layout.
 
+The losses of routers, each a sum over layers with experts, of E experts of which a token takes K: with p_te the probabilities that
+layer gives token t, a softmax of its logits z_te or their sigmoids over the sum of these, and n_e the tokens sent to expert e,
+
+    per sequence   L = 1/S Σ_s Σ_e (E / (K T_s) n_se) (1/T_s Σ_{t in s} p_te)    over S samples of T_s tokens
+    per batch      L = Σ_e (E / (K T) n_e) (1/T Σ_t p_te)                        over all T tokens of the mini-batch
+    z              L = 1/T Σ_t (log Σ_e exp z_te)²
+
+The first is DeepSeek-V3's (https://arxiv.org/abs/2412.19437, equations 17 to 20), the second Switch's with the global count
+(https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2501.11873), the third ST-MoE's (https://arxiv.org/abs/2202.08906). Counts
+have no gradient, so each loss is a sum over tokens, of which a rank adds its own. The counts of a sample are summed over the ranks that
+share its row; those of the whole mini-batch are of a pass before, without gradients.
+
 The part of a micro-batch belongs to the row (`PackedRow.load`), as its routes do: backward may come to an older micro-batch.
 """
 
@@ -15,65 +27,146 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quintet.engine.device import upload
 from quintet.engine.routes import Routers
-from quintet.models import ModelShape
+from quintet.models.shape import MoeShape
 
 if TYPE_CHECKING:  # it has a field for what is here
     from quintet.engine.row import MicroBatch
 
 
+@dataclass(frozen=True)
+class RouterLosses:
+    """What is added to the loss of a mini-batch. z, aux: weights. lengths: tokens of each sample of this rank's batch. tokens, samples:
+    of the whole mini-batch. counts: of the pass before, [layers, experts], for the loss per batch; None takes that per sequence."""
+
+    z: float
+    aux: float
+    lengths: Tensor
+    tokens: int
+    samples: int
+    counts: Tensor | None = None
+
+
 @dataclass
 class RowLoad:
-    """What routers of these layers do with one micro-batch on this rank. there: bool [T], which of their tokens are of samples."""
+    """What routers of these layers do with one micro-batch on this rank.
 
+    T of the row's tokens pass a router here, of which `there`, bool [T], are of samples. sample: [T] which of the row's, and `lengths`
+    [S], fp32, their tokens. groups: the ranks that share the row.
+    """
+
+    load: Load
     layers: Sequence[int]
     there: Tensor
-    counts: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, the tokens [experts] sent to each."""
+    sample: Tensor
+    lengths: Tensor
+    groups: Sequence[dist.ProcessGroup]
+    shares: dict[int, Tensor] = field(default_factory=dict)
+    """By layer that was counted, what a token's probabilities [S, experts] are multiplied with in the loss of load."""
 
-    def take(self, layer: int, chosen: Tensor) -> None:
-        """Count what a router chose. chosen: bool [T, experts]."""
-        if layer in self.layers and layer not in self.counts:  # the second time is recomputation
-            self.counts[layer] = (chosen & self.there[:, None]).sum(0)
+    def take(self, layer: int, score: str, logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Count what a router chose, bool [T, experts], and return its weights [T, experts] with the gradient of its losses.
+        score: what makes probabilities of its logits [T, experts], softmax or sigmoid."""
+        if layer not in self.layers:
+            return weights
+        first = layer not in self.shares  # the second time is recomputation
+        chosen = chosen & self.there[:, None]
+        if first:
+            self.shares[layer] = self._shares(layer, chosen)
+            self.load.total[layer, :-2] += chosen.sum(0)
+        losses = self.load.losses
+        if losses is None:
+            return weights
+        aux, z = torch.zeros_like(logits[0, 0]), torch.zeros_like(logits[0, 0])
+        if losses.aux:
+            told = _probabilities(logits, score) * self.shares[layer][self.sample]
+            aux = (told * self.there[:, None]).sum()
+        if losses.z:
+            z = ((logits.logsumexp(-1) * self.there) ** 2).sum() / losses.tokens
+        if first:
+            self.load.total[layer, -2:] += torch.stack((aux, z)).detach()
+        attached: Tensor = _Attached.apply(weights, losses.aux * aux + losses.z * z)
+        return attached
+
+    @torch.no_grad()
+    def _shares(self, layer: int, chosen: Tensor) -> Tensor:
+        losses, experts = self.load.losses, chosen.shape[1]
+        if losses is None or not losses.aux:
+            return chosen.new_empty(0)
+        even = experts / self.load.top_k
+        if losses.counts is not None:
+            share = losses.counts[layer].float() * (even / losses.tokens**2)
+            return share.expand(len(self.lengths), -1)
+        sent = torch.zeros(len(self.lengths), experts, device=chosen.device)
+        sent.index_add_(0, self.sample, chosen.float())
+        for group in self.groups:
+            dist.all_reduce(sent, group=group)
+        return sent * (even / losses.samples) / self.lengths[:, None] ** 2
+
+
+class _Attached(torch.autograd.Function):
+    """Weights of experts, on whose backward a loss of their router is one's too."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, torch.ones((), dtype=ctx.loss, device=grad.device)
+
+
+def _probabilities(logits: Tensor, score: str) -> Tensor:
+    """Of all experts, [T, experts], which sum to one."""
+    if score == "softmax":
+        return logits.softmax(-1)
+    scores = logits.sigmoid()
+    return scores / scores.sum(-1, keepdim=True)
 
 
 class Load:
-    """The load of experts in one pass over a mini-batch."""
+    """The load of experts in one pass over a mini-batch. losses: those of routers; None where nothing is added.
 
-    def __init__(self, shape: ModelShape) -> None:
-        assert shape.moe is not None
-        self._sizes = shape.layers, shape.moe.experts
-        self._rows: list[RowLoad] = []
+    total: fp64 [layers, experts + 2], by layer the tokens that this rank sent to each expert, its share of the loss of load and of that
+    of logits; dense layers 0.
+    """
 
-    def next(self, micro: MicroBatch, routers: Routers) -> RowLoad:
-        """Return the next micro-batch's."""
-        there = micro.real.chunk(routers.slices)[routers.part]
-        self._rows.append(RowLoad(routers.layers, upload(there, routers.device)))
-        return self._rows[-1]
+    def __init__(
+        self, layers: int, moe: MoeShape, device: torch.device, losses: RouterLosses | None = None
+    ) -> None:
+        self.total = torch.zeros(layers, moe.experts + 2, dtype=torch.float64, device=device)
+        self.top_k, self.losses = moe.top_k, losses
 
-    def counts(self, device: torch.device) -> Tensor:
-        """Return the tokens [layers, experts] that this rank sent to each expert: int64, dense layers 0."""
-        total = torch.zeros(self._sizes, dtype=torch.int64, device=device)
-        for row in self._rows:
-            for layer, counts in row.counts.items():
-                total[layer] += counts
-        return total
+    def next(self, micro: MicroBatch, routers: Routers, group: dist.ProcessGroup | None) -> RowLoad:
+        """Return the next micro-batch's. group: the ranks that its row is cut over, by context parallelism."""
+        samples = micro.owner[micro.owner >= 0].unique()  # the same on all ranks that share the row
+        where = torch.searchsorted(samples, micro.owner.clamp(min=0)).clamp(max=max(len(samples) - 1, 0))
+        there, where = (t.chunk(routers.slices)[routers.part] for t in (micro.real, where))
+        lengths = torch.ones(max(len(samples), 1))
+        if self.losses is not None and len(samples):
+            lengths = self.losses.lengths[samples].float()
+        groups = [one for one in (routers.group, group) if one is not None]
+        there, where, lengths = (upload(t, routers.device) for t in (there, where, lengths))
+        return RowLoad(self, routers.layers, there, where, lengths, groups)
 
 
-def load_metrics(counts: Tensor, layers: Iterable[int]) -> dict[str, float]:
-    """Return what is logged of the counts [layers, experts] of a mini-batch: of each of these layers, the tokens of the busiest
-    expert over the mean, and the experts without any; then the worst of the one, the sum of the other."""
+def load_metrics(total: Tensor, layers: Iterable[int], losses: Sequence[str] = ()) -> dict[str, float]:
+    """Return what is logged of the `total` [layers, experts + 2] of a mini-batch: of each of these layers, the tokens of the busiest
+    expert over the mean, and the experts without any; then the worst of the one, the sum of the other; and the losses."""
     here = list(layers)
-    found = counts[here].double()
+    found = total[here, :-2]
     busiest = (found.amax(1) / found.mean(1).clamp(min=1e-9)).tolist()
     idle = (found == 0).sum(1).double().tolist()
     told = {"experts/load": max(busiest), "experts/idle": sum(idle)}
     for name, values in (("experts/load", busiest), ("experts/idle", idle)):
         told |= {f"{name}_{layer}": value for layer, value in zip(here, values, strict=True)}
-    return told
+    sums = dict(zip(("experts/aux_loss", "experts/z_loss"), total[:, -2:].sum(0).tolist(), strict=True))
+    return told | {name: sums[name] for name in losses}
 
 
 @torch.no_grad()
@@ -84,6 +177,6 @@ def move_biases(routers: Iterable[Any], counts: Tensor, rate: float) -> None:
     for router in routers:
         layer = router.layer_number - 1
         if router.expert_bias is not None and layer < len(counts):
-            here = counts[layer]
+            here = counts[layer].long()
             lacking = here.sum() - len(here) * here  # in whole numbers: a tie is one on every machine
             router.expert_bias += rate * lacking.sign()

@@ -27,11 +27,11 @@ from quintet.engine import megatron_compat
 megatron_compat.install()
 
 from quintet.algorithms.aggregation import Tally
-from quintet.data.batch import Batch
+from quintet.data.batch import Batch, offsets
 from quintet.engine import build, lora
 from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.ahead import AheadLoss
-from quintet.engine.balance import Load, load_metrics, move_biases
+from quintet.engine.balance import Load, RouterLosses, load_metrics, move_biases
 from quintet.engine.checkpoint.checkpoints import Checkpoints
 from quintet.engine.clip import clipped_step
 from quintet.engine.device import upload
@@ -104,7 +104,7 @@ class Engine:
         self._incomplete: str | None = None  # why the weights are none, after a load that failed midway
         self._pipeline = Pipeline(shape, self.chunks, self._wrapped, self.mesh, layout, engine)
         self._counts: Tensor | None = None
-        """Tokens [layers, experts] of the mini-batch that the gradients are of, over all ranks."""
+        """`Load.total` of the mini-batch that the gradients are of, over all ranks."""
 
     @property
     def model(self) -> PolicyModel:
@@ -323,7 +323,7 @@ class Engine:
 
         cells: this rank's, as planned, with samples as positions in `batch`; every rank has as many. ahead: the losses of the
         layers for multi-token prediction, each depth's, as `ahead_losses` gives them; the loss that is returned is without them,
-        their own are in the tally. routes: what tokens' experts are prescribed by, or kept in; without it, whatever the batch
+        their own are in the tally, nor are those of routers in it, which `optimizer_step` tells. routes: what tokens' experts are prescribed by, or kept in; without it, whatever the batch
         says of routes, tokens choose by themselves.
         """
         if len(ahead) != self.depths:
@@ -350,13 +350,38 @@ class Engine:
         if self._optimizer is not None:
             # The whole optimizer left the buffers as each parameter's grad: backward would add to them twice.
             self._optimizer.zero_grad()
-        load = None if self.shape.moe is None else Load(self.shape)
+        load = self._load(batch, cells, temperature, routes)
         how: dict[str, Any] = {"ahead": ahead, "routes": routes, "load": load}
         self._pipeline.run(batch, cells, compute, temperature, forward_only=False, **how)
-        self._counts = None if load is None else self._over_ranks(load.counts(build.device()))
+        self._counts = None if load is None else self._over_ranks(load.total)
         if not self.mesh.last_stage:
             return None
         return MiniBatchResult(float(torch.stack(shares).sum()) if shares else 0.0, tally.cpu())
+
+    def _load(
+        self, batch: Batch, cells: Sequence[RankCell], temperature: float, routes: Routes | None
+    ) -> Load | None:
+        """What counts the load of experts in an update, with the losses of routers that the recipe asks for. Collective."""
+        moe, recipe, device = self.shape.moe, self.recipe, build.device()
+        if moe is None:
+            return None
+        if not (recipe.z_loss or recipe.aux_loss):
+            return Load(self.shape.layers, moe, device)
+        lengths = offsets(batch).diff()
+        mine = lengths[[i for cell in cells if cell.first for i in cell.samples]]
+        sizes = torch.tensor([int(mine.sum()), len(mine)], device=device)
+        dist.all_reduce(sizes, group=self.mesh.groups.dp_cp)
+        tokens, samples = sizes.tolist()
+        counts = None
+        if recipe.aux_loss is not None and recipe.aux_loss.per == "batch":
+            before = Load(self.shape.layers, moe, device)
+            how: dict[str, Any] = {"routes": None if routes is None else routes.again(), "load": before}
+            with torch.no_grad():
+                self._pipeline.run(batch, cells, None, temperature, forward_only=True, **how)
+            counts = self._over_ranks(before.total)[:, :-2]
+        aux = 0.0 if recipe.aux_loss is None else recipe.aux_loss.weight
+        losses = RouterLosses(recipe.z_loss, aux, lengths, tokens, samples, counts)
+        return Load(self.shape.layers, moe, device, losses)
 
     def _over_ranks(self, counts: Tensor) -> Tensor:
         """The sum over all ranks of the layout, each of which has layers and tokens of its own. Collective."""
@@ -386,6 +411,7 @@ class Engine:
             # After the step: what it changed was computed with the bias as it was.
             if self.recipe.expert_bias_rate:
                 routers = (m for chunk in self.chunks for m in chunk.modules() if isinstance(m, Router))
-                move_biases(routers, self._counts, self.recipe.expert_bias_rate)
-            told |= load_metrics(self._counts, self.shape.moe_layers)
+                move_biases(routers, self._counts[:, :-2], self.recipe.expert_bias_rate)
+            added = (("experts/aux_loss", self.recipe.aux_loss), ("experts/z_loss", self.recipe.z_loss))
+            told |= load_metrics(self._counts, self.shape.moe_layers, [name for name, on in added if on])
         return told

@@ -53,7 +53,7 @@ class Pipeline:
         sizes, sliced = mesh.sizes, config.sequence_parallel
         layers = shape.moe_layers_of(mesh.at("pp"), pp=sizes.pp, vpp=len(chunks))
         where = (sizes.tp, mesh.at("tp")) if sliced else (1, 0)
-        self._routers = Routers(layers, *where, build.device())
+        self._routers = Routers(layers, *where, build.device(), mesh.groups.tp if sliced else None)
         self.turn: Callable[[str], None] = lambda text: None
         """Told which micro-batch this rank comes to, and with whom it shares it; "" at the end."""
         self.output_type = ValueOutputs if shape.head == "value" else Outputs
@@ -63,7 +63,7 @@ class Pipeline:
         self,
         batch: Batch,
         cells: Sequence[RankCell],
-        use: Use,
+        use: Use | None,
         temperature: float,
         *,
         forward_only: bool,
@@ -71,7 +71,8 @@ class Pipeline:
         routes: Routes | None = None,
         load: Load | None = None,
     ) -> None:
-        """Run all micro-batches, forward and, unless `forward_only`, backward; the last stage's ranks use what comes out.
+        """Run all micro-batches, forward and, unless `forward_only`, backward; the last stage's ranks use what comes out, or
+        nothing does.
         cells: this rank's, samples as positions in `batch`; every rank has as many. ahead: what layers for multi-token
         prediction are trained by, which are left out without it. routes: what the decoder's routers are told, or who listens to
         them. load: counts what they choose. Collective."""
@@ -118,7 +119,7 @@ class Pipeline:
             micro = pack(values, ends, trained, samples, align, cp, place, distances)
             row = self._chunks[0].row(micro, self._recipe.cp_comm)
             row.routes = None if routes is None else routes.next(micro, self._routers)
-            row.load = None if load is None else load.next(micro, self._routers)
+            row.load = None if load is None else load.next(micro, self._routers, row.cp_group)
             yield micro, row
 
     def _beside(self, cp: int) -> str:
@@ -130,7 +131,7 @@ class Pipeline:
         rows: Iterator[tuple[MicroBatch, PackedRow]],
         chunk: Any,
         *,
-        use: Use,
+        use: Use | None,
         temperature: float,
         ahead: Sequence[AheadLoss],
     ) -> tuple[Tensor | States, Callable[[Any], Any]]:
@@ -138,7 +139,9 @@ class Pipeline:
         out = chunk(upload(micro.input_ids, build.device()), row, bool(ahead))
 
         def loss(out: Tensor | States) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            value, extra = use(self._outputs(out, micro, row, temperature, ahead), micro)
+            value, extra = torch.zeros((), device=build.device()), dict[str, Any]()
+            if use is not None:
+                value, extra = use(self._outputs(out, micro, row, temperature, ahead), micro)
             return value, torch.zeros((), dtype=torch.int, device=value.device), extra
 
         return out, loss

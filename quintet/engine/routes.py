@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quintet.engine.device import upload
@@ -95,12 +97,14 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
 
 
 class Routers(NamedTuple):
-    """The routers of one rank's decoder: their layers, in order, and which of `slices` of a row they see."""
+    """The routers of one rank's decoder: their layers, in order, and which of `slices` of a row they see; group: the ranks that see
+    the others."""
 
     layers: tuple[int, ...]
     slices: int
     part: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
 
 class Routes(ABC):
@@ -113,6 +117,12 @@ class Routes(ABC):
         """Return the routes of the next micro-batch."""
         self._rows.append(self._row(len(self._rows), micro, routers))
         return self._rows[-1]
+
+    def again(self) -> Routes:
+        """Return the same for another pass over the same micro-batches."""
+        other = copy(self)
+        other._rows = []
+        return other
 
     @abstractmethod
     def _row(self, number: int, micro: MicroBatch, routers: Routers) -> RowRoutes: ...

@@ -29,6 +29,7 @@ from quintet.models.lora import LoraShape, adapted, linears
 from quintet.models.shape import SWIGLU, Glu
 from quintet.plan.parameters import sorted_weights
 from quintet.plan.setup import Setup
+from quintet.recipe import schema
 from quintet.recipe.recompute import recompute_modules
 
 SINK_DIMS = 8
@@ -226,7 +227,7 @@ def _experts(sizes: _Sizes, moe: MoeShape) -> int:
     if "moe" in sizes.recomputed:
         return kept
     rows, width = _expert_rows(sizes, moe), moe.ffn_hidden_size // sizes.setup.etp
-    kept += int(sizes.s * _routing(moe)) + int(rows * sizes.hidden * sizes.w)
+    kept += int(sizes.s * _routing(moe, sizes.setup.engine)) + int(rows * sizes.hidden * sizes.w)
     kept += 8 * int(rows) if moe.biases else 0
     if "moe_act" in sizes.recomputed:
         kept += int(rows * (2 * width * sizes.w + 4))
@@ -242,7 +243,9 @@ def _expert_rows(sizes: _Sizes, moe: MoeShape) -> int:
     return int(sizes.s * moe.top_k * sizes.setup.etp * sizes.setup.imbalance)
 
 
-def _routing(moe: MoeShape) -> int:
-    """Bytes a token: fp32 weights of all experts, int64 choices, a map of who goes where."""
+def _routing(moe: MoeShape, engine: schema.Engine) -> int:
+    """Bytes a token: fp32 weights of all experts, int64 choices, a map of who goes where; for losses of routers the probabilities and
+    what they are multiplied with, and the logits."""
     scores = 4 * moe.experts if moe.score == "sigmoid" or not moe.normalize else 0
-    return 5 * moe.experts + 20 * moe.top_k + scores
+    losses = (8 * (engine.aux_loss is not None) + 4 * (engine.z_loss > 0)) * moe.experts
+    return 5 * moe.experts + 20 * moe.top_k + scores + losses

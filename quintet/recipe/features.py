@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from quintet.models.shape import ModelShape
@@ -41,6 +42,11 @@ class Feature:
 
 def _has_experts(shape: ModelShape | None) -> bool:
     return shape is not None and shape.moe is not None
+
+
+def _aux_loss(recipe: Recipe, shape: ModelShape | None, per: str) -> bool:
+    aux = recipe.engine.aux_loss
+    return _has_experts(shape) and aux is not None and aux.per == per
 
 
 def any_optimizer(is_on: Callable[[Optimizer], bool]) -> IsOn:
@@ -140,6 +146,24 @@ _ENGINE = [
         "engine.replay_routes",
         replay_old=("replay of the old policy's routes", "old"),
         replay_rollout=("replay of the rollout's routes", "rollout"),
+    ),
+    *(
+        Feature(
+            f"aux_{per}",
+            f"a loss of experts' load per {per}",
+            ("engine.aux_loss",),
+            partial(_aux_loss, per=per),
+            choice="engine.aux_loss",
+            needs=("experts",),
+        )
+        for per in ("sequence", "batch")
+    ),
+    Feature(
+        "z_loss",
+        "a loss of routers' logits",
+        ("engine.z_loss",),
+        lambda r, s: _has_experts(s) and r.engine.z_loss > 0,
+        needs=("experts",),
     ),
     Feature(
         "expert_bias",

@@ -50,12 +50,10 @@ _REASONS = {
         moe_router_padding_for_quantization moe_router_padding_for_fp8 disable_parameter_transpose_cache
     """,
     (
-        "router balancing is not available in this version: megatron-core scales these losses by the "
-        "tokens of one rank's micro-batch, counts padding among them and sums over a fixed group of "
-        "ranks, so that the result would depend on how a batch is cut"
-    ): """
-        moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type
-    """,
+        "decided by engine.aux_loss: megatron-core scales these losses by the tokens of one rank's micro-batch, counts padding "
+        "among them and sums over a fixed group of ranks, so that the result would depend on how a batch is cut"
+    ): "moe_aux_loss_coeff moe_router_load_balancing_type",
+    "decided by engine.z_loss: megatron-core's depends on how a batch is cut": "moe_z_loss_coeff",
     (
         "decided by engine.expert_bias_rate: megatron-core counts padding, and moves the bias before the step"
     ): "moe_router_bias_update_rate moe_router_enable_expert_bias",

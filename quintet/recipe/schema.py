@@ -14,6 +14,7 @@ from quintet.recipe.sections.rollout import Mismatch, Rollout, RolloutLayout
 from quintet.recipe.sections.run import Checkpoint, Cluster, Run
 from quintet.recipe.sections.training import (
     Algorithm,
+    AuxLoss,
     Critic,
     CriticOptimizer,
     Engine,
@@ -27,6 +28,7 @@ from quintet.recipe.sections.training import (
 __all__ = [
     "BUILT_IN_REWARDS",
     "Algorithm",
+    "AuxLoss",
     "BuildModel",
     "Checkpoint",
     "Cluster",

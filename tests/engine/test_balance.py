@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintet.engine.balance import RowLoad, load_metrics, move_biases
+from quintet.engine.balance import Load, RowLoad, load_metrics, move_biases
+from quintet.engine.layers.router import Router
+from quintet.models.shape import MoeShape
 from tests.oracle.cases import Case
 from tests.oracle.data import TEMPERATURE, trained_tokens
 from tests.oracle.lora import written
@@ -21,11 +23,13 @@ CHOSEN = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]).bool()
 
 
 def test_each_real_token_counts_once():
-    row = RowLoad((2,), torch.tensor([True, True, False]))
+    load = Load(6, MoeShape(experts=4, top_k=2, ffn_hidden_size=8), torch.device("cpu"))
+    row = RowLoad(load, (2,), torch.tensor([True, True, False]), torch.zeros(3).long(), torch.ones(1), [])
+    weights = torch.rand(3, 4)
     for _ in range(2):  # as in recomputation
-        row.take(2, CHOSEN)
-    row.take(4, CHOSEN)  # another's layer, such as one for multi-token prediction
-    assert {layer: counts.tolist() for layer, counts in row.counts.items()} == {2: [1, 2, 1, 0]}
+        assert row.take(2, "softmax", torch.zeros(3, 4), weights, CHOSEN) is weights
+    row.take(4, "softmax", torch.zeros(3, 4), weights, CHOSEN)  # another's, as of multi-token prediction
+    assert load.total.tolist() == [[0] * 6] * 2 + [[1, 2, 1, 0, 0, 0]] + [[0] * 6] * 3
 
 
 def test_the_bias_moves_towards_the_mean():
@@ -38,14 +42,15 @@ def test_the_bias_moves_towards_the_mean():
 
 
 def test_what_is_told_of_load():
-    counts = torch.tensor([[0, 0, 0, 0], [1, 2, 5, 0], [2, 2, 2, 2]])
-    assert load_metrics(counts, (1, 2)) == {
+    told = torch.tensor([[0, 0, 0, 0, 0, 0], [1, 2, 5, 0, 0.5, 7], [2, 2, 2, 2, 1.5, 1]], dtype=torch.float64)
+    assert load_metrics(told, (1, 2), ["experts/aux_loss"]) == {
         "experts/load": 2.5,
         "experts/idle": 1.0,
         "experts/load_1": 2.5,
         "experts/idle_1": 1.0,
         "experts/load_2": 1.0,
         "experts/idle_2": 0.0,
+        "experts/aux_loss": 2.0,
     }
 
 
@@ -96,7 +101,7 @@ def steps_not_taken(case: Case, path: Path) -> None:
     engine.forward(mine, cells, TEMPERATURE)
     assert engine._counts is None
     engine.forward_backward(mine, cells, Objective("lm", trained_tokens(0)), TEMPERATURE)
-    assert engine._counts.sum() == 3 * 2 * sum(len(one) for one in mine["input_ids"].unbind())
+    assert engine._counts[:, :-2].sum() == 3 * 2 * sum(len(one) for one in mine["input_ids"].unbind())
     next(engine.model.parameters()).main_grad.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
         engine.optimizer_step()
@@ -105,3 +110,41 @@ def steps_not_taken(case: Case, path: Path) -> None:
 
 def test_the_bias_moves_after_a_step(pool, tmp_path):
     pool.run(steps_not_taken, 1, BIASED, written(BIASED, tmp_path))
+
+
+def collapsed(case: Case, path: Path) -> list[float]:
+    """On one rank: the busiest expert over the mean at each step of a model whose routers send everything to two of eight experts."""
+    steps, engine = 60, Training(case, path).engine
+    with torch.no_grad():
+        # What all tokens have in common, and two experts answer to.
+        common = torch.linspace(-1, 1, engine.shape.hidden_size).sign()
+        embedding = engine.model.embedding.word_embeddings.weight
+        embedding.add_(2 * embedding.std() * common)
+        for module in engine.model.modules():
+            if isinstance(module, Router):
+                module.weight[:2] += 6 * common / len(common)
+    engine.start_optimizer(case.optimizer_recipe.model_copy(update={"clip_grad_norm": None}), steps)
+    mine, cells, _ = share(engine, 0)
+    loads = []
+    for _ in range(steps):
+        engine.forward_backward(mine, cells, Objective("lm", trained_tokens(0)), TEMPERATURE)
+        loads.append(engine.optimizer_step()["experts/load"])
+    return loads
+
+
+@pytest.mark.parametrize(
+    ("family", "ways"),
+    [
+        ("qwen3_moe", [{"aux_loss": "sequence"}, {"aux_loss": "batch"}]),
+        ("glm4_moe", [{"expert_bias": True}]),
+    ],
+)
+def test_collapsed_routers_recover(pool, tmp_path, family, ways):
+    """With each way to balance them, and not without."""
+    path = written(Case(family), tmp_path)
+    (stays,) = pool.run(collapsed, 1, Case(family), path)
+    assert min(stays) > 3.3
+    for how in ways:
+        (recovers,) = pool.run(collapsed, 1, Case(family, **how), path)
+        assert recovers[0] == stays[0] > 3.9
+        assert max(recovers[-5:]) < 1.7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,16 +14,14 @@ def padding_counted(original: Any, *args: Any) -> Any:
     return row
 
 
-def first_slice(original: Any, load: Any, micro: Any, routers: Any) -> Any:
+def first_slice(original: Any, load: Any, micro: Any, routers: Any, group: Any) -> Any:
     """The mask is cut by context parallelism, and not by sequence parallelism."""
-    return original(load, micro, routers._replace(part=0))
+    return original(load, micro, routers._replace(part=0), group)
 
 
 def recomputation_counted(original: Any, row: Any, layer: int, *args: Any) -> Any:
-    before = row.counts.pop(layer, 0)
-    out = original(row, layer, *args)
-    row.counts[layer] = row.counts[layer] + before
-    return out
+    row.shares.pop(layer, None)
+    return original(row, layer, *args)
 
 
 def own_counts(original: Any, engine: Any, counts: torch.Tensor) -> torch.Tensor:
@@ -38,12 +37,49 @@ def moved_before(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
 
     result = original(engine, *args, **kwargs)
     routers = [m for chunk in engine.chunks for m in chunk.modules() if isinstance(m, Router)]
-    move_biases(routers, engine._counts, 50 * engine.recipe.expert_bias_rate)
+    move_biases(routers, engine._counts[:, :-2], 50 * engine.recipe.expert_bias_rate)
     result = original(engine, *args, **kwargs)
-    move_biases(routers, engine._counts, -50 * engine.recipe.expert_bias_rate)
+    move_biases(routers, engine._counts[:, :-2], -50 * engine.recipe.expert_bias_rate)
     return result
 
 
 def other_way(original: Any, routers: Any, counts: torch.Tensor, rate: float) -> None:
     """Up where there is much."""
     original(routers, counts, -rate)
+
+
+def own_tokens(original: Any, engine: Any, batch: Any, cells: Any, *args: Any) -> Any:
+    """Losses are divided by the tokens and samples of one rank."""
+    load = original(engine, batch, cells, *args)
+    mine = [int(load.losses.lengths[i]) for cell in cells for i in cell.samples]
+    load.losses = replace(load.losses, tokens=max(sum(mine), 1), samples=max(len(mine), 1))
+    return load
+
+
+def own_part(original: Any, *args: Any) -> Any:
+    """A sample's counts are of the part of the row that a rank has."""
+    row = original(*args)
+    row.groups = []
+    return row
+
+
+def counts_by_position(original: Any, *args: Any) -> Any:
+    """The loss per batch takes the next expert's count."""
+    load = original(*args)
+    load.losses = replace(load.losses, counts=load.losses.counts.roll(1, -1))
+    return load
+
+
+def padded_lengths(original: Any, *args: Any) -> Any:
+    """A sample has the tokens that it is padded to."""
+    row = original(*args)
+    row.lengths = (row.lengths / 4).ceil() * 4
+    return row
+
+
+def losses_on_padding(original: Any, row: Any, *args: Any) -> Any:
+    there, row.there = row.there, torch.ones_like(row.there)
+    try:
+        return original(row, *args)
+    finally:
+        row.there = there

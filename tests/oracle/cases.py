@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.recipe import schema
-from tests.oracle.balance import BIAS_RATE, Balance
+from tests.oracle.balance import AUX_WEIGHT, BIAS_RATE, Z_WEIGHT, Balance
 from tests.oracle.covering import Constraint, PackedRow, Table
 from tests.oracle.data import AHEAD_CLIP, AHEAD_WEIGHT, BATCHES, BF16_BATCH
 
@@ -87,6 +87,9 @@ class Case:
     """Which routes the updates replay: "old", of the weights before the first step, or "rollout", drawn ones."""
     expert_bias: bool = False
     """Whether steps move the stored bias of experts."""
+    z_loss: bool = False
+    aux_loss: str = ""
+    """Of routers: per "sequence" or "batch"."""
     mixed: bool = False
     """Dynamic context parallelism: blocks are cut otherwise in each round, by a table that leaves out no way (`ranks.recut`)."""
 
@@ -108,7 +111,9 @@ class Case:
             if value != one.default:
                 flag = value is True or one.name == "distributed_optimizer"
                 text = value if isinstance(value, str) else f"{one.name}{'' if flag else value}"
-                said.append(f"{one.name}_{value}" if one.name in ("recompute", "replay") else text)
+                said.append(
+                    f"{one.name}_{value}" if one.name in ("recompute", "replay", "aux_loss") else text
+                )
         return "-".join(said)
 
     def adapters(self, path: Path) -> Path:
@@ -140,6 +145,8 @@ class Case:
                 recompute=self.recompute,
                 replay_routes=self.replay or None,  # type: ignore[arg-type]
                 expert_bias_rate=BIAS_RATE * self.expert_bias,
+                z_loss=Z_WEIGHT * self.z_loss,
+                aux_loss={"per": self.aux_loss, "weight": AUX_WEIGHT} if self.aux_loss else None,  # type: ignore[arg-type]
                 recompute_modules=_MODULES[self.family] if self.recompute == "selective" else None,
                 offload_params=float(self.offload_params),
                 offload_grads=0.6 * self.offload_grads,
@@ -157,7 +164,7 @@ class Case:
     @property
     def balance(self) -> Balance:
         """What evens out the load of its experts."""
-        return Balance(self.expert_bias)
+        return Balance(self.expert_bias, self.z_loss, self.aux_loss)
 
     @property
     def mtp_recipe(self) -> schema.Mtp | None:
@@ -368,27 +375,49 @@ def replay_cases(ranks: int, **fixed: Any) -> list[Case]:
     return found
 
 
-_BIAS = {"expert_bias": True}
+_BIAS, _Z = {"expert_bias": True}, {"z_loss": True}
+_AUX, _BATCH = {"aux_loss": "sequence"}, {"aux_loss": "batch"}
 BALANCE_LAYOUTS = (
     Case("deepseek_v3", **_BIAS, tp=2, sp=True, ep=2, etp=1, recompute="selective"),
-    Case("deepseek_v3", **_BIAS, pp=2, vpp=2, dp=2, ep=2, recompute="full", distributed_optimizer=True),
+    Case(
+        "deepseek_v3", **_BIAS, **_AUX, pp=2, vpp=2, dp=2, ep=2, recompute="full", distributed_optimizer=True
+    ),
     Case("deepseek_v3", **_BIAS, tp=2, sp=True, cp=2, etp=2, recompute="full", mixed=True),
-    Case("deepseek_v3", **_BIAS, cp=2, cp_comm="all_to_all", mtp=2),
+    Case("deepseek_v3", **_BIAS, **_Z, **_BATCH, cp=2, cp_comm="all_to_all", mtp=2),
     Case("deepseek_v3", **_BIAS, **_R, tp=2, sp=True, dp=2, ep=2, etp=2),
     Case("deepseek_v3", **_BIAS, **_O, pp=2, head="value"),
-    Case("glm4_moe", **_BIAS, pp=2),
+    Case("glm4_moe", **_BIAS, **_BATCH, pp=2),
+    Case("qwen3_moe", **_Z, **_AUX, tp=2, sp=True, cp=2, etp=2, recompute="full", mixed=True),
+    Case("qwen3_moe", **_Z, **_AUX, lora=True, tp=2, sp=True, etp=2),
+    Case("qwen3_moe", **_BATCH, tp=2, sp=True, cp=2, etp=2, recompute="selective"),
+    Case("deepseek_v3", **_Z, **_BATCH, pp=2, vpp=2, dp=2, ep=2, recompute="full"),
+    Case("qwen3_moe", **_BATCH, **_R, dp=2),
+    Case("qwen3_moe", **_BATCH, **_O, pp=2),
+    Case("qwen3_moe", **_AUX, **_R, cp=2),
+    Case("mixtral", **_Z, **_AUX, pp=2, recompute="selective"),
+    Case("gpt_oss", **_Z, **_AUX, tp=2, sp=True, etp=2),
 )
 """What evens out the load of experts in `make test`."""
 
 
 def balance_cases(ranks: int, **fixed: Any) -> list[Case]:
     """Every value of every axis beside each way to even out the load of experts; in bf16 those of one family."""
-    how = {**_BIAS, **fixed}
-    found = covering("deepseek_v3", ranks, strength=1, **how)
-    found += [Case("glm4_moe", **how), Case("deepseek_v3-tied", optimizer="sgd", **how)]  # else near a tie
-    found += [Case("deepseek_v3", replay=replay, **how) for replay in ("old", "rollout")]
-    found.append(Case("deepseek_v3", mtp=2, **how))
-    return [*found, *bf16("deepseek_v3", ranks, **how)]
+    ways = [{**_BIAS, **fixed}, {**_BIAS, **_Z, **_AUX, **fixed}, {**_Z, **_BATCH, **fixed}]
+    found = []
+    for how in ways:
+        found += covering("deepseek_v3", ranks, strength=1, **how)
+        found += [
+            Case("glm4_moe", **how),
+            Case("deepseek_v3-tied", optimizer="sgd", **how),
+        ]  # else near a tie
+        found += [Case("deepseek_v3", replay=replay, **how) for replay in ("old", "rollout")]
+        found.append(Case("deepseek_v3", mtp=2, **how))
+        found += bf16("deepseek_v3", ranks, **how)
+    for how in ({**_Z, **_AUX, **fixed}, {**_Z, **_BATCH, **fixed}):
+        found += covering("qwen3_moe", ranks, strength=1, **how, head="lm")
+        found += [Case(family, **how) for family in ("mixtral", "gpt_oss")]
+        found.append(Case("qwen3_moe", lora=True, **how))
+    return [*found, Case("glm4_moe", **_BIAS, **_BATCH, **fixed)]
 
 
 def fast_cases() -> list[Case]:
@@ -451,7 +480,8 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
         if family == "mimo":  # its embedding is on two stages as well
             found += bf16(family, gpus, backend=backend, mtp=1, head="lm", **hybrid, pp=1)
         if family == "deepseek_v3":
-            found += bf16(family, gpus, backend=backend, **_BIAS, **hybrid)
+            for how in ({**_BIAS, **_Z, **_AUX}, _BATCH):
+                found += bf16(family, gpus, backend=backend, **how, **hybrid)
         if family == "qwen3_moe":
             for replay in ("old", "rollout"):
                 found += bf16(family, gpus, backend=backend, replay=replay, **hybrid)

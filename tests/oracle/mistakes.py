@@ -637,4 +637,40 @@ MISTAKES = {
         "quintet.engine.engine:move_biases",
         wrong.other_way,
     ),
+    "losses of routers are divided by a rank's tokens": Mistake(
+        Case("qwen3_moe", dp=2, z_loss=True, aux_loss="sequence"),
+        ("gradients", "balance"),
+        "quintet.engine.engine:Engine._load",
+        wrong.own_tokens,
+    ),
+    "a sample's load is that of a part of it": Mistake(
+        Case("qwen3_moe", tp=2, sp=True, etp=2, aux_loss="sequence"),
+        ("gradients", "balance"),
+        "quintet.engine.balance:Load.next",
+        wrong.own_part,
+    ),
+    "a sample's load is that of one part of its cell": Mistake(
+        Case("qwen3_moe", cp=2, mixed=True, aux_loss="sequence"),
+        ("gradients", "balance"),
+        "quintet.engine.balance:Load.next",
+        wrong.own_part,
+    ),
+    "a sample's load is over its padded length": Mistake(
+        Case("qwen3_moe", cp=2, aux_loss="sequence"),
+        ("gradients", "balance"),
+        "quintet.engine.balance:Load.next",
+        wrong.padded_lengths,
+    ),
+    "the load of the mini-batch is another expert's": Mistake(
+        Case("qwen3_moe", dp=2, aux_loss="batch"),
+        ("gradients", "balance"),
+        "quintet.engine.engine:Engine._load",
+        wrong.counts_by_position,
+    ),
+    "padding is in the losses of routers": Mistake(
+        Case("qwen3_moe", cp=2, z_loss=True),
+        ("gradients", "balance"),
+        "quintet.engine.balance:RowLoad.take",
+        wrong.losses_on_padding,
+    ),
 }

@@ -247,7 +247,8 @@ def kept(cases: list[Setup]) -> list[int]:
         length = TOKENS // 4
         batch = make_batch([[1] * length] * 4, [3] * 4)
         cells = [RankCell([0, 1, 2, 3], engine.layout.cp, engine.mesh.at("cp"))]
-        micro, row = next(engine._pipeline.rows(batch, cells, engine.depths))
+        load = engine._load(batch, cells, 1.0, None)
+        micro, row = next(engine._pipeline.rows(batch, cells, engine.depths, load=load))
         known = {p.untyped_storage()._cdata for c in engine.chunks for p in c.parameters()}
         seen: dict[int, Any] = {}
 
@@ -273,8 +274,12 @@ ACTIVATIONS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"dtype": "bf16"}),
     ("qwen3_moe", {}),
     ("qwen3_moe", {"dtype": "bf16"}),
+    ("qwen3_moe", {"z_loss": 0.1}),
+    ("qwen3_moe", {"aux_loss": schema.AuxLoss(), "z_loss": 0.1}),
+    ("qwen3_moe", {"aux_loss": schema.AuxLoss(per="batch")}),
     ("deepseek_v3", {}),
     ("deepseek_v3", {"dtype": "bf16"}),
+    ("deepseek_v3", {"aux_loss": schema.AuxLoss()}),
     ("glm4_moe", {}),
     ("mixtral", {}),
     ("qwen3", {"lora": LORA}),

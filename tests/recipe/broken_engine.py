@@ -115,17 +115,17 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     (
         "megatron_options_are_free",
         ["engine.megatron.moe_aux_loss_coeff=0.01"],
-        ["router balancing is not available", "counts padding", "how a batch is cut"],
+        ["decided by engine.aux_loss", "counts padding", "how a batch is cut"],
     ),
     (
         "megatron_options_are_free",
         ["engine.megatron.moe_z_loss_coeff=0.001"],
-        ["router balancing is not available"],
+        ["decided by engine.z_loss"],
     ),
     (
         "megatron_options_are_free",
         ["engine.megatron.moe_router_load_balancing_type=seq_aux_loss"],
-        ["router balancing is not available"],
+        ["decided by engine.aux_loss"],
     ),
     (
         "megatron_options_are_free",
@@ -416,10 +416,12 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["@dense", "engine.expert_bias_rate=0.001"],
         ["the model has no experts whose load"],
     ),
+    ("load_can_be_balanced", ["@dense", "engine.aux_loss={}"], ["engine.aux_loss: the model has no experts"]),
+    ("load_can_be_balanced", ["@dense", "engine.z_loss=0.001"], ["engine.z_loss: the model has no experts"]),
     (
         "load_can_be_balanced",
         ["@moe", "engine.expert_bias_rate=0.001"],
-        ["engine.expert_bias_rate=0.001: a qwen3_moe model's routers have no bias", "remove it"],
+        ["engine.expert_bias_rate: a qwen3_moe model's routers have no bias", "or set engine.aux_loss"],
     ),
     (
         "features_go_together",

@@ -29,12 +29,15 @@ class Router(TopKRouter):
 
     def forward(self, input: Tensor, row: PackedRow | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and choices [T, experts] of the tokens that this rank has of the row."""
+        self._maintain_float32_expert_bias()
+        logits = self.gating(input)
         if row is not None and row.routes is not None:
             self.router_replay = row.routes.of(self.layer_number - 1)
         try:
-            weights, chosen = super().forward(input)
+            weights, chosen = self.routing(logits)
         finally:
             self.router_replay = None
         if row is not None and row.load is not None:
-            row.load.take(self.layer_number - 1, chosen)
+            logits = logits.view(-1, self.num_experts)
+            weights = row.load.take(self.layer_number - 1, self.score_function, logits, weights, chosen)
         return weights, chosen

@@ -82,15 +82,19 @@ def experts_are_cut_as_the_rest(facts: Facts) -> Iterator[Problem]:
 @rule
 def load_can_be_balanced(facts: Facts) -> Iterator[Problem]:
     """What evens out the load of experts is asked of a model that has them, and a stored bias is moved where there is one."""
-    said, shape = facts.said("engine.expert_bias_rate"), facts.shape
-    if said is None or shape is None:
+    shape = facts.shape
+    if shape is None:
         return
+    asked = [
+        key for key in ("engine.aux_loss", "engine.z_loss", "engine.expert_bias_rate") if facts.said(key)
+    ]
     if shape.moe is None:
-        yield Problem(f"{said}: the model has no experts whose load could be evened out; remove it")
-    elif not shape.moe.bias:
+        for key in asked:
+            yield Problem(f"{key}: the model has no experts whose load could be evened out; remove it")
+    elif not shape.moe.bias and "engine.expert_bias_rate" in asked:
         yield Problem(
-            f"{said}: a {shape.family} model's routers have no bias that its files and its rollouts would know of (DeepSeek-V3's and "
-            "GLM-4.5's have, as e_score_correction_bias); remove it"
+            f"engine.expert_bias_rate: a {shape.family} model's routers have no bias that its files and its rollouts would know of "
+            "(DeepSeek-V3's and GLM-4.5's have, as e_score_correction_bias); remove it, or set engine.aux_loss"
         )
 
 

@@ -46,6 +46,15 @@ class Optimizer(Section):
     """Learning rate at the end of the decay, as a share of lr."""
 
 
+class AuxLoss(Section):
+    """A loss of routers that send many tokens to few experts, added to the policy's and the critic's; 1 a layer where load is even."""
+
+    per: Literal["sequence", "batch"] = "sequence"
+    """What is to be even: each sample in itself (DeepSeek-V3), or the whole mini-batch, whose tokens go through the model once more
+    to be counted."""
+    weight: PositiveFloat = 0.0001
+
+
 class Engine(Section):
     tokens_per_microbatch_per_rank: PositiveInt = 8192
     """Hard token budget of a packed micro-batch on one rank, padding included. The longest sample fits into cp times it."""
@@ -67,6 +76,11 @@ class Engine(Section):
     replay_routes: Literal["old", "rollout"] | None = None
     """The experts that tokens are sent to in every update: as recorded when the old log-probs are computed, or as the rollout chose
     them, then for the old log-probs too; null is as the router chooses each time (docs/routes.md)."""
+    aux_loss: AuxLoss | None = None
+    """Even out the load of experts by a loss when present (docs/balance.md)."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of a loss that keeps routers' logits small: the squared log-sum-exp of each token's, a mean over tokens, summed over
+    layers; ST-MoE took 0.001."""
     expert_bias_rate: NonNegativeFloat = 0.0
     """What each update adds to the stored bias of experts that got fewer tokens than the mean, and takes off the others' (DeepSeek-V3
     took 0.001); 0 leaves it (docs/balance.md)."""
