@@ -18,8 +18,11 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from benchmarks.dynamic_cp_work import (
     Point,
@@ -32,9 +35,10 @@ from benchmarks.dynamic_cp_work import (
     work_of,
 )
 from benchmarks.dynamic_cp_work import Side as Planned
-from benchmarks.records import RESULTS, merged, record, write_records
+from benchmarks.records import RESULTS, command, commit, merged, record, write_records
 from benchmarks.sides import Side, answer_stream
 from quintet.packing import CellCosts, Plan
+from quintet.packing.measured import TABLE, MeasuredCosts, layer_of, write_measured
 
 SLOW = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 """Neither NVLink nor memory of the host that GPUs share: what is left is what nodes have, InfiniBand or sockets."""
@@ -120,6 +124,16 @@ def calibrated(machine: Machine, turns: int, ending: str) -> list[dict[str, Any]
     if work.gpus > 1:
         values |= {f"exchange_{2 << at}": (one, "tokens") for at, one in enumerate(costs.exchange)}
     return [record("dynamic_cp", case, name, value, unit) for name, (value, unit) in values.items()]
+
+
+def measured(machine: Machine) -> MeasuredCosts:
+    """Return the row of a calibrated machine in the table that runs plan by."""
+    work, costs = machine.work, machine.costs
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    told = command(), commit(), date.today().isoformat()
+    return MeasuredCosts(
+        device, layer_of(work.model), costs.fixed, costs.quadratic, costs.exchange, work.layers, *told
+    )
 
 
 class Compared:
@@ -253,8 +267,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--plans", type=int, help="run so many random plans instead")
     add("--timeout-s", type=float, default=300.0, help="longest silence of a rank (default 300)")
-    add("--write", action="store_true", help="keep the records in benchmarks/results/dynamic_cp.json")
+    add(
+        "--write",
+        action="store_true",
+        help="keep records in benchmarks/results/dynamic_cp.json, and constants where runs plan by them",
+    )
     add("--out", type=Path, default=RESULTS / "dynamic_cp.json", help="another file to merge them into")
+    add("--table", type=Path, default=TABLE, help="of constants, into which --write puts the measured ones")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.plans and args.gpus == 1:
@@ -279,8 +298,6 @@ def main() -> None:
 
         serve(work, args.old_logprobs, stream)
         return
-    import torch  # noqa: F401  (of which records learn what hardware this is)
-
     same_work = ["--shape", args.shape, "--gpus", str(args.gpus)]
     for option, value in (("--layers", args.layers), ("--most-tokens", args.most_tokens)):
         same_work += [option, str(value)] if value else []
@@ -315,6 +332,8 @@ def main() -> None:
         print(f"{one['case']} {one['metric']}: {one['value']:,.4g} {one['unit']}{beside}")
     if args.write:
         write_records(args.out, merged(args.out, made))
+        if not args.plans and not ending_of(args) and args.gpus > 1:  # what runs plan by
+            write_measured(measured(machine), args.table)
     print(json.dumps(sorted({one["case"] for one in made})))
 
 

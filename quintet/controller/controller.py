@@ -94,7 +94,9 @@ class Controller:
                 found = Placement(name, layout, self.workers.all(Policy.coords)(name))
                 placements.append(found)
             self.roles[name] = Role(name, self.workers, found, phase, progress)
-        self._scatterer = Scatterer(self.workers, recipe, shape, placements)
+        self._scatterer = Scatterer(
+            self.workers, recipe, shape, placements, self.workers.one(Policy.device_name)()
+        )
         self._handover: DeviceHandover | None = None
         if command != "sft":  # the one that generates nothing
             proof = Proof(self.workers, recipe, shape, cluster.say)
@@ -108,7 +110,8 @@ class Controller:
 
     def describe(self) -> str:
         """Return which layers and kernels the ranks compute with."""
-        return self.workers.one(Policy.describe)()
+        told = self.workers.one(Policy.describe)(), self._scatterer.describe()
+        return " · ".join(one for one in told if one)
 
     # generation
 

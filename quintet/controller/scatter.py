@@ -19,9 +19,9 @@ from quintet.data.batch import make_batch, select
 from quintet.data.prompts import Prompt
 from quintet.models import ModelShape
 from quintet.packing import (
-    CellCosts,
     Plan,
     alignment_of,
+    costs_of,
     plan_cells,
     plan_microbatches,
     split_evenly,
@@ -38,7 +38,7 @@ _Sent = tuple[list[Any], Assignment]
 
 
 class Scatterer:
-    """Plans and sends. placements: of all roles, each once."""
+    """Plans and sends. placements: of all roles, each once. device: what the ranks compute on, by its name."""
 
     def __init__(
         self,
@@ -46,15 +46,22 @@ class Scatterer:
         recipe: schema.Recipe,
         shape: ModelShape,
         placements: Sequence[Placement],
+        device: str = "cpu",
     ) -> None:
         self._workers, self._recipe, self._placements = workers, recipe, placements
         self._shape = shape
+        self._device = device
         self._dropped: list[str] = []
         self._ahead = range(1, 2 + depths(recipe, shape))
         # Attention's cost next to the rest, per token of length: see `ModelShape.flops_per_token`.
         self._quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (
             2 * shape.flops_per_token(0.0)
         )
+
+    def describe(self) -> str:
+        """Return what micro-batches of the policy are planned by, where they differ in their ranks; else nothing."""
+        layout = self._placements[0].layout
+        return costs_of(self._shape, layout.tp, self._device)[1] if layout.dynamic_cp else ""
 
     def plan(self, lengths: list[int], placement: Placement) -> Plan:
         """Assign samples of these lengths to a placement's ranks and micro-batches."""
@@ -71,7 +78,7 @@ class Scatterer:
             return plan_cells(
                 lengths,
                 alignment=partial(alignment_of, layout),
-                costs=CellCosts(quadratic=self._quadratic),
+                costs=costs_of(self._shape, layout.tp, self._device)[0],
                 coupled=coupled,
                 fill=(layout.pp - 1) / layout.vpp,
                 **how,

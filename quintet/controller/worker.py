@@ -99,6 +99,10 @@ class PolicyWorker(Worker):
         told = f" · {threads} threads a rank (OMP_NUM_THREADS sets another number)"
         return self.engine.describe() + (told if self.device == "cpu" and threads > 1 else "")
 
+    def device_name(self) -> str:
+        """Return what this rank computes on, by its name."""
+        return "cpu" if self.device == "cpu" else torch.cuda.get_device_name(self.device)
+
     def coords(self, role: str = "policy") -> dict[str, int]:
         """Return the place in a role's layout."""
         return self.roles.mesh(role).coordinates

@@ -3,6 +3,7 @@
 from quintet.packing.align import FP8_TOKENS, Alignment, alignment, alignment_of, row_buckets
 from quintet.packing.buckets import length_buckets
 from quintet.packing.dynamic import plan_cells
+from quintet.packing.measured import costs_of, fitting
 from quintet.packing.plan import (
     Cell,
     Plan,
@@ -27,6 +28,8 @@ __all__ = [
     "alignment",
     "alignment_of",
     "cell_sizes",
+    "costs_of",
+    "fitting",
     "length_buckets",
     "plan_cells",
     "plan_microbatches",

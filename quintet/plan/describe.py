@@ -12,7 +12,7 @@ from quintet.models import ModelShape, held_shape
 from quintet.models.family import table_of
 from quintet.models.lora import adapted, adapter_parameters, linears
 from quintet.models.shape import route_bytes
-from quintet.packing import alignment_of, cell_sizes
+from quintet.packing import alignment_of, cell_sizes, costs_of, fitting
 from quintet.plan.fullest import fullest_rank, layers_of, setup_of
 from quintet.plan.memory import packed_bytes
 from quintet.plan.saves import checkpoint_bytes
@@ -39,6 +39,7 @@ def looks(recipe: Recipe, command: Command) -> dict[str, Look]:
         "the adapters": lambda: _lora(recipe, shape),
         "the devices": lambda: _devices(recipe, command),
         "the layout": lambda: _layout(recipe),
+        "the planner": lambda: _planner(recipe, shape),
         "the experts": lambda: _experts(recipe, shape),
     }
     if command != "sft":
@@ -136,6 +137,19 @@ def _layout(recipe: Recipe) -> str:
     return (
         f"Layout: {ranks} ranks = dp {data_parallel(recipe)}{cp} × tp {layout.tp}{sp} × pp {layout.pp}{vpp}."
     )
+
+
+def _planner(recipe: Recipe, shape: ModelShape) -> str | None:
+    """Which constants dynamic context parallelism plans by."""
+    layout, device = recipe.layout, recipe.cluster.device
+    if not layout.dynamic_cp:
+        return None
+    rows = [one for one in fitting(shape, layout.tp) if (one.device == "cpu") == (device == "cpu")]
+    if device == "cpu" or not rows:
+        where = "cpu" if device == "cpu" else "a GPU"
+        return f"Dynamic cp: {costs_of(shape, layout.tp, where)[1]}."
+    known = "; ".join(f"on {one.device} by those of {one.command}, {one.date}" for one in rows)
+    return f"Dynamic cp: {known}; elsewhere planned by default constants."
 
 
 def _experts(recipe: Recipe, shape: ModelShape) -> str | None:

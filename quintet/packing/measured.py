@@ -1,0 +1,78 @@
+"""Constants of the model of time that were measured, by device and shape of a layer, in `measured_costs.json`.
+
+`python -m benchmarks.dynamic_cp --gpus N --write` measures them on a machine and writes its row.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from quintet.models import ModelShape
+from quintet.packing.time_model import CellCosts
+
+TABLE = Path(__file__).with_name("measured_costs.json")
+MEASURE = "python -m benchmarks.dynamic_cp --gpus N --write"
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """One row: constants (`CellCosts`, in tokens), and where they come from. shape: see `layer_of`. layers: of the model on which they
+    were measured, each rank with whole layers (tp 1)."""
+
+    device: str
+    shape: dict[str, int]
+    fixed: float
+    quadratic: float
+    exchange: tuple[float, ...]
+    layers: int
+    command: str
+    commit: str
+    date: str
+
+    @property
+    def costs(self) -> CellCosts:
+        return CellCosts(self.fixed, self.quadratic, self.exchange)
+
+
+def layer_of(shape: ModelShape) -> dict[str, int]:
+    """Return what of a model the constants depend on: not its depth, in which all of a micro-batch's time grows alike."""
+    sizes = {name: getattr(shape, name) for name in ("hidden_size", "heads", "kv_heads", "head_dim")}
+    return sizes | {"experts": shape.moe.experts if shape.moe else 0, "latent": int(shape.mla is not None)}
+
+
+def read_measured(table: Path = TABLE) -> list[MeasuredCosts]:
+    """Return the rows of a table."""
+    rows = json.loads(table.read_text(encoding="utf-8"))
+    return [MeasuredCosts(**(row | {"exchange": tuple(row["exchange"])})) for row in rows]
+
+
+def write_measured(row: MeasuredCosts, table: Path = TABLE) -> None:
+    """Write a row, in place of that of the same device and shape."""
+    others = [one for one in read_measured(table) if (one.device, one.shape) != (row.device, row.shape)]
+    rows = sorted([*others, row], key=lambda one: (one.device, sorted(one.shape.items())))
+    table.write_text(json.dumps([asdict(one) for one in rows], indent=2) + "\n", encoding="utf-8")
+
+
+@cache
+def _rows() -> list[MeasuredCosts]:
+    return read_measured()
+
+
+def fitting(shape: ModelShape, tp: int) -> list[MeasuredCosts]:
+    """Return the rows of layers of this shape, one a device; none where tp cuts layers, of which nothing was measured."""
+    return [one for one in _rows() if tp == 1 and one.shape == layer_of(shape)]
+
+
+def costs_of(shape: ModelShape, tp: int, device: str) -> tuple[CellCosts, str]:
+    """Return the constants to plan with on a device, and a sentence of where they come from: measured for it, or the defaults."""
+    for one in fitting(shape, tp):
+        if one.device == device:
+            return one.costs, f"planned by constants measured on {device} ({one.command}, {one.date})"
+    quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (2 * shape.flops_per_token(0.0))
+    why = "with layout.tp above 1" if tp > 1 else f"on {device} for this shape"
+    return CellCosts(
+        quadratic=quadratic
+    ), f"planned by default constants: none were measured {why} ({MEASURE})"

@@ -1,0 +1,68 @@
+"""Measured constants of the planner's model of time: which are taken, and what is said of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.engine_work import MODELS
+from quintet.packing import CellCosts, costs_of, fitting, measured
+from quintet.packing.measured import MeasuredCosts, layer_of, read_measured, write_measured
+
+DENSE, MOE = MODELS["qwen3-8b"].shape, MODELS["qwen3-30b-a3b"].shape
+ROW = MeasuredCosts(
+    "NVIDIA H200", layer_of(DENSE), 300.0, 2e-5, (0.03, 0.05), 36, "a command", "abc", "2026-11-23"
+)
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    path = tmp_path / "costs.json"
+    path.write_text("[]")
+    write_measured(ROW, path)
+    monkeypatch.setattr(measured, "_rows", lambda: read_measured(path))
+    return path
+
+
+def test_a_row_counts_where_device_and_layer_fit_whatever_the_depth(table):
+    costs, told = costs_of(replace(DENSE, layers=12), 1, "NVIDIA H200")
+    assert costs == CellCosts(300.0, 2e-5, (0.03, 0.05))
+    assert "measured on NVIDIA H200 (a command, 2026-11-23)" in told
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "device"),
+    [(DENSE, 1, "NVIDIA A100"), (DENSE, 1, "cpu"), (DENSE, 2, "NVIDIA H200"), (MOE, 1, "NVIDIA H200")],
+)
+def test_else_the_defaults_do_and_that_is_told(table, shape, tp, device):
+    costs, told = costs_of(shape, tp, device)
+    ratio = (shape.flops_per_token(1.0) / shape.flops_per_token(0.0) - 1) / 2
+    assert (costs.fixed, costs.exchange) == (CellCosts().fixed, CellCosts().exchange)
+    assert costs.quadratic == pytest.approx(ratio)
+    assert "default constants" in told
+    assert "benchmarks.dynamic_cp" in told
+    assert (device in told) == (tp == 1)
+
+
+def test_a_row_takes_the_place_of_an_older_one_of_its_device_and_layer(table):
+    write_measured(replace(ROW, fixed=200.0, layers=12), table)
+    write_measured(replace(ROW, device="NVIDIA H100"), table)
+    assert [(one.device, one.fixed) for one in read_measured(table)] == [
+        ("NVIDIA H100", 300.0),
+        ("NVIDIA H200", 200.0),
+    ]
+
+
+def test_the_committed_table_is_sound():
+    rows = read_measured()
+    assert len({(one.device, str(one.shape)) for one in rows}) == len(rows)
+    for one in rows:
+        assert set(one.shape) == set(layer_of(DENSE))
+        assert one.fixed >= 0
+        assert one.quadratic >= 0
+        assert one.exchange
+        assert not one.commit.endswith("+")
+        assert all(each >= 0 for each in one.exchange)
+        assert one.date >= "2026-11-23"
+    assert all(fitting(DENSE, 2) == [] for _ in rows)
