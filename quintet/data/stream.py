@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
+from quintet.data.lengths import ResponseLengths
 from quintet.data.prompts import Prompt, PromptSet
 from quintet.errors import UserError
 
@@ -17,15 +17,17 @@ class PromptStream:
     `Prompt.id`.
     """
 
-    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, prompts: PromptSet, *, seed: int, shuffle: bool = True, lengths: ResponseLengths | None = None
+    ) -> None:
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
-        self._response_tokens: dict[int, int] = {}
-        """By prompt, mean of the last responses to it."""
+        self.lengths = lengths or ResponseLengths()
+        """Saved with the stream: who generates what follows from them."""
 
     def take(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts."""
@@ -39,21 +41,6 @@ class PromptStream:
             self._position = until
         return taken
 
-    def heard(self, prompts: Sequence[Prompt], response_tokens: Sequence[float]) -> None:
-        """Note how long responses to each of these prompts were, in the mean."""
-        for prompt, tokens in zip(prompts, response_tokens, strict=True):
-            self._response_tokens[prompt.id] = round(tokens)
-
-    def expected(self, prompts: Sequence[Prompt]) -> list[float] | None:
-        """Return how long responses to each of these prompts will be: as the last ones were, where there are any, and as the mean of
-        the others where not. None where nothing is known of any."""
-        known = [self._response_tokens.get(prompt.id) for prompt in prompts]
-        heard = [tokens for tokens in known if tokens is not None]
-        if not heard:
-            return None
-        mean = sum(heard) / len(heard)
-        return [mean if tokens is None else tokens for tokens in known]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the stream as plain values, for JSON."""
         return {
@@ -63,7 +50,7 @@ class PromptStream:
             "shuffle": self._shuffle,
             "prompts": len(self._prompts),
             "fingerprint": self._prompts.fingerprint(),
-            "response_tokens": [list(one) for one in self._response_tokens.items()],
+            "response_tokens": self.lengths.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -86,7 +73,7 @@ class PromptStream:
                     "restore it, or start a new run"
                 )
         self._epoch, self._position = state["epoch"], state["position"]
-        self._response_tokens = dict(state.get("response_tokens", ()))  # a checkpoint of before has none
+        self.lengths.load_state_dict(state.get("response_tokens", {}))  # a checkpoint of before has none
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> list[int]:

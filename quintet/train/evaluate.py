@@ -41,9 +41,14 @@ def evaluate(s: Session, step: int, *, show_all: bool = False) -> dict[str, floa
     with s.observer.phase("evaluate"):
         seed = f"{s.recipe.run.seed}/eval"
         with s.controller.generating():
-            sampled = s.controller.generate(prompts, s.sampling(), count, seed, title="evaluation, sampled")
+            expected = s.lengths.expected("eval", prompts)
+            sampled = s.controller.generate(
+                prompts, s.sampling(), count, seed, expected=expected, title="evaluation, sampled"
+            )
+            s.lengths.heard("eval", prompts, [one.response_tokens for one in sampled.generated])
+            expected = s.lengths.expected("eval", prompts)
             greedy = s.controller.generate(
-                prompts, s.sampling(greedy=True), 1, seed, title="evaluation, greedy"
+                prompts, s.sampling(greedy=True), 1, seed, expected=expected, title="evaluation, greedy"
             )
         s.controller.reward(sampled)
         s.controller.reward(greedy)

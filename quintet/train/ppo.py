@@ -49,7 +49,8 @@ def reinforce(s: Session) -> None:
     """Run the loop of RL over the steps that are left."""
     assert s.inputs.train is not None
     algorithm = algorithm_of(s.recipe, s.controller.roles)
-    source = Source(s, PromptStream(s.inputs.train, seed=s.recipe.run.seed, shuffle=s.recipe.data.shuffle))
+    seed, shuffle = s.recipe.run.seed, s.recipe.data.shuffle
+    source = Source(s, PromptStream(s.inputs.train, seed=seed, shuffle=shuffle, lengths=s.lengths))
     for one in algorithm.trained:
         steps = one.steps * s.recipe.train.mini_batches_per_step
         s.controller.start_optimizer(one.optimizer, steps, one.role.name)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quintet.data.lengths import ResponseLengths
 from quintet.data.prompts import (
     Messages,
 )
@@ -42,6 +43,7 @@ class Session:
     ) -> None:
         self.recipe, self.inputs, self.observer, self.controller = recipe, inputs, observer, controller
         self._saver = saver
+        self.lengths = ResponseLengths()
 
     @property
     def saver(self) -> Saver:

@@ -42,14 +42,9 @@ class Source:
         seed = f"{s.recipe.run.seed}/train/{step.number}" + (f"/{self._taken}" if self._taken else "")
         self._taken += 1
         chosen = self.stream.take(prompts)
-        count = s.recipe.rollout.samples_per_prompt
-        samples = s.controller.generate(
-            chosen, s.sampling(), count, seed, expected=self.stream.expected(chosen)
-        )
-        lengths = [one.response_tokens for one in samples.generated]  # of each prompt in turn
-        self.stream.heard(
-            chosen, [sum(lengths[i : i + count]) / count for i in range(0, len(lengths), count)]
-        )
+        count, expected = s.recipe.rollout.samples_per_prompt, s.lengths.expected("train", chosen)
+        samples = s.controller.generate(chosen, s.sampling(), count, seed, expected=expected)
+        s.lengths.heard("train", chosen, [one.response_tokens for one in samples.generated])
         return samples
 
     def rewarded(self, samples: Samples) -> Samples:

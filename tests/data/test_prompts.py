@@ -296,17 +296,21 @@ def test_stream_covers_every_prompt_each_epoch_and_resumes(tmp_path: Path, token
 
     stream = PromptStream(prompts, seed=1)
     stream.take(33)
-    assert stream.expected(prompts.prompts) is None
-    stream.heard(prompts.prompts[:3], [10.0, 20.4, 40.0])
-    stream.heard(prompts.prompts[2:3], [60.0])
+    rows = prompts.prompts
+    assert stream.lengths.expected("train", rows) is None
+    stream.lengths.heard("train", rows[:3], [9, 11, 20, 21, 40, 40])
+    stream.lengths.heard("train", rows[2:3], [60])
+    stream.lengths.heard("eval", rows[3:4], [7])
     state = json.loads(json.dumps(stream.state_dict()))
     resumed = PromptStream(prompts, seed=1)
     resumed.load_state_dict(state)
-    assert resumed.expected(prompts.prompts[:4]) == stream.expected(prompts.prompts[:4]) == [10, 20, 60, 30]
-    assert resumed.expected(prompts.prompts[3:]) is None
+    for one in (stream, resumed):
+        assert one.lengths.expected("train", rows[:4]) == [10, 20, 60, 30]
+        assert one.lengths.expected("train", rows[3:]) is None
+        assert one.lengths.expected("eval", rows[2:4]) == [7, 7]
     before = PromptStream(prompts, seed=1)
     before.load_state_dict({key: value for key, value in state.items() if key != "response_tokens"})
-    assert before.expected(prompts.prompts) is None
+    assert before.lengths.expected("train", rows) is None
     assert [p.id for p in resumed.take(45)] == [p.id for p in stream.take(45)]
     assert resumed.state_dict() == stream.state_dict()
     assert [p.id for p in PromptStream(prompts, seed=2).take(20)] != epochs[0]

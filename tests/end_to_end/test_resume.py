@@ -315,12 +315,3 @@ def test_refills_are_resumed_too(tmp_path):
     recipe = [*SMALL[:-1], f"run.dir={tmp_path}", "algorithm.name=dapo", "cluster.ranks=1"]
     output = run("verify-resume", *recipe, "reward.overlong_tokens=2", "--steps", "2")
     assert "identical: every step and every weight, bit for bit" in output
-
-
-@pytest.mark.nightly
-def test_the_lengths_that_are_expected_are_resumed_too(tmp_path):
-    """Of a hundred prompts at most, which come again in the second step: who generates what then follows from the first."""
-    recipe = [*SMALL[:-1], f"run.dir={tmp_path}", "sft=null", "train.prompts_per_step=64"]
-    few = ["data.task_options={digits: 1, min_digits: 1}", "rollout.samples_per_prompt=2"]
-    output = run("verify-resume", *recipe, *few, "--steps", "2")
-    assert "identical: every step and every weight, bit for bit" in output
