@@ -81,6 +81,10 @@ def test_where_nothing_is_expected_the_order_is_that_of_requests() -> None:
     assert deal(1, 3, [2.0]) == [[0], [], []]
 
 
+def test_a_long_one_is_weighed_against_many_short_ones() -> None:
+    assert deal(10, 2, [1.0] * 9 + [9.0]) == [[9], [0, 1, 2, 3, 4, 5, 6, 7, 8]]
+
+
 def test_the_planted_order_leaves_more_slots_empty() -> None:
     """A long tail: the longest is six times the median."""
     lengths = [int(8 * 1.06**n) for n in range(64)]
