@@ -97,6 +97,17 @@ MODELS = {
         "rope_theta": 100000.0,
         "tie_word_embeddings": True,
     },
+    "Qwen2.5-0.5B-Instruct": _QWEN3
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_hidden_layers": 24,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
     "Qwen3-8B": _QWEN3
     | {
         "architectures": ["Qwen3ForCausalLM"],
@@ -214,6 +225,25 @@ def test_the_mtp_guide_checks_what_the_recipe_says_to_run():
     said = [line.replace("…", files).split() for line in lines]
     shown = [arguments.replace("engine.backend=portable", "").split() for arguments, _ in commands(MTP)]
     assert said == shown
+
+
+FOR_GPUS = sorted((ROOT / "recipes").glob("*gpu.yaml"))
+
+
+@pytest.mark.parametrize("recipe", FOR_GPUS, ids=lambda path: path.stem)
+def test_recipes_for_gpus_say_the_memory_that_they_take(described, monkeypatch, capsys, recipe):
+    """Checked by the first command in its head, with layers that are everywhere."""
+    from quintet.cli import main
+
+    header = recipe.read_text().partition("\nrun:")[0]
+    monkeypatch.chdir(described)
+    monkeypatch.setattr("quintet.recipe.rules.model.check_weights", lambda path, shape: None)
+    monkeypatch.setattr("quintet.plan.describe._devices", lambda recipe, command: None)
+    command = re.findall(r"quintet train (.*)", header.replace("\\\n#", ""))[0]
+    assert main(["check", *command.split(), "engine.backend=portable"]) == 0, capsys.readouterr().err
+    told = re.search(r"Memory: about ([\d.]+) GiB", " ".join(capsys.readouterr().err.split()))
+    said = re.search(r"# Memory: about ([\d.]+) GiB", header)
+    assert told is None or recipe.stem.startswith("mimo") or (said and said[1] == told[1]), told
 
 
 @pytest.fixture

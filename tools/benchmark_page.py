@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the records in benchmarks/results, and from nothing else.
+"""Writes docs/performance.md from the records in benchmarks/results; what limits a case is told beside them.
 
 python tools/benchmark_page.py            # write it
 python tools/benchmark_page.py --check    # exit 1 when it is not what the records say
@@ -13,15 +13,43 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
-HEAD = """# Benchmarks
+HEAD = """# Performance
 
-Every number here is a record of [benchmarks/results](../benchmarks/results), made by the command under its table; how each is
-measured, and what it is compared with, is told in [benchmarks/README.md](../benchmarks/README.md). This page is made
-by `python tools/benchmark_page.py`.
+What has been measured, and what limits it. Every number is a record of [benchmarks/results](../benchmarks/results); what is not here has no
+record. This page is made by `python tools/benchmark_page.py`.
+
+## Method
+
+- The baseline is the same metric of what a case is compared with, in the same run on the same device, the two sides in turns; the ratio is value over baseline.
+  Of seconds and memory a ratio below 1 is the better, of rates one above 1. Without a baseline there is nothing to compare with.
+- Under each table stand the command that makes it, device, date, commit and versions. Case by case,
+  [benchmarks/README.md](../benchmarks/README.md) says what is timed, what is not, and what must be the same on both sides; a command fails
+  where it is not.
+- Weights are random but of a published model's shape where a case is named after one. `make test-gpu` holds a machine to the ratios, within 8%.
 """
+LIMITS = {
+    "checkpoint": "the disk, whose own rate stands first in the table and as the baseline of what is written and read; `async_save` is cut "
+    "to what the host must copy before the next step.",
+    "engine": "`mfu` is the part of the card's dense bf16 rate that is used; attention of ragged lengths, kernels "
+    "that move memory and compute little, and the host's launches share the rest, and no record tells them apart.",
+    "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
+    "kv_cache": "memory bandwidth: slots or pages are read once a token.",
+    "laptop_grpo": "two cores, shared with whatever else the machine does.",
+    "laptop_real": "two cores, shared with whatever else the machine does.",
+    "memory": "nothing here is a speed but `offload_s` and `reload_s`, which the link between GPU and host limits; the others say how near "
+    "the formula of `quintet check` comes.",
+    "mtp": "vLLM's drafting itself: a model of 400M is so fast that a draft costs more than it saves, at every number of sequences; "
+    "`auto` then drafts nothing.",
+    "oracle": "no speed: how far results are from one transformers process.",
+    "rollout": "the native back end, one kernel launched after the other for each token by the host; vLLM through quintet, vLLM itself "
+    "(`bare`) within a few percent.",
+    "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "
+    "Planning is Python over a model's tensors, 18,867 of Qwen3-30B-A3B; that of before 2026-11-23 was of all ranks on each.",
+}
+"""What limits a benchmark's cases today."""
 
 
 def page() -> str:
@@ -32,6 +60,7 @@ def page() -> str:
     lines = [HEAD]
     for bench, of_bench in groupby(records, key=lambda r: r["bench"]):
         lines.append(f"## {bench}\n")
+        lines.append(f"Limited by: {LIMITS[bench]}\n" if bench in LIMITS else "")
         for origin, rows in groupby(of_bench, key=_origin):
             lines += ["| case | metric | value | baseline | ratio |", "|---|---|---|---|---|"]
             lines += [_row(r) for r in rows]
