@@ -37,7 +37,8 @@ class Engines(Mapping[str, Engine | AdapterReference]):
         self._due: set[str] = set()  # roles with gradients that no step was taken on yet
         self._active = "policy"
         trains = command in ("train", "sft")
-        self.policy = self._engine(shape, recipe.layout, model_dir, recipe.optimizer if trains else None)
+        first = recipe.sft.optimizer if command == "sft" and recipe.sft else recipe.optimizer
+        self.policy = self._engine(shape, recipe.layout, model_dir, first if trains else None)
         self._roles: dict[str, Engine | AdapterReference] = {"policy": self.policy}
         for role in roles_of(recipe) if command == "train" else ():
             self._rest(self._active)

@@ -41,7 +41,7 @@ from quintet.engine.layers.router import Router
 from quintet.engine.layers.specs import choose_backend
 from quintet.engine.model import PolicyModel
 from quintet.engine.offload import KINDS, Offloader
-from quintet.engine.optimizer import build_optimizer, gradient_sets, set_learning_rate
+from quintet.engine.optimizer import build_optimizer, freeze, gradient_sets, set_learning_rate
 from quintet.engine.outputs import Loss, MiniBatchResult, fields_of, flat_fields
 from quintet.engine.pipeline import Pipeline
 from quintet.engine.routes import Routes
@@ -90,6 +90,8 @@ class Engine:
         self.chunks = build.build_chunks(shape, layout, self.mesh, self.dtype, engine, lora)
         if mtp is not None and not mtp.train:
             freeze_ahead(self.chunks)
+        if optimizer is not None:
+            freeze(self.chunks, self.mesh, optimizer)
         self.config = self.chunks[0].config
         self.steps, self.total_steps = 0, total_steps
         self._wrapped: list[Any] = list(self.chunks)
@@ -160,6 +162,12 @@ class Engine:
 
     def start_optimizer(self, optimizer: schema.Optimizer | None, total_steps: int) -> None:
         """Start a fresh optimizer (master weights, zero moments, step 0) on the present weights. Collective."""
+        before = self._optimizer_recipe
+        if optimizer is not None and before is not None and optimizer.frozen != before.frozen:
+            raise UserError(
+                f"{optimizer.key}.frozen=[{', '.join(optimizer.frozen)}]: the engine was made with {before.key}.frozen="
+                f"[{', '.join(before.frozen)}], which says what has gradients; give both the same"
+            )
         self._optimizer_recipe, self.total_steps, self.steps = optimizer, total_steps, 0
         self.reload()
         self._optimizer = self._offloader.optimizer = None  # the old state goes before the new one comes

@@ -56,7 +56,7 @@ def attach(model: Any, lora: LoraShape) -> None:
     model.adapters = Adapters(lora)
     if model.pre_process:
         # Recomputed layers have gradients only where an input has.
-        model.embedding.register_forward_hook(_requires_grad)
+        model.embedding.register_forward_hook(requires_grad)
     layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
     seen = set()
     for linear in linears(family_named(model.shape.family).weights(model.shape)):
@@ -78,7 +78,8 @@ def _place(name: str) -> tuple[int, str]:
     return int(number), re.sub(r"^mlp\.experts\.\d+\.", "mlp.experts.", inner)
 
 
-def _requires_grad(module: Any, arguments: Any, out: Tensor) -> Tensor:
+def requires_grad(module: Any, arguments: Any, out: Tensor) -> Tensor:
+    """Let gradients reach what a frozen embedding puts out, as a forward hook: recomputed layers have some only where an input has."""
     return out.requires_grad_() if torch.is_grad_enabled() else out
 
 

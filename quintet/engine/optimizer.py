@@ -20,10 +20,12 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from quintet.engine.agree import gathered
 from quintet.engine.clip import SET
+from quintet.engine.lora import requires_grad
 from quintet.engine.mesh import Mesh
 from quintet.engine.weights.shards import shard_map
 from quintet.errors import UserError
 from quintet.recipe import schema
+from quintet.recipe.frozen import check_frozen, is_frozen
 from quintet.recipe.lr_multipliers import check_lr_multipliers, lr_factor
 from quintet.typed import Typed
 
@@ -86,6 +88,30 @@ def build_optimizer(
     elif torch.cuda.is_available():
         _one_kernel(optimizer)
     return optimizer
+
+
+def freeze(chunks: Sequence[Any], mesh: Mesh, recipe: schema.Optimizer) -> None:
+    """Keep what `frozen` names from being trained, before the chunks get gradient buffers. Collective.
+
+    Raises UserError on every rank for a pattern that matches no weight, or part of a parameter, and where a rank would train nothing.
+    """
+    if not recipe.frozen:
+        return
+    names = _hugging_face_names(chunks, mesh)
+    everywhere = gathered(_NAMES, list(names.values()))
+    check_frozen((tensor for rank in everywhere for tensor in rank), recipe.frozen, recipe.key)
+    for number, tensors in enumerate(everywhere):
+        if all(is_frozen(one[0], recipe.frozen) for one in tensors):
+            raise UserError(
+                f"{recipe.key}.frozen leaves rank {number} of this layout no weight to be trained; freeze fewer, or use fewer "
+                "pipeline stages (layout.pp)"
+            )
+    for parameter, tensor in names.items():
+        if is_frozen(tensor[0], recipe.frozen):
+            parameter.requires_grad_(False)
+    for chunk in chunks:
+        if chunk.pre_process and not chunk.embedding.word_embeddings.weight.requires_grad:
+            chunk.embedding.register_forward_hook(requires_grad)
 
 
 def gradient_sets(recipe: schema.Optimizer, mtp: schema.Mtp | None) -> dict[str, float | None]:
@@ -153,7 +179,7 @@ def _multipliers(
     chunks: Sequence[DistributedDataParallel], mesh: Mesh, recipe: schema.Optimizer
 ) -> dict[ParamKey, dict[str, float]]:
     """Overrides for the parameters that have a factor. Collective: a pattern may fit another rank's weights only."""
-    names = _hugging_face_names(chunks, mesh)
+    names = _hugging_face_names([chunk.module for chunk in chunks], mesh)
     everywhere = gathered(_NAMES, list(names.values()))
     multipliers, key = recipe.lr_multipliers, recipe.key
     check_lr_multipliers((tensor for rank in everywhere for tensor in rank), multipliers, key)
@@ -167,14 +193,11 @@ def _multipliers(
     }
 
 
-def _hugging_face_names(
-    chunks: Sequence[DistributedDataParallel], mesh: Mesh
-) -> dict[torch.nn.Parameter, list[str]]:
+def _hugging_face_names(modules: Sequence[Any], mesh: Mesh) -> dict[torch.nn.Parameter, list[str]]:
     """The Hugging Face tensors that each parameter in training on this rank is made of.
 
     The shard map tells names and views; a view belongs to the parameter in whose memory it begins.
     """
-    modules = [chunk.module for chunk in chunks]
     trained = (p for m in modules for p in m.parameters() if p.requires_grad)
     parameters = sorted(trained, key=lambda p: p.data_ptr())
     starts = [p.data_ptr() for p in parameters]

@@ -19,6 +19,7 @@ from quintet.models import ModelShape, Weight, stage_layers
 from quintet.models.family import table_of
 from quintet.models.lora import LoraShape, adapter_weights
 from quintet.plan.setup import Place, Setup
+from quintet.recipe.frozen import is_frozen
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.linear_fc(\d)\.")
@@ -46,16 +47,33 @@ class Flat:
 def chunks(setup: Setup, stage: int) -> list[list[Parameter]]:
     """Return the parameters of each of a stage's chunks (layout.vpp of them), in the order in which its modules hold them."""
     shape, layout = setup.shape, setup.layout
-    weights = sorted_weights(shape)
+    weights, frozen = sorted_weights(shape), _frozen(setup)
     found = []
     for part in range(layout.vpp):
         layers = stage_layers(shape.layers, pp=layout.pp, vpp=layout.vpp, stage=stage, chunk=part)
         begins = stage == 0 and part == 0
         ends = stage == setup.last and part == layout.vpp - 1
-        held = list(_of_chunk(setup, weights, layers, begins, ends))
+        held = [
+            replace(one, trained=one.trained and one.name not in frozen)
+            for one in _of_chunk(setup, weights, layers, begins, ends)
+        ]
         beside = [weight for number in layers for weight in weights.layers.get(number, [])]
         found.append(held if setup.lora is None else list(_with_adapters(setup, setup.lora, held, beside)))
     return found
+
+
+def _frozen(setup: Setup) -> set[str]:
+    """Names of the parameters that `optimizer.frozen` keeps from being trained."""
+    patterns = setup.optimizer.frozen if setup.optimizer is not None else []
+    if not patterns:
+        return set()
+    found = {
+        _EXPERT.sub(r"mlp.experts.*.linear_fc\2.", weight.name)
+        for weight in table_of(setup.shape)
+        if is_frozen(weight.hf[0], patterns)
+    }
+    tied = setup.shape.tied_embeddings and "embedding.word_embeddings.weight" in found
+    return found | ({"output_layer.weight"} if tied else set())
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ _WORDS = {
     "optimizer.beta2": "adam_beta2",
     "optimizer.eps": "adam_epsilon",
     "optimizer.name": "optim",
+    "optimizer.frozen": "freeze_moe_router moe_router_freeze freeze_router frozen_parameters freeze_params only_train_params_name_list "
+    "freeze_params_name_list",
     "optimizer.clip_grad_norm": "max_grad_norm grad_clip",
     "optimizer.min_lr_ratio": "min_lr",
     "optimizer.cpu_fraction": "optimizer_cpu_offload",

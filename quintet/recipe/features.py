@@ -207,6 +207,12 @@ _ENGINE = [
         any_optimizer(lambda o: bool(o.lr_multipliers)),
     ),
     Feature(
+        "frozen",
+        "frozen weights",
+        of_optimizers("frozen"),
+        any_optimizer(lambda o: bool(o.frozen)),
+    ),
+    Feature(
         "cpu_optimizer",
         "optimizer state on the CPU",
         of_optimizers("cpu_fraction"),

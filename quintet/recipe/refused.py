@@ -102,6 +102,12 @@ REFUSED_PAIRS = [
         "set cpu_fraction=0",
     ),
     RefusedPair(
+        "frozen",
+        "lora",
+        "beside adapters all of the model is frozen, and lora.targets says which layers have some",
+        "remove it, or set lora=null",
+    ),
+    RefusedPair(
         "lora",
         "expert_bias",
         "the bias is of the frozen model, of which nothing is saved or sent beside adapters",

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from quintet.engine.balance import Load, RowLoad, load_metrics, move_biases
+from quintet.engine.checkpoint.slots import slots
 from quintet.engine.layers.router import Router
+from quintet.errors import UserError
 from quintet.models.shape import MoeShape
 from tests.oracle.cases import Case
 from tests.oracle.data import TEMPERATURE, trained_tokens
 from tests.oracle.lora import written
-from tests.oracle.ranks import Objective, Piece, Training, pieces, share
+from tests.oracle.ranks import Objective, Piece, Training, engine_of, pieces, share
 
 CHOSEN = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]).bool()
 
@@ -148,3 +150,56 @@ def test_collapsed_routers_recover(pool, tmp_path, family, ways):
         (recovers,) = pool.run(collapsed, 1, Case(family, **how), path)
         assert recovers[0] == stays[0] > 3.9
         assert max(recovers[-5:]) < 1.7
+
+
+FROZEN = Case("qwen3_moe", frozen=".mlp.gate", distributed_optimizer=True)
+
+
+def frozen_state(case: Case, path: Path, directory: Path) -> tuple[int, int]:
+    """On one rank: elements of gradient buffers and of the optimizer's state, after a step that is saved."""
+    training = Training(case, path)
+    training.step(0)
+    engine: Any = training.engine
+    routers = [m for m in engine.model.modules() if isinstance(m, Router)]
+    assert all((not hasattr(m.weight, "main_grad")) == bool(case.frozen) for m in routers)
+    with pytest.raises(UserError, match=r"the engine was made with optimizer\.frozen"):
+        engine.start_optimizer(case.optimizer_recipe.model_copy(update={"frozen": ["*norm.weight"]}), 1)
+    engine.save(directory)
+    held = list(slots(engine._optimizer, [p for c in engine.chunks for p in c.parameters()]))
+    parameters = {id(p) for chunk in engine._wrapped for b in chunk.buffers for p in b.params}
+    return len(parameters), len({id(one.parameter) for one in held})
+
+
+def loaded(case: Case, path: Path, directory: Path) -> list[Piece]:
+    training = Training(case, path)
+    training.engine.load(directory)
+    training.step(1)
+    return pieces(training.engine, "param")
+
+
+def test_frozen_weights_have_no_state(pool, tmp_path):
+    """No gradient, no optimizer state; saved by one layout, another goes on."""
+    path = written(FROZEN, tmp_path)
+    (frozen,) = pool.run(frozen_state, 1, FROZEN, path, tmp_path / "saved")
+    (whole,) = pool.run(frozen_state, 1, replace(FROZEN, frozen=""), path, tmp_path / "whole")
+    assert [a - b for a, b in zip(whole, frozen, strict=True)] == [4, 4]
+    (one,) = pool.run(loaded, 1, FROZEN, path, tmp_path / "saved")
+    two = pool.run(loaded, 2, replace(FROZEN, pp=2), path, tmp_path / "saved")
+    after = {name: piece for rank in two for name, _, piece in rank}
+    for name, _, piece in one:
+        torch.testing.assert_close(after[name], piece, rtol=1e-4, atol=1e-5)
+
+
+def unmatched(case: Case, path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"no weight in training matches '\*mlp.router.weight'.*mlp.gate.weight"
+    ):
+        Training(replace(case, frozen="mlp.router"), path)
+    stage = ["model.layers.[23].*", "model.norm.weight", "lm_head.weight"]
+    settings = case.optimizer_recipe.model_copy(update={"frozen": stage})
+    with pytest.raises(UserError, match=r"leaves rank [01] of this layout no weight"):
+        engine_of(case, path, optimizer=settings)
+
+
+def test_patterns_that_freeze_nothing_or_all_are_refused(pool, tmp_path):
+    pool.run(unmatched, 2, replace(FROZEN, pp=2), written(FROZEN, tmp_path))

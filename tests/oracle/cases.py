@@ -75,6 +75,8 @@ class Case:
     distributed_optimizer: bool = False
     optimizer: str = "adamw"
     lr_multipliers: bool = False
+    frozen: str = ""
+    """The end of the names of weights that are not trained."""
     cpu_optimizer: bool = False
     offload_params: bool = False
     offload_grads: bool = False
@@ -175,7 +177,8 @@ class Case:
 
     @property
     def optimizer_recipe(self) -> schema.Optimizer:
-        changed = {"lr_multipliers": lr_multipliers(self.lora) if self.lr_multipliers else {}}
+        changed: dict[str, Any] = {"lr_multipliers": lr_multipliers(self.lora) if self.lr_multipliers else {}}
+        changed["frozen"] = [f"*{self.frozen}.weight"] if self.frozen else []
         return OPTIMIZERS[self.optimizer].model_copy(
             update={**changed, "cpu_fraction": 0.5 * self.cpu_optimizer}
         )
@@ -420,6 +423,31 @@ def balance_cases(ranks: int, **fixed: Any) -> list[Case]:
     return [*found, Case("glm4_moe", **_BIAS, **_BATCH, **fixed)]
 
 
+_GATE = {"frozen": ".mlp.gate"}
+FROZEN_LAYOUTS = (
+    Case("qwen3", frozen=".o_proj", tp=2, sp=True, pp=2, vpp=2, distributed_optimizer=True),
+    Case("qwen3-tied", frozen="embed_tokens", pp=2, recompute="full"),
+    Case("qwen3_moe", **_GATE, tp=2, sp=True, cp=2, etp=2, distributed_optimizer=True),
+    Case("deepseek_v3", **_GATE, **_BIAS, dp=2, ep=2, recompute="full"),
+    Case("qwen3_moe", **_GATE, **_Z, **_AUX, optimizer="sgd", pp=2),
+    Case("qwen2", frozen="embed_tokens", dp=2, recompute="full", head="value"),
+    Case("deepseek_v3", frozen="norm", optimizer="sgd", mtp=2, pp=2),
+)
+"""Weights that are not trained in `make test`."""
+
+
+def frozen_cases(ranks: int, **fixed: Any) -> list[Case]:
+    """Every value of every axis beside frozen routers, or layers of each kind."""
+    found = covering("qwen3", ranks, strength=1, frozen=".o_proj", **fixed)
+    found += covering("deepseek_v3", ranks, strength=1, **_GATE, **fixed)
+    for family in ("qwen3_moe", "gpt_oss", "deepseek_v3-tied", "mimo", "glm4_moe", "qwen2"):
+        found.append(Case(family, frozen=".o_proj", **fixed))
+    for how in ({**_Z, **_BATCH}, {**_Z, **_AUX}, _R, _O):
+        found.append(Case("qwen3_moe", **_GATE, **how, optimizer="sgd", **fixed))  # else near a tie
+    found.append(Case("mimo", frozen=".o_proj", mtp=1, **fixed))
+    return [*found, *bf16("qwen3", ranks, frozen=".o_proj", **fixed)]
+
+
 def fast_cases() -> list[Case]:
     """What `make test` runs: up to 4 ranks."""
     found: list[Case] = []
@@ -430,7 +458,7 @@ def fast_cases() -> list[Case]:
         found += covering(family, 4) if family in THOROUGH else few(family)
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
     found += [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
-    return ordered([*found, *MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS])
+    return ordered([*found, *MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS, *FROZEN_LAYOUTS])
 
 
 def slow_cases() -> list[Case]:
@@ -440,7 +468,7 @@ def slow_cases() -> list[Case]:
         case for family, n in THOROUGH_SLOWLY.items() for case in (*covering(family, n), *bf16(family, n))
     ]
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
-    found += [*lora_cases(4), *mtp_cases(4), *replay_cases(4), *balance_cases(4)]
+    found += [*lora_cases(4), *mtp_cases(4), *replay_cases(4), *balance_cases(4), *frozen_cases(4)]
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)
 
@@ -465,7 +493,7 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
     found = [
         case
         for backend in backends
-        for some in (lora_cases, mtp_cases, replay_cases, balance_cases)
+        for some in (lora_cases, mtp_cases, replay_cases, balance_cases, frozen_cases)
         for case in some(gpus, backend=backend)
     ]
     for family, backend in product(FAMILIES, backends):
@@ -479,6 +507,8 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
         found += bf16(family, gpus, backend=backend, **hybrid, **one_stage)
         if family == "mimo":  # its embedding is on two stages as well
             found += bf16(family, gpus, backend=backend, mtp=1, head="lm", **hybrid, pp=1)
+        if family == "qwen3":
+            found += bf16(family, gpus, backend=backend, frozen=".o_proj", **hybrid)
         if family == "deepseek_v3":
             for how in ({**_BIAS, **_Z, **_AUX}, _BATCH):
                 found += bf16(family, gpus, backend=backend, **how, **hybrid)

@@ -673,4 +673,10 @@ MISTAKES = {
         "quintet.engine.balance:RowLoad.take",
         wrong.losses_on_padding,
     ),
+    "recomputed layers over a frozen embedding have no gradient": Mistake(
+        Case("qwen3-tied", frozen="embed_tokens", recompute="full"),
+        ("gradients",),
+        "quintet.engine.optimizer:requires_grad",
+        wrong.not_required,
+    ),
 }

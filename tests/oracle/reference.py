@@ -105,7 +105,7 @@ def reference(case: Case) -> Reference:
     ahead = Ahead(case.mtp, case.mtp_loss, case.mtp_detach) if case.mtp else None
     kind = case.head, case.optimizer, case.lr_multipliers, case.lora
     replay = case.replay if case.head == "lm" else ""
-    return _reference(case.family, *kind, case.batches, ahead, replay, case.balance)
+    return _reference(case.family, *kind, case.batches, ahead, replay, case.balance, case.frozen)
 
 
 @cache
@@ -119,11 +119,13 @@ def _reference(
     ahead: Ahead | None,
     replay: str,
     balance: Balance,
+    frozen: str,
 ) -> Reference:
-    trained = _Run(name, head, optimizer, multipliers, lora, ahead, replay, balance)
+    how = (name, head, optimizer, multipliers, lora, ahead, replay, balance, frozen)
+    trained = _Run(*how)
     found = trained.train(batches)
     if any(router.scores for router in trained.routers):
-        exact = _Run(name, head, optimizer, multipliers, lora, ahead, replay, balance, dtype=torch.float64)
+        exact = _Run(*how, dtype=torch.float64)
         exact.train(batches)
         check_margin(name, trained, exact)
     for step in found.steps:
@@ -145,6 +147,7 @@ class _Run:
         ahead: Ahead | None = None,
         replay: str = "",
         balance: Balance = Balance(),  # noqa: B008  (a value)
+        frozen: str = "",
         *,
         dtype: torch.dtype = torch.float32,
         seed: int | None = None,
@@ -167,6 +170,9 @@ class _Run:
         self.forced: dict[int, tuple[Tensor, Tensor]] = {}
         """By batch the experts [samples · tokens, layers, top-k] that the trunk's tokens are sent to, and which tokens."""
         self.adapters = attach(self.model, name, adapter_seed) if lora else None
+        for weight, p in self._named():
+            if frozen and weight.endswith(f"{frozen}.weight"):
+                p.requires_grad_(False)
         self.recipe = OPTIMIZERS[optimizer]
         self.optimizer = self._optimizer(lr_multipliers(lora) if multipliers else {})
 
@@ -176,7 +182,7 @@ class _Run:
     def _optimizer(self, multipliers: Mapping[str, float]) -> torch.optim.Optimizer:
         """torch's own, of the engine's recipe: matrices decay, vectors (also one an expert) do not, and the first pattern that matches a name counts."""
         groups = []
-        for name, p in self._named():
+        for name, p in ((name, p) for name, p in self._named() if p.requires_grad):
             factor = next((f for pattern, f in multipliers.items() if fnmatchcase(name, pattern)), 1.0)
             decay = self.recipe.weight_decay if p.dim() > 1 and not name.endswith("bias") else 0.0
             groups.append({"params": [p], "lr": self.recipe.lr * factor, "weight_decay": decay})
@@ -192,7 +198,7 @@ class _Run:
         else:
             trunk = list(self.model.named_parameters())
         if self.ahead:
-            trunk += [(n, p) for n, p in named(self.name, self.layers) if p.requires_grad]  # type: ignore[misc]
+            trunk += [(n, p) for n, p in named(self.name, self.layers) if not n.endswith("_bias")]  # type: ignore[misc]
         if self.score is None:
             return trunk
         return [*((n, p) for n, p in trunk if n != "lm_head.weight"), ("score.weight", self.score)]

@@ -250,7 +250,7 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["sft.optimizer.momentum=0.5 is not read by sft.optimizer.name=adamw, but by sgd"],
     ),
     (
-        "lr_multipliers_match",
+        "patterns_match",
         ["optimizer.lr_multipliers={'*.gate.weight': 0.1}"],
         [
             "optimizer.lr_multipliers: no weight is left for '*.gate.weight'",
@@ -258,25 +258,51 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ],
     ),
     (
-        "lr_multipliers_match",
+        "patterns_match",
         ["optimizer.lr_multipliers={'*': 0.5, '*.mlp.*': 0.1}"],
         ["no weight is left for '*.mlp.*'"],
     ),
     (
-        "lr_multipliers_match",
+        "patterns_match",
         ["sft.optimizer.lr_multipliers={'*.q_proj.weight': 0.1}"],
         ["sft.optimizer.lr_multipliers: model.layers.0.self_attn.q_proj.weight has factor 0.1", "one tensor"],
     ),
     (
-        "lr_multipliers_match",
+        "patterns_match",
         ["@moe", "optimizer.lr_multipliers={'*.experts.0.*': 0.1}"],
         ["experts.0.gate_proj.weight has factor 0.1", "one tensor"],
     ),
     (
         # Stored and not trained: it has no learning rate.
-        "lr_multipliers_match",
+        "patterns_match",
         ["@mla", "optimizer.lr_multipliers={'*.e_score_correction_bias': 0.1}"],
         ["no weight is left"],
+    ),
+    (
+        "patterns_match",
+        ["@moe", "optimizer.frozen=['*.mlp.router.weight']"],
+        ["optimizer.frozen: no weight in training matches '*.mlp.router.weight'", ".mlp.gate.weight"],
+    ),
+    (
+        "patterns_match",
+        ["optimizer.frozen=['*.q_proj.weight']"],
+        ["self_attn.q_proj.weight is frozen and", "is not, but the optimizer holds them as one tensor"],
+    ),
+    ("patterns_match", ["optimizer.frozen=['*']"], ["optimizer.frozen: [*] leaves no weight to be trained"]),
+    (
+        "patterns_match",
+        ["@moe", "optimizer.frozen=['*.gate.weight']", "optimizer.lr_multipliers={'*.gate.weight': 0.1}"],
+        ["optimizer.lr_multipliers: no weight is left for '*.gate.weight'"],
+    ),
+    (
+        "warm_up_freezes_the_same",
+        ["sft.steps=2", "optimizer.frozen=['*.o_proj.weight']"],
+        ["sft.optimizer.frozen=[] with optimizer.frozen=[*.o_proj.weight]", "give both the same"],
+    ),
+    (
+        "features_go_together",
+        ["optimizer.frozen=['*.o_proj.weight']", "lora.rank=4"],
+        ["optimizer.frozen (frozen weights) does not go with lora", "lora=null"],
     ),
     (
         "expert_axes_need_experts",

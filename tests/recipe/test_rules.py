@@ -124,7 +124,7 @@ BROKEN = [
         ["algorithm.kl_in=reward is not read while algorithm.kl_coef=0"],
     ),
     (
-        "lr_multipliers_match",
+        "patterns_match",
         ["algorithm.name=ppo", "optimizer.lr_multipliers={lm_head.weight: 2}"],
         ["critic.optimizer.lr_multipliers", "null takes those of optimizer"],
     ),
@@ -303,6 +303,7 @@ def test_a_broken_rule_is_told_with_its_keys(
         ["@moe", "engine.megatron.moe_permute_fusion=true"],
         ["@moe", "engine.replay_routes=old", "train.mini_batches_per_step=2"],
         ["@mla", "engine.expert_bias_rate=0.001"],
+        ["@moe", "optimizer.frozen=['*.gate.weight']"],
         ["@moe", "engine.aux_loss={per: batch, weight: 0.001}", "engine.z_loss=0.001"],
         [
             *("@moe", "engine.replay_routes=rollout", "rollout.return_routes=true"),

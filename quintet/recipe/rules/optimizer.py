@@ -12,6 +12,7 @@ from quintet.models.lora import adapter_weights
 from quintet.models.shape import ModelShape
 from quintet.models.weight import Weight
 from quintet.recipe.derived import optimizers
+from quintet.recipe.frozen import check_frozen, is_frozen
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.lr_multipliers import check_lr_multipliers
 from quintet.recipe.problem import Problem
@@ -21,17 +22,18 @@ from quintet.recipe.schema import Optimizer
 
 
 @rule
-def lr_multipliers_match(facts: Facts) -> Iterator[Problem]:
-    """Each pattern of optimizer.lr_multipliers decides the learning rate of some weight, and of whole parameters."""
+def patterns_match(facts: Facts) -> Iterator[Problem]:
+    """Each pattern of optimizer.frozen and lr_multipliers decides on some weight, and on whole parameters."""
     recipe = facts.recipe
-    sections = {name: one for name, one in optimizers(recipe).items() if one.lr_multipliers}
+    sections = {name: one for name, one in optimizers(recipe).items() if one.lr_multipliers or one.frozen}
     if facts.shape is None:
         return
     sections.pop("critic.optimizer", None)
     yield from _unmatched(facts, facts.shape, sections)
     if facts.command == "train" and recipe.algorithm.name == "ppo":
         of_critic = optimizer_of(recipe, "critic")
-        if of_critic.lr_multipliers and recipe.critic.path is None:  # of another directory the engine says it
+        # Of another directory the engine says it.
+        if (of_critic.lr_multipliers or of_critic.frozen) and recipe.critic.path is None:
             whose = (
                 "" if recipe.critic.optimizer else " (null takes those of optimizer; give the critic its own)"
             )
@@ -56,9 +58,23 @@ def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) 
             tensors[_EXPERT.sub(".experts.", weight.name)] += weight.hf
     for section, optimizer in sections.items():
         try:
-            check_lr_multipliers(tensors.values(), optimizer.lr_multipliers, section)
+            if facts.recipe.lora is None:  # refused otherwise
+                check_frozen(tensors.values(), optimizer.frozen, section)
+            left = [names for names in tensors.values() if not is_frozen(names[0], optimizer.frozen)]
+            check_lr_multipliers(left, optimizer.lr_multipliers, section)
         except UserError as error:
             yield Problem(str(error))
+
+
+@rule
+def warm_up_freezes_the_same(facts: Facts) -> Iterator[Problem]:
+    """SFT before RL has gradients of the same weights: their buffers are made once."""
+    recipe = facts.recipe
+    if facts.command == "train" and recipe.sft and recipe.sft.optimizer.frozen != recipe.optimizer.frozen:
+        yield Problem(
+            f"sft.optimizer.frozen=[{', '.join(recipe.sft.optimizer.frozen)}] with optimizer.frozen="
+            f"[{', '.join(recipe.optimizer.frozen)}]: a run makes gradient buffers once; give both the same, or run quintet sft by itself"
+        )
 
 
 @rule

@@ -27,6 +27,8 @@ class Optimizer(Section):
     lr: PositiveFloat = 1e-6
     lr_multipliers: Annotated[dict[Pattern, PositiveFloat], Field(max_length=100)] = {}
     """Factor on lr by parameter: a pattern of Hugging Face names such as "*.gate.weight" → factor; the first match counts."""
+    frozen: Annotated[list[Pattern], Field(max_length=100)] = []
+    """Weights that are not trained: patterns of Hugging Face names such as "*.mlp.gate.weight" (docs/balance.md)."""
     beta1: Beta = 0.9
     beta2: Beta = 0.98
     eps: PositiveFloat = 1e-8
