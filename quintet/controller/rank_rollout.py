@@ -17,7 +17,8 @@ from quintet.controller.sample_store import Place, SampleStore
 from quintet.data.batch import Batch
 from quintet.data.routes import RouteSizes
 from quintet.recipe import schema
-from quintet.rollout import Part, Request, Rollout, Sample, Sampling, Wanted, WeightSource
+from quintet.rollout import Part, Request, Rollout, Sample, Sampling, WeightSource
+from quintet.rollout.base import WANTED
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 
 
@@ -104,9 +105,9 @@ class RankRollout:
 
     # weights and memory
 
-    def receivers(self) -> list[list[Wanted] | None]:
-        """Return who takes weights in this process: see `Rollout.receivers`."""
-        return self._backend.receivers()
+    def receivers(self) -> list[bytes | None]:
+        """Return who takes weights in this process, and what, packed (`WANTED`): see `Rollout.receivers`."""
+        return [None if one is None else WANTED.dump(one) for one in self._backend.receivers()]
 
     def update_weights(self, source: WeightSource | None) -> None:
         """Take new weights; from None, those of the engine in this process."""

@@ -20,7 +20,6 @@ from quintet.errors import SyncFailure
 from quintet.observe.memory import GIB
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
-from quintet.rollout import Wanted
 from quintet.sync.rank_fingerprints import RankFingerprints
 from quintet.sync.server import ReceiverSpec, Served
 from quintet.sync.source import ChannelSource
@@ -28,8 +27,8 @@ from quintet.sync.wire import Ticket, notify_absent
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Wants = dict[int, list[list[list[Wanted] | None]]]
-"""What each receiver wants, by rollout, rank and device: see `Rollout.receivers`."""
+Wants = dict[int, list[list[bytes | None]]]
+"""What each receiver wants, packed, by rollout, rank and device: see `Rollout.receivers`."""
 
 
 class Receiving(Protocol):
@@ -146,7 +145,7 @@ class WeightSync:
                     here = first + (rank if len(ranks) > 1 else device)
                     if placement.separate:
                         # Those that want the same are served by one rank, which sends it once.
-                        here = alike.setdefault(None if boxes is None else tuple(boxes), len(alike))
+                        here = alike.setdefault(boxes, len(alike))
                     spec = self._spec(number, rank, device, boxes)
                     assignments[here % self._policy.n_ranks].append(spec)
         tickets = self._policy.each(Policy.plan_sync, phase="sync")(assignments)
@@ -160,7 +159,7 @@ class WeightSync:
         }
         self._planned = groups
 
-    def _spec(self, number: int, rank: int, device: int, boxes: list[Wanted] | None) -> ReceiverSpec:
+    def _spec(self, number: int, rank: int, device: int, boxes: bytes | None) -> ReceiverSpec:
         return ReceiverSpec(_id(number, rank, device), boxes, not placement_of(self._recipe).separate)
 
 

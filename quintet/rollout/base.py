@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from quintet.engine.weights.fingerprint import Fingerprints as Fingerprints
 from quintet.models.mcore import Box
 from quintet.recipe import schema
+from quintet.typed import Typed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,6 +98,9 @@ class Wanted:
 
     name: str
     box: Box
+
+
+WANTED: Typed[list[Wanted]] = Typed(list[Wanted], "what a receiver wants")
 
 
 @dataclass(frozen=True)

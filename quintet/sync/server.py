@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape
 from quintet.models.mcore import whole_box
-from quintet.rollout.base import Wanted
+from quintet.rollout.base import WANTED, Wanted
 from quintet.sync.buckets import Entry, in_buckets, slots
 from quintet.sync.export import Export, PackedBucket, made
 from quintet.sync.rendezvous import Rendezvous
@@ -43,11 +44,17 @@ STAGED_SHARE = 8
 @dataclass(frozen=True)
 class ReceiverSpec:
     """A receiver of weights: `id` names it in messages, `wanted` is what `Rollout.receivers` says, `colocated` whether it is on
-    the device of the trainer rank that serves it."""
+    the device of the trainer rank that serves it. Packed (`WANTED`), what is wanted passes through the controller as it is: of
+    a large model it is ten thousands of boxes a receiver."""
 
     id: str
-    wanted: list[Wanted] | None
+    wanted: list[Wanted] | bytes | None
     colocated: bool
+
+    @cached_property
+    def parts(self) -> list[Wanted] | None:
+        """What it wants, unpacked."""
+        return WANTED.load(self.wanted, self.id) if isinstance(self.wanted, bytes) else self.wanted
 
 
 @dataclass
@@ -148,10 +155,10 @@ class WeightServer:
         """This rank's receivers, those together that want the same in the same way, and the buckets of each set."""
         alike: dict[Any, list[ReceiverSpec]] = defaultdict(list)
         for spec in specs:
-            alike[spec.colocated, None if spec.wanted is None else tuple(spec.wanted)].append(spec)
+            alike[spec.colocated, None if spec.parts is None else tuple(spec.parts)].append(spec)
         found = []
         for together in alike.values():
-            first, wanted = together[0], together[0].wanted
+            first, wanted = together[0], together[0].parts
             cut: dict[str, tuple[int, ...]] | None = units
             if wanted is None:
                 wanted = [Wanted(name, whole_box(owners.shape(name))) for name in self._names(owners)]

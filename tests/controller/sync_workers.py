@@ -10,7 +10,8 @@ from benchmarks.engine_work import MODELS
 from quintet.cluster.worker import Place, Worker
 from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.models.mcore import whole_box
-from quintet.rollout import Wanted, WeightSource
+from quintet.rollout import WeightSource
+from quintet.rollout.base import WANTED
 from quintet.rollout.vllm.weights import check, combine
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
@@ -66,9 +67,10 @@ class Taking(Worker):
     def setup(self) -> None:
         import torch._dynamo  # noqa: F401  (as in vLLM's processes: seconds, which the first weights would wait for)
 
-    def receivers(self) -> list[list[Wanted] | None]:
+    def receivers(self) -> list[bytes | None]:
         self.asked += 1
-        return [one.wanted() for one in self.held]
+        wanted = [one.wanted() for one in self.held]
+        return [None if one is None else WANTED.dump(one) for one in wanted]
 
     def update_weights(self, source: WeightSource) -> None:
         with ThreadPoolExecutor(len(self.held)) as pool:

@@ -10,10 +10,10 @@ import pytest
 from quintet.controller.weight_sync import WeightSync
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Cluster, Rollout, RolloutLayout
-from quintet.rollout import Wanted
+from quintet.rollout.base import WANTED, Wanted
 from tests.cluster.asked import AskedRanks
 
-PARTS = [Wanted("model.norm.weight", ((0, 4),))]
+PARTS = WANTED.dump([Wanted("model.norm.weight", ((0, 4),))])
 
 
 class Asked(AskedRanks):
