@@ -27,6 +27,11 @@ def threads_per_rank(cores: int, ranks: int) -> str:
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
 
 
+PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""oneDNN, and torch beside it, keep code made for 1,024 shapes of a product each. Rows of other lengths come in every step, so that only
+those of the micro-batch under way are met again: the demo's ranks came to 0.8 GiB more, and were no faster."""
+
+
 def rank_environment(place: Place, cores: int, gpus: Sequence[int], is_local: bool) -> dict[str, str]:
     """Return what a rank's environment needs beside its node's, which has so many cores. gpus: its own; is_local: all ranks of the run are on this machine."""
     env = {
@@ -39,6 +44,7 @@ def rank_environment(place: Place, cores: int, gpus: Sequence[int], is_local: bo
     }
     if place.device == "cpu":
         env["OMP_NUM_THREADS"] = threads_per_rank(cores, place.local_world_size)
+        env |= {key: os.environ.get(key, kept) for key, kept in PRODUCTS_KEPT.items()}
     else:  # as Ray sets it for ranks with devices of their own
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     if is_local:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
+from quintet.cluster.environment import PRODUCTS_KEPT, rank_environment
+from quintet.cluster.worker import Place
 from quintet.engine.layers import linear
 from quintet.engine.layers.linear import packed, packed_weights, product
 
@@ -62,3 +68,28 @@ def test_what_changes_after_a_call_counts_in_the_next(dtype: torch.dtype) -> Non
         assert list(layer.state_dict()) == state
         with torch.no_grad():
             layer.weight.mul_(2)
+
+
+OTHER_LENGTHS = """
+import psutil, torch
+from quintet.engine.layers.linear import product
+torch.set_num_threads(1)
+weight, me = torch.randn(256, 128, requires_grad=True), psutil.Process()
+for rows in range(1, 300):
+    before = me.memory_info().rss if rows == 100 else before if rows > 100 else 0
+    product(torch.randn(rows, 128, requires_grad=True), weight).sum().backward()
+print((me.memory_info().rss - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(not linear._ONEDNN, reason="oneDNN multiplies on x86 alone")
+def test_rows_of_other_lengths_take_no_more_memory() -> None:
+    place = Place(0, 1, 0, 1, "cpu", "localhost", 1, 1.0)
+    of_ranks = rank_environment(place, 1, [], True)
+    unset = {key: value for key, value in os.environ.items() if key not in PRODUCTS_KEPT}
+    command = [sys.executable, "-c", OTHER_LENGTHS]
+    kept, by_default = (
+        int(subprocess.run(command, env=env, check=True, capture_output=True).stdout)
+        for env in (unset | of_ranks, unset)
+    )
+    assert kept < by_default / 2
