@@ -29,7 +29,7 @@ def threads_per_rank(cores: int, ranks: int) -> str:
 
 PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 """oneDNN, and torch beside it, keep code made for 1,024 shapes of a product each. Rows of other lengths come in every step, so that only
-those of the micro-batch under way are met again: the demo's ranks came to 0.8 GiB more, and were no faster."""
+those of the micro-batch under way are met again: the demo came to 0.4 GiB more, and was no faster."""
 
 
 def rank_environment(place: Place, cores: int, gpus: Sequence[int], is_local: bool) -> dict[str, str]:
