@@ -614,7 +614,7 @@ MISTAKES = {
         wrong.first_slice,
     ),
     "what is computed again is counted again": Mistake(
-        Case("deepseek_v3", pp=2, recompute="full", expert_bias=True),
+        Case("deepseek_v3", pp=2, recompute="full", expert_bias=True, z_loss=True),
         ("balance",),
         "quintet.engine.balance:RowLoad.take",
         wrong.recomputation_counted,
