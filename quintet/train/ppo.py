@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quintet.controller.batch_ref import BatchRef
 from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Recipe
 from quintet.runs.resume import past_damage
@@ -67,6 +68,13 @@ def take_step(s: Session, algorithm: Algorithm, source: Source, step: Step) -> N
         groups = algorithm.select(source.take(), source)
     batch = s.scatter(source.rewarded(groups))
     step.metrics.update(batch.metrics)
+    learn(algorithm, batch, step)
+    s.controller.policy.publish()
+    step.samples = groups
+
+
+def learn(algorithm: Algorithm, batch: BatchRef, step: Step) -> None:
+    """Score a step's batch, and update on it mini-batch after mini-batch; `step` is told what came of each."""
     for score in algorithm.scores:
         batch = batch | score(batch)
     batch = batch | algorithm.advantages(batch)
@@ -74,5 +82,3 @@ def take_step(s: Session, algorithm: Algorithm, source: Source, step: Step) -> N
         for role, objective in algorithm.updates(step.number):
             told = role.forward_backward(mini, objective)
             step.add(role.name, told, role.optimizer_step())
-    s.controller.policy.publish()
-    step.samples = groups

@@ -15,6 +15,7 @@ from quintet.rewards.result import RewardResult
 from quintet.rollout import Sampling
 from quintet.train.algorithms import algorithm_of
 from quintet.train.mismatch import mismatch_metrics
+from quintet.train.ppo import learn
 from quintet.train.steps import Step
 from tests.controller.test_cells import prompt
 from tests.oracle.models import save
@@ -48,13 +49,8 @@ def test_rollouts_have_the_moved_bias(ray_cluster: Cluster, tmp_path: Path, roll
                 )
             samples.rewards = [RewardResult(float(n % 3), {}) for n in range(10)]
             batch = controller.scatter(samples)
-            for score in algorithm.scores:
-                batch = batch | score(batch)
-            batch = batch | algorithm.advantages(batch)
             step = Step(number)
-            for mini in batch.minibatches:
-                for role, objective in algorithm.updates(number):
-                    step.add(role.name, role.forward_backward(mini, objective), role.optimizer_step())
+            learn(algorithm, batch, step)
             update = step.updates["policy"]
             assert mismatch_metrics(update.tally)["mismatch/logprob_gap_max"] < 1e-4
             loads.append(update.metrics["experts/load"])

@@ -16,6 +16,7 @@ from quintet.recipe import schema
 from quintet.rewards.result import RewardResult
 from quintet.rollout import Sampling
 from quintet.train.algorithms import algorithm_of
+from quintet.train.ppo import learn
 from quintet.train.steps import Step
 from tests.controller.test_cells import model_dir, prompt  # noqa: F401  (a fixture)
 from tests.oracle.pool import Pool, PoolError
@@ -51,13 +52,8 @@ def two_steps(cluster: Cluster, recipe: schema.Recipe) -> tuple[list[float], Con
         samples.rewards = [RewardResult(float(n % 5), {}) for n in range(12)]
         batch = controller.scatter(samples)
         assert batch.versions == [number - 1] * 12
-        for score in algorithm.scores:
-            batch = batch | score(batch)
-        batch = batch | algorithm.advantages(batch)
         step = Step(number)
-        for mini in batch.minibatches:
-            for role, objective in algorithm.updates(number):
-                step.add(role.name, role.forward_backward(mini, objective), role.optimizer_step())
+        learn(algorithm, batch, step)
         controller.policy.publish()
         for role in ("policy", "critic"):
             update = step.updates[role]
