@@ -94,7 +94,7 @@ def quintet(args: argparse.Namespace, model: Path, work: dict[str, Any]) -> dict
     return run_steps(settings, work)
 
 
-def trl(args: argparse.Namespace, model: Path, work: Path, case: str) -> dict[str, Any]:
+def trl(args: argparse.Namespace, model: Path, work: Path, case: Case) -> dict[str, Any]:
     """One run of the work in TRL, in processes of its own."""
     python = os.environ.get("TRL_PYTHON", sys.executable)
     command = [
@@ -103,15 +103,9 @@ def trl(args: argparse.Namespace, model: Path, work: Path, case: str) -> dict[st
     ]
     command += [str(ROOT / "benchmarks" / "trl_baseline.py"), "--model", str(model), "--work", str(work)]
     if not args.tiny:
-        prompt_tokens = str(json.loads(work.read_text())["prompt_tokens"])
-        command += [
-            "--vllm",
-            "--memory-fraction",
-            str(args.memory_fraction),
-            "--prompt-tokens",
-            prompt_tokens,
-        ]
-        command += args.trl.split() if args.trl else TRL_SETTINGS[case]
+        command += ["--vllm", "--memory-fraction", str(args.memory_fraction)]
+        command += ["--prompt-tokens", str(case.prompt_tokens)]
+        command += args.trl.split() if args.trl else TRL_SETTINGS[case.name]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -160,7 +154,7 @@ def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str,
         if args.only not in (None, side):
             continue
         if side == "trl":
-            found[side] = trl(args, model, work, case.name)
+            found[side] = trl(args, model, work, case)
         else:  # a process of its own, so that the other side finds the GPU empty
             words = ["--worker", str(work), *sys.argv[1:]]
             subprocess.run([sys.executable, "-m", "benchmarks.step", *words], cwd=ROOT, check=True)
