@@ -124,10 +124,8 @@ class DeviceHandover:
         if came:
             with self._phase("sync"):
                 self.metrics = rollouts.take_weights()
-            moved, seconds = (
-                self.metrics.get("sync/gib", 0.0) * (1 << 30),
-                self.metrics.get("sync/seconds", 0.0),
-            )
+            moved = self.metrics.get("sync/gib", 0.0) * (1 << 30)
+            seconds = self.metrics.get("sync/seconds", 0.0)
             self._log_event("weights brought" if self.metrics else "weights are shared", moved, seconds)
             self._weights_stale = False
         self._offload_training("params")

@@ -73,6 +73,5 @@ def costs_of(shape: ModelShape, tp: int, device: str) -> tuple[CellCosts, str]:
             return one.costs, f"planned by constants measured on {device} ({one.command}, {one.date})"
     quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (2 * shape.flops_per_token(0.0))
     why = "with layout.tp above 1" if tp > 1 else f"on {device} for this shape"
-    return CellCosts(
-        quadratic=quadratic
-    ), f"planned by default constants: none were measured {why} ({MEASURE})"
+    told = f"planned by default constants: none were measured {why} ({MEASURE})"
+    return CellCosts(quadratic=quadratic), told

@@ -12,16 +12,8 @@ from torch import Tensor
 
 from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.weights import fp8
-from quintet.engine.weights.reshard import (
-    Holdings,
-    Owners,
-    Parts,
-    Transfer,
-    Turns,
-    agreed_rounds,
-    all_units,
-    plan_transfers,
-)
+from quintet.engine.weights.reshard import Holdings, Owners, Parts, all_units, plan_transfers
+from quintet.engine.weights.rounds import Transfer, Turns, agreed_rounds
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models.mcore import slices, whole_box

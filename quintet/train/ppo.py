@@ -80,5 +80,4 @@ def learn(algorithm: Algorithm, batch: BatchRef, step: Step) -> None:
     batch = batch | algorithm.advantages(batch)
     for mini in batch.minibatches:
         for role, objective in algorithm.updates(step.number):
-            told = role.forward_backward(mini, objective)
-            step.add(role.name, told, role.optimizer_step())
+            step.add(role.name, role.forward_backward(mini, objective), role.optimizer_step())

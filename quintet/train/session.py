@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quintet.data.lengths import ResponseLengths
-from quintet.data.prompts import (
-    Messages,
-)
+from quintet.data.prompts import Messages
 from quintet.errors import QuintetError, RayFailure, SyncFailure, SyncMismatch, WorkerFailure
 from quintet.observe import Observer
 from quintet.recipe import schema

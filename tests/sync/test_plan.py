@@ -20,15 +20,8 @@ from benchmarks.sync_plan import in_threads, plan, shards
 from quintet.engine.mesh import Sizes
 from quintet.engine.weights import reshard
 from quintet.engine.weights.hf import planned_tensors
-from quintet.engine.weights.reshard import (
-    Holding,
-    Owners,
-    Round,
-    Transfer,
-    Turns,
-    agreed_rounds,
-    plan_transfers,
-)
+from quintet.engine.weights.reshard import Owners, plan_transfers
+from quintet.engine.weights.rounds import Holding, Round, Transfer, Turns, agreed_rounds
 from quintet.errors import UserError
 from quintet.models import ModelShape, family_of
 from quintet.models.mcore import meet, volume

@@ -1,0 +1,255 @@
+"""Rounds of transfers between ranks: each rank plans what it gets, asks for it, and all agree on how much crosses at a time.
+
+What stays on its rank is copied in place; what crosses ranks goes in rounds, an all-to-all each, so that memory for what is on its way is
+bounded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quintet.engine.agree import exchanged, most
+from quintet.engine.device import copy_all
+from quintet.models.mcore import Box, box_sizes, split, volume
+from quintet.typed import Typed
+
+Holding = tuple[str, Box]
+"""Name and box of a shard, without its data."""
+STAGED_ALIGNMENT = 16
+"""Bytes: parts of any type begin where vectors of them may."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One part on its way: `box` of `name` from rank `source` (its shard `source_index`) to rank `target`."""
+
+    name: str
+    box: Box
+    source: int
+    source_index: int
+    target: int
+    target_index: int
+
+
+Asked = tuple[int, int, Box, int, int, int]
+"""A part that a rank asks another for: turn, source index, box, target index; and at which byte it begins of those that cross to
+the target in that turn, and how many these are."""
+_ASKED: Typed[list[Asked]] = Typed(list[Asked], "what a rank is to send")
+FINEST = 8
+"""So often parts are halved, and rounds made more by a quarter, where a round has too much."""
+
+
+class Turns:
+    """The transfers of several turns that one rank takes part in, in rounds in which none sends more than `limit` bytes, or gets more.
+
+    getting: what the rank gets in each turn, from itself too. types: what each name travels as. Parts are halved up to FINEST
+    times to fit; one that cannot be cut may be larger.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        getting: Sequence[Iterable[Transfer]],
+        types: Callable[[str], torch.dtype],
+        units: dict[str, tuple[int, ...]],
+        limit: int,
+    ) -> None:
+        self._rank, self._world, self._types, self._units, self._limit = rank, world, types, units, limit
+        self._own: list[list[Transfer]] = []
+        self._in: list[list[_Crossing]] = []
+        self._out: list[list[_Crossing]] = []
+        for one in getting:
+            transfers = list(one)
+            self._own.append([t for t in transfers if t.source == rank])
+            self._in.append(self._spread([t for t in transfers if t.source != rank]))
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def _spread(self, crossing: Sequence[Transfer]) -> list[_Crossing]:
+        """What one turn brings, in an order that has something of every source all the time: each begins elsewhere with its parts,
+        so that no source has everybody's at once."""
+        sizes = [volume(t.box) * self._types(t.name).itemsize for t in crossing]
+        totals: dict[int, int] = defaultdict(int)
+        for t, size in zip(crossing, sizes, strict=True):
+            totals[t.source] += size
+        begun: dict[int, int] = defaultdict(int)
+        keyed = []
+        for i, (t, size) in enumerate(zip(crossing, sizes, strict=True)):
+            at = begun[t.source] / totals[t.source] + (self._rank - t.source) % self._world / self._world
+            begun[t.source] += size
+            keyed.append((at % 1, i))
+        found, first, total = [], 0, sum(sizes)
+        for _, i in sorted(keyed):
+            found.append((crossing[i], first, total))
+            first += sizes[i]
+        return found
+
+    def ask(self) -> list[list[Asked]]:
+        """Return what every rank is to send to this one."""
+        asked: list[list[Asked]] = [[] for _ in range(self._world)]
+        for turn, crossing in enumerate(self._in):
+            for t, first, total in crossing:
+                asked[t.source].append((turn, t.source_index, t.box, t.target_index, first, total))
+        return asked
+
+    def answer(self, asked: Iterable[Iterable[Asked]], count: int, sources: Sequence[Holding]) -> None:
+        """Note what every rank asks of this one. count: of turns, of the rank with most. sources: what this one holds."""
+        for sides in (self._own, self._in):
+            sides.extend([] for _ in range(count - len(sides)))
+        self._out = [[] for _ in range(count)]
+        for target, wishes in enumerate(asked):
+            for turn, index, box, target_index, first, total in wishes:
+                t = Transfer(sources[index][0], box, self._rank, index, target, target_index)
+                self._out[turn].append((t, first, total))
+
+    def busiest(self) -> list[int]:
+        """Return how many bytes the rank sends in each turn, or gets, whichever is more."""
+        found = []
+        for crossing, out in zip(self._in, self._out, strict=True):
+            sent = sum(volume(t.box) * self._types(t.name).itemsize for t, _, _ in out)
+            found.append(max(sent, crossing[0][2] if crossing else 0))
+        return found
+
+    def count(self, busiest: int, tries: int) -> int:
+        """Return of how many rounds a turn is, given the bytes of the rank with most."""
+        return -(-busiest * (5 + tries) // (4 * self._limit)) if busiest > self._limit else min(busiest, 1)
+
+    def exceeds(self, turn: int, busiest: int, tries: int) -> bool:
+        """Return whether in one of a turn's rounds this rank sends or gets more than the limit."""
+        rounds = self.count(busiest, tries)
+        if rounds < 2 or tries == FINEST:
+            return False
+        for side in (self._in, self._out):
+            loads = [0] * rounds
+            for _, number, nbytes in self._pieces(side[turn], rounds, tries):
+                loads[number] += nbytes
+            if max(loads) > self._limit:
+                return True
+        return False
+
+    def rounds(self, turn: int, busiest: int, tries: int) -> list[Round]:
+        """Return the rounds of a turn. All that stays on the rank is in the first."""
+        count = self.count(busiest, tries)
+        sides: list[list[dict[int, list[Transfer]]]] = []
+        for side, end in ((self._out, "target"), (self._in, "source")):
+            parts: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(count)]
+            for t, number, _ in self._pieces(side[turn], count, tries):
+                parts[number][getattr(t, end)].append(t)
+            sides.append(parts)
+        own = self._own[turn]
+        if not count:
+            return [Round(own, {}, {}, self._types, self._world, crosses=False)] if own else []
+        return [
+            Round([] if number else own, sending, receiving, self._types, self._world)
+            for number, (sending, receiving) in enumerate(zip(*sides, strict=True))
+        ]
+
+    def _pieces(
+        self, crossing: Iterable[_Crossing], rounds: int, tries: int
+    ) -> Iterator[tuple[Transfer, int, int]]:
+        """Parts of transfers, each with its round and its bytes: the same at both ends."""
+        limit = max(self._limit >> (tries + 1), 1)
+        for whole, first, total in crossing:
+            size = self._types(whole.name).itemsize
+            nbytes = volume(whole.box) * size
+            if rounds == 1 or nbytes <= limit:
+                yield whole, first * rounds // total, nbytes
+                continue
+            for box in split(whole.box, self._units.get(whole.name, (1,) * len(whole.box)), limit // size):
+                nbytes = volume(box) * size
+                yield replace(whole, box=box), first * rounds // total, nbytes
+                first += nbytes
+
+
+_Crossing = tuple[Transfer, int, int]
+"""A transfer, and where it begins among the bytes that its target gets from others in that turn, and how many these are."""
+
+
+def agreed_rounds(turns: Turns, sources: Sequence[Holding]) -> list[list[Round]]:
+    """Return the rounds of every turn, as many on every rank. Collective. sources: what this rank holds."""
+    asked = exchanged(_ASKED, turns.ask())
+    (count,) = most([len(turns)])
+    turns.answer(asked, count, sources)
+    busiest = most(turns.busiest())
+    tries = [0] * count
+    open_turns = list(range(count))
+    while open_turns:
+        exceeding = most([turns.exceeds(turn, busiest[turn], tries[turn]) for turn in open_turns])
+        open_turns = [turn for turn, too_much in zip(open_turns, exceeding, strict=True) if too_much]
+        for turn in open_turns:
+            tries[turn] += 1
+    return [turns.rounds(turn, busiest[turn], tries[turn]) for turn in range(count)]
+
+
+class Round:
+    """Transfers that are made together, seen from one rank. own: what stays there. sending: by target, receiving: by source. types: what
+    each name travels as. crosses: whether any rank's part crosses, the same on all."""
+
+    def __init__(
+        self,
+        own: list[Transfer],
+        sending: Mapping[int, Sequence[Transfer]],
+        receiving: Mapping[int, Sequence[Transfer]],
+        types: Callable[[str], torch.dtype],
+        world: int,
+        *,
+        crosses: bool = True,
+    ) -> None:
+        self.own, self.crosses = own, crosses
+        self.sending, self.sizes_out = _staged(sending, types, world)
+        self.receiving, self.sizes_in = _staged(receiving, types, world)
+
+    def run(
+        self,
+        read: Callable[[Transfer], Tensor],
+        write: Callable[[Transfer], Tensor],
+        device: torch.device,
+    ) -> None:
+        """Make the round's transfers. Collective where any rank's part crosses. read, write: views of a transfer's part on either
+        side."""
+        copy_all((write(t), read(t)) for t in self.own)
+        if not self.crosses:
+            return
+        out = torch.empty(sum(self.sizes_out), dtype=torch.uint8, device=device)
+        arrived = torch.empty(sum(self.sizes_in), dtype=torch.uint8, device=device)
+        copy_all((one.of(out), read(one.transfer)) for one in self.sending)
+        dist.all_to_all_single(arrived, out, self.sizes_in, self.sizes_out)
+        copy_all((write(one.transfer), one.of(arrived)) for one in self.receiving)
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A transfer's place among the bytes that leave or arrive."""
+
+    transfer: Transfer
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    def of(self, staging: Tensor) -> Tensor:
+        shape = box_sizes(self.transfer.box)
+        return staging[self.start : self.stop].view(self.dtype).view(shape)
+
+
+def _staged(
+    by_rank: Mapping[int, Sequence[Transfer]], types: Callable[[str], torch.dtype], world: int
+) -> tuple[list[_Staged], list[int]]:
+    """The places of all transfers, and how many bytes are each rank's."""
+    found, sizes, at = [], [0] * world, 0
+    for rank in sorted(by_rank):
+        start = at
+        for t in by_rank[rank]:
+            dtype = types(t.name)
+            nbytes = volume(t.box) * dtype.itemsize
+            found.append(_Staged(t, dtype, at, at + nbytes))
+            at += -(-nbytes // STAGED_ALIGNMENT) * STAGED_ALIGNMENT
+        sizes[rank] = at - start
+    return found, sizes
