@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import psutil
 import pytest
@@ -195,13 +194,24 @@ def memory() -> int:
     return sum(p.memory_info().rss for p in [me, *me.children(recursive=True)])
 
 
-def test_twenty_cycles_leave_memory_as_it_was(rollout):
-    source, seen = weights_of(MODEL), []
-    for _ in range(20):
+def lowest_memory(rollout, source, cycles: int = 5) -> int:
+    """Bytes after the cycle that left the fewest: weights under way come and go by 2 %."""
+    seen = []
+    for _ in range(cycles):
         greedy(rollout)
         sync(rollout, source)
         seen.append(memory())
-    # Weights under way come and go by 2 %, and an allocator may take one arena more, once; a leak grows all the time.
-    lowest = [min(seen[at : at + 5]) for at in (5, 10, 15)]
-    grown = min(later - earlier for earlier, later in pairwise(lowest))
-    assert grown <= 5 << 20, [f"{one >> 20} MiB" for one in seen]
+    return min(seen)
+
+
+def test_twenty_cycles_leave_memory_as_it_was(rollout):
+    source = weights_of(MODEL)
+    lowest = [lowest_memory(rollout, source) for _ in range(4)]
+
+    def grown_in_a_cycle() -> float:
+        return (lowest[-1] - lowest[1]) / (5 * (len(lowest) - 2))
+
+    # An allocator takes another arena now and then; over more cycles that is ever less of each, and a leak as much.
+    while grown_in_a_cycle() > 1 << 20 and len(lowest) < 12:
+        lowest.append(lowest_memory(rollout, source))
+    assert grown_in_a_cycle() <= 1 << 20, [f"{one >> 20} MiB" for one in lowest]
