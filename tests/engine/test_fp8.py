@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quintet.engine.engine import DTYPES
 from quintet.engine.weights import fp8
@@ -26,6 +31,16 @@ from tests.oracle.models import save
 from tests.patience import BUSY
 from tests.sync import layouts
 
+FP32_MAX = np.finfo(np.float32).max
+
+
+def by_hand(largest: float) -> float:
+    """The scale of a block, as TransformerEngine's recipe has it: one over the power of two below 448 / largest in fp32."""
+    if largest == 0 or not math.isfinite(largest):
+        return 1.0
+    bits = struct.unpack("<I", struct.pack("<f", min(np.float32(448) / np.float32(largest), FP32_MAX)))[0]
+    return 2.0 ** (127 - (bits >> 23))
+
 
 def naive(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Block by block, as the format is defined."""
@@ -34,8 +49,8 @@ def naive(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for j in range(scales.shape[1]):
             at = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
             block = matrix[at].float()
-            scale = block.abs().max() / LARGEST if block.any() else torch.tensor(1.0)
-            quantized[at] = (block / scale).clamp(-LARGEST, LARGEST).to(DTYPE)
+            scale = by_hand(float(block.abs().max()))
+            quantized[at] = (block * (1 / scale)).clamp(-LARGEST, LARGEST).to(DTYPE)
             scales[i, j] = scale
     return quantized, scales
 
@@ -70,7 +85,30 @@ def test_zeros_and_extremes_stay_finite():
     quantized, scales = quantized_of(matrix)
     assert torch.isfinite(dequantize(quantized, scales)).all()
     assert scales[0, 1] == 1
-    assert quantized[0, 0].float() == LARGEST
+    assert LARGEST / 2 <= quantized[0, 0].float() <= LARGEST
+    assert fp8.scale_of(torch.tensor([0.0, torch.inf, torch.nan])).tolist() == [1, 1, 1]
+
+
+@given(st.floats(2**-118, 2.0**127, width=32))
+def test_a_scale_is_a_power_of_two_that_uses_the_range(largest):
+    """Within the range, and not by a factor of two too large; 448 · 2^k itself is on the border."""
+    (scale,) = fp8.scale_of(torch.tensor([largest])).tolist()
+    assert scale == by_hand(largest)
+    assert math.frexp(scale)[0] == 0.5
+    assert LARGEST / 2 * (1 - 2**-23) < largest / scale <= LARGEST * (1 + 2**-23)
+
+
+@pytest.mark.parametrize("power", [-30, -1, 0, 1, 20])
+def test_the_largest_number_of_the_type_fills_it(power):
+    (scale,) = fp8.scale_of(torch.tensor([LARGEST * 2.0**power])).tolist()
+    assert scale == 2.0**power
+
+
+def test_another_rule_for_scales_is_seen(monkeypatch):
+    """Planted: largest / 448, as DeepSeek-V3's own files have it."""
+    monkeypatch.setattr(fp8, "scale_of", lambda largest: torch.where(largest > 0, largest / LARGEST, 1.0))
+    with pytest.raises(AssertionError):
+        test_blocks_are_those_of_a_naive_loop((384, 256), torch.bfloat16, monkeypatch)
 
 
 def test_only_matrices_of_the_layers_are_quantized(tmp_path):

@@ -1,6 +1,9 @@
 """Matrices in 8 bits, as Hugging Face directories of FP8 models hold them (DeepSeek-V3, https://arxiv.org/abs/2412.19437,
 section 3.3.2): `X.weight` in float8_e4m3fn, and `X.weight_scale_inv` with an fp32 scale for each block of 128 × 128. A weight
 is its 8-bit number times its block's scale; blocks at the lower and right edges may be smaller.
+
+Scales are powers of two, by the rule that TransformerEngine's Float8BlockScaling has unless told otherwise: weights that are
+multiplied in 8 bits there and those that a rollout is sent are the same bytes. Dividing by such a scale rounds nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 SCALE = "_scale_inv"
 """What the name of a matrix's scales ends in, after that of the matrix."""
+EXPONENT = 0x7F800000
+"""The bits of an fp32 number's exponent: a positive one with these alone is the largest power of two within it."""
 CHUNK_BLOCKS = 1024
 """Blocks that are worked on at a time, in fp32: 64 MiB."""
 
@@ -55,13 +60,18 @@ def quantize(matrix: Tensor, quantized: Tensor, scales: Tensor) -> None:
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """Return the scales of blocks of these largest magnitudes, fp32."""
-    return torch.where(largest > 0, largest / LARGEST, 1.0)
+    """Return the scales of blocks of these largest magnitudes, fp32: 1 / s, s being the largest power of two within 448 / largest.
+
+    448 / largest is rounded to fp32 first. A block of zeros, or with what is no finite number, has 1.
+    """
+    ratio = (LARGEST / largest.float()).clamp_max(torch.finfo(torch.float32).max)
+    power = (ratio.view(torch.int32) & EXPONENT).view(torch.float32)
+    return torch.where((largest > 0) & (largest < torch.inf), 1 / power, 1.0)
 
 
 def rounded(numbers: Tensor, scale: Tensor) -> Tensor:
     """Return fp32 numbers, which are overwritten, in 8 bits, given each one's scale."""
-    # Rounding of the scale may put the largest a little beyond the type's range, where it would be NaN.
+    # Rounding of the ratio may put the largest a little beyond the type's range, where it would be NaN.
     return numbers.div_(scale).clamp_(-LARGEST, LARGEST).to(DTYPE)
 
 
