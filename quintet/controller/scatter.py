@@ -142,8 +142,8 @@ class Scatterer:
         """By stage the layers whose routes its ranks replay, numbered among those with experts; one None where they replay none."""
         if self._recipe.engine.replay_routes != "rollout" or placement.name != "policy":
             return [None]
-        pp, vpp, numbers = placement.layout.pp, placement.layout.vpp, self._shape.moe_layers
-        stages = [self._shape.moe_layers_of(stage, pp=pp, vpp=vpp) for stage in range(pp)]
+        layout, shape, numbers = placement.layout, self._shape, self._shape.moe_layers
+        stages = [shape.moe_layers_in(layout.layers_of(shape.layers, stage)) for stage in range(layout.pp)]
         return [[numbers.index(layer) for layer in stage] for stage in stages]
 
     def responses(self, prompts: Sequence[Prompt]) -> BatchRef:

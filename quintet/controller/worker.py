@@ -201,7 +201,7 @@ class PolicyWorker(Worker):
     def _routes_here(self, ids: list[list[int]], prompts: list[int], told: list[np.ndarray]) -> Any:
         """Those of the layers on this rank, jagged; None without samples."""
         layout, mesh = self.recipe.layout, self.engine.mesh
-        mine = self.shape.moe_layers_of(mesh.at("pp"), pp=layout.pp, vpp=layout.vpp)
+        mine = self.shape.moe_layers_in(layout.layers_of(self.shape.layers, mesh.at("pp")))
         at = [self.shape.moe_layers.index(layer) for layer in mine]
         return make_batch(ids, prompts, routes=[one[:, at] for one in told])["routes"] if ids else None
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from quintet.engine.mesh import Mesh
@@ -13,6 +15,39 @@ from quintet.errors import UserError
 from quintet.models import MlaShape, ModelShape, MoeShape
 from quintet.recipe import schema
 from quintet.recipe.recompute import MODULES, recompute_modules
+
+
+class StageLayers(PipelineParallelLayerLayout):
+    """Uneven stages, as this rank sees them: core asks its own for the rank's place in process-global groups, which are not made."""
+
+    def __init__(self, layout: schema.Layout, layers: int, stage: int) -> None:
+        counts = layout.stage_layers or []
+        rows = [["decoder"] * count for count in counts]
+        rows[0].insert(0, "embedding")
+        rows[-1].append("loss")
+        super().__init__(rows, layout.pp)
+        self._chunks, self._stage = [layout.layers_of(layers, one) for one in range(layout.pp)], stage
+
+    def get_num_layers_to_build(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Return how many decoder layers a chunk has, of this rank's stage where none is named."""
+        return len(self._of(vp_stage, pp_rank))
+
+    def get_layer_offset(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Return how many decoder layers come before a chunk."""
+        return self._of(vp_stage, pp_rank).start
+
+    def _of(self, chunk: int | None, stage: int | None) -> range:
+        return self._chunks[self._stage if stage is None else stage][chunk or 0]
 
 
 def transformer_config(
@@ -31,6 +66,8 @@ def transformer_config(
         fields |= _experts(shape, shape.moe)
     if shape.mla:
         fields |= _latent(shape.mla)
+    if layout.stage_layers is not None:
+        fields["pipeline_model_parallel_layout"] = StageLayers(layout, shape.layers, mesh.at("pp"))
     config = kind(**{**fields, **recipe.megatron})
     # Not in the constructor, which refuses biases of experts under etp: core's would be added once a rank, ours are not.
     config.add_bias_linear = shape.proj_bias

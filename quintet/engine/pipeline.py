@@ -51,7 +51,7 @@ class Pipeline:
         self._p2p = P2PCommunicator(mesh.groups.pp, config) if mesh.sizes.pp > 1 else None
         config.finalize_model_grads_func = finalize
         sizes, sliced = mesh.sizes, config.sequence_parallel
-        layers = shape.moe_layers_of(mesh.at("pp"), pp=sizes.pp, vpp=len(chunks))
+        layers = shape.moe_layers_in(layout.layers_of(shape.layers, mesh.at("pp")))
         where = (sizes.tp, mesh.at("tp")) if sliced else (1, 0)
         self._routers = Routers(layers, *where, build.device(), mesh.groups.tp if sliced else None)
         self.turn: Callable[[str], None] = lambda text: None

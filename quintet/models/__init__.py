@@ -3,7 +3,7 @@
 from quintet.models.dense import dense_shape
 from quintet.models.family import Family, family_named, family_of, read_shape, register, trained_shape
 from quintet.models.hf_config import HfConfig, read_end_ids
-from quintet.models.shape import MlaShape, ModelShape, MoeShape, stage_layers
+from quintet.models.shape import MlaShape, ModelShape, MoeShape
 from quintet.models.table import MtpNames, Names, decoder_weights
 from quintet.models.weight import Weight
 from quintet.models.weights_on_disk import check_weights, held_shape
@@ -26,6 +26,5 @@ __all__ = [
     "read_end_ids",
     "read_shape",
     "register",
-    "stage_layers",
     "trained_shape",
 ]

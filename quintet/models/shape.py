@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -157,9 +158,8 @@ class ModelShape:
         """Numbers of the layers with experts, from 0, those for multi-token prediction left out."""
         return tuple(layer for layer in range(self.layers) if self.is_moe(layer))
 
-    def moe_layers_of(self, stage: int, *, pp: int, vpp: int) -> tuple[int, ...]:
-        """Return those of `moe_layers` that a pipeline stage has, of all its chunks."""
-        chunks = [stage_layers(self.layers, pp=pp, vpp=vpp, stage=stage, chunk=c) for c in range(vpp)]
+    def moe_layers_in(self, chunks: Iterable[range]) -> tuple[int, ...]:
+        """Return those of `moe_layers` that a pipeline stage has. chunks: the layers of each of its chunks."""
         return tuple(layer for chunk in chunks for layer in chunk if self.is_moe(layer))
 
     def window_of(self, layer: int) -> int | None:
@@ -189,7 +189,7 @@ class ModelShape:
         h = self.hidden_size
         layers = 0
         for layer in range(self.layers + self.mtp_layers):
-            layers += self._attention_parameters + 2 * h
+            layers += self.attention_parameters + 2 * h
             if self.moe and self.moe.is_moe(layer):
                 layers += self.moe.parameters(h, experts)
             else:
@@ -204,8 +204,8 @@ class ModelShape:
         return 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
 
     @property
-    def _attention_parameters(self) -> int:
-        """Of one layer."""
+    def attention_parameters(self) -> int:
+        """Number of weights of one layer's attention."""
         if self.mla:
             return self.mla.parameters(self.hidden_size, self.heads)
         h, d = self.hidden_size, self.head_dim
@@ -236,11 +236,3 @@ class ModelShape:
 def route_bytes(experts: int) -> int:
     """Return the bytes that hold the number of one of so many experts."""
     return 1 if experts <= 256 else 2
-
-
-def stage_layers(layers: int, *, pp: int, vpp: int, stage: int, chunk: int) -> range:
-    """Return the numbers, from 0, of the layers in one of the `vpp` chunks of a pipeline stage. Each chunk has as many;
-    chunks go round the stages, so that a stage's own are not neighbours."""
-    count = layers // (pp * vpp)
-    first = (chunk * pp + stage) * count
-    return range(first, first + count)

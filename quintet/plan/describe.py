@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def _routes(recipe: Recipe, shape: ModelShape) -> str:
     of_layer = shape.moe.top_k * route_bytes(shape.moe.experts)
     samples = recipe.train.prompts_per_step * recipe.rollout.samples_per_prompt
     tokens = samples * (recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens)
-    stages = [shape.moe_layers_of(stage, pp=layout.pp, vpp=layout.vpp) for stage in range(layout.pp)]
+    stages = [shape.moe_layers_in(layout.layers_of(shape.layers, stage)) for stage in range(layout.pp)]
     # A rollout's are cut for cp and sp where a row is packed, a record was made of cut rows.
     parts = data_parallel(recipe) * (layout.cp * (layout.tp if layout.sp else 1) if replay == "old" else 1)
     whole, rank = (
@@ -134,9 +135,14 @@ def _layout(recipe: Recipe) -> str:
     sizes = ", ".join(map(str, cell_sizes(layout.cp)))
     dynamic = f" (dynamic: {sizes} for each micro-batch)" if layout.dynamic_cp else ""
     cp = f" × cp {layout.cp}{dynamic}" if layout.cp > 1 else ""
-    return (
-        f"Layout: {ranks} ranks = dp {data_parallel(recipe)}{cp} × tp {layout.tp}{sp} × pp {layout.pp}{vpp}."
-    )
+    stages = "" if layout.stage_layers is None else f" of {_in_runs(layout.stage_layers)} layers"
+    return f"Layout: {ranks} ranks = dp {data_parallel(recipe)}{cp} × tp {layout.tp}{sp} × pp {layout.pp}{vpp}{stages}."
+
+
+def _in_runs(counts: Sequence[int]) -> str:
+    """6 + 10 × 5 + 4, of stages."""
+    runs = [(count, len(list(same))) for count, same in itertools.groupby(counts)]
+    return " + ".join(f"{number} × {count}" if number > 1 else str(count) for count, number in runs)
 
 
 def _planner(recipe: Recipe, shape: ModelShape) -> str | None:

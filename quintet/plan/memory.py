@@ -123,12 +123,10 @@ def _activations(setup: Setup, stage: int) -> int:
     an interleaved one 2 (pp - p - 1) + (vpp - 1) pp + 1 passes through a chunk (Narayanan et al. 2021,
     https://arxiv.org/abs/2104.04473, section 2.2)."""
     layout, shape = setup.layout, setup.shape
-    per_chunk = shape.layers // (layout.pp * layout.vpp)
     kept = []
-    for part in range(layout.vpp):
-        first = (part * layout.pp + stage) * per_chunk
+    for part, layers in enumerate(layout.layers_of(shape.layers, stage)):
         ends = stage == setup.last and part == layout.vpp - 1
-        kept.append(of_chunk(setup, range(first, first + per_chunk), ends=ends))
+        kept.append(of_chunk(setup, layers, ends=ends))
     if layout.vpp == 1:
         flying = layout.pp - stage
         return kept[0] * min(flying, setup.microbatches or flying)

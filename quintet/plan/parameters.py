@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from quintet.models import ModelShape, Weight, stage_layers
+from quintet.models import ModelShape, Weight
 from quintet.models.family import table_of
 from quintet.models.lora import LoraShape, adapter_weights
 from quintet.plan.setup import Place, Setup
@@ -49,8 +49,7 @@ def chunks(setup: Setup, stage: int) -> list[list[Parameter]]:
     shape, layout = setup.shape, setup.layout
     weights, frozen = sorted_weights(shape), _frozen(setup)
     found = []
-    for part in range(layout.vpp):
-        layers = stage_layers(shape.layers, pp=layout.pp, vpp=layout.vpp, stage=stage, chunk=part)
+    for part, layers in enumerate(layout.layers_of(shape.layers, stage)):
         begins = stage == 0 and part == 0
         ends = stage == setup.last and part == layout.vpp - 1
         held = [

@@ -59,6 +59,8 @@ _WORDS = {
     "layout.dynamic_cp": "dynamic_context_parallel hybrid_context_parallel",
     "layout.ep": "expert_model_parallel_size expert_parallel_size expert_parallel",
     "layout.vpp": "virtual_pipeline_model_parallel_size",
+    "layout.stage_layers": "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
     "layout.etp": "expert_tensor_parallel_size",
     "layout.sp": "sequence_parallel",
     "cluster.ranks": "data_parallel_size dp world_size num_gpus gpus nnodes",

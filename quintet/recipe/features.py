@@ -89,6 +89,13 @@ _ENGINE = [
         needs=("pp",),
     ),
     Feature(
+        "stage_layers",
+        "uneven pipeline stages",
+        ("layout.stage_layers",),
+        lambda r, s: len(set(r.layout.stage_layers or ())) > 1,
+        needs=("pp",),
+    ),
+    Feature(
         "cp_all_gather",
         "context parallelism by all-gather",
         ("layout.cp", "engine.cp_comm"),

@@ -75,9 +75,7 @@ _REASONS = {
     "decided by mtp and the model": "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",
     "decided by layout.dynamic_cp": "hybrid_context_parallel",
     "decided by engine.tokens_per_microbatch_per_rank": "max_seqlen_per_dp_cp_rank",
-    (
-        "pipeline stages hold equally many layers in this version; choose a layout.pp that divides the layers"
-    ): """
+    "decided by layout.stage_layers": """
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     """,

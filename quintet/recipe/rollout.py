@@ -39,7 +39,8 @@ def placement_of(recipe: Recipe) -> RolloutPlacement:
     own_processes = not native or separate or rollout.own_processes
     of_trainer = RolloutLayout(tp=training.tp, pp=training.pp)
     layout = rollout.layout or (RolloutLayout() if own_processes else of_trainer)
-    plain = type(training)(tp=layout.tp, pp=layout.pp).model_dump() == training.model_dump()
+    same = type(training)(tp=layout.tp, pp=layout.pp, stage_layers=training.stage_layers)
+    plain = same.model_dump() == training.model_dump()
     size = layout.tp * layout.pp
     adapters = recipe.lora is not None and (native or rollout.adapter_sync == "separate")
     return RolloutPlacement(

@@ -81,6 +81,7 @@ def step_of(cluster: Cluster, recipe: schema.Recipe) -> tuple[Step, Step]:
     ("replay", "layout"),
     [
         ("rollout", {"pp": 2, "vpp": 2}),
+        pytest.param("rollout", {"pp": 2, "stage_layers": [3, 1]}, marks=pytest.mark.slow),
         pytest.param("rollout", {"ep": 2}, marks=pytest.mark.slow),
         pytest.param("old", {"pp": 2}, marks=pytest.mark.slow),
         pytest.param("old", {"cp": 2}, marks=pytest.mark.slow),  # each sample is padded to a multiple of 4

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from quintet.errors import UserError
-from quintet.models import stage_layers
 from quintet.recipe import schema
 from tests.engine.test_shards import SHAPE
 
@@ -54,8 +53,15 @@ def test_router_statistics_are_off():
     assert not made.moe_router_enable_expert_bias
 
 
-@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (4, 2)])
-def test_layers_of_a_stage_are_those_megatron_builds(pp, vpp):
+@pytest.mark.parametrize(
+    ("pp", "vpp", "counts"),
+    [
+        *((pp, vpp, None) for pp, vpp in ((1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (4, 2))),
+        *((1, 1, [16]), (2, 1, [9, 7]), (3, 1, [6, 5, 5]), (4, 1, [0, 7, 9, 0]), (2, 2, [3, 5, 7, 1])),
+        (3, 2, [0, 4, 1, 5, 6, 0]),
+    ],
+)
+def test_layers_of_a_stage_are_those_megatron_builds(pp, vpp, counts):
     """Numbers that others rely on: what a rank's routers are called, and what is planned for it."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -63,17 +69,20 @@ def test_layers_of_a_stage_are_those_megatron_builds(pp, vpp):
     from quintet.engine.config import transformer_config
     from quintet.engine.mesh import Mesh, Sizes
 
-    layout, mesh = schema.Layout(pp=pp, vpp=vpp), Mesh(Sizes(pp=pp), 0, None)
-    shape = replace(SHAPE, layers=16)
-    made = transformer_config(shape, layout, mesh, schema.Engine(), dtype=torch.float32)
-    found = []
+    layout, shape = schema.Layout(pp=pp, vpp=vpp, stage_layers=counts), replace(SHAPE, layers=16)
+    assert layout.holds(16)
+    found = {}
     for stage, chunk in product(range(pp), range(vpp)):
+        mesh = Mesh(Sizes(pp=pp), stage, None)
+        made = transformer_config(shape, layout, mesh, schema.Engine(), dtype=torch.float32)
         part = chunk if vpp > 1 else None
         first = get_transformer_layer_offset(made, vp_stage=part, pp_rank=stage)
         layers = range(first, first + get_num_layers_to_build(made, vp_stage=part, pp_rank=stage))
-        assert stage_layers(16, pp=pp, vpp=vpp, stage=stage, chunk=chunk) == layers
-        found += layers
-    assert sorted(found) == list(range(16))
+        assert layout.layers_of(16, stage)[chunk] == layers
+        found[chunk, stage] = layers
+    in_order = [found[key] for key in sorted(found)]
+    assert [layer for one in in_order for layer in one] == list(range(16))
+    assert counts is None or [len(one) for one in in_order] == counts
 
 
 def test_transformer_engine_is_refused_where_it_cannot_be_had(caplog):

@@ -19,6 +19,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2-to-dp2": (2, {"tp": 2}, {}),
     "dp2-to-tp2": (2, {}, {"tp": 2}),
     "pp2-to-tp2": (2, {"pp": 2}, {"tp": 2}),
+    "uneven-pp2-to-tp2": (2, {"pp": 2, "stage_layers": [3, 1]}, {"tp": 2}),
+    "uneven-pp2-vpp2-to-pp2": (2, {"pp": 2, "vpp": 2, "stage_layers": [0, 1, 2, 1]}, {"pp": 2}),
     "tp2-pp2-to-dp4": (4, {"tp": 2, "pp": 2}, {}),
     "tp2-sp-to-pp2": (2, {"tp": 2, "sp": True}, {"pp": 2}),
 }
@@ -26,6 +28,11 @@ OF_EXPERTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2-to-etp2": (2, {"ep": 2}, {"etp": 2}),
     "etp2-to-dp2": (2, {"etp": 2}, {}),
     "ep4-to-tp2-sp-pp2": (4, {"ep": 4}, {"tp": 2, "sp": True, "pp": 2}),
+    "uneven-pp2-ep2-to-tp2-sp-ep2": (
+        4,
+        {"pp": 2, "ep": 2, "stage_layers": [1, 3]},
+        {"tp": 2, "sp": True, "ep": 2},
+    ),
     "pp2-ep2-to-tp2-sp-ep2": (4, {"pp": 2, "ep": 2}, {"tp": 2, "sp": True, "ep": 2}),
 }
 

@@ -110,7 +110,7 @@ def dispatched(
     finally:
         PackedMoELayer._compute, PackedMoELayer.preprocess = original_compute, original_preprocess
     assert set(once.values()) <= {1}
-    mine_layers = shape.moe_layers_of(mesh.at("pp"), pp=mesh.sizes.pp, vpp=case.vpp)
+    mine_layers = shape.moe_layers_in(engine.layout.layers_of(shape.layers, mesh.at("pp")))
     assert {layer for layer, _ in asked} == set(mine_layers)
     return seen, wrong, asked
 

@@ -67,6 +67,8 @@ class Case:
     sp: bool = False
     pp: int = 1
     vpp: int = 1
+    stages: str = ""
+    """Layers of each stage, 3.1, where they are not equally many."""
     cp: int = 1
     cp_comm: str = "all_gather"
     ep: int = 1
@@ -114,7 +116,9 @@ class Case:
                 flag = value is True or one.name == "distributed_optimizer"
                 text = value if isinstance(value, str) else f"{one.name}{'' if flag else value}"
                 said.append(
-                    f"{one.name}_{value}" if one.name in ("recompute", "replay", "aux_loss") else text
+                    f"{one.name}_{value}"
+                    if one.name in ("recompute", "replay", "aux_loss", "stages")
+                    else text
                 )
         return "-".join(said)
 
@@ -134,6 +138,7 @@ class Case:
                 sp=self.sp,
                 pp=self.pp,
                 vpp=self.vpp,
+                stage_layers=[int(one) for one in self.stages.split(".")] if self.stages else None,
                 cp=self.cp,
                 dynamic_cp=self.mixed,
                 ep=self.ep,
@@ -448,6 +453,35 @@ def frozen_cases(ranks: int, **fixed: Any) -> list[Case]:
     return [*found, *bf16("qwen3", ranks, frozen=".o_proj", **fixed)]
 
 
+STAGE_LAYOUTS = (
+    Case("qwen3", stages="3.1", pp=2, dp=2, distributed_optimizer=True),
+    Case("qwen3-tied", stages="1.3", pp=2, tp=2, sp=True, recompute="full"),
+    Case("qwen2-tied", stages="0.2.2.0", pp=4),
+    Case("deepseek_v3", stages="1.3", pp=2, dp=2, ep=2, distributed_optimizer=True),
+    Case("deepseek_v3-tied", stages="2.1.1.0", pp=2, vpp=2, recompute="selective"),
+    Case("deepseek_v3", stages="4.0", **_R, **_BIAS, mtp=2, pp=2, cp=2, mixed=True),
+    Case("qwen3_moe", stages="0.1.1.2", **_O, **_Z, **_AUX, pp=2, vpp=2, cp=2, etp=1),
+)
+"""Uneven pipeline stages in `make test`, those of an embedding or a head alone among them."""
+
+
+def stage_cases(ranks: int, **fixed: Any) -> list[Case]:
+    """Every value of every axis beside uneven stages, and what no axis has."""
+    if ranks < 2:
+        return []
+    two, four = {"pp": 2, "stages": "1.3", **fixed}, {"pp": 2, "vpp": 2, "stages": "0.1.2.1", **fixed}
+    found = []
+    for family in ("qwen3", "deepseek_v3"):
+        found += covering(family, ranks, strength=1, vpp=1, **two)
+        found += covering(family, ranks, strength=1, **four)
+        found += bf16(family, ranks, vpp=1, **two)
+    for how in ({**_Z, **_BATCH}, {**_Z, **_AUX}, _R, _O, _GATE, {"lora": True}):
+        found.append(Case("qwen3_moe", **how, optimizer="sgd", **two))  # else near a tie
+    found += [Case(family, **two) for family in ("llama", "glm4_moe", "mixtral", "gpt_oss", "qwen2")]
+    found.append(Case("mimo", mtp=1, mtp_loss="self_distill", mtp_detach=False, **two))
+    return [*found, Case("deepseek_v3", **_BIAS, **two)]
+
+
 def fast_cases() -> list[Case]:
     """What `make test` runs: up to 4 ranks."""
     found: list[Case] = []
@@ -458,7 +492,7 @@ def fast_cases() -> list[Case]:
         found += covering(family, 4) if family in THOROUGH else few(family)
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
     found += [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
-    return ordered([*found, *MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS, *FROZEN_LAYOUTS])
+    return ordered([*found, *MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS, *FROZEN_LAYOUTS, *STAGE_LAYOUTS])
 
 
 def slow_cases() -> list[Case]:
@@ -469,6 +503,7 @@ def slow_cases() -> list[Case]:
     ]
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
     found += [*lora_cases(4), *mtp_cases(4), *replay_cases(4), *balance_cases(4), *frozen_cases(4)]
+    found += stage_cases(4)
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)
 
@@ -493,7 +528,7 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
     found = [
         case
         for backend in backends
-        for some in (lora_cases, mtp_cases, replay_cases, balance_cases, frozen_cases)
+        for some in (lora_cases, mtp_cases, replay_cases, balance_cases, frozen_cases, stage_cases)
         for case in some(gpus, backend=backend)
     ]
     for family, backend in product(FAMILIES, backends):
@@ -509,6 +544,8 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
             found += bf16(family, gpus, backend=backend, mtp=1, head="lm", **hybrid, pp=1)
         if family == "qwen3":
             found += bf16(family, gpus, backend=backend, frozen=".o_proj", **hybrid)
+            if gpus > 1:
+                found += bf16(family, gpus, backend=backend, pp=2, vpp=1, stages="3.1", **hybrid)
         if family == "deepseek_v3":
             for how in ({**_BIAS, **_Z, **_AUX}, _BATCH):
                 found += bf16(family, gpus, backend=backend, **how, **hybrid)

@@ -69,6 +69,11 @@ def _not_zigzag(original: Any, cp: int, rank: int) -> tuple[int, int]:
     return rank, cp + rank
 
 
+def _equal_stages(original: Any, self: Any, *args: Any, **kwargs: Any) -> int:
+    """The number of the first layer as if every stage had as many."""
+    return self._stage * sum(len(one) for stage in self._chunks for one in stage) // len(self._chunks)
+
+
 def _average(original: Any, *args: Any) -> dict[str, Any]:
     return original(*args) | {"calculate_per_token_loss": False}
 
@@ -558,6 +563,13 @@ MISTAKES = {
         ("outputs", "loss", "gradients"),
         "quintet.engine.routes:BatchRoutes._row",
         _other_slice,
+    ),
+    "layers are numbered as on equal stages": Mistake(
+        Case("qwen3", pp=2, stages="1.3"),
+        (),
+        "quintet.engine.config:StageLayers.get_layer_offset",
+        _equal_stages,
+        raises="parameters without an entry in the qwen3 table",
     ),
     "routes are cut into stripes": Mistake(
         Case("qwen3_moe", cp=2, replay="rollout"),

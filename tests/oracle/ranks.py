@@ -115,7 +115,7 @@ def share(engine: Any, batch: int, mixed: bool = False) -> tuple[Any, list[RankC
 def stage_routes(engine: Any, batch: int) -> list[Tensor]:
     """What a rollout told of a batch's samples, for the layers with experts of this rank's stage."""
     shape, mesh = engine.shape, engine.mesh
-    mine = shape.moe_layers_of(mesh.at("pp"), pp=mesh.sizes.pp, vpp=engine.layout.vpp)
+    mine = shape.moe_layers_in(engine.layout.layers_of(shape.layers, mesh.at("pp")))
     places = [shape.moe_layers.index(layer) for layer in mine]
     told = routes(batch, len(shape.moe_layers), shape.moe.experts, shape.moe.top_k)
     return [one[:, places] for one in told]

@@ -148,6 +148,10 @@ STATIC: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3-tied", 4, {"pp": 2, "dtype": "bf16"}),
     ("qwen3-tied", 2, {"pp": 2, "vpp": 2, "dtype": "bf16"}),
     ("qwen3-tied", 2, {"pp": 2, "value": True}),
+    ("qwen3-tied", 2, {"pp": 2, "stage_layers": [0, 4], "dtype": "bf16"}),
+    ("deepseek_v3", 4, {"pp": 2, "vpp": 2, "stage_layers": [2, 1, 1, 0], "ep": 2, "dtype": "bf16"}),
+    ("qwen3", 4, {"pp": 4, "stage_layers": [0, 3, 1, 0]}),
+    ("mimo", 2, {"pp": 2, "stage_layers": [4, 0], "dtype": "bf16", "mtp": schema.Mtp()}),
     ("qwen3_moe", 1, {"dtype": "bf16"}),
     ("qwen3_moe", 4, {"ep": 2, "dtype": "bf16"}),
     ("qwen3_moe", 4, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
@@ -221,7 +225,7 @@ def packed_copies(cases: list[Setup]) -> list[tuple[Place, int]]:
 @pytest.mark.skipif(DEVICE != "cpu" or not linear._ONEDNN, reason="of CPUs that multiply by oneDNN")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_packed_copies_are_exact(pool, ranks):
-    layouts = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}]}[ranks]
+    layouts = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"pp": 2, "stage_layers": [1, 3]}]}[ranks]
     families = ("qwen2", "qwen3-tied", "deepseek_v3", "qwen3_moe", "glm4_moe", "mimo")
     cases = [setup(family, ranks, **how) for family in families for how in layouts]
     for rank in pool.run(packed_copies, ranks, cases):
@@ -230,6 +234,23 @@ def test_packed_copies_are_exact(pool, ranks):
     assert (
         packed_bytes(replace(cases[0], dtype="bf16")) == packed_bytes(replace(cases[0], device="cuda")) == 0
     )
+
+
+def test_micro_batches_keep_what_a_stage_has():
+    """As many layers as it holds, for as many micro-batches as are in flight there."""
+
+    def kept_at(stage, counts, vpp=1):
+        case = setup("deepseek_v3", 2, pp=2, vpp=vpp, stage_layers=counts, dtype="bf16")
+        return rank_memory(case, Place(pp=stage)).activations
+
+    for vpp, counts in ((1, [2, 2]), (2, [1, 1, 1, 1])):
+        assert [kept_at(p, counts, vpp) for p in (0, 1)] == [kept_at(p, None, vpp) for p in (0, 1)]
+    case = setup("deepseek_v3", 2, pp=2, dtype="bf16")
+    dense, experts = (of_chunk(case, range(n, n + 1), ends=False) for n in (0, 1))
+    assert kept_at(0, [1, 3]) == 2 * dense
+    assert kept_at(0, [3, 1]) == 2 * (dense + 2 * experts)
+    assert kept_at(1, [1, 3]) - kept_at(1, [3, 1]) == 2 * experts
+    assert kept_at(0, [0, 4]) == 0
 
 
 def test_the_share_on_the_cpu_leaves_the_device():

@@ -173,7 +173,7 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     (
         "megatron_options_are_free",
         ["engine.megatron.num_layers_in_first_pipeline_stage=1"],
-        ["equally many layers", "layout.pp"],
+        ["decided by layout.stage_layers"],
     ),
     ("megatron_options_are_free", ["engine.megatron.tp_comm_overlap=true"], ["quintet's own layers"]),
     (
@@ -427,13 +427,48 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["33 units of its MLP"],
     ),
     (
-        "model_divides",
+        "stages_hold_the_layers",
         ["layout.pp=3", "cluster.ranks=3"],
-        ["layout.pp=3 does not divide the model's 4 layers"],
+        ["layout.pp=3 does not divide the model's 4 layers", "balanced is layout.stage_layers=[1, 2, 1]"],
+    ),
+    (
+        "stages_hold_the_layers",
+        ["layout.pp=2", "layout.stage_layers=[3, 2]", "cluster.ranks=2"],
+        ["layout.stage_layers=[3, 2] is 2 pipeline stages of 5 layers together", "makes 2 of 4"],
+    ),
+    (
+        "stages_hold_the_layers",
+        ["layout.pp=2", "layout.stage_layers=[1, 1, 2]", "cluster.ranks=2"],
+        ["is 3 pipeline stages of 4 layers together, and layout.pp=2 with the model's 4 layers makes 2 of 4"],
+    ),
+    (
+        "stages_hold_the_layers",
+        [*("layout.pp=2", "layout.vpp=2", "layout.stage_layers=[3, 1]", "cluster.ranks=2"), OWN],
+        ["is 2 chunks of pipeline stages of 4 layers together", "makes 4 of 4"],
+    ),
+    (
+        "stages_hold_the_layers",
+        ["layout.pp=3", "layout.stage_layers=[2, 0, 2]", "cluster.ranks=3"],
+        ["leaves a stage in the middle without layers", "balanced is layout.stage_layers="],
+    ),
+    (
+        "stages_hold_the_layers",
+        ["layout.pp=3", "layout.stage_layers=[1, 2, 1]", "rollout.layout={pp: 3, tp: 2}", "cluster.ranks=6"],
+        ["rollout.layout.pp=3 does not divide the model's 4 layers"],
+    ),
+    (
+        "every_stage_has_adapters",
+        ["lora.rank=2", "layout.pp=2", "layout.stage_layers=[0, 4]", "cluster.ranks=2"],
+        ["no layer of an empty stage has adapters"],
+    ),
+    (
+        "roles_layouts_are_layouts",
+        ["algorithm.name=ppo", "cluster.ranks=2", "critic.layout={pp: 2, stage_layers: [1, 1]}"],
+        ["critic.layout.stage_layers=[1, 1] is 2 pipeline stages of 2 layers together"],
     ),
     ("model_divides", ["rollout.layout.tp=4", "cluster.ranks=4"], ["rollout.layout.tp=4 does not divide"]),
     (
-        "model_divides",
+        "stages_hold_the_layers",
         ["layout.pp=2", "layout.vpp=4", "cluster.ranks=2"],
         ["layout.pp × vpp = 2 × 4 does not divide the model's 4 layers", "4 divides by 1, 2, 4"],
     ),

@@ -18,6 +18,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
     "tp2-sp": (2, {"tp": 2, "sp": True}),
     "pp2": (2, {"pp": 2}),
+    "uneven-pp2": (2, {"pp": 2, "stage_layers": [0, 4]}),
 }
 
 

@@ -20,6 +20,7 @@ PAIRS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "cp2-to-tp2": ("qwen3-tied", 2, {"cp": 2}, {"tp": 2}),
     "ep2-to-tp2": ("qwen3_moe", 2, {"ep": 2}, {"tp": 2, "sp": True}),
     "latent-ep2-to-dp2": ("deepseek_v3", 2, {"ep": 2}, {}),
+    "uneven-pp2-to-pp2": ("deepseek_v3-tied", 2, {"pp": 2, "stage_layers": [4, 0]}, {"pp": 2}),
     "latent-tp2-to-pp2": ("deepseek_v3-tied", 2, {"tp": 2, "sp": True}, {"pp": 2}),
     "stacked-etp2-to-ep2": ("gpt_oss", 2, {"etp": 2}, {"ep": 2}),
     "mtp-pp2-to-tp2": ("mimo", 2, {"pp": 2}, {"tp": 2}),

@@ -174,8 +174,10 @@ class Checkpoints:
         recipe = self._engine._optimizer_recipe
         return moment_names(recipe) if recipe is not None and self._engine._optimizer is not None else ()
 
-    def _layout(self) -> dict[str, int]:
-        return dataclasses.asdict(self._engine.mesh.sizes) | {"vpp": self._engine.layout.vpp}
+    def _layout(self) -> dict[str, Any]:
+        layout = self._engine.layout
+        uneven = {} if layout.stage_layers is None else {"stage_layers": layout.stage_layers}
+        return dataclasses.asdict(self._engine.mesh.sizes) | {"vpp": layout.vpp} | uneven
 
     def _description(self, moments: Sequence[str]) -> dict[str, Any]:
         """Content of state.json."""

@@ -10,7 +10,7 @@ from quintet.errors import UserError
 from quintet.models import ModelShape, Weight
 from quintet.recipe.rules.experts import expert_axes_need_experts, experts_divide
 from quintet.recipe.rules.facts import Facts
-from quintet.recipe.rules.layout import model_divides, vpp_needs_pp
+from quintet.recipe.rules.layout import model_divides, stages_hold_the_layers, vpp_needs_pp
 from quintet.recipe.schema import Cluster, Layout, Model, Recipe
 
 Part = tuple[int, int]
@@ -26,12 +26,24 @@ class Places:
         experts = layout.ep * self._etp if shape.moe else 1
         self._stage_ranks = math.lcm(layout.tp, experts)
         self.ranks = self._stage_ranks * layout.pp
+        self._stages = {
+            layer: stage
+            for stage in range(layout.pp)
+            for chunk in layout.layers_of(shape.layers, stage)
+            for layer in chunk
+        }
 
     def check(self) -> None:
         """Raise UserError in the words of the command line for sizes that the model does not divide by."""
         recipe = Recipe(model=Model(), layout=self._layout, cluster=Cluster(ranks=self.ranks))
         facts = Facts(recipe, "train", self._shape)
-        for rule in (vpp_needs_pp, model_divides, expert_axes_need_experts, experts_divide):
+        for rule in (
+            vpp_needs_pp,
+            model_divides,
+            stages_hold_the_layers,
+            expert_axes_need_experts,
+            experts_divide,
+        ):
             for problem in rule(facts):
                 raise UserError(problem.message.replace("layout.", "--"))
 
@@ -56,5 +68,4 @@ class Places:
         layer = re.match(r"decoder\.layers\.(\d+)\.", name)
         if layer is None:
             return self._layout.pp - 1
-        chunk = int(layer[1]) // (self._shape.layers // (self._layout.pp * self._layout.vpp))
-        return chunk % self._layout.pp
+        return self._stages[int(layer[1])]

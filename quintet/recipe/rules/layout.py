@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quintet.models.shape import ModelShape
+from quintet.models.stages import balanced_stages
 from quintet.recipe.problem import Problem
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules.facts import Facts, rule
 
 
@@ -67,19 +69,17 @@ def vpp_needs_pp(facts: Facts) -> Iterator[Problem]:
 
 @rule
 def model_divides(facts: Facts) -> Iterator[Problem]:
-    """tp divides heads, KV heads and the width of MLPs; pp × vpp divides the layers; in both layouts."""
+    """tp divides heads, KV heads and the width of MLPs, in both layouts."""
     if facts.shape is None:
         return
     layout, rollout = facts.recipe.layout, facts.recipe.rollout.layout
-    yield from _divides(facts.shape, "layout", layout.tp, layout.pp, layout.vpp)
+    yield from _divides(facts.shape, "layout", layout.tp)
     if rollout is not None:
         repeats = facts.recipe.rollout.backend != "native"
-        yield from _divides(facts.shape, "rollout.layout", rollout.tp, rollout.pp, 1, repeats)
+        yield from _divides(facts.shape, "rollout.layout", rollout.tp, repeats)
 
 
-def _divides(
-    shape: ModelShape, section: str, tp: int, pp: int, vpp: int, repeats: bool = False
-) -> Iterator[Problem]:
+def _divides(shape: ModelShape, section: str, tp: int, repeats: bool = False) -> Iterator[Problem]:
     """repeats: whether several ranks may hold the same KV head, where there are fewer of them than ranks (vllm, sglang)."""
     parts = [("attention heads", shape.heads)]
     if shape.mla is None and not (repeats and tp % shape.kv_heads == 0):
@@ -93,14 +93,52 @@ def _divides(
             yield Problem(
                 f"{section}.tp={tp} does not divide the model's {size} {name}; use a tp that divides {size}"
             )
-    if shape.layers % (pp * vpp):
-        stages = f"pp={pp}" if vpp == 1 else f"pp × vpp = {pp} × {vpp}"
+
+
+@rule
+def stages_hold_the_layers(facts: Facts) -> Iterator[Problem]:
+    """Stages of the training layout have the model's layers together, none of them empty but for what else is on the first and the
+    last; stages of a rollout equally many."""
+    if facts.shape is None:
+        return
+    layout, rollout, layers = facts.recipe.layout, facts.recipe.rollout.layout, facts.shape.layers
+    counts, parts = layout.stage_layers, layout.pp * layout.vpp
+    what = f"pp={layout.pp}" if layout.vpp == 1 else f"pp × vpp = {layout.pp} × {layout.vpp}"
+    better = _balanced(facts.shape, parts)
+    if counts is None and not layout.holds(layers):
         yield Problem(
-            f"{section}.{stages} does not divide the model's {shape.layers} layers, of which every stage holds the same "
-            f"number; {shape.layers} divides by {_divisors(shape.layers)}",
-            f"{section}.pp",
-            f"{section}.vpp",
+            f"layout.{what} does not divide the model's {layers} layers, and layout.stage_layers does not say how many each stage "
+            f"holds; {better or f'{layers} divides by {_divisors(layers)}'}",
+            "layout.pp",
+            "layout.vpp",
         )
+    elif counts is not None and not layout.holds(layers):
+        stages = "pipeline stages" if layout.vpp == 1 else "chunks of pipeline stages"
+        found = f"{len(counts)} {stages} of {sum(counts)} layers together"
+        yield Problem(
+            f"layout.stage_layers={counts} is {found}, and layout.{what} with the model's {layers} layers makes {parts} of {layers}"
+            + (f"; {better}" if better else "; use a smaller pp"),
+            "layout.pp",
+            "layout.vpp",
+        )
+    elif counts is not None and 0 in counts[1:-1]:
+        yield Problem(
+            f"layout.stage_layers={counts} leaves a stage in the middle without layers, which would do nothing; only the first, which "
+            "embeds, and the last, which has the head, may have 0" + (f"; {better}" if better else "")
+        )
+    if rollout is not None and not placement_of(facts.recipe).shares_weights and layers % rollout.pp:
+        yield Problem(
+            f"rollout.layout.pp={rollout.pp} does not divide the model's {layers} layers, of which every stage of a rollout holds "
+            f"the same number; {layers} divides by {_divisors(layers)}",
+            "rollout.layout.pp",
+        )
+
+
+def _balanced(shape: ModelShape, parts: int) -> str | None:
+    """What to write instead. A model that is built has a vocabulary, and so a head, whose size is not known here."""
+    return (
+        f"balanced is layout.stage_layers={balanced_stages(shape, parts)}" if parts <= shape.layers else None
+    )
 
 
 def _divisors(number: int) -> str:

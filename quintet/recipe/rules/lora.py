@@ -29,8 +29,7 @@ def adapters_fit(facts: Facts) -> Iterator[Problem]:
 def every_stage_has_adapters(facts: Facts) -> Iterator[Problem]:
     """Each pipeline stage, and each of its interleaved parts, has something to train."""
     shape, layout = facts.shape, facts.recipe.layout
-    parts = layout.pp * layout.vpp
-    if facts.recipe.lora is None or shape is None or parts == 1 or shape.layers % parts:
+    if facts.recipe.lora is None or shape is None or layout.pp == 1 or not layout.holds(shape.layers):
         return
     try:
         lora = lora_shape(facts.recipe, shape)
@@ -39,14 +38,15 @@ def every_stage_has_adapters(facts: Facts) -> Iterator[Problem]:
     assert lora is not None
     weights = table_of(shape)
     on = {int(one.name.split(".")[2]) for one in linears(weights) if adapted(one, lora)}
-    size = shape.layers // parts
-    for part in range(parts):
-        layers = range(part * size, (part + 1) * size)
+    parts = (layers for stage in range(layout.pp) for layers in layout.layers_of(shape.layers, stage))
+    for layers in parts:
         if not on & set(layers):
+            which = f"layer of {layers[0]} to {layers[-1]}" if layers else "layer of an empty stage"
             yield Problem(
-                f"lora.targets: no layer of {layers[0]} to {layers[-1]} has adapters, and with layout.pp={layout.pp} and "
-                f"layout.vpp={layout.vpp} these are a part of a stage, which would have nothing to train; choose targets in "
-                "every part, or a smaller pp"
+                f"lora.targets: no {which} has adapters, and with layout.pp={layout.pp} and layout.vpp={layout.vpp} these are a part "
+                "of a stage, which would have nothing to train; choose targets in every part, a smaller pp or other "
+                "layout.stage_layers",
+                "layout.stage_layers",
             )
             return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from quintet.models.shape import MOST_LAYERS, MoeShape
 from quintet.recipe.hub import is_hub_id, keep_path, snapshot
 from quintet.recipe.sections.fields import (
+    NonNegativeInt,
     Pattern,
     PositiveFloat,
     PositiveInt,
@@ -85,9 +87,12 @@ class Layout(Section):
     sp: bool = False
     """Sequence parallel: activations between the matrices are cut over the tp ranks. Needs tp > 1; experts need it then."""
     pp: Ranks = 1
-    """Pipeline parallel: stages of equally many layers."""
+    """Pipeline parallel: stages of equally many layers, or of as many as stage_layers says."""
     vpp: Ranks = 1
     """Virtual pipeline stages (model chunks) a rank: the interleaved schedule. Needs pp > 1; pp * vpp divides the layers."""
+    stage_layers: Annotated[list[NonNegativeInt], Field(min_length=1, max_length=MOST_LAYERS)] | None = None
+    """Layers of each of the pp pipeline stages (with vpp of each of the pp * vpp chunks), in the model's order; null is equally many.
+    The first and the last may have none, and hold the embedding and the head alone (docs/layouts.md)."""
     cp: Ranks = 1
     """Context parallel: each sample's tokens are spread over cp ranks, which share a micro-batch of cp times the budget."""
     dynamic_cp: bool = False
@@ -97,6 +102,18 @@ class Layout(Section):
     etp: Ranks | None = None
     """Expert tensor parallel: each expert is cut over etp ranks; null is tp. 1 keeps experts whole; needs ep > 1 to differ
     from tp."""
+
+    def holds(self, layers: int) -> bool:
+        """Return whether the stages have so many layers together."""
+        parts, counts = self.pp * self.vpp, self.stage_layers
+        return layers % parts == 0 if counts is None else (len(counts), sum(counts)) == (parts, layers)
+
+    def layers_of(self, layers: int, stage: int) -> list[range]:
+        """Return the numbers, from 0, of the layers in each of the vpp chunks of a pipeline stage. Chunks go round the stages, so that
+        a stage's own are not neighbours. layers: of the model, which `holds`."""
+        parts = self.pp * self.vpp
+        ends = [0, *accumulate(self.stage_layers or [layers // parts] * parts)]
+        return [range(ends[part], ends[part + 1]) for part in range(stage, parts, self.pp)]
 
 
 class Lora(Section):

@@ -24,6 +24,11 @@ FAST = {
         Case("deepseek_v3-tied", pp=2, dp=2, ep=2, distributed_optimizer=True),
         Case("deepseek_v3-tied", tp=2, sp=True, dp=2, ep=2, etp=2, distributed_optimizer=True),
     ],
+    "uneven stages": [
+        Case("deepseek_v3", stages="0.2.1.1", pp=2, vpp=2, dp=2, ep=2, distributed_optimizer=True),
+        Case("deepseek_v3", stages="1.3", pp=2, dp=2, ep=2, distributed_optimizer=True),
+        Case("deepseek_v3", pp=2, vpp=2),
+    ],
     "layers ahead": [
         Case("mimo", mtp=1, pp=2, dp=2, distributed_optimizer=True),
         Case("mimo", mtp=1, tp=2, sp=True),
@@ -44,6 +49,11 @@ SLOW = {
         Case("qwen3-tied", pp=4, distributed_optimizer=True),
         Case("qwen3-tied", tp=4, sp=True),
         Case("qwen3-tied", dp=4, distributed_optimizer=True),
+    ],
+    "tied on uneven stages": [
+        Case("qwen3-tied", stages="3.1", pp=2, dp=2, distributed_optimizer=True),
+        Case("qwen3-tied", stages="0.2.2.0", pp=4),
+        Case("qwen3-tied", pp=2, tp=2, sp=True),
     ],
     "fewer ranks hold more experts": [
         Case("qwen3_moe", dp=4, ep=4, distributed_optimizer=True),

@@ -1,0 +1,53 @@
+"""How many layers each pipeline stage is best given: the first also embeds tokens, the last has the head."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from quintet.models.shape import ModelShape
+
+
+def balanced_stages(shape: ModelShape, stages: int) -> list[int]:
+    """Return the number of layers of each stage, in the model's order, with which the stages' times are as even as can be (the sum of
+    their squares the least), and then their weights. The last may have none, beside a large head; there are no fewer layers than stages.
+
+    Time is counted in the weights that a token is multiplied by, the head's among them; of weights the embedding's count, too.
+    """
+    times, weights = zip(*(_of_layer(shape, layer) for layer in range(shape.layers)), strict=True)
+    rows = shape.hidden_size * shape.vocab_size
+    head = rows if shape.head == "lm" else 0
+    ahead = [_of_layer(shape, shape.layers + depth) for depth in range(shape.mtp_layers)]
+    last_time = head * (1 + shape.mtp_layers) + sum(time for time, _ in ahead)
+    last_weights = head + sum(held for _, held in ahead)
+    time_to, weights_to = [0, *accumulate(times)], [0, *accumulate(weights)]
+    most = 3 * -(-shape.layers // stages)  # of one stage; bounds the search
+    best: list[tuple[int, int, list[int]]] = []
+    """For each number of layers: the sums of squares, of times and of weights, and what each stage so far has."""
+    for stage in range(stages):
+        last = stage == stages - 1
+        found: list[tuple[int, int, list[int]]] = []
+        for stop in range(shape.layers + 1):
+            ways = []
+            starts = [0] if stage == 0 else range(max(0, stop - most), stop + last)
+            for start in starts:
+                before = best[start] if stage else (0, 0, [])
+                if len(before[2]) < stage or (stop == start and not last):
+                    continue
+                time = time_to[stop] - time_to[start] + last * last_time
+                held = weights_to[stop] - weights_to[start] + last * last_weights + (stage == 0) * rows
+                ways.append((before[0] + time**2, before[1] + held**2, [*before[2], stop - start]))
+            found.append(min(ways, default=(0, 0, [])))
+        best = found
+    return best[shape.layers][2]
+
+
+def _of_layer(shape: ModelShape, layer: int) -> tuple[int, int]:
+    """Weights of a layer that a token is multiplied by, and all."""
+    if not shape.is_moe(layer) or shape.moe is None:
+        feed_forward = 3 * shape.hidden_size * shape.ffn_hidden_size
+        return shape.attention_parameters + feed_forward, shape.attention_parameters + feed_forward
+    time, held = (
+        shape.attention_parameters + shape.moe.parameters(shape.hidden_size, experts)
+        for experts in (shape.moe.top_k, shape.moe.experts)
+    )
+    return time, held
