@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quintet.models.fp8_blocks import BLOCK
 from quintet.models.hf_config import HfConfig
 from quintet.models.shape import MOST_LAYERS, ModelShape, Rope
 
@@ -134,7 +135,11 @@ def _refuse_other_layers(config: HfConfig, kinds: set[str]) -> None:
         )
     if config.text("hidden_act", "silu") != "silu":
         raise config.wrong("hidden_act", '"silu": no other activation is supported')
-    if config.section("quantization_config").data:
+    quantized = config.section("quantization_config").data
+    kind = [quantized.get(key) for key in ("quant_method", "weight_block_size")]
+    if quantized and (kind != ["fp8", [BLOCK, BLOCK]] or quantized.get("fmt", "e4m3") != "e4m3"):
         raise config.wrong(
-            "quantization_config", "none: quantized weights cannot be trained; convert them to bf16"
+            "quantization_config",
+            f"none, or fp8 (e4m3) with weight_block_size [{BLOCK}, {BLOCK}]: otherwise quantized weights cannot be trained; convert "
+            "them to bf16",
         )

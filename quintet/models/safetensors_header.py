@@ -14,9 +14,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from quintet.errors import UserError, reading
+from quintet.models import fp8_blocks
 
-DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Types of a weight that can be read, and their bytes. Quantized weights would come out as nonsense."""
+DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, fp8_blocks.DTYPE: 1}
+"""Types of a weight that can be read, and their bytes; 8 bits with the scales of their blocks. Other quantized weights would come out
+as nonsense."""
 
 
 @dataclass(frozen=True)

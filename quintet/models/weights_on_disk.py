@@ -10,6 +10,8 @@ from pathlib import Path
 
 from quintet.errors import UserError, reading
 from quintet.models.family import read_shape, table_of
+from quintet.models.fp8_blocks import BLOCK, SCALE, scales_shape
+from quintet.models.fp8_blocks import DTYPE as FP8
 from quintet.models.hf_config import read_json
 from quintet.models.safetensors_header import DTYPES, Entry, Header, read_header
 from quintet.models.shape import ModelShape
@@ -26,10 +28,11 @@ VALUE_HEAD = "score.weight"
 
 @dataclass(frozen=True)
 class Located:
-    """One tensor and the file it is in."""
+    """One tensor and the file it is in. scales: of the blocks of one in 8 bits."""
 
     file: Path
     entry: Entry
+    scales: Located | None = None
 
     def read(self, start: int, stop: int) -> bytes:
         """Return the bytes of the tensor. Raises UserError naming a file that cannot be read."""
@@ -40,7 +43,7 @@ class Located:
 
 @dataclass(frozen=True)
 class WeightsOnDisk:
-    """What the safetensors files of a Hugging Face directory hold, by tensor and by file."""
+    """What the safetensors files of a Hugging Face directory hold, by tensor and by file. Scales of blocks are with their tensor."""
 
     path: Path
     tensors: dict[str, Located]
@@ -61,6 +64,9 @@ def fingerprint(weights: WeightsOnDisk, nbytes: int = 4096) -> str:
         start = max(0, (size - nbytes) // 2)
         digest.update(f"{name} {entry.dtype} {entry.shape} ".encode())
         digest.update(one.read(start, min(start + nbytes, size)))
+        if one.scales is not None:
+            size = one.scales.entry.stop - one.scales.entry.start
+            digest.update(one.scales.read(0, min(nbytes, size)))
     return digest.hexdigest()
 
 
@@ -75,9 +81,8 @@ def find_weights(path: Path) -> WeightsOnDisk:
         if not single.is_file():
             raise UserError(f"{path}: neither model.safetensors nor model.safetensors.index.json is there")
         header = read_header(single)
-        return WeightsOnDisk(
-            path, {n: Located(single, e) for n, e in header.tensors.items()}, {single: header}
-        )
+        found = {n: Located(single, e) for n, e in header.tensors.items()}
+        return WeightsOnDisk(path, _with_scales(found), {single: header})
     file_of = _read_index(index)
     named: dict[Path, set[str]] = defaultdict(set)
     for name, file in file_of.items():
@@ -93,7 +98,23 @@ def find_weights(path: Path) -> WeightsOnDisk:
             raise UserError(f"{file} is missing: {index} names it; download it again")
         headers[file] = read_header(file)
         _check_index(index, file_of, names, file, headers[file])
-    return WeightsOnDisk(path, {n: Located(f, headers[f].tensors[n]) for n, f in file_of.items()}, headers)
+    found = {n: Located(f, headers[f].tensors[n]) for n, f in file_of.items()}
+    return WeightsOnDisk(path, _with_scales(found), headers)
+
+
+def _with_scales(tensors: dict[str, Located]) -> dict[str, Located]:
+    """The same tensors, those in 8 bits with their scales, which are no weights of their own."""
+    of = {
+        name: name + SCALE
+        for name, one in tensors.items()
+        if one.entry.dtype == FP8 and name + SCALE in tensors
+    }
+    scales = set(of.values())
+    return {
+        name: replace(one, scales=tensors[of[name]]) if name in of else one
+        for name, one in tensors.items()
+        if name not in scales
+    }
 
 
 def _read_index(index: Path) -> dict[str, Path]:
@@ -227,4 +248,24 @@ def check_weights(path: Path, shape: ModelShape) -> WeightsOnDisk:
                     f"{file}: {name} is of type {entry.dtype}; expected {', '.join(DTYPES)}: "
                     "quantized weights cannot be trained"
                 )
+            if entry.dtype == FP8:
+                _check_scales(name, found.tensors[name])
     return found
+
+
+def _check_scales(name: str, one: Located) -> None:
+    """See that a tensor in 8 bits is a matrix with a scale for each block."""
+    if one.scales is None:
+        raise UserError(
+            f"{one.file}: {name} is in 8 bits, and {name}{SCALE} with the scales of its {BLOCK} × {BLOCK} blocks is not there: quantized "
+            "weights cannot be trained; get all files of the model, or its bf16 version"
+        )
+    entry = one.scales.entry
+    wanted = scales_shape(one.entry.shape) if len(one.entry.shape) == 2 else None
+    if entry.shape != wanted:
+        raise UserError(
+            f"{one.scales.file}: {name}{SCALE} has shape {entry.shape}; blocks of {BLOCK} × {BLOCK} of {name}, whose shape is "
+            f"{one.entry.shape}, have scales of shape {wanted}"
+        )
+    if entry.dtype not in ("F32", "BF16"):
+        raise UserError(f"{one.scales.file}: {name}{SCALE} is of type {entry.dtype}; expected F32 or BF16")

@@ -158,6 +158,11 @@ GLM = {
             "first_k_dense_replace is -1; expected a whole number, 0 or more",
         ),
         (LATENT, {"quantization_config": {"quant_method": "fp8"}}, "quantized weights cannot be trained"),
+        (
+            LATENT,
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}},
+            "expected none, or fp8 (e4m3) with weight_block_size [128, 128]",
+        ),
     ],
 )
 def test_experts_and_latents_that_cannot_be_trained_are_refused(

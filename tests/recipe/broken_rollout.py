@@ -60,6 +60,11 @@ DRAFTS = [
 BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
     *DRAFTS,
     (
+        "rollouts_read_no_eight_bits",
+        ["@fp8", "rollout.backend=vllm"],
+        ["its weights are in 8 bits", "vllm would be started for 8 bits"],
+    ),
+    (
         "separate_rollouts_have_devices",
         ["rollout.ranks=2"],
         ["rollout.ranks=2 is not read by a colocated rollout", "rollout.placement=separate"],

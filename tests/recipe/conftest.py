@@ -17,7 +17,8 @@ data:
   task: addition
 """
 
-MODELS = {"dense": QWEN3, "moe": QWEN3_MOE, "mla": DEEPSEEK_V3}
+_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+MODELS = {"dense": QWEN3, "moe": QWEN3_MOE, "mla": DEEPSEEK_V3, "fp8": QWEN3 | _FP8}
 
 Load = Callable[..., Recipe]
 

@@ -1,6 +1,4 @@
-"""Matrices in 8 bits, as Hugging Face directories of FP8 models hold them (DeepSeek-V3, https://arxiv.org/abs/2412.19437,
-section 3.3.2): `X.weight` in float8_e4m3fn, and `X.weight_scale_inv` with an fp32 scale for each block of 128 × 128. A weight
-is its 8-bit number times its block's scale; blocks at the lower and right edges may be smaller.
+"""Matrices in 8 bits: between them and other types (`quintet.models.fp8_blocks` says what they are).
 
 Scales are powers of two, by the rule that TransformerEngine's Float8BlockScaling has unless told otherwise: weights that are
 multiplied in 8 bits there and those that a rollout is sent are the same bytes. Dividing by such a scale rounds nothing.
@@ -15,13 +13,13 @@ from torch import Tensor
 
 from quintet.errors import UserError
 from quintet.models import ModelShape, family_named
+from quintet.models.fp8_blocks import BLOCK as BLOCK
+from quintet.models.fp8_blocks import SCALE as SCALE
+from quintet.models.fp8_blocks import scales_shape as scales_shape
 from quintet.models.lora import linears
 
-BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
-SCALE = "_scale_inv"
-"""What the name of a matrix's scales ends in, after that of the matrix."""
 EXPONENT = 0x7F800000
 """The bits of an fp32 number's exponent: a positive one with these alone is the largest power of two within it."""
 CHUNK_BLOCKS = 1024
@@ -40,12 +38,6 @@ def quantized_names(shape: ModelShape) -> set[str]:
             "scales of 128 × 128 blocks is known; remove it"
         )
     return {f"{part.name}.weight" for linear in linears(weights) for part in linear.parts}
-
-
-def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of the scales of a matrix [rows, columns]."""
-    rows, columns = shape
-    return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 @torch.no_grad()
@@ -75,11 +67,13 @@ def rounded(numbers: Tensor, scale: Tensor) -> Tensor:
     return numbers.div_(scale).clamp_(-LARGEST, LARGEST).to(DTYPE)
 
 
-def dequantize(quantized: Tensor, scales: Tensor) -> Tensor:
-    """Return the matrix in fp32."""
-    rows, columns = quantized.shape
-    by_row = scales.repeat_interleave(BLOCK, 0)[:rows]
-    return quantized.float() * by_row.repeat_interleave(BLOCK, 1)[:, :columns]
+def dequantize(quantized: Tensor, scales: Tensor, first: tuple[int, int] = (0, 0)) -> Tensor:
+    """Return in fp32 a matrix or a part of one that begins at row and column `first`. scales: of the whole matrix."""
+    rows, columns = (
+        torch.arange(start, start + size, device=scales.device) // BLOCK
+        for start, size in zip(first, quantized.shape, strict=True)
+    )
+    return quantized.float().mul_(scales[rows][:, columns])
 
 
 def _chunks(matrix: Tensor) -> Iterator[tuple[slice, slice]]:

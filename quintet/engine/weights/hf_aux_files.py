@@ -33,12 +33,16 @@ COMPANIONS = (
 """Files that a saved model takes along, as patterns."""
 
 
+_OF_SOURCE = ("torch_dtype", "quantization_config")
+"""Keys of config.json that say how the weights are stored, where a model comes from."""
+
+
 def saved_config(
     config: dict[str, Any], shape: ModelShape, dtype: torch.dtype, mtp_layers: int
 ) -> dict[str, Any]:
     """Return the config.json of a model saved as `dtype`, from that of the model it was made of. mtp_layers: layers for
     multi-token prediction that are saved with it."""
-    saved = {key: value for key, value in config.items() if key != "torch_dtype"}
+    saved = {key: value for key, value in config.items() if key not in _OF_SOURCE}
     saved["dtype"] = str(dtype).removeprefix("torch.")
     if not mtp_layers:
         saved |= {key: 0 for key in MTP_KEYS if saved.get(key)}

@@ -2,7 +2,7 @@
 the files.
 
 What lies in one piece in the file and in the parameter is read right into the parameter. Everything else (another type,
-a GPU, interleaved rows, columns) goes through a buffer a thread. All buffers together are never more than the model's
+a GPU, interleaved rows, columns, 8 bits with their blocks' scales) goes through a buffer a thread. All buffers together are never more than the model's
 largest tensor: that and the shards themselves are the host memory of a load. Files are read with pread: pages of
 a memory-mapped file would count as the process's memory, and each would cost a fault.
 """
@@ -24,9 +24,12 @@ import torch
 from torch import Tensor
 
 from quintet.engine.device import memory
+from quintet.engine.weights import fp8
 from quintet.engine.weights.shards import Box, Shard
 from quintet.errors import UserError
+from quintet.models import fp8_blocks
 from quintet.models.checksums import BLOCK_BYTES, damaged, recorded_sums
+from quintet.models.mcore import box_sizes, whole_box
 from quintet.models.safetensors_header import DTYPES, Entry
 from quintet.models.weights_on_disk import Located, WeightsOnDisk
 
@@ -34,7 +37,14 @@ CHUNK_BYTES = 8 << 20
 """Read at once. Large enough for disks and PCIe, small enough that what was read is still in a CPU cache."""
 THREADS = 8
 
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    fp8_blocks.DTYPE: torch.bfloat16,
+}
+"""Types in which weights are held that a file holds as another tool calls it; 8 bits are multiplied by their blocks' scales."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class Piece:
     dim: int
     start: int
     stop: int
+    scales: Located | None = None
 
     @property
     def cuts_columns(self) -> bool:
@@ -59,17 +70,19 @@ class Piece:
         return math.prod(b - a for a, b in self.box) * DTYPES[self.entry.dtype] != self.stop - self.start
 
 
-def _pieces(shard: Shard, weights: WeightsOnDisk) -> Iterator[Piece]:
-    """A shard's box in pieces of about CHUNK_BYTES, cut where its view can be cut."""
-    located = weights.tensors[shard.name]
+def _pieces(shard: Shard, located: Located) -> Iterator[Piece]:
+    """A shard's box in pieces of about CHUNK_BYTES as they are computed with, cut where its view can be cut."""
     width = DTYPES[located.entry.dtype]
+    most = (
+        CHUNK_BYTES if located.scales is None else CHUNK_BYTES // 8
+    )  # of them, and of their scales, in fp32
     strides = [math.prod(shard.shape[dim + 1 :]) * width for dim in range(len(shard.shape))]
 
     def cut(box: Box, dim: int, offset: int) -> Iterator[Piece]:
         (first, last), stride = box[dim], strides[dim]
         unit = shard.unit(dim)
-        inner = dim + 1 < len(box) and unit == 1 and stride > CHUNK_BYTES
-        step = 1 if inner else max(CHUNK_BYTES // (unit * stride), 1) * unit
+        inner = dim + 1 < len(box) and unit == 1 and stride > most
+        step = 1 if inner else max(most // (unit * stride), 1) * unit
         for start in range(first, last, step):
             stop = min(start + step, last)
             part = (*box[:dim], (start, stop), *box[dim + 1 :])
@@ -84,6 +97,7 @@ def _pieces(shard: Shard, weights: WeightsOnDisk) -> Iterator[Piece]:
                     dim,
                     offset + start * stride,
                     offset + stop * stride,
+                    located.scales,
                 )
 
     if all(start < stop for start, stop in shard.box):  # a rank's rows of the vocabulary may all be padding
@@ -102,7 +116,7 @@ def same_bytes(one: Located, other: Located) -> bool:
         here, there = (of.read(at, min(at + CHUNK_BYTES, size)) for of in (one, other))
         if here != there:
             return False
-    return True
+    return one.scales is None or other.scales is None or same_bytes(one.scales, other.scales)
 
 
 class HfReader:
@@ -132,7 +146,7 @@ class HfReader:
         Raises UserError naming file and tensor for what cannot be read, does not fit its checksum, or holds values that
         are not finite; the shards' contents are then no model.
         """
-        pieces = [piece for shard in shards for piece in _pieces(shard, self._weights)]
+        pieces = [piece for shard in shards for piece in _pieces(shard, self._weights.tensors[shard.name])]
         pieces.sort(key=lambda piece: (piece.file, piece.entry.start + piece.start))
         run = self._pool.map if len(pieces) > 1 else map
         for failure in list(run(self._read_unless_failed, pieces)):
@@ -167,7 +181,7 @@ class HfReader:
     def _read(self, piece: Piece) -> None:
         view, dtype = piece.shard.part(piece.box), TORCH_DTYPES[piece.entry.dtype]
         straight = view.device.type == "cpu" and view.dtype == dtype and view.is_contiguous()
-        if straight and not piece.cuts_columns:
+        if straight and not piece.cuts_columns and piece.scales is None:
             self._read_bytes(piece, memory(view))
         else:
             self._through_buffer(piece, view, dtype)
@@ -175,20 +189,35 @@ class HfReader:
 
     def _through_buffer(self, piece: Piece, view: Tensor, dtype: torch.dtype) -> None:
         mine, on_gpu, size = self._mine, view.device.type == "cuda", piece.stop - piece.start
+        scales = (
+            None if piece.scales is None else self._scales(piece, piece.scales)
+        )  # through the same buffer
         if getattr(mine, "copied", None) is not None:
             mine.copied.synchronize()  # the GPU may still be reading what the buffer held before
         if not hasattr(mine, "buffer") or len(mine.buffer) < size:
             mine.buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=on_gpu)
         held = mine.buffer[:size]
         self._read_bytes(piece, memory(held))
-        rows = held.view(dtype).view(-1, *piece.shard.shape[piece.dim + 1 :])
+        rows = held.view(dtype if scales is None else fp8.DTYPE).view(-1, *piece.shard.shape[piece.dim + 1 :])
         if on_gpu:
             rows = rows.to(view.device, non_blocking=True)
             mine.copied = torch.cuda.Event()
             mine.copied.record()
         later = piece.box[piece.dim + 1 :]
         part = rows[(slice(None), *(slice(start, stop) for start, stop in later))]
+        if scales is not None:
+            (first, _), (left, _) = piece.box
+            part = fp8.dequantize(part.reshape(box_sizes(piece.box)), scales.to(view.device), (first, left))
         view.copy_(part.reshape(view.shape))
+
+    def _scales(self, piece: Piece, located: Located) -> Tensor:
+        """All scales of the tensor that a piece is of, fp32 on the CPU: one for 16,384 weights."""
+        shape = located.entry.shape
+        scales = torch.empty(shape)
+        of = Shard(piece.shard.name + fp8.SCALE, shape, whole_box(shape), scales)
+        for one in _pieces(of, located):
+            self._read(one)
+        return scales
 
     def _read_bytes(self, piece: Piece, into: memoryview) -> None:
         """Read a piece's bytes, and check every block of them that has a checksum: with what is left and right of the

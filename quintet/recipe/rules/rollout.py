@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quintet.errors import UserError
+from quintet.models.family import read_config
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of
@@ -152,4 +153,20 @@ def routes_are_kept(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "rollout.return_routes=true is not read with mismatch.replay_samples_per_step=0: routes are kept with those samples "
             "alone; remove one of them, or set engine.replay_routes=rollout"
+        )
+
+
+@rule
+def rollouts_read_no_eight_bits(facts: Facts) -> Iterator[Problem]:
+    """Other engines make of a directory in 8 bits a model in 8 bits, which the trained weights are not."""
+    backend = facts.recipe.rollout.backend
+    if backend == "native" or facts.command == "sft" or facts.read is None:
+        return
+    path = facts.recipe.model.directory
+    if path is not None and read_config(path).get("quantization_config"):
+        yield Problem(
+            f"rollout.backend={backend} with model.path={path}: its weights are in 8 bits, are trained in model.dtype, and {backend} "
+            "would be started for 8 bits; convert them once (quintet convert hf-to-mcore, then mcore-to-hf), or use "
+            "rollout.backend=native",
+            "model.path",
         )
