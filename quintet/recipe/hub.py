@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from quintet import models
 from quintet.errors import UserError
 from quintet.recipe.time_limit import no_time_limit
 
@@ -20,6 +24,43 @@ def is_hub_id(path: Path) -> bool:
     """Return whether a model's path is an id of the hub: owner/name, and neither it nor a directory `owner` is here."""
     return bool(re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", str(path), re.ASCII)) and not (
         path.exists() or path.parent.exists()
+    )
+
+
+SHAPES = Path(models.__file__).parent / "shapes"
+"""A directory each with the config.json of a model, for what is planned without its files."""
+
+_ALONE: ContextVar[bool] = ContextVar("shapes_alone", default=False)
+
+
+@contextlib.contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Meanwhile a model need be no more than a config.json: in its directory, or one that came with quintet, by its name."""
+    before = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(before)
+
+
+def are_shapes_alone() -> bool:
+    """Return whether `shapes_alone` holds."""
+    return _ALONE.get()
+
+
+def shape_alone(path: Path) -> Path | None:
+    """Return the directory with a model's config.json while `shapes_alone`, None otherwise: nothing is downloaded.
+
+    Raises UserError where there is none.
+    """
+    if not _ALONE.get() or (path / "config.json").is_file():
+        return path if _ALONE.get() else None
+    if (SHAPES / path.name / "config.json").is_file():
+        return SHAPES / path.name
+    known = ", ".join(sorted(one.name for one in SHAPES.iterdir() if one.is_dir()))
+    raise UserError(
+        f"model.path: {path} has no config.json (looked in {Path.cwd()}), and no shape of this name came with quintet ({known}); name a "
+        "directory with a config.json"
     )
 
 

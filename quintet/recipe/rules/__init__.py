@@ -11,6 +11,7 @@ from quintet.errors import UserError
 from quintet.models.family import read_shape
 from quintet.models.shape import ModelShape
 from quintet.models.weights_on_disk import held_shape
+from quintet.recipe.hub import are_shapes_alone
 from quintet.recipe.mtp import with_mtp
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in this order)
@@ -35,7 +36,10 @@ from quintet.recipe.schema import Recipe
 from quintet.recipe.time_limit import TimeUp, stop_the_clock
 from quintet.recipe.user_family import use_family
 
-__all__ = ["RULES", "Command", "Facts", "Problem", "broken_rules", "shape_of"]
+OF_FILES = frozenset({"weights_are_there", "data_is_named", "reward_is_there", "rollouts_read_no_eight_bits"})
+"""Rules of files and of what is installed, which do not count while a model need be no more than a config.json."""
+
+__all__ = ["OF_FILES", "RULES", "Command", "Facts", "Problem", "broken_rules", "shape_of"]
 
 
 def shape_of(recipe: Recipe) -> ModelShape | None:
@@ -49,7 +53,8 @@ def shape_of(recipe: Recipe) -> ModelShape | None:
     use_family(recipe.model.family)
     if path is not None and build is None:
         directory = recipe.model.directory or path
-        return with_mtp(recipe, read_shape(directory) if recipe.mtp is None else held_shape(directory))
+        whole = recipe.mtp is None or are_shapes_alone()
+        return with_mtp(recipe, read_shape(directory) if whole else held_shape(directory))
     return with_mtp(recipe, shape_of_built(build)) if path is None and build is not None else None
 
 
@@ -64,13 +69,14 @@ def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
         text = str(error) if keys else f"model.path: {str(error).removeprefix('model.path: ')}"
         problems.append(Problem(text, *keys[:1]))
     facts = Facts(recipe, command, shape)
-    for number, one in enumerate(RULES):
+    rules = [one for one in RULES if not (are_shapes_alone() and one.__name__ in OF_FILES)]
+    for number, one in enumerate(rules):
         try:
             problems += one(facts)
         except TimeUp as limit:
             stop_the_clock()
             sentence = (one.__doc__ or "").strip().partition("\n")[0]
-            said = f"{limit} did not suffice to look through {len(RULES) - number} of its rules, from this on: {sentence}"
+            said = f"{limit} did not suffice to look through {len(rules) - number} of its rules, from this on: {sentence}"
             problems.append(Problem(said))
             break
     return problems

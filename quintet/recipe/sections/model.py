@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from quintet.models.shape import MOST_LAYERS, MoeShape
-from quintet.recipe.hub import is_hub_id, keep_path, snapshot
+from quintet.recipe.hub import is_hub_id, keep_path, shape_alone, snapshot
 from quintet.recipe.sections.fields import (
     NonNegativeInt,
     Pattern,
@@ -68,8 +68,10 @@ class Model(Section):
 
     @property
     def directory(self) -> Path | None:
-        """Where the files of `path` are on this machine: of a model of the hub, its snapshot, which may be downloaded first.
-        Raises UserError where it cannot be had."""
+        """Where the files of `path` are on this machine: of a model of the hub, its snapshot, which may be downloaded first; while
+        `shapes_alone`, where its config.json is. Raises UserError where it cannot be had."""
+        if self.path is not None and (shape := shape_alone(self.path)) is not None:
+            return shape
         return snapshot(str(self.path), self.revision) if self.of_hub else self.path
 
     def pin(self) -> None:

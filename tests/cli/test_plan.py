@@ -1,0 +1,80 @@
+"""`quintet plan` answers from a config.json alone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quintet.cli import main
+from quintet.cli.plan import GIB
+from quintet.plan.phases import plan_stages
+from quintet.recipe import load_recipe
+from quintet.recipe.hub import SHAPES, shapes_alone
+from quintet.recipe.rules import shape_of
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text()
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*_h20.yaml")), ids=lambda path: path.stem)
+def test_the_command_in_a_recipes_head_says_it_fits(capsys, recipe):
+    (command,) = re.findall(r"#   quintet (plan .*)", recipe.read_text())
+    words = [str(RECIPES.parent / word) if word.startswith("recipes/") else word for word in command.split()]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "train GiB" in said
+    assert "Published of verl on" in said
+
+
+def test_the_guide_says_what_comes_out(capsys, monkeypatch):
+    monkeypatch.chdir(RECIPES.parent)
+    (command, said) = re.findall(r"\$ quintet (plan [^\n]*)\n(.*?)```", GUIDE, re.DOTALL)[0]
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.split() == said.split()
+    rows = re.findall(r"\| `(\w+_h20)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|", GUIDE)
+    assert len(rows) == 3
+    for name, *shown, _ in rows:
+        with shapes_alone():
+            recipe = load_recipe(f"recipes/{name}.yaml")
+            stages = plan_stages(recipe, shape_of(recipe), 89 << 30)
+        most = [max(one.device[phase] for one in stages) / GIB for phase in ("train", "generate", "sync")]
+        host = max(one.host for one in stages) / GIB
+        assert shown == [*(f"{one:.1f}" for one in most), f"{host:,.0f}"], name
+
+
+def test_what_does_not_fit_is_said_with_what_to_change(capsys):
+    assert main(["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "--gpu-gib", "30"]) == 2
+    said = capsys.readouterr().out
+    assert re.search(r"train: [\d.]+ GiB on stage 0 are more than 30; take fewer layers", said)
+    assert "generate:" not in said  # vLLM takes its share of what there is
+
+
+def test_a_directory_with_a_config_is_enough(tmp_path, capsys):
+    shutil.copy(SHAPES / "Qwen2-7B" / "config.json", tmp_path / "config.json")
+    assert main(["plan", str(tmp_path), "cluster.ranks=4", "layout.tp=4"]) == 0
+    assert "7.6B parameters" in capsys.readouterr().out
+
+
+def test_an_unknown_name_is_told_with_those_that_are_known(capsys):
+    assert main(["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "model.path=someone/Qwen9-1T"]) == 2
+    assert (
+        "no shape of this name came with quintet (DeepSeek-V3, Qwen2-7B, Qwen3-235B-A22B)"
+        in capsys.readouterr().err
+    )
+
+
+def test_layers_that_do_not_divide_are_told_with_balanced_stages(capsys):
+    one = str(RECIPES / "deepseek_v3_96_h20.yaml")
+    assert main(["plan", one, "layout.stage_layers=null"]) == 2
+    assert "balanced is layout.stage_layers=[6, 5, 5, 5, 5, 5, 5, 5, 5, 5, 6, 4]" in capsys.readouterr().err
+
+
+def test_weights_are_wanted_again_afterwards(capsys):
+    """What plan does without counts for no other command."""
+    one = str(RECIPES / "qwen2_7b_8_h20.yaml")
+    assert main(["plan", one]) == 0
+    assert main(["check", one]) == 2
+    assert "model.path" in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""Memory by phase: made of the formulas that tests hold to the engine, and of what a rollout allocates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quintet.models.family import read_shape
+from quintet.plan import Place, rank_memory
+from quintet.plan.fullest import setup_of
+from quintet.plan.phases import PHASES, plan_stages, rollout_bytes, token_bytes
+from quintet.recipe import load_recipe
+from quintet.recipe.hub import SHAPES, shapes_alone
+from quintet.recipe.rules import shape_of
+from quintet.rollout.native.cache import SlotCache
+from tests.oracle.models import CONFIGS, MOE_CONFIGS
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+NAMES = ("deepseek_v3_96_h20", "qwen3_235b_a22b_32_h20", "qwen2_7b_8_h20")
+
+
+def loaded(name, *overrides):
+    with shapes_alone():
+        recipe = load_recipe(RECIPES / f"{name}.yaml", overrides)
+        return recipe, shape_of(recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "active"),
+    [
+        ("DeepSeek-V3", 671.0, 37.6),
+        ("Qwen3-235B-A22B", 235.1, 22.2),
+        ("Qwen2-7B", 7.6, 7.6),
+    ],
+)
+def test_shapes_are_those_that_are_published(name, weights, active):
+    shape = read_shape(SHAPES / name).without_mtp()
+    found = (shape.parameter_count, shape.active_parameter_count)
+    assert [round(one / 1e9, 1) for one in found] == [weights, active]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_of_giants_fit(name):
+    """On GPUs of 96 GB, and hosts of 1.5 TB."""
+    recipe, shape = loaded(name)
+    stages = plan_stages(recipe, shape, 89 << 30)
+    assert len(stages) == recipe.layout.pp
+    assert sum(one.layers for one in stages) == shape.layers
+    assert all(set(one.device) == set(PHASES) for one in stages)
+    assert max(max(one.device.values()) for one in stages) < 80 << 30
+    assert max(one.host for one in stages) < 1400 << 30
+    copies = recipe.cluster.ranks // (recipe.layout.tp * recipe.layout.pp)
+    held = sum(one.parameters * recipe.layout.tp * copies for one in stages) / (1 if shape.moe else copies)
+    assert held == pytest.approx(shape.parameter_count, rel=0.12)  # experts' ranks hold the rest alike
+
+
+def test_phases_are_made_of_the_formula():
+    recipe, shape = loaded("qwen3_235b_a22b_32_h20")
+    setup = replace(setup_of(recipe, shape), optimizer=recipe.optimizer)
+    for one in plan_stages(recipe, shape):
+        memory = rank_memory(setup, Place(pp=one.stage))
+        assert one.device["train"] == memory.peak
+        assert one.device["load"] == one.device["save"] == memory.static
+        assert memory.static < one.device["logprob"] < memory.static + (16 << 30)
+        assert one.host == 8 * (memory.parameters + memory.optimizer + memory.host_optimizer)
+
+
+def test_what_is_kept_while_generating_counts():
+    away, shape = loaded("qwen2_7b_8_h20")
+    kept, _ = loaded("qwen2_7b_8_h20", "engine.offload_grads=0.5", "engine.offload_optimizer=0")
+    memory = rank_memory(replace(setup_of(away, shape), optimizer=away.optimizer))
+    (first,), (second,) = (plan_stages(one, shape, 80 << 30) for one in (away, kept))
+    assert first.device["generate"] == int(0.7 * (80 << 30))
+    more = second.device["generate"] - first.device["generate"]
+    assert more == pytest.approx(memory.gradients / 2 + memory.optimizer)
+
+
+@pytest.mark.parametrize(("family", "tp"), [("qwen3", 2), ("qwen2", 1), ("deepseek_v3", 2)])
+def test_a_token_takes_what_the_cache_allocates(tmp_path, family, tp):
+    (CONFIGS | MOE_CONFIGS)[family].save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    names = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+    (tmp_path / "config.json").write_text(text.replace("{", f'{{"architectures": ["{names[family]}"],', 1))
+    shape = read_shape(tmp_path)
+    width = torch.bfloat16.itemsize
+    cache = SlotCache(
+        [0, 1, 2], 4, 32, shape.kv_heads // tp, shape.head_dim, torch.bfloat16, torch.device("cpu")
+    )
+    assert cache.nbytes == 3 * 4 * 32 * token_bytes(shape, tp, width, latent=False)
+
+
+def test_latents_are_kept_once():
+    """512 + 64 numbers of 2 bytes a token and layer, published of DeepSeek-V3."""
+    recipe, shape = loaded("deepseek_v3_96_h20")
+    setup = setup_of(recipe, shape)
+    weights, cache = rollout_bytes(recipe, setup, None)
+    assert cache == 256 * (2048 + 8192) * 61 * (512 + 64) * 2
+    assert weights == pytest.approx(
+        2 * shape.parameter_count / 32, rel=0.06
+    )  # down-projections are whole on each
