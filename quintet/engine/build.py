@@ -23,7 +23,9 @@ from quintet.recipe.schema import Layout
 
 
 def device() -> torch.device:
-    """Return this rank's device."""
+    """Return this rank's device: torch's meta device where it is the default, which is how a model is built for its shapes alone."""
+    if torch.get_default_device().type == "meta":
+        return torch.get_default_device()
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()
