@@ -144,6 +144,7 @@ def test_last_words_are_not_of_an_earlier_life(ray_cluster: Cluster) -> None:
     assert "last words" not in end("os._exit")
 
 
+@pytest.mark.slow
 def test_a_hang_shows_who_waits_and_who_never_came(ray_cluster: Cluster) -> None:
     settings = ClusterSettings(ranks=4, device="cpu", collective_timeout_s=2)
     with Cluster(settings) as cluster:

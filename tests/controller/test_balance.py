@@ -21,6 +21,7 @@ from tests.controller.test_cells import prompt
 from tests.oracle.models import save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollout", [schema.RolloutLayout(tp=1), None], ids=["own", "shared"])
 def test_rollouts_have_the_moved_bias(ray_cluster: Cluster, tmp_path: Path, rollout) -> None:
     """A rate at which routes change with each step: rollout and trainer agree, and the weight check of the sync passes."""

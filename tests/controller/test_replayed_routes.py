@@ -100,6 +100,7 @@ def test_updates_replay_what_was_chosen_before(ray_cluster: Cluster, path: Path,
     assert {total for _, total in first.parted.values()} == {32 if replay == "rollout" else 36}
 
 
+@pytest.mark.slow
 def test_layers_of_a_stage_in_another_order_are_seen(
     ray_cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ MIMO = [
 ]
 
 
+@pytest.mark.slow
 def test_layers_learn_in_sft_and_in_rl_and_are_saved(tmp_path):
     """On two stages, of which the last has a copy of the embedding, beside a reference policy that has no layers."""
     rollout = "rollout.layout={tp: 2}"

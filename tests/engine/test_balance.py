@@ -134,6 +134,7 @@ def collapsed(case: Case, path: Path) -> list[float]:
     return loads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "ways"),
     [

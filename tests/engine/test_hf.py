@@ -88,6 +88,7 @@ OF_FAMILIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "world", "layout"), OF_FAMILIES, ids=str)
 def test_experts_go_round(pool, tmp_path, family, world, layout):
     path = moe_models.save(family, tmp_path / "in")

@@ -175,6 +175,7 @@ def perturbed(case: Case, path: Path) -> dict[str, tuple[float, float]]:
     return {name: ((a - b).abs().mean().item(), (a - b).abs().max().item()) for name, (a, b) in pairs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "glm4_moe"])
 def test_with_replay_rounding_is_all_that_parts_trainer_and_rollout(pool, tmp_path, family):
     """3960 tokens of weights of any size, near ties among them."""

@@ -57,6 +57,7 @@ def memory_for_logits(case: Case, path: Path) -> set[int]:
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "heads"), [("cross_entropy", 3), ("self_distill", 1)])
 def test_heads_that_keep_no_logits_leave_the_memory_to_the_models_own(
     pool: Pool, models: Path, loss: Any, heads: int
@@ -179,6 +180,7 @@ def one_short_sample(case: Case, path: Path, skips: bool) -> dict[str, float]:
 APART = [Case("mimo", mtp=2, pp=2, cp=2), Case("deepseek_v3", mtp=2, dp=2, ep=2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", APART, ids=lambda case: case.name)
 def test_ranks_that_predict_nothing_compute_their_layers(pool: Pool, models: Path, case: Case) -> None:
     """And where they do not, the run hangs in the layer, by name."""

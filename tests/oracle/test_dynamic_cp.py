@@ -161,6 +161,7 @@ def test_every_cut_after_every_other_in_a_pipeline(pool: Pool, models: Path, cas
     check(pool, models, case, LENGTHS, random_plan(case, LENGTHS, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", ONE_LONG, ids=str)
 def test_few_samples_of_any_length(pool: Pool, models: Path, lengths: list[int]) -> None:
     """Fewer than ranks, one alone, equal ones, one long: in rounds of random cuts, most of whose cells are empty."""

@@ -32,6 +32,7 @@ def test_reference_models_hold_no_training_memory(pool: Pool, models: Path, case
     assert error.size <= bounds(case).outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "frozen"),
     [
@@ -78,6 +79,7 @@ def waits_of_groups() -> set[float]:
     return {one.total_seconds() for one in timeouts}
 
 
+@pytest.mark.slow
 def test_groups_wait_as_long_as_the_default_group(pool: Pool) -> None:
     """The pool's is made with five minutes; torch gives other groups half an hour."""
     assert pool.run(waits_of_groups, 4) == [{300.0}] * 4

@@ -30,6 +30,7 @@ def same(found: Any, expected: dict[str, torch.Tensor]) -> bool:
     return set(found) == set(expected) and all(torch.equal(found[n], t) for n, t in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("colocated", KINDS)
 def test_the_others_go_on_without_one_that_dies(pool, tmp_path_factory, beside, colocated):
     """First it dies holding a bucket; then it is missing; then another takes its place, and one more joins."""
