@@ -19,7 +19,7 @@ ones, holds what is under way meanwhile, and has no KV cache either while there 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,30 +28,29 @@ from quintet.controller.rollouts import Rollouts
 from quintet.controller.verbs import Policy
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
+from quintet.recipe.offload import KINDS
 from quintet.recipe.roles import roles_of
 from quintet.recipe.rollout import placement_of
 
 if TYPE_CHECKING:  # they bring Ray
     from quintet.cluster.group import WorkerGroup
 
-TRAINING = ("grads", "optimizer", "params")
-"""What training keeps on its devices: shares of each leave, engine.offload_*."""
-
 
 class DeviceHandover:
-    """Hands the devices over. phase: times a part of the run; log: where each step of a hand-over is written."""
+    """Hands the devices over. shares: of what training keeps, by kind; they leave. phase: times a part of the run; log: where each step of a hand-over is written."""
 
     def __init__(
         self,
         policy: WorkerGroup,
         rollouts: Rollouts,
         recipe: schema.Recipe,
+        shares: Mapping[str, float],
         phase: Callable[[str], AbstractContextManager[None]],
         log: Path,
     ) -> None:
         self._policy, self._rollouts, self._phase, self._log = policy, rollouts, phase, log
         self._level = placement_of(recipe).sleep_level
-        self._shares = {kind: getattr(recipe.engine, f"offload_{kind}") for kind in TRAINING}
+        self._shares = shares
         # With several roles another one than the policy may be on the devices, and the policy not.
         self._several = bool(roles_of(recipe))
         self._weights_stale = True
@@ -102,7 +101,7 @@ class DeviceHandover:
         """Start rollouts while training state is away, for they take memory at once; and put them to sleep."""
         if not self._rollouts.missing():
             return
-        self._offload_training(*TRAINING)
+        self._offload_training(*KINDS)
         while self._rollouts.missing():
             self._rollouts.start()
         self._log_event("rollouts started")

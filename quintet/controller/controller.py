@@ -97,6 +97,7 @@ class Controller:
         self._scatterer = Scatterer(
             self.workers, recipe, shape, placements, self.workers.one(Policy.device_name)()
         )
+        shares, self.offload_reason = self.workers.one(Policy.offload_shares)()
         self._handover: DeviceHandover | None = None
         if command != "sft":  # the one that generates nothing
             proof = Proof(self.workers, recipe, shape, cluster.say)
@@ -106,7 +107,7 @@ class Controller:
                 else InProcessRolloutGroup(self.workers, recipe, proof)
             )
             log = cluster.log_dir / "hybrid.log"
-            self._handover = DeviceHandover(self.workers, self.rollouts, recipe, phase, log)
+            self._handover = DeviceHandover(self.workers, self.rollouts, recipe, shares, phase, log)
 
     def describe(self) -> str:
         """Return which layers and kernels the ranks compute with."""

@@ -23,17 +23,18 @@ from quintet.models import ModelShape, trained_shape
 from quintet.models.weights_on_disk import VALUE_HEAD
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
+from quintet.recipe.offload import share_asked
 from quintet.recipe.roles import layout_of, optimizer_of, roles_of
 
 
 class Engines(Mapping[str, Engine | AdapterReference]):
-    """By role. command: what is not needed for it is not made; gradients, optimizer state and other roles cost memory."""
+    """By role. recipe: with a number for each `engine.offload_*` (`quintet.plan.offload`). command: what is not needed for it is not made; gradients, optimizer state and other roles cost memory."""
 
     def __init__(
         self, recipe: schema.Recipe, shape: ModelShape, model_dir: Path, command: str, dtype: str
     ) -> None:
         self._recipe, self._dtype, self._lora = recipe, dtype, lora_shape(recipe, shape)
-        self._shares = {kind: getattr(recipe.engine, f"offload_{kind}") for kind in KINDS}
+        self._shares = {kind: share_asked(recipe, kind) or 0.0 for kind in KINDS}
         self._due: set[str] = set()  # roles with gradients that no step was taken on yet
         self._active = "policy"
         trains = command in ("train", "sft")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from quintet.algorithms.advantages import Advantages, Scored
 from quintet.cluster.progress import Progress
@@ -45,7 +46,9 @@ from quintet.models import trained_shape
 from quintet.observe.memory import memory_peaks
 from quintet.packing import Cell, rank_cells
 from quintet.plan.fullest import cheaper, fullest_rank
+from quintet.plan.offload import with_shares
 from quintet.recipe import schema
+from quintet.recipe.offload import KINDS
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command
 from quintet.recipe.user_family import use_family
@@ -80,6 +83,10 @@ class PolicyWorker(Worker):
         use_family(recipe.model.family)
         self.tokenizer = load_tokenizer(self.model_dir, recipe.model)
         self.shape = trained_shape(self.model_dir, mtp=recipe.mtp is not None)
+        recipe, self._offload_reason = with_shares(
+            recipe, self.shape, cast("Command", self.command), self._smallest_device()
+        )
+        self.recipe = recipe
         self.roles = Engines(recipe, self.shape, self.model_dir, self.command, self.dtype)
         self.engine = self.roles.policy
         if self.command != "sft" and not self.placement.own_processes:
@@ -88,6 +95,17 @@ class PolicyWorker(Worker):
             self.rollout = RankRollout(
                 backend, recipe, self._progress, at, owns_output=owns, routes=self._routes()
             )
+
+    def _smallest_device(self) -> int | None:
+        """Bytes of the smallest device of all ranks; None on a CPU. Collective."""
+        here = 0 if self.device == "cpu" else torch.cuda.mem_get_info(self.device)[1]
+        smallest = torch.tensor(here)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return int(smallest) or None
+
+    def offload_shares(self) -> tuple[dict[str, float], str | None]:
+        """Return the shares that leave the device while others need it, by kind, and why, where the recipe leaves some open."""
+        return {kind: getattr(self.recipe.engine, f"offload_{kind}") for kind in KINDS}, self._offload_reason
 
     def _routes(self) -> RouteSizes | None:
         """Of the model, where updates replay a rollout's."""

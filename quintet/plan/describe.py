@@ -16,6 +16,7 @@ from quintet.models.shape import route_bytes
 from quintet.packing import alignment_of, cell_sizes, costs_of, fitting
 from quintet.plan.fullest import fullest_rank, layers_of, setup_of
 from quintet.plan.memory import packed_bytes
+from quintet.plan.offload import Offload
 from quintet.plan.saves import checkpoint_bytes
 from quintet.plan.setup import Setup
 from quintet.recipe.derived import data_parallel, expert_tp
@@ -31,8 +32,9 @@ Look = Callable[[], str | None]
 _GIB = 1 << 30
 
 
-def looks(recipe: Recipe, command: Command) -> dict[str, Look]:
-    """Return what each look at a sound recipe is at, and the look; command: that which it is for."""
+def looks(recipe: Recipe, command: Command, device_gib: float | None = None) -> dict[str, Look]:
+    """Return what each look at a sound recipe is at, and the look; command: that which it is for; device_gib: memory of a GPU, if it is
+    known."""
     shape = shape_of(recipe)
     assert shape is not None  # a sound recipe names a model
     found: dict[str, Look] = {
@@ -53,6 +55,8 @@ def looks(recipe: Recipe, command: Command) -> dict[str, Look]:
         found["micro-batches"] = lambda: _rows(recipe)
         if recipe.model.path is not None:
             found["memory"] = lambda: _memory(recipe, shape, command)
+    if recipe.model.path is not None:
+        found["offload"] = lambda: _offload(recipe, shape, command, device_gib)
     return found
 
 
@@ -221,6 +225,17 @@ def _memory(recipe: Recipe, shape: ModelShape, command: Command) -> str:
         f"Memory: about {sum(parts.values()) / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
         f"needs{besides} and fragmentation come on top."
     )
+
+
+def _offload(recipe: Recipe, shape: ModelShape, command: Command, device_gib: float | None) -> str | None:
+    """What engine.offload_*=auto comes to, where there may be GPUs."""
+    laptop = recipe.cluster.device == "auto" and not Path("/dev/nvidiactl").exists()
+    if device_gib is None and laptop and recipe.cluster.address is None:
+        return None
+    offload = Offload(recipe, shape, command)
+    if not offload.kinds:
+        return None
+    return offload.sizes() if device_gib is None else offload.reason(int(device_gib * _GIB))
 
 
 def _packed(setup: Setup, recipe: Recipe) -> str:

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from quintet.models import ModelShape
-from quintet.plan.memory import rank_memory
+from quintet.plan.memory import Memory, rank_memory
 from quintet.plan.setup import Place, Setup
 from quintet.recipe.derived import optimizers
 from quintet.recipe.lora import lora_shape
+from quintet.recipe.offload import KINDS, on_auto, share_asked
 from quintet.recipe.roles import layout_of, optimizer_of, roles_of
 from quintet.recipe.rules import Command, broken_rules
-from quintet.recipe.schema import Recipe
+from quintet.recipe.schema import Optimizer, Recipe
 
 WORTH = 0.05
 """Of the fullest rank's memory: what a setting has to save to be named."""
@@ -50,43 +51,52 @@ def layers_of(recipe: Recipe) -> str:
     return "transformer_engine layers (portable on ranks without it or without a GPU)"
 
 
-def fullest_rank(recipe: Recipe, shape: ModelShape, command: Command) -> dict[str, int]:
-    """Return the bytes of the fullest rank with the most demanding optimizer that the command starts, by what they are for: parameters,
-    gradients, optimizer, activations, other, and each other role's that rests meanwhile."""
+def memories(recipe: Recipe, shape: ModelShape, command: Command) -> dict[str, list[Memory]]:
+    """Return, by role, the memory of the first rank of each stage with each optimizer that the command starts. With LoRA the reference
+    policy is the model under its adapters; a critic's trunk is taken to be as large as the policy's."""
     setup = setup_of(recipe, shape)
     sections = optimizers(recipe)
     sections.pop("critic.optimizer", None)
-    asked = [one for section, one in sections.items() if command == "train" or section != "optimizer"]
-    most = max(
-        (
-            rank_memory(replace(setup, optimizer=one), Place(pp=stage))
-            for one in asked
-            for stage in range(recipe.layout.pp)
-        ),
-        key=lambda found: found.peak,
-    )
+    started: list[Optimizer | None] = [None]
+    if command in ("train", "sft"):
+        started = [one for key, one in sections.items() if command == "train" or key != "optimizer"]
+    roles = {"policy": (setup, started)}
+    for role in roles_of(recipe) if command == "train" else ():
+        own = replace(setup, layout=layout_of(recipe, role))
+        if role == "critic":
+            roles[role] = replace(own, shape=shape.as_value_model()), [optimizer_of(recipe, role)]
+        elif recipe.lora is None:
+            roles[role] = replace(own, shape=shape.without_mtp()), [None]
+    return {
+        role: [
+            rank_memory(replace(own, optimizer=one), Place(pp=stage))
+            for one in optimizers_of
+            for stage in range(own.layout.pp)
+        ]
+        for role, (own, optimizers_of) in roles.items()
+    }
+
+
+def fullest_rank(recipe: Recipe, shape: ModelShape, command: Command) -> dict[str, int]:
+    """Return the bytes of the fullest rank with the most demanding optimizer that the command starts, by what they are for: parameters,
+    gradients, optimizer, activations, other, and each other role's that rests meanwhile; what is on auto leaves then."""
+    found = memories(recipe, shape, command)
+    most = max(found.pop("policy"), key=lambda one: one.peak)
     parts = {name: getattr(most, name) for name in ("parameters", "gradients", "optimizer", "activations")}
     parts["other"] = most.peak - sum(parts.values())
-    return parts | (_beside(setup, recipe) if command == "train" else {})
+    free = on_auto(recipe, command)
+    shares = {kind: share_asked(recipe, kind) or float(kind in free) for kind in KINDS}
+    for role, ranks in found.items():
+        name = "reference policy" if role == "reference" else role
+        parts[name] = max(
+            int(sum(size * (1 - shares[kind]) for kind, size in kinds_of(one).items())) for one in ranks
+        )
+    return parts
 
 
-def _beside(setup: Setup, recipe: Recipe) -> dict[str, int]:
-    """What other roles keep on the fullest rank while the policy trains. With LoRA the reference policy is the model under its
-    adapters; a critic's trunk is taken to be as large as the policy's."""
-    engine, found = recipe.engine, {}
-    for role in roles_of(recipe):
-        if role == "reference" and recipe.lora is not None:
-            continue
-        own = replace(setup, shape=setup.shape.without_mtp(), layout=layout_of(recipe, role), optimizer=None)
-        if role == "critic":
-            own = replace(own, shape=setup.shape.as_value_model(), optimizer=optimizer_of(recipe, role))
-        resting = []
-        for stage in range(own.layout.pp):
-            one = rank_memory(own, Place(pp=stage))
-            kept = one.parameters * (1 - engine.offload_params) + one.gradients * (1 - engine.offload_grads)
-            resting.append(int(kept + one.optimizer * (1 - engine.offload_optimizer)))
-        found["reference policy" if role == "reference" else role] = max(resting)
-    return found
+def kinds_of(memory: Memory) -> dict[str, int]:
+    """Return the bytes of each kind of training state."""
+    return {"grads": memory.gradients, "optimizer": memory.optimizer, "params": memory.parameters}
 
 
 def cheaper(recipe: Recipe, shape: ModelShape, command: Command) -> list[tuple[str, int]]:

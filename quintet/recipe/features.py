@@ -66,9 +66,9 @@ def _set_to(value: Any, id: str, name: str, key: str, choice: str = "") -> Featu
 
 
 def _above_zero(id: str, name: str, key: str) -> Feature:
-    """On where the recipe's key is."""
+    """On where the recipe's key is; auto comes to what goes with the rest."""
     value_of = operator.attrgetter(key)
-    return Feature(id, name, (key,), lambda recipe, shape: value_of(recipe) > 0)
+    return Feature(id, name, (key,), lambda recipe, shape: value_of(recipe) not in (0, "auto"))
 
 
 def _one_of(key: str, **features: tuple[str, Any]) -> list[Feature]:

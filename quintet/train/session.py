@@ -214,4 +214,6 @@ def _ranks(
         if rewards is not None:
             rewards.start()  # it loads the reward while the first responses are generated
         observer.note(controller.describe())
+        if controller.offload_reason is not None:
+            observer.note(controller.offload_reason)
         yield controller

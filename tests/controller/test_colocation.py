@@ -14,7 +14,8 @@ import pytest
 from quintet.controller.colocation import DeviceHandover
 from quintet.errors import Stopped, UserError, WorkerFailure
 from quintet.recipe import Recipe
-from quintet.recipe.schema import Engine, Rollout
+from quintet.recipe.offload import KINDS
+from quintet.recipe.schema import Rollout
 from tests.cluster.asked import AskedRanks
 
 BYTES = 3_000_000_000
@@ -106,11 +107,9 @@ STARTED = ["offload grads optimizer params", "start", *GIVEN]
 
 
 def handover(asked: Asked, tmp_path: Path, **rollout: Any) -> DeviceHandover:
-    recipe = Recipe(
-        engine=Engine(offload_params=1, offload_grads=1, offload_optimizer=1),
-        rollout=Rollout(own_processes=True, **rollout),
-    )
-    return DeviceHandover(asked, asked, recipe, lambda name: nullcontext(), tmp_path / "hybrid.log")  # type: ignore[arg-type]
+    recipe = Recipe(rollout=Rollout(own_processes=True, **rollout))
+    away = dict.fromkeys(KINDS, 1.0)
+    return DeviceHandover(asked, asked, recipe, away, lambda name: nullcontext(), tmp_path / "hybrid.log")  # type: ignore[arg-type]
 
 
 def test_the_rollout_is_awake_only_while_training_state_is_away(tmp_path: Path) -> None:
@@ -232,7 +231,9 @@ def test_one_made_anew_gets_weights_that_the_others_have(tmp_path: Path, rollout
 def test_memory_that_torch_keeps_is_given_to_other_processes_in_any_case(tmp_path: Path) -> None:
     asked = Asked()
     recipe = Recipe(rollout=Rollout(own_processes=True))
-    one = DeviceHandover(asked, asked, recipe, lambda name: nullcontext(), tmp_path / "log")  # type: ignore[arg-type]
+    one = DeviceHandover(
+        asked, asked, recipe, dict.fromkeys(KINDS, 0.0), lambda name: nullcontext(), tmp_path / "log"
+    )  # type: ignore[arg-type]
     asked.taken()
     with one.generating():
         assert asked.taken() == ["offload", "wake weights", "weights", "offload", *TAKEN[4:]]

@@ -86,11 +86,12 @@ class Engine(Section):
     expert_bias_rate: NonNegativeFloat = 0.0
     """What each update adds to the stored bias of experts that got fewer tokens than the mean, and takes off the others' (DeepSeek-V3
     took 0.001); 0 leaves it (docs/balance.md)."""
-    offload_params: Fraction = 0.0
-    """Share of the parameters on the CPU while generating; needs a rollout.layout, whose weights are its own."""
-    offload_grads: Fraction = 0.0
+    offload_params: Fraction | Literal["auto"] = "auto"
+    """Share of the parameters on the CPU while generating; above 0 needs a rollout.layout, whose weights are its own. auto is the least
+    that has to make room for the rollout, by the memory formula; the run's first lines say how much (docs/hybrid.md)."""
+    offload_grads: Fraction | Literal["auto"] = "auto"
     """Share of the gradient buffers given back while generating."""
-    offload_optimizer: Fraction = 0.0
+    offload_optimizer: Fraction | Literal["auto"] = "auto"
     """Share of the optimizer's state on the CPU while generating."""
     megatron: dict[str, Any] = {}
     """Further TransformerConfig fields of megatron-core, as they are named there: those that no other key decides and that

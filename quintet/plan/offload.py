@@ -1,0 +1,184 @@
+"""What leaves the devices while a rollout generates on them, where `engine.offload_*` is auto: the least that has to.
+
+Rollout and training state share a device. What training keeps follows from the memory formula; what vLLM or SGLang takes is a share of
+the device, what a native rollout takes its weights, its KV cache and a prefill. With several roles one computes while the others rest
+beside it, and offload is what makes room for that as well. Gradients leave first, for they carry nothing between steps, then optimizer
+state, then parameters, which are read last while the rollout takes its weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from quintet.models import ModelShape
+from quintet.plan.activations import workspace
+from quintet.plan.fullest import kinds_of, memories, setup_of
+from quintet.plan.memory import rank_memory
+from quintet.plan.setup import Place
+from quintet.recipe.offload import KINDS, on_auto, share_asked
+from quintet.recipe.rollout import placement_of
+from quintet.recipe.rules import Command
+from quintet.recipe.schema import Layout, Recipe
+
+GIB = 1 << 30
+SPARE_BYTES = 4 * GIB
+SPARE_SHARE = 0.05
+"""Of the device: the margin, for what no formula counts: what CUDA and NCCL need in each process, a rollout that sleeps, buckets of
+weights under way, fragmentation."""
+PREFILL_TOKENS = 16384
+"""As `quintet.rollout.native.rollout` has it."""
+_NAMES = {"grads": "gradients", "optimizer": "optimizer state", "params": "parameters"}
+_MOST_GIB = 1024
+"""Largest device that is looked at."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A phase in which a device is full. movable: bytes of training state that may be away then, by kind; fixed: of all else, and
+    share: of the device, besides."""
+
+    name: str
+    movable: Mapping[str, int]
+    fixed: int = 0
+    share: float = 0.0
+
+    def needs(self, total: int) -> int:
+        """Return the bytes that it takes of a device of `total` bytes while nothing is away."""
+        return sum(self.movable.values()) + self.fixed + math.ceil(self.share * total)
+
+
+class Offload:
+    """The shares that leave, by the size of the device."""
+
+    def __init__(self, recipe: Recipe, shape: ModelShape, command: Command) -> None:
+        self.kinds = on_auto(recipe, command)
+        """On auto, and able to leave."""
+        self.asked = {kind: share_asked(recipe, kind) for kind in KINDS}
+        self.moments = list(_moments(recipe, shape, command)) if self.kinds else []
+
+    def shares(self, total: int) -> dict[str, float]:
+        """Return the share of each kind that leaves a device of `total` bytes: never more of a larger one."""
+        shares = {kind: share or 0.0 for kind, share in self.asked.items()}
+        for moment in self.moments:
+            need = moment.needs(total) + spare(total) - total
+            need -= sum(int((share or 0.0) * moment.movable[kind]) for kind, share in self.asked.items())
+            for kind in self.kinds:
+                size = moment.movable[kind]
+                share = min(1.0, math.ceil(100 * max(0, need) / size) / 100) if size else 0.0
+                shares[kind] = max(shares[kind], share)
+                need -= int(share * size)
+        for kind in self.kinds:
+            # What stays of a tensor that is cut is copied once more when the rest comes back.
+            all_of_it = sum(self.moments[0].movable.values())
+            again = math.ceil((1 - shares[kind]) * self.moments[0].movable[kind])
+            if shares[kind] and all_of_it + again > total - spare(total):
+                shares[kind] = 1.0
+        return shares
+
+    def lacking(self, total: int, shares: Mapping[str, float]) -> int:
+        """Return the bytes by which the fullest moment does not fit a device of `total` bytes with these shares away, or 0."""
+        return max(
+            0,
+            *(
+                moment.needs(total)
+                + spare(total)
+                - total
+                - sum(int(shares[kind] * size) for kind, size in moment.movable.items())
+                for moment in self.moments
+            ),
+        )
+
+    def reason(self, total: int) -> str:
+        """Return what leaves devices of `total` bytes, and why, in a sentence."""
+        shares = self.shares(total)
+        leaves = [f"{_NAMES[kind]} {shares[kind]:.0%}" for kind in self.kinds if shares[kind]]
+        needs = ", ".join(f"{one.name} {one.needs(total) / GIB:.1f}" for one in self.moments)
+        text = (
+            f"Offload while others need the devices: {', '.join(leaves) or 'nothing'}. Of {total / GIB:.1f} GiB {spare(total) / GIB:.1f} "
+            f"are a margin; needed with nothing away: {needs}."
+        )
+        if lacking := self.lacking(total, shares):
+            text += (
+                f" By the memory formula {lacking / GIB:.1f} GiB are missing even so: a smaller rollout.memory_fraction, or what "
+                "quintet check names, needs less."
+            )
+        return text
+
+    def sizes(self) -> str:
+        """Return for which devices nothing leaves, and which are too small, in a sentence."""
+        sizes = [n * GIB for n in range(1, _MOST_GIB + 1)]
+        all_away = {kind: 1.0 if kind in self.kinds else self.asked[kind] or 0.0 for kind in KINDS}
+        least = next((n for n in sizes if not self.lacking(n, all_away)), None)
+        nothing = next((n for n in sizes if not any(self.shares(n)[kind] for kind in self.kinds)), None)
+        at = (
+            "all of it leaves"
+            if nothing is None
+            else f"nothing leaves devices of {nothing // GIB} GiB or more"
+        )
+        if least is None:
+            return (
+                f"Offload while others need the devices: {at}, and by the memory formula it does not suffice."
+            )
+        return f"Offload while others need the devices: {at}; with all away {least // GIB} GiB suffice. --device-gib says what leaves others."
+
+
+def spare(total: int) -> int:
+    """Return the bytes of a device that nothing is planned into."""
+    return SPARE_BYTES + math.ceil(SPARE_SHARE * total)
+
+
+def with_shares(
+    recipe: Recipe, shape: ModelShape, command: Command, total: int | None
+) -> tuple[Recipe, str | None]:
+    """Return the recipe with a number for each `engine.offload_*`, and why, where something may leave. total: bytes of the smallest
+    device; None on CPU ranks, where nothing would be gained."""
+    shares, why = {kind: share_asked(recipe, kind) or 0.0 for kind in KINDS}, None
+    if total is not None and on_auto(recipe, command):
+        found = Offload(recipe, shape, command)
+        shares, why = found.shares(total), found.reason(total)
+    engine = recipe.engine.model_copy(update={f"offload_{kind}": share for kind, share in shares.items()})
+    return recipe.model_copy(update={"engine": engine}), why
+
+
+def _moments(recipe: Recipe, shape: ModelShape, command: Command) -> list[Moment]:
+    """Generating comes first. Of each kind the stage counts that has the most."""
+    held = memories(recipe, shape, command)
+    kinds = {
+        role: {kind: max(kinds_of(one)[kind] for one in ranks) for kind in KINDS}
+        for role, ranks in held.items()
+    }
+
+    def of(roles: list[str]) -> dict[str, int]:
+        return {kind: sum(kinds[role][kind] for role in roles) for kind in KINDS}
+
+    native = recipe.rollout.backend == "native"
+    fixed, share = (_native(recipe, shape), 0.0) if native else (0, recipe.rollout.memory_fraction)
+    found = [Moment("generating", of(list(held)), fixed, share)]
+    for role, ranks in held.items() if len(held) > 1 else ():
+        what = "log-probs of the reference policy" if role == "reference" else f"training the {role}"
+        others = [one for one in held if one != role]
+        found.append(Moment(what, of(others), max(one.peak for one in ranks)))
+    return found
+
+
+def _native(recipe: Recipe, shape: ModelShape) -> int:
+    """Bytes of a native rollout: its own weights, if it has some, the KV cache, a prefill, and a few copies of logits in fp32."""
+    placement = placement_of(recipe)
+    layout = Layout(tp=placement.layout.tp, pp=placement.layout.pp)
+    row = recipe.engine.model_copy(
+        update={"tokens_per_microbatch_per_rank": PREFILL_TOKENS, "recompute": "none"}
+    )
+    setup = replace(
+        setup_of(recipe, shape), layout=layout, engine=row, optimizer=None, ranks=layout.tp * layout.pp
+    )
+    weights = max(rank_memory(setup, Place(pp=stage)).parameters for stage in range(layout.pp))
+    slots, longest = (
+        recipe.rollout.sequences_per_rank,
+        recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens,
+    )
+    width = 2 * shape.kv_heads // layout.tp * shape.head_dim * setup.width
+    cache = slots * (longest + 64) * width * -(-shape.layers // layout.pp)
+    logits = 4 * 4 * slots * shape.vocab_size
+    return (0 if placement.shares_weights else weights) + cache + workspace(setup) + logits

@@ -1,0 +1,37 @@
+"""engine.offload_*=auto on a rank: what its device comes to is what leaves it, and the run says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quintet.controller.worker import PolicyWorker
+from quintet.plan.offload import GIB
+from quintet.train import session as sessions
+from tests.train.runs import generate, run
+
+
+@pytest.mark.parametrize(("gib", "leaves"), [(4.5, True), (64.0, False)])
+def test_what_leaves_follows_from_the_smallest_device(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gib: float,
+    leaves: bool,
+) -> None:
+    """On the one rank in this process, told that its device has so much: of 4.5 GiB the margin leaves 0.28."""
+    monkeypatch.setattr(sessions, "_is_little", lambda *_: True)
+    monkeypatch.setattr(PolicyWorker, "_smallest_device", lambda self: int(gib * GIB))
+    kept = ("rollout.sequences_per_rank=2048", "rollout.max_response_tokens=512")
+    with run(tmp_path, "cluster.ranks=1", "cluster.device=auto", *kept) as s:
+        generate(s)
+        log = (s.controller.workers._cluster.log_dir / "hybrid.log").read_text()
+        shares, why = s.controller.workers._worker.offload_shares()
+    assert shares["params"] == 0.0, "the rollout reads them"
+    assert bool(shares["grads"]) == leaves
+    assert ("training state left: grads" in log) == leaves
+    assert ("training state is back" in log) == leaves
+    assert why is not None
+    assert f"Of {gib} GiB" in why
+    assert capsys.readouterr().out.count(why) == 1
