@@ -3,6 +3,8 @@
     python -m benchmarks.engine                            Qwen2.5-1.5B, both back ends, one GPU
     python -m benchmarks.engine --backend te --profile     and which kernels take the time
     python -m benchmarks.engine --shape qwen3-8b --gpus 8 --layout tp=2,sp=true --backend te
+    python -m benchmarks.engine --shape qwen3-30b-a3b --gpus 4 --layout ep=4 --layers 12 24 --balance forced
+                                                           two depths, and by a line through both all 48 layers
     python -m benchmarks.engine --shape tiny               a dry run in seconds, on a CPU
 
 Random weights, bf16 with fp32 main gradients and master weights, distributed optimizer; a step is several packed
@@ -20,16 +22,32 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.engine_work import MODELS, Setup, parse_layout, peak_flops, setup_of
+from benchmarks.engine_work import (
+    MODELS,
+    TINY,
+    Setup,
+    parse_engine,
+    parse_layout,
+    peak_flops,
+    setup_of,
+)
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.sides import Side, answer_stream
 
 SIDES = ("raw", "quintet")
 BACKENDS = {"te": "transformer_engine", "portable": "portable"}
-UNITS = {"mfu": "fraction", "tokens_per_s_per_gpu": "tokens/s", "peak_gib": "GiB"}
+UNITS = {
+    "mfu": "fraction",
+    "tokens_per_s_per_gpu": "tokens/s",
+    "tflop_per_s_per_gpu": "TFLOP/s",
+    "peak_gib": "GiB",
+}
+Metrics = dict[str, dict[str, float]]
+"""By side and metric."""
 
 
 class Measured:
@@ -55,13 +73,19 @@ class Measured:
 
     def metrics(self, setup: Setup, peak: float | None) -> dict[str, float]:
         """By metric; no mfu without the card's peak."""
-        found = {
-            "tokens_per_s_per_gpu": setup.tokens_per_step / setup.gpus / statistics.median(self.seconds),
-            "peak_gib": self.peak_gib,
-        }
-        if peak is not None:
-            found["mfu"] = statistics.median(self.flops_per_s) / setup.gpus / peak
-        return found
+        flops_per_s = statistics.median(self.flops_per_s)
+        seconds = statistics.median(self.seconds)
+        return _metrics(setup, seconds, flops_per_s, peak) | {"peak_gib": self.peak_gib}
+
+
+def _metrics(setup: Setup, seconds: float, flops_per_s: float, peak: float | None) -> dict[str, float]:
+    """By metric, of steps that take so long."""
+    found = {
+        "s_per_step": seconds,
+        "tokens_per_s_per_gpu": setup.tokens_per_step / setup.gpus / seconds,
+        "tflop_per_s_per_gpu": flops_per_s / setup.gpus / 1e12,
+    }
+    return found if peak is None else found | {"mfu": flops_per_s / setup.gpus / peak}
 
 
 class Turns:
@@ -135,8 +159,8 @@ class Turns:
         self.measured[name].versions = self._sides[name].answer()[0]["versions"]
 
 
-def measure(setup: Setup, names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Let the sides take turns, print what came out, and return the records (with both sides and a known GPU)."""
+def measure(setup: Setup, names: list[str], args: argparse.Namespace) -> tuple[Metrics, dict[str, str]]:
+    """Let the sides take turns, print what came out, and return it, and the versions of quintet's packages."""
     print(f"{setup.case()}: {setup.tokens_per_step} tokens a step, {describe_lengths(setup)}", flush=True)
     with Turns(setup, names, args) as turns:
         for turn in range(args.rounds):
@@ -144,24 +168,51 @@ def measure(setup: Setup, names: list[str], args: argparse.Namespace) -> list[di
         if args.profile or args.profile_dir:
             turns.profile()
     check_same_work(turns.measured)
-    peak = None if setup.model == "tiny" else peak_flops(device_name())
+    peak = peak_of(setup)
     found = {name: side.metrics(setup, peak) for name, side in turns.measured.items()}
+    tell(found)
+    return found, turns.measured[names[-1]].versions
+
+
+def fitted(setups: list[Setup], measured: list[Metrics]) -> tuple[Setup, Metrics]:
+    """All layers of a model by a line through the seconds that a step takes with fewer, by least squares: the setup, and each side's
+    metrics there. Embedding, head and what else is not of a layer are in the line's constant."""
+    whole = replace(setups[0], layers=None)
+    layers, steps = [one.shape.layers for one in setups], range(whole.steps)
+    flops = statistics.mean(whole.flops(step) for step in steps)
+    found = {}
+    for side in measured[0]:
+        line = statistics.linear_regression(layers, [one[side]["s_per_step"] for one in measured])
+        seconds = line.intercept + line.slope * whole.shape.layers
+        found[side] = _metrics(whole, seconds, flops / seconds, peak_of(whole))
+    return whole, found
+
+
+def peak_of(setup: Setup) -> float | None:
+    """The card's dense bf16 peak, FLOP/s; None where it is not known, and of a dry run."""
+    return None if setup.model in TINY else peak_flops(device_name())
+
+
+def tell(found: Metrics) -> None:
+    """Print what came out."""
     for name, metrics in found.items():
         print(f"  {name:8} " + ", ".join(f"{k} {v:,.3f}" for k, v in sorted(metrics.items())), flush=True)
-    if set(found) != set(SIDES):
+    if set(found) == set(SIDES):
+        ratio = found["quintet"]["tokens_per_s_per_gpu"] / found["raw"]["tokens_per_s_per_gpu"]
+        print(f"  quintet / raw: {ratio:.3f}x tokens/s", flush=True)
+
+
+def records_of(case: str, found: Metrics, versions: dict[str, str]) -> list[dict[str, Any]]:
+    """The records, with both sides and a known GPU."""
+    if set(found) != set(SIDES) or "mfu" not in found["quintet"]:
         return []
     ours, theirs = found["quintet"], found["raw"]
-    ratio = ours["tokens_per_s_per_gpu"] / theirs["tokens_per_s_per_gpu"]
-    print(f"  quintet / raw: {ratio:.3f}x tokens/s", flush=True)
-    if peak is None:
-        return []
-    return [
-        one | {"versions": one["versions"] | turns.measured["quintet"].versions}
-        for one in (
-            record("engine", setup.case(), metric, ours[metric], unit, baseline=theirs[metric])
-            for metric, unit in UNITS.items()
-        )
+    made = [
+        record("engine", case, metric, ours[metric], unit, baseline=theirs[metric])
+        for metric, unit in UNITS.items()
+        if metric in ours
     ]
+    return [one | {"versions": one["versions"] | versions} for one in made]
 
 
 def check_same_work(measured: dict[str, Measured]) -> None:
@@ -208,9 +259,34 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--recompute",
-        choices=["none", "full"],
+        choices=["none", "selective", "full"],
         default="none",
         help="activations computed again in the backward pass",
+    )
+    add(
+        "--recompute-modules",
+        type=lambda text: text.split(","),
+        help="what selective computes again, with commas",
+    )
+    add(
+        "--layers",
+        type=int,
+        nargs="+",
+        help="cut the model to so many; several: each, and a line to all of them",
+    )
+    add(
+        "--balance",
+        choices=["natural", "forced"],
+        default="natural",
+        help="of experts: as the routers choose, or tokens dealt to them in turn",
+    )
+    add("--cpu-fraction", type=float, default=0.0, help="share of the optimizer's state on the CPU")
+    add(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a further key of a recipe's section engine, of quintet's side alone; may be repeated",
     )
     add("--tokens", type=int, help="tokens of a micro-batch on a rank (default: the shape's, 16384)")
     add("--microbatches", type=int, default=4, help="micro-batches of a step on a rank (default 4)")
@@ -232,6 +308,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.sequential and (args.profile or args.profile_dir):
         parser.error("--profile needs sides that stay: leave --sequential out")
+    if args.cpu_fraction and not args.worker and not device_name():
+        parser.error("--cpu-fraction needs a GPU: on a CPU all of the optimizer is there")
+    if args.recompute_modules and args.recompute != "selective":
+        parser.error("--recompute-modules is of --recompute selective")
+    if args.balance == "forced" and MODELS[args.shape].shape.moe is None:
+        parser.error(f"--balance forced is of experts, and {args.shape} has none")
     return args
 
 
@@ -251,18 +333,38 @@ def main() -> None:
     if args.worker:
         work(args.worker, Setup(**args.setup))
         return
-    for backend in args.backend or (["portable"] if args.shape == "tiny" else list(BACKENDS)):
-        setup = setup_of(
-            args.shape,
-            backend=BACKENDS[backend],
-            gpus=args.gpus,
-            layout=args.layout,
-            recompute=args.recompute,
-            tokens=args.tokens,
-            microbatches=args.microbatches,
-            steps=args.steps,
-        )
-        if found := measure(setup, [args.only] if args.only else list(SIDES), args):
+    names = [args.only] if args.only else list(SIDES)
+    for backend in args.backend or (["portable"] if args.shape in TINY else list(BACKENDS)):
+        setups = [
+            setup_of(
+                args.shape,
+                backend=BACKENDS[backend],
+                gpus=args.gpus,
+                layout=args.layout,
+                recompute=args.recompute,
+                recompute_modules=args.recompute_modules,
+                layers=layers,
+                balance=args.balance,
+                cpu_fraction=args.cpu_fraction,
+                engine=parse_engine(args.engine),
+                tokens=args.tokens,
+                microbatches=args.microbatches,
+                steps=args.steps,
+            )
+            for layers in args.layers or [None]
+        ]
+        found, measured = [], []
+        for setup in setups:
+            metrics, versions = measure(setup, names, args)
+            measured.append(metrics)
+            found += records_of(setup.case(), metrics, versions)
+        if len(setups) > 1:
+            whole, metrics = fitted(setups, measured)
+            case = f"{whole.case()}/by-layers{'-'.join(str(one.layers) for one in setups)}"
+            print(f"{case}: all {whole.shape.layers} layers, by a line through these")
+            tell(metrics)
+            found += records_of(case, metrics, versions)
+        if found:
             write_records(args.out, merged(args.out, found))
             print(f"  written to {args.out}")
 

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from benchmarks.engine_work import Setup
 from quintet.models import ModelShape
+from quintet.recipe.recompute import recompute_modules
 from quintet.recipe.schema import Optimizer
 
 
@@ -270,6 +271,9 @@ def _config(setup: Setup, shape: ModelShape, device: torch.device) -> Transforme
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
+    if setup.recompute == "selective":
+        modules = recompute_modules(setup.engine_recipe, shape)
+        fields |= {"recompute_granularity": "selective", "recompute_modules": modules}
     if shape.moe:
         fields |= {
             "num_moe_experts": shape.moe.experts,
@@ -299,4 +303,10 @@ def _optimizer(recipe: Optimizer, model: DistributedDataParallel) -> Any:
         use_distributed_optimizer=True,
         overlap_param_gather=model.ddp_config.overlap_param_gather,
     )
+    if recipe.cpu_fraction:
+        # As --optimizer-cpu-offload with --use-precision-aware-optimizer sets it; the constructor wants TransformerEngine for the latter.
+        config.optimizer_cpu_offload = config.overlap_cpu_optimizer_d2h_h2d = True
+        config.optimizer_offload_fraction = recipe.cpu_fraction
+        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.store_param_remainders = False
     return get_megatron_optimizer(config, [model])

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quintet.models import ModelShape, family_of
+from quintet.recipe import schema
+from quintet.recipe.yaml_text import read_yaml
 
 TRAINED_FROM = 1
 """The first token of a sequence has no predecessor; all others are trained."""
@@ -123,7 +125,32 @@ MODELS = {
         lengths=SMALL,
         tokens=128,
     ),
+    "tiny-moe": Model(
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "vocab_size": 128,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": False,
+            **_COMMON,
+        },
+        lengths=SMALL,
+        tokens=128,
+    ),
 }
+TINY = ("tiny", "tiny-moe")
+"""For dry runs."""
 
 DENSE_BF16_FLOPS = {
     "H200": 989e12,
@@ -149,13 +176,22 @@ def peak_flops(device: str) -> float | None:
 
 @dataclass(frozen=True)
 class Setup:
-    """One measurement: what is trained, where, and how. Travels to the workers as JSON."""
+    """One measurement: what is trained, where, and how. Travels to the workers as JSON.
+
+    layers: of the model, where it is cut; None is all. balance: "forced" deals tokens to experts in turn instead of asking the router.
+    cpu_fraction: share of the optimizer on the CPU. engine: further keys of a recipe's section `engine`, of quintet's side alone.
+    """
 
     model: str
     backend: str
     gpus: int = 1
     layout: dict[str, Any] = field(default_factory=dict)
     recompute: str = "none"
+    recompute_modules: list[str] | None = None
+    layers: int | None = None
+    balance: str = "natural"
+    cpu_fraction: float = 0.0
+    engine: dict[str, Any] = field(default_factory=dict)
     tokens: int = 16384
     microbatches: int = 4
     steps: int = 3
@@ -174,7 +210,22 @@ class Setup:
 
     @property
     def shape(self) -> ModelShape:
-        return MODELS[self.model].shape
+        config = MODELS[self.model].config
+        cut = {} if self.layers is None else {"num_hidden_layers": self.layers}
+        return family_of(config).shape_of(config | cut)
+
+    @property
+    def engine_recipe(self) -> schema.Engine:
+        """The section `engine` of a recipe that says the same."""
+        return schema.Engine.model_validate(
+            {
+                "tokens_per_microbatch_per_rank": self.tokens,
+                "backend": self.backend,
+                "recompute": self.recompute,
+                "recompute_modules": self.recompute_modules,
+                **self.engine,
+            }
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -211,8 +262,16 @@ class Setup:
         if self.layout or self.gpus > 1:
             sizes = [k if v is True else f"{k}{v}" for k, v in self.layout.items() if v]
             parts.append("-".join([f"gpus{self.gpus}", *sizes]))
+        if self.layers is not None:
+            parts.append(f"layers{self.layers}")
+        if self.balance != "natural":
+            parts.append(f"balance-{self.balance}")
         if self.recompute != "none":
-            parts.append(f"recompute-{self.recompute}")
+            parts.append("-".join(["recompute", self.recompute, *(self.recompute_modules or [])]))
+        if self.cpu_fraction:
+            parts.append(f"cpu{self.cpu_fraction:g}")
+        keys = self.engine | self.engine.get("megatron", {})
+        parts += [f"{key}-{value}".lower() for key, value in keys.items() if key != "megatron"]
         return "/".join(parts)
 
 
@@ -222,6 +281,17 @@ def parse_layout(text: str) -> dict[str, Any]:
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
         out[key.strip()] = value.strip().lower() == "true" if key.strip() == "sp" else int(value)
+    return out
+
+
+def parse_engine(keys: list[str]) -> dict[str, Any]:
+    """["a=true", "megatron.b=1"] → {"a": True, "megatron": {"b": 1}}; values as in a recipe."""
+    out: dict[str, Any] = {}
+    for one in keys:
+        key, _, value = one.partition("=")
+        name, dot, field_name = key.partition(".")
+        section, name = (out.setdefault(name, {}), field_name) if dot else (out, name)
+        section[name] = read_yaml(value, one).data
     return out
 
 

@@ -14,13 +14,14 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import cycle, islice
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from benchmarks.engine_work import TRAINED_FROM, Setup
@@ -42,20 +43,17 @@ class QuintetLoop:
     gradient norm."""
 
     def __init__(self, setup: Setup, optimizer: schema.Optimizer, device: torch.device) -> None:
-        recipe: dict[str, Any] = {
-            "tokens_per_microbatch_per_rank": setup.tokens,
-            "backend": setup.backend,
-            "recompute": setup.recompute,
-        }
         self.setup, self.objective = setup, sft_objective()
         self.engine = Engine(
             setup.shape,
             schema.Layout(**setup.layout),
-            engine=schema.Engine(**recipe),
+            engine=setup.engine_recipe,
             optimizer=optimizer,
             dtype="bf16",
         )
         fill(self.engine.shard_map(), device)
+        if setup.balance == "forced":
+            deal(self.engine.chunks)
         self.engine.start_optimizer(optimizer, total_steps=1)
         self.dp_rank = self.engine.mesh.at("dp")
         self.steps: dict[int, tuple[Any, list[RankCell]]] = {}
@@ -87,6 +85,34 @@ def fill(shards: list[Shard], device: torch.device) -> None:
         shard.write(torch.empty(shard.box_shape, device=device).normal_(0, INITIAL_STD, generator=generator))
 
 
+class Dealt:
+    """Experts dealt to the tokens of a rank in turn, so that each gets as many, by megatron-core's name for what answers a router. The
+    router's own choice is computed all the same, and its weights are of the experts that were dealt."""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Values and experts [T, top-k]: a token's are as far from each other as they can be, so on as many ranks."""
+        choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        tokens, experts = scores.shape
+        first = torch.arange(tokens, device=scores.device)[:, None]
+        apart = torch.arange(topk, device=scores.device) * (experts // topk)
+        chosen = (first + apart) % experts
+        return scores.gather(1, chosen), chosen
+
+
+def deal(modules: Iterable[torch.nn.Module]) -> None:
+    """Have every router of these modules answered by `Dealt`."""
+    routers = [one for module in modules for one in module.modules() if isinstance(one, TopKRouter)]
+    for router in routers:
+
+        def dealt(*given: Any, router: Any = router, own: Any = router.routing, **named: Any) -> Any:
+            router.router_replay = Dealt()
+            return own(*given, **named)
+
+        router.routing = dealt  # type: ignore[method-assign]
+
+
 def _tokens(setup: Setup, step: int, dp_rank: int) -> list[list[Tensor]]:
     """Random tokens of a dp rank's rows: the same on both sides."""
     generator = torch.Generator().manual_seed(1000 * step + dp_rank)
@@ -100,7 +126,8 @@ def _tokens(setup: Setup, step: int, dp_rank: int) -> list[list[Tensor]]:
 def serve(side: str, setup: Setup, answers: TextIO) -> None:
     """Answer the parent's commands until it says quit."""
     device = join()
-    loop = _loop(side, setup, device)
+    optimizer = OPTIMIZER.model_copy(update={"cpu_fraction": setup.cpu_fraction})
+    loop = _loop(side, setup, optimizer, device)
     for step in range(setup.steps):
         loop.prepare(step, _tokens(setup, step, loop.dp_rank))
     order = cycle(range(setup.steps))
@@ -128,18 +155,19 @@ def join() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _loop(side: str, setup: Setup, device: torch.device) -> Any:
+def _loop(side: str, setup: Setup, optimizer: schema.Optimizer, device: torch.device) -> Any:
     if side == "quintet":
-        return QuintetLoop(setup, OPTIMIZER, device)
+        return QuintetLoop(setup, optimizer, device)
     from megatron.core import parallel_state
 
     from benchmarks.engine_raw import RawLoop
 
     parallel_state.destroy_global_memory_buffer()  # quintet made one; the raw loop's own initialisation does, too
     mesh = mesh_of(schema.Layout(**setup.layout), setup.gpus)
-    return RawLoop(
-        setup, OPTIMIZER, device, lambda model: fill(shard_map([model], setup.shape, mesh), device)
-    )
+    raw = RawLoop(setup, optimizer, device, lambda model: fill(shard_map([model], setup.shape, mesh), device))
+    if setup.balance == "forced":
+        deal([raw.model])
+    return raw
 
 
 def settle(device: torch.device) -> None:

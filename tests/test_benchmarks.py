@@ -1,5 +1,6 @@
 """The benchmarks' plumbing: records that can be trusted, and work that both sides share."""
 
+import json
 import math
 import os
 import random
@@ -12,9 +13,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import proof
-from benchmarks.engine_work import MODELS, REAL, Setup, parse_layout, peak_flops, setup_of
+from benchmarks.engine import fitted
+from benchmarks.engine_work import MODELS, REAL, Setup, parse_engine, parse_layout, peak_flops, setup_of
 from benchmarks.fingerprints import experts, measure
 from benchmarks.fingerprints import items as fingerprinted
 from benchmarks.laptop_cases import CASES, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT
@@ -124,6 +127,61 @@ def test_cases_are_named_by_what_differs() -> None:
     layout = parse_layout("tp=2,sp=true,ep=4")
     other = Setup("qwen3-30b-a3b", "portable", gpus=8, layout=layout, recompute="full")
     assert other.case() == "qwen3-30b-a3b/portable/gpus8-tp2-sp-ep4/recompute-full"
+    cut = Setup(
+        "qwen3-30b-a3b", "portable", layers=12, balance="forced", recompute="selective", cpu_fraction=0.5
+    )
+    cut = replace(cut, recompute_modules=["moe_act"], engine=parse_engine(["z_loss=0.1", "megatron.a=true"]))
+    assert cut.case() == (
+        "qwen3-30b-a3b/portable/layers12/balance-forced/recompute-selective-moe_act/cpu0.5/z_loss-0.1/a-true"
+    )
+
+
+def test_a_setup_says_what_a_recipe_says() -> None:
+    setup = setup_of(
+        "tiny-moe", backend="portable", recompute="selective", engine=parse_engine(["z_loss=0.5"])
+    )
+    made = Setup(**json.loads(json.dumps(setup.asdict()))).engine_recipe
+    assert (made.tokens_per_microbatch_per_rank, made.recompute, made.z_loss) == (128, "selective", 0.5)
+    with pytest.raises(ValueError, match="z_los"):
+        replace(setup, engine={"z_los": 1}).engine_recipe  # noqa: B018
+
+
+def test_all_layers_are_on_the_line_through_two_depths() -> None:
+    """Steps of 2 s and 0.25 s a layer: of 28 layers 9 s, of as many FLOPs as the whole model has."""
+    setups = [Setup("qwen2.5-1.5b", "portable", layers=layers) for layers in (4, 8, 12)]
+    assert [one.shape.layers for one in setups] == [4, 8, 12]
+    measured = [{"raw": {"s_per_step": 2 + 0.25 * one.shape.layers}} for one in setups]
+    whole, found = fitted(setups, measured)
+    assert whole.case() == "qwen2.5-1.5b/portable"
+    assert found["raw"]["s_per_step"] == pytest.approx(9)
+    assert found["raw"]["tokens_per_s_per_gpu"] == pytest.approx(whole.tokens_per_step / 9)
+    flops = statistics.mean(whole.flops(step) for step in range(whole.steps))
+    assert found["raw"]["tflop_per_s_per_gpu"] == pytest.approx(flops / 9 / 1e12)
+
+
+def dealt(setup: Setup) -> list[list[int]]:
+    """On a rank: of each router call in a step, how many tokens each expert got."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from benchmarks import engine_worker
+
+    loop = engine_worker.QuintetLoop(setup, engine_worker.OPTIMIZER, torch.device("cpu"))
+    loop.prepare(0, engine_worker._tokens(setup, 0, loop.dp_rank))
+    counts: list[list[int]] = []
+    for module in loop.engine.model.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(lambda module, given, out: counts.append(out[1].sum(0).tolist()))
+    loop.step(0)
+    return counts
+
+
+@pytest.mark.parametrize("balance", ["forced", "natural"])
+def test_forced_balance_deals_as_many_tokens_to_each_expert(pool, balance: str) -> None:
+    setup = Setup("tiny-moe", "portable", tokens=128, microbatches=2, balance=balance, recompute="full")
+    (counts,) = pool.run(dealt, 1, setup)
+    assert len(counts) == 2 * 2 * 4  # layers, micro-batches, and all once more in backward
+    assert {sum(one) for one in counts} == {128 * 2}
+    assert ({n for one in counts for n in one} == {128 * 2 // 8}) == (balance == "forced")
 
 
 def test_peaks_are_those_of_the_card() -> None:
@@ -159,6 +217,40 @@ def test_engine_and_raw_loop_train_the_same_on_a_cpu() -> None:
     assert "quintet / raw:" in done.stdout
     assert "aten::mm" in done.stdout
     assert "written to" not in done.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["--shape", "tiny", "--recompute", "selective", "--recompute-modules", "core_attn,mlp"],
+        ["--shape", "tiny-moe", "--only", "quintet", "--balance", "forced", "--recompute", "selective"],
+        [
+            "--shape",
+            "tiny-moe",
+            "--only",
+            "quintet",
+            "--gpus",
+            "2",
+            "--layout",
+            "ep=2",
+            "--engine",
+            "z_loss=0.1",
+        ],
+    ],
+)
+def test_every_way_of_a_recipe_is_measured_on_a_cpu(how: list[str]) -> None:
+    options = ["--layers", "1", "2", "--rounds", "1", "--steps", "1", "--steps-per-turn", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.engine", *how, *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "by-layers1-2: all" in done.stdout
+    assert done.stdout.count("tflop_per_s_per_gpu") >= 3
 
 
 @pytest.mark.nightly
