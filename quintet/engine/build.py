@@ -18,6 +18,7 @@ from quintet.engine.mesh import Mesh, Sizes, build_mesh
 from quintet.engine.model import PolicyModel
 from quintet.models import ModelShape
 from quintet.models.lora import LoraShape
+from quintet.plan import parameters
 from quintet.recipe.schema import Engine as EngineRecipe
 from quintet.recipe.schema import Layout
 
@@ -100,13 +101,20 @@ def wrap_for_training(
     chunks: list[PolicyModel], mesh: Mesh, recipe: EngineRecipe
 ) -> list[DistributedDataParallel]:
     """Return the chunks with gradient buffers (fp32) and their reduction over dp and cp."""
-    settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=recipe.distributed_optimizer, grad_reduce_in_fp32=True
-    )
     if choose_backend(recipe.backend) == "transformer_engine":
         from quintet.engine.layers.te import add_gradients_in_place
 
         add_gradients_in_place(chunks)
-    return [
-        DistributedDataParallel(chunk.config, settings, chunk, pg_collection=mesh.groups) for chunk in chunks
-    ]
+    made = []
+    for chunk in chunks:
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=recipe.distributed_optimizer,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=recipe.overlap_grad_reduce,
+            bucket_size=parameters.bucket_elements(mesh.sizes.dp),
+        )
+        made.append(DistributedDataParallel(chunk.config, settings, chunk, pg_collection=mesh.groups))
+    if recipe.overlap_grad_reduce:  # the schedule holds the reduction back until the last micro-batch
+        holds = [one.no_sync for one in made]
+        chunks[0].config.no_sync_func = holds if len(holds) > 1 else holds[0]
+    return made

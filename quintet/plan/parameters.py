@@ -23,6 +23,8 @@ from quintet.recipe.frozen import is_frozen
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.linear_fc(\d)\.")
+BUCKET_ELEMENTS = 40_000_000
+"""Of gradients that are reduced in the backward pass, at least; megatron-core's own number."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,9 @@ def _numel(setup: Setup, weight: Weight) -> int:
 def buffers(setup: Setup, place: Place, parts: list[list[Parameter]]) -> list[Flat]:
     """Return flat buffers of a rank that trains. parts: its chunks."""
     found = []
+    dp = setup.dp_cp // setup.layout.cp
+    # Core cuts none on later stages, whose reduction ends while the first one computes.
+    bucket = bucket_elements(dp) if setup.engine.overlap_grad_reduce and place.pp == 0 else math.inf
     for held in parts:
         parameters = [p for p in held if p.trained]
         apart = [p for p in parameters if p.expert and setup.own_expert_groups]
@@ -206,11 +211,16 @@ def buffers(setup: Setup, place: Place, parts: list[list[Parameter]]) -> list[Fl
         index = place.dp * setup.layout.cp + place.cp
         for group, ranks, at in ((rest, setup.dp_cp, index), (apart, setup.edp, place.edp)):
             if group:
-                found.append(_flat(group, ranks, at, setup.engine.distributed_optimizer))
+                found.append(_flat(group, ranks, at, setup.engine.distributed_optimizer, bucket))
     return found
 
 
-def _flat(parameters: Sequence[Parameter], ranks: int, index: int, distributed: bool) -> Flat:
+def bucket_elements(dp: int) -> int:
+    """Return the elements from which on a bucket of gradients that are reduced in the backward pass is full."""
+    return max(BUCKET_ELEMENTS, 1_000_000 * dp)
+
+
+def _flat(parameters: Sequence[Parameter], ranks: int, index: int, distributed: bool, bucket: float) -> Flat:
     if not distributed:
         total = sum(p.numel for p in parameters)
         return Flat(total, total)
@@ -231,7 +241,7 @@ def _flat(parameters: Sequence[Parameter], ranks: int, index: int, distributed: 
         start = _up(end, 64)
         end = start + parameter.numel
         starts.append((start, end))
-        if parameter.shared:
+        if parameter.shared or end - begin >= bucket:
             close()
     if starts:
         close()

@@ -184,6 +184,9 @@ _ENGINE = [
         distributed_optimizer=("the distributed optimizer", True),
         whole_optimizer=("optimizer state whole on each data-parallel rank", False),
     ),
+    _set_to(
+        True, "overlap_grad_reduce", "reduction of gradients during backward", "engine.overlap_grad_reduce"
+    ),
     _set_to("transformer_engine", "transformer_engine", "TransformerEngine's layers", "engine.backend"),
     *_one_of("model.dtype", bf16=("bf16", "bf16"), fp32=("fp32", "fp32")),
     Feature(

@@ -75,6 +75,7 @@ class Case:
     etp: int = 1
     recompute: str = "none"
     distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
     optimizer: str = "adamw"
     lr_multipliers: bool = False
     frozen: str = ""
@@ -147,6 +148,7 @@ class Case:
             engine=schema.Engine(
                 tokens_per_microbatch_per_rank=TOKENS_PER_ROW // self.cp,
                 distributed_optimizer=self.distributed_optimizer,
+                overlap_grad_reduce=self.overlap_grad_reduce,
                 backend=self.backend,
                 cp_comm=self.cp_comm,
                 recompute=self.recompute,
@@ -482,6 +484,30 @@ def stage_cases(ranks: int, **fixed: Any) -> list[Case]:
     return [*found, Case("deepseek_v3", **_BIAS, **two)]
 
 
+_OVERLAP = {"overlap_grad_reduce": True}
+OVERLAP_LAYOUTS = (
+    Case("qwen3", **_OVERLAP, dp=2, distributed_optimizer=True),
+    Case("qwen3", **_OVERLAP, pp=2, vpp=2, dp=2, distributed_optimizer=True),
+    Case("qwen3", **_OVERLAP, cp=2, dp=2, mixed=True, recompute="full"),
+    Case("deepseek_v3", **_OVERLAP, mtp=2, dp=2, ep=2, recompute="selective", distributed_optimizer=True),
+    Case("deepseek_v3", **_OVERLAP, **_O, **_BIAS, **_Z, **_BATCH, dp=2, distributed_optimizer=True),
+)
+"""Gradients that are reduced during the backward pass in `make test`; in buckets of a few parameters."""
+
+
+def overlap_cases(ranks: int, **fixed: Any) -> list[Case]:
+    """Every value of every axis beside gradients that are reduced during the backward pass, and each other feature once."""
+    how = {**_OVERLAP, **fixed}
+    found = [*covering("qwen3", ranks, strength=1, **how), *covering("deepseek_v3", ranks, strength=1, **how)]
+    families = ("qwen3_moe", "gpt_oss", "deepseek_v3-tied", "mimo", "glm4_moe", "qwen2")
+    others = (_R, _O, {**_BIAS, **_Z, **_AUX}, {**_Z, **_BATCH}, _GATE)
+    found += [Case(family, **how) for family in families]
+    found += [Case("deepseek_v3", **other, optimizer="sgd", **how) for other in others]  # else near a tie
+    found += [Case("mimo", mtp=1, **how), Case("qwen3", lora=True, **how)]
+    found += [Case("qwen3", **{**how, "pp": 2, "stages": "1.3"})] if ranks > 1 else []
+    return [*found, *bf16("qwen3", ranks, **how)]
+
+
 def fast_cases() -> list[Case]:
     """What `make test` runs: up to 4 ranks."""
     found: list[Case] = []
@@ -492,7 +518,8 @@ def fast_cases() -> list[Case]:
         found += covering(family, 4) if family == "qwen3" else few(family)
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
     found += [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
-    return ordered([*found, *MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS, *FROZEN_LAYOUTS, *STAGE_LAYOUTS])
+    every = [*MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS, *FROZEN_LAYOUTS, *STAGE_LAYOUTS]
+    return ordered([*found, *every, *OVERLAP_LAYOUTS])
 
 
 def slow_cases() -> list[Case]:
@@ -503,7 +530,7 @@ def slow_cases() -> list[Case]:
     ]
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
     found += [*lora_cases(4), *mtp_cases(4), *replay_cases(4), *balance_cases(4), *frozen_cases(4)]
-    found += stage_cases(4)
+    found += [*stage_cases(4), *overlap_cases(4)]
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)
 
@@ -528,7 +555,15 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
     found = [
         case
         for backend in backends
-        for some in (lora_cases, mtp_cases, replay_cases, balance_cases, frozen_cases, stage_cases)
+        for some in (
+            lora_cases,
+            mtp_cases,
+            replay_cases,
+            balance_cases,
+            frozen_cases,
+            stage_cases,
+            overlap_cases,
+        )
         for case in some(gpus, backend=backend)
     ]
     for family, backend in product(FAMILIES, backends):
@@ -546,6 +581,7 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
             found += bf16(family, gpus, backend=backend, frozen=".o_proj", **hybrid)
             if gpus > 1:
                 found += bf16(family, gpus, backend=backend, pp=2, vpp=1, stages="3.1", **hybrid)
+            found += bf16(family, gpus, backend=backend, **_OVERLAP, **hybrid)
         if family == "deepseek_v3":
             for how in ({**_BIAS, **_Z, **_AUX}, _BATCH):
                 found += bf16(family, gpus, backend=backend, **how, **hybrid)

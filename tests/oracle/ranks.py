@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,9 @@ class Report:
     """What this rank tells of the load of experts at each step."""
 
 
+BUCKET_ELEMENTS = 2000
+
+
 class Objective:
     """The losses of `tests.oracle.reference`, as this micro-batch's share of the mini-batch's."""
 
@@ -86,7 +90,9 @@ def engine_of(case: Case, path: Path, *, trained: bool = True, **how: Any) -> An
         "lora": lora_shape(recipe, shape),
         "mtp": recipe.mtp,
     }
-    made = Engine(shape, recipe.layout, **(settings | how))
+    # Buckets of a few parameters, where a model of this size would be one.
+    with mock.patch("quintet.plan.parameters.bucket_elements", return_value=BUCKET_ELEMENTS):
+        made = Engine(shape, recipe.layout, **(settings | how))
     made.load_hf(path, adapters=recipe.lora.path if recipe.lora else None)
     return made
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -202,6 +203,41 @@ def test_static_parts_are_exact(pool, ranks):
             formula = rank_memory(case, place)
             found = (formula.parameters, formula.gradients, formula.optimizer)
             assert found == tuple(kinds.values()), (case.shape.family, case.layout, case.dtype, place)
+
+
+OVERLAP: list[tuple[str, int, dict[str, Any]]] = [
+    ("qwen3", 2, {"dtype": "bf16"}),
+    ("qwen3", 2, {"cp": 2}),
+    ("qwen3", 2, {"distributed_optimizer": False}),
+    ("qwen3-tied", 2, {"pp": 2}),
+    ("qwen3_moe", 2, {"ep": 2, "dtype": "bf16"}),
+    ("qwen3", 4, {"pp": 2, "vpp": 2, "dtype": "bf16"}),
+    ("qwen3_moe", 4, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+]
+
+
+def allocated_in_buckets(elements: int, cases: list[Setup]) -> list[tuple[Place, dict[str, int]]]:
+    with mock.patch("quintet.plan.parameters.bucket_elements", return_value=elements):
+        return allocated(cases)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_buckets_of_gradients_are_padded_each(pool, ranks):
+    skip_without(ranks)
+    elements = 300_001
+    cases = [setup(family, n, overlap_grad_reduce=True, **how) for family, n, how in OVERLAP if n == ranks]
+    results = pool.run(allocated_in_buckets, ranks, elements, cases)
+    cut = 0
+    for number, case in enumerate(cases):
+        for place, kinds in (rank[number] for rank in results):
+            with mock.patch("quintet.plan.parameters.bucket_elements", return_value=elements):
+                formula = rank_memory(case, place)
+            found = (formula.parameters, formula.gradients, formula.optimizer)
+            assert found == tuple(kinds.values()), (case.shape.family, case.layout, case.dtype, place)
+            cut += found != tuple(
+                getattr(rank_memory(case, place), k) for k in ("parameters", "gradients", "optimizer")
+            )
+    assert cut, "one bucket would have come to the same"
 
 
 def packed_copies(cases: list[Setup]) -> list[tuple[Place, int]]:

@@ -86,6 +86,8 @@ class Engine(Section):
     expert_bias_rate: NonNegativeFloat = 0.0
     """What each update adds to the stored bias of experts that got fewer tokens than the mean, and takes off the others' (DeepSeek-V3
     took 0.001); 0 leaves it (docs/balance.md)."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over dp and cp in buckets during the backward pass of a mini-batch's last micro-batch, instead of all after it."""
     offload_params: Fraction | Literal["auto"] = "auto"
     """Share of the parameters on the CPU while generating; above 0 needs a rollout.layout, whose weights are its own. auto is the least
     that has to make room for the rollout, by the memory formula; the run's first lines say how much (docs/hybrid.md)."""

@@ -33,6 +33,11 @@ FAST = {
         Case("mimo", mtp=1, pp=2, dp=2, distributed_optimizer=True),
         Case("mimo", mtp=1, tp=2, sp=True),
     ],
+    "buckets": [
+        Case("qwen3-tied", dp=2, distributed_optimizer=True, overlap_grad_reduce=True),
+        Case("qwen3-tied", dp=2, distributed_optimizer=True),
+        Case("qwen3-tied", pp=2, dp=2, distributed_optimizer=True, overlap_grad_reduce=True),
+    ],
 }
 SLOW = {
     "dense": [
