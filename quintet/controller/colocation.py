@@ -37,7 +37,8 @@ if TYPE_CHECKING:  # they bring Ray
 
 
 class DeviceHandover:
-    """Hands the devices over. shares: of what training keeps, by kind; they leave. phase: times a part of the run; log: where each step of a hand-over is written."""
+    """Hands the devices over. shares: of what training keeps, by kind, that leave. phase: times a part of the run; log: where each step
+    of a hand-over is written."""
 
     def __init__(
         self,

@@ -28,7 +28,8 @@ from quintet.recipe.roles import layout_of, optimizer_of, roles_of
 
 
 class Engines(Mapping[str, Engine | AdapterReference]):
-    """By role. recipe: with a number for each `engine.offload_*` (`quintet.plan.offload`). command: what is not needed for it is not made; gradients, optimizer state and other roles cost memory."""
+    """By role. recipe: with a number for each `engine.offload_*` (`quintet.plan.offload`). command: what is not needed for it is not made;
+    gradients, optimizer state and other roles cost memory."""
 
     def __init__(
         self, recipe: schema.Recipe, shape: ModelShape, model_dir: Path, command: str, dtype: str
