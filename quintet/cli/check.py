@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with time_limit(arguments.time_limit_s):
             recipe = load_recipe(arguments.recipe, arguments.overrides, command=command)
-            notes, whole = _look_through(_looks(recipe, command, arguments.device_gib))
+            notes, whole = _look_through(_looks(recipe, command, arguments.gpu_gib))
     except TimeUp as limit:
         raise UserError(
             f"{arguments.recipe}: {limit} did not suffice to look through it; --time-limit-s gives it more"
@@ -71,14 +71,14 @@ def _look_through(looks: dict[str, Look]) -> tuple[list[str], bool]:
     return notes, True
 
 
-def _looks(recipe: Recipe, command: RecipeCommand, device_gib: float | None) -> dict[str, Look]:
+def _looks(recipe: Recipe, command: RecipeCommand, gpu_gib: float | None) -> dict[str, Look]:
     """What is looked at within the time limit, and the look."""
     from quintet.data.check import chat_template, draw_problems
     from quintet.data.tasks import TASKS
     from quintet.plan import describe
 
     looks: dict[str, Look] = {"the chat template": lambda: chat_template(recipe)}
-    looks |= describe.looks(recipe, command, device_gib)
+    looks |= describe.looks(recipe, command, gpu_gib)
     if recipe.data.task in TASKS:
         sides: dict[Which, bool] = {
             "train": command == "train" or (command == "sft" and recipe.data.sft_path is None),
@@ -146,7 +146,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="most processor time for the recipe and the model's config.json and headers, before data are read (default: 3)",
     )
     parser.add_argument(
-        "--device-gib",
+        "--gpu-gib",
         type=_positive,
         metavar="GIB",
         help="memory of a GPU: says what engine.offload_*=auto comes to there (default: from which size on nothing has to leave)",

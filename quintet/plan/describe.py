@@ -32,8 +32,8 @@ Look = Callable[[], str | None]
 _GIB = 1 << 30
 
 
-def looks(recipe: Recipe, command: Command, device_gib: float | None = None) -> dict[str, Look]:
-    """Return what each look at a sound recipe is at, and the look; command: that which it is for; device_gib: memory of a GPU, if it is
+def looks(recipe: Recipe, command: Command, gpu_gib: float | None = None) -> dict[str, Look]:
+    """Return what each look at a sound recipe is at, and the look; command: that which it is for; gpu_gib: memory of a GPU, if it is
     known."""
     shape = shape_of(recipe)
     assert shape is not None  # a sound recipe names a model
@@ -56,7 +56,7 @@ def looks(recipe: Recipe, command: Command, device_gib: float | None = None) -> 
         if recipe.model.path is not None:
             found["memory"] = lambda: _memory(recipe, shape, command)
     if recipe.model.path is not None:
-        found["offload"] = lambda: _offload(recipe, shape, command, device_gib)
+        found["offload"] = lambda: _offload(recipe, shape, command, gpu_gib)
     return found
 
 
@@ -227,15 +227,15 @@ def _memory(recipe: Recipe, shape: ModelShape, command: Command) -> str:
     )
 
 
-def _offload(recipe: Recipe, shape: ModelShape, command: Command, device_gib: float | None) -> str | None:
+def _offload(recipe: Recipe, shape: ModelShape, command: Command, gpu_gib: float | None) -> str | None:
     """What engine.offload_*=auto comes to, where there may be GPUs."""
     laptop = recipe.cluster.device == "auto" and not Path("/dev/nvidiactl").exists()
-    if device_gib is None and laptop and recipe.cluster.address is None:
+    if gpu_gib is None and laptop and recipe.cluster.address is None:
         return None
     offload = Offload(recipe, shape, command)
     if not offload.kinds:
         return None
-    return offload.sizes() if device_gib is None else offload.reason(int(device_gib * _GIB))
+    return offload.sizes() if gpu_gib is None else offload.reason(int(gpu_gib * _GIB))
 
 
 def _packed(setup: Setup, recipe: Recipe) -> str:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from quintet.models import ModelShape
 from quintet.plan.activations import workspace
 from quintet.plan.fullest import kinds_of, memories, setup_of
-from quintet.plan.memory import rank_memory
-from quintet.plan.setup import Place
+from quintet.plan.rollout import rollout_bytes
 from quintet.recipe.offload import KINDS, on_auto, share_asked
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command
@@ -57,6 +56,10 @@ class Offload:
         """On auto, and able to leave."""
         self.asked = {kind: share_asked(recipe, kind) for kind in KINDS}
         self.moments = list(_moments(recipe, shape, command)) if self.kinds else []
+
+    def most(self) -> dict[str, float]:
+        """Return the largest share of each kind that may leave."""
+        return {kind: 1.0 if kind in self.kinds else self.asked[kind] or 0.0 for kind in KINDS}
 
     def shares(self, total: int) -> dict[str, float]:
         """Return the share of each kind that leaves a device of `total` bytes: never more of a larger one."""
@@ -109,8 +112,8 @@ class Offload:
     def sizes(self) -> str:
         """Return for which devices nothing leaves, and which are too small, in a sentence."""
         sizes = [n * GIB for n in range(1, _MOST_GIB + 1)]
-        all_away = {kind: 1.0 if kind in self.kinds else self.asked[kind] or 0.0 for kind in KINDS}
-        least = next((n for n in sizes if not self.lacking(n, all_away)), None)
+        most = self.most()
+        least = next((n for n in sizes if not self.lacking(n, most)), None)
         nothing = next((n for n in sizes if not any(self.shares(n)[kind] for kind in self.kinds)), None)
         at = (
             "all of it leaves"
@@ -121,7 +124,7 @@ class Offload:
             return (
                 f"Offload while others need the devices: {at}, and by the memory formula it does not suffice."
             )
-        return f"Offload while others need the devices: {at}; with all away {least // GIB} GiB suffice. --device-gib says what leaves others."
+        return f"Offload while others need the devices: {at}; with all away {least // GIB} GiB suffice. --gpu-gib says what leaves others."
 
 
 def spare(total: int) -> int:
@@ -165,20 +168,16 @@ def _moments(recipe: Recipe, shape: ModelShape, command: Command) -> list[Moment
 
 def _native(recipe: Recipe, shape: ModelShape) -> int:
     """Bytes of a native rollout: its own weights, if it has some, the KV cache, a prefill, and a few copies of logits in fp32."""
-    placement = placement_of(recipe)
-    layout = Layout(tp=placement.layout.tp, pp=placement.layout.pp)
     row = recipe.engine.model_copy(
         update={"tokens_per_microbatch_per_rank": PREFILL_TOKENS, "recompute": "none"}
     )
+    layout = placement_of(recipe).layout
     setup = replace(
-        setup_of(recipe, shape), layout=layout, engine=row, optimizer=None, ranks=layout.tp * layout.pp
+        setup_of(recipe, shape),
+        layout=Layout(tp=layout.tp, pp=layout.pp),
+        engine=row,
+        optimizer=None,
+        ranks=layout.tp * layout.pp,
     )
-    weights = max(rank_memory(setup, Place(pp=stage)).parameters for stage in range(layout.pp))
-    slots, longest = (
-        recipe.rollout.sequences_per_rank,
-        recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens,
-    )
-    width = 2 * shape.kv_heads // layout.tp * shape.head_dim * setup.width
-    cache = slots * (longest + 64) * width * -(-shape.layers // layout.pp)
-    logits = 4 * 4 * slots * shape.vocab_size
-    return (0 if placement.shares_weights else weights) + cache + workspace(setup) + logits
+    logits = 4 * 4 * recipe.rollout.sequences_per_rank * shape.vocab_size
+    return sum(rollout_bytes(recipe, setup, None)) + workspace(setup) + logits

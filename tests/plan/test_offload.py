@@ -96,8 +96,7 @@ def test_enough_leaves_where_it_can_and_never_more_of_a_larger_device(
     made: Recipe, family: str, command: Any, sizes: list[int]
 ) -> None:
     offload = Offload(made, SHAPES[family], command)
-    most = {kind: 1.0 if kind in offload.kinds else offload.asked[kind] or 0.0 for kind in KINDS}
-    before = most
+    most = before = offload.most()
 
     def fits(total: int, away: dict[str, float]) -> bool:
         return all(

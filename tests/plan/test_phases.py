@@ -11,7 +11,8 @@ import torch
 from quintet.models.family import read_shape
 from quintet.plan import Place, rank_memory
 from quintet.plan.fullest import setup_of
-from quintet.plan.phases import PHASES, plan_stages, rollout_bytes, token_bytes
+from quintet.plan.phases import PHASES, advice, plan_stages
+from quintet.plan.rollout import rollout_bytes, token_bytes
 from quintet.recipe import load_recipe
 from quintet.recipe.hub import SHAPES, shapes_alone
 from quintet.recipe.rules import shape_of
@@ -76,6 +77,20 @@ def test_what_is_kept_while_generating_counts():
     assert first.device["generate"] == int(0.7 * (80 << 30))
     more = second.device["generate"] - first.device["generate"]
     assert more == pytest.approx(memory.gradients / 2 + memory.optimizer)
+
+
+def test_auto_keeps_what_fits_and_lets_the_rest_leave():
+    auto = [f"engine.offload_{kind}=auto" for kind in ("params", "grads", "optimizer")]
+    made, shape = loaded("qwen2_7b_8_h20", *auto)
+    away, _ = loaded("qwen2_7b_8_h20")
+    assert plan_stages(made, shape) == plan_stages(away, shape)
+    ((small,), (large,)) = (plan_stages(made, shape, size << 30) for size in (80, 400))
+    assert small.device["generate"] < 80 << 30
+    memory = rank_memory(replace(setup_of(made, shape), optimizer=made.optimizer))
+    assert large.device["generate"] == memory.static + int(0.7 * (400 << 30))
+    assert "offload" not in advice(made, "generate")
+    kept, _ = loaded("qwen2_7b_8_h20", "engine.offload_grads=0.5")
+    assert advice(kept, "generate") == "engine.offload_grads=auto"
 
 
 @pytest.mark.parametrize(("family", "tp"), [("qwen3", 2), ("qwen2", 1), ("deepseek_v3", 2)])

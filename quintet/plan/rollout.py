@@ -1,0 +1,39 @@
+"""Memory of a rollout on one rank: its weights, and its KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quintet.models import ModelShape
+from quintet.plan.memory import rank_memory
+from quintet.plan.setup import Place, Setup
+from quintet.recipe import schema
+from quintet.recipe.rollout import placement_of
+
+
+def rollout_bytes(recipe: schema.Recipe, setup: Setup, device_bytes: int | None) -> tuple[int, int]:
+    """Return the bytes of a rollout's weights and of its KV cache on one rank, the fullest of its stages."""
+    placement, rollout, shape = placement_of(recipe), recipe.rollout, setup.shape
+    layout, vllm = placement.layout, rollout.backend != "native"
+    # An engine of its own spreads experts as it does the rest, or whole over the same ranks: as many weights either way.
+    ranks = schema.Layout(tp=layout.tp, pp=layout.pp)
+    own = replace(setup, layout=ranks, ranks=layout.tp * layout.pp, optimizer=None)
+    weights = (
+        0
+        if placement.shares_weights
+        else max(rank_memory(own, Place(pp=s)).parameters for s in range(layout.pp))
+    )
+    if vllm and device_bytes is not None:
+        return weights, max(int(rollout.memory_fraction * device_bytes) - weights, 0)
+    longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
+    slots = rollout.sequences_per_rank
+    per_stage = -(-shape.layers // layout.pp)
+    return weights, slots * longest * per_stage * token_bytes(shape, layout.tp, setup.width, latent=vllm)
+
+
+def token_bytes(shape: ModelShape, tp: int, width: int, *, latent: bool) -> int:
+    """Return the bytes that one token takes of the KV cache in one layer on one rank. latent: whether latent attention keeps latents,
+    the same on every rank, as engines of their own do; the native rollout keeps keys and values."""
+    if shape.mla is not None and latent:
+        return (shape.mla.kv_lora_rank + shape.mla.qk_rope_head_dim) * width
+    return 2 * max(1, shape.kv_heads // tp) * shape.head_dim * width
