@@ -57,6 +57,7 @@ _MOST_DIGITS = 64
 
 
 _AS_JINJA = "; text with {{ or {% in it, such as Jinja, stands in quotes or indented below a |"
+_AS_PATTERN = '; text that begins with * stands in quotes: ["*.mlp.gate.weight"]'
 
 
 class _Loader(yaml.SafeLoader):
@@ -121,7 +122,7 @@ def read_yaml(text: str, name: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
-        hint = _jinja_hint(text, mark.line) if mark else ""
+        hint = _hint(error, text, mark.line) if mark else ""
         raise UserError(f"{where}: not valid YAML: {error.problem or error.context}{hint}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{name}: not valid YAML: {error}") from None
@@ -129,10 +130,12 @@ def read_yaml(text: str, name: str) -> Document:
         loader.dispose()
 
 
-def _jinja_hint(text: str, line: int) -> str:
-    """What to do where the line that YAML cannot read has Jinja in it."""
+def _hint(error: yaml.MarkedYAMLError, text: str, line: int) -> str:
+    """What to do where the line that YAML cannot read has Jinja in it, or begins a pattern with an asterisk."""
     there = "".join(text.split("\n")[line : line + 1])
-    return _AS_JINJA if "{{" in there or "{%" in there else ""
+    if "{{" in there or "{%" in there:
+        return _AS_JINJA
+    return _AS_PATTERN if "alias" in f"{error.context} {error.problem}" else ""
 
 
 def write_yaml(data: Any) -> str:

@@ -56,6 +56,8 @@ def test_lines_of_keys() -> None:
         ("a: !!python/name:os.system", r"x:1: the YAML tag"),
         ("a: &a [*a]", r"x:1: an alias that contains itself"),
         ("a: 1\n---\nb: 2", r"x:2: not valid YAML"),
+        ("a: [*.gate.weight]", r'x:1: not valid YAML: .* begins with \* stands in quotes: \["\*'),
+        ("a:\n- *gate", r"x:2: not valid YAML: found undefined alias.* stands in quotes"),
         ("a: \x00", r"x: not a text file"),
     ],
 )
