@@ -21,13 +21,14 @@ def check_frozen(tensors: Iterable[Sequence[str]], patterns: Sequence[str], key:
     """
     known: dict[str, bool] = {}
     for names in tensors:
-        told = {is_frozen(name, patterns): name for name in names}
-        if len(told) > 1:
+        frozen = [name for name in names if is_frozen(name, patterns)]
+        left = [name for name in names if name not in frozen]
+        if frozen and left:
             raise UserError(
-                f"{key}.frozen: {told[True]} is frozen and {told[False]} is not, but the optimizer holds them as one tensor; let the "
-                "patterns match both"
+                f"{key}.frozen: {frozen[0]} is frozen and {' and '.join(left[:2])} {'are' if left[1:] else 'is'} not, but the optimizer "
+                "holds them as one tensor; let the patterns match all of it, or nothing"
             )
-        known |= {name: frozen for frozen in told for name in names}
+        known |= dict.fromkeys(names, bool(frozen))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             near = difflib.get_close_matches(pattern.replace("*", ""), known, 3, 0.3)

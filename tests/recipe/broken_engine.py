@@ -286,13 +286,26 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     (
         "patterns_match",
         ["optimizer.frozen=['*.q_proj.weight']"],
-        ["self_attn.q_proj.weight is frozen and", "is not, but the optimizer holds them as one tensor"],
+        [
+            "self_attn.q_proj.weight is frozen and model.layers.0.self_attn.k_proj.weight and",
+            "v_proj.weight are not, but the optimizer holds them as one tensor; let the patterns match all of it",
+        ],
     ),
     ("patterns_match", ["optimizer.frozen=['*']"], ["optimizer.frozen: [*] leaves no weight to be trained"]),
     (
         "patterns_match",
         ["@moe", "optimizer.frozen=['*.gate.weight']", "optimizer.lr_multipliers={'*.gate.weight': 0.1}"],
         ["optimizer.lr_multipliers: no weight is left for '*.gate.weight'"],
+    ),
+    (
+        "every_stage_trains",
+        ["cluster.ranks=4", "layout.pp=4", OWN, "optimizer.frozen=['model.layers.1.*']"],
+        ["optimizer.frozen leaves pipeline stage 1 (of 0 to 3) no weight to be trained", "layout.pp=4"],
+    ),
+    (
+        "every_stage_trains",
+        ["cluster.ranks=4", "layout.pp=4", OWN, "optimizer.frozen=['model.layers.0.*', 'model.embed*']"],
+        ["optimizer.frozen leaves pipeline stage 0"],
     ),
     (
         "warm_up_freezes_the_same",

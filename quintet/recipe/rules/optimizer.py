@@ -67,6 +67,34 @@ def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) 
 
 
 @rule
+def every_stage_trains(facts: Facts) -> Iterator[Problem]:
+    """Each pipeline stage of the policy holds a weight that optimizer.frozen leaves to be trained."""
+    shape, layout = facts.shape, facts.recipe.layout
+    parts = layout.pp * layout.vpp
+    if shape is None or layout.pp == 1 or shape.layers % parts or facts.recipe.lora is not None:
+        return
+    for section, optimizer in optimizers(facts.recipe).items():
+        if not optimizer.frozen or section == "critic.optimizer":
+            continue
+        training: set[int] = set()
+        for weight in table_of(shape):
+            if not weight.trained or is_frozen(weight.hf[0], optimizer.frozen):
+                continue
+            if layer := _LAYER.match(weight.name):
+                training.add(int(layer[1]) * parts // shape.layers % layout.pp)
+            else:
+                embedding = weight.name.startswith("embedding.")
+                training |= {0} if embedding else {layout.pp - 1}
+                training |= {layout.pp - 1} if embedding and shape.tied_embeddings else set()
+        idle = sorted({*range(layout.pp)} - training)
+        if training and idle:
+            yield Problem(
+                f"{section}.frozen leaves pipeline stage {idle[0]} (of 0 to {layout.pp - 1}) no weight to be trained; freeze fewer, "
+                f"or use fewer stages than layout.pp={layout.pp}"
+            )
+
+
+@rule
 def warm_up_freezes_the_same(facts: Facts) -> Iterator[Problem]:
     """SFT before RL has gradients of the same weights: their buffers are made once."""
     recipe = facts.recipe
@@ -94,3 +122,4 @@ def tied_copies_are_updated_alike(facts: Facts) -> Iterator[Problem]:
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
