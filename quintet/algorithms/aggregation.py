@@ -55,25 +55,6 @@ def token_weights(
     raise ValueError(f"unknown aggregation {how!r}: token_mean, sequence_mean or a number of tokens")
 
 
-def aggregate(
-    per_token: Tensor,
-    sample_ids: Tensor,
-    mask: Tensor,
-    how: str | int,
-    tokens_in_mini_batch: int,
-    samples_in_mini_batch: int,
-    tokens_in_sample: Tensor | None = None,
-) -> Tensor:
-    """Return this part's share of the mini-batch's loss, a scalar: shares sum to the whole over any split.
-
-    Arguments as in `token_weights`; `per_token` is [tokens].
-    """
-    weights = token_weights(
-        mask, sample_ids, how, tokens_in_mini_batch, samples_in_mini_batch, tokens_in_sample
-    )
-    return (torch.where(weights > 0, per_token, 0.0) * weights).sum()
-
-
 class Tally:
     """The running sum, maximum and count of per-token quantities; tallies of micro-batches and ranks merge exactly.
 

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 from quintet.cluster.memory_errors import device_held, says_no_memory
 from quintet.cluster.progress import read_turn
 from quintet.errors import OutOfMemory
-from quintet.observe.memory import PhasePeaks
+from quintet.observe.memory import PhasePeaks, memory_peaks
 from quintet.plan.out_of_memory import out_of_memory
 
 STARTUP_TIMEOUT = timedelta(minutes=10)
@@ -107,13 +106,13 @@ class Worker:
         """Return what the rank needs by the memory formula, and settings that need less: see `out_of_memory`."""
         return None, ()
 
+    def memory(self) -> dict[str, float | None]:
+        """Return the peak memory of this rank so far, and of each phase since the last time it was asked."""
+        return memory_peaks() | self.peaks.take()
+
     def coords(self) -> dict[str, int]:
         """Return the position on each mesh axis (`tp`, `pp`, `cp`, `dp`), for the dispatch protocols; here: all ranks are dp."""
         return {"tp": 0, "pp": 0, "cp": 0, "dp": self.rank}
-
-    def ping(self, value: Any = None) -> Any:
-        """Return `value`; measures what a call costs."""
-        return value
 
 
 def _keep_freed_memory() -> None:

@@ -10,7 +10,6 @@ from quintet.controller.rank_rollout import RankRollout
 from quintet.data.routes import RouteSizes
 from quintet.data.tokenizer import decoder, load_tokenizer
 from quintet.models import trained_shape
-from quintet.observe.memory import memory_peaks
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.user_family import use_family
@@ -43,7 +42,3 @@ class RolloutWorker(Worker):
         """Return the place in the rollout's layout: tp fastest, as everywhere. Its ranks share all requests, so dp is 1."""
         pp, tp = divmod(self.rank, placement_of(self.recipe).layout.tp)
         return {"tp": tp, "pp": pp, "cp": 0, "dp": 0}
-
-    def memory(self) -> dict[str, float | None]:
-        """Return peak memory of this rank so far, and of each phase since the last time it was asked."""
-        return memory_peaks() | self.peaks.take()

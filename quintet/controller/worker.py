@@ -43,7 +43,6 @@ from quintet.engine.weights.fp8_fingerprint import quantized_fingerprints
 from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.errors import UserError
 from quintet.models import trained_shape
-from quintet.observe.memory import memory_peaks
 from quintet.packing import Cell, rank_cells
 from quintet.plan.fullest import cheaper, fullest_rank
 from quintet.plan.offload import with_shares
@@ -336,10 +335,6 @@ class PolicyWorker(Worker):
         """Take up a role's saved state, if the role is there: what begins as the policy stays what `start_optimizer` made it."""
         if role in self.roles:
             self.roles.use(role).load(path)
-
-    def memory(self) -> dict[str, float | None]:
-        """Return the peak memory of this rank so far, and of each phase since the last time it was asked."""
-        return memory_peaks() | self.peaks.take()
 
 
 def _scores(outputs: Any, batch: Batch) -> torch.Tensor:

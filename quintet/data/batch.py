@@ -101,11 +101,6 @@ def token_count(batch: Batch) -> int:
     return int(offsets(batch)[-1])
 
 
-def token_fields(batch: Batch) -> list[str]:
-    """Return the names of the per-token (jagged) fields."""
-    return [name for name, value in _items(batch) if value.is_nested]
-
-
 def tokens(batch: Batch, name: str) -> Tensor:
     """Return flat values of a per-token field: [tokens, ...], samples one after another."""
     return cast(Tensor, batch[name]).values()

@@ -269,8 +269,3 @@ FEATURES: dict[str, Feature] = {
     one.id: one for one in (*_ENGINE, *(replace(one, engine=False) for one in _LOOP))
 }
 """Every feature, by id. Those with `engine` are what the training engine can be asked for."""
-
-
-def features_on(recipe: Recipe, shape: ModelShape | None = None) -> set[str]:
-    """Return the ids of what a recipe switches on. What depends on the model is off without its shape."""
-    return {one.id for one in FEATURES.values() if one.is_on(recipe, shape)}

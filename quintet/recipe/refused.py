@@ -132,17 +132,6 @@ REFUSED_PAIRS = [
 """Pairs that are refused. A pair of one choice needs no entry: the key takes one value."""
 
 
-def refused_pair(first: str, second: str) -> str | None:
-    """Return the sentence with which two features, by id, are refused together; None where they can be combined."""
-    for pair in REFUSED_PAIRS:
-        if {first, second} == {pair.first, pair.second}:
-            return pair.sentence()
-    a, b = FEATURES[first], FEATURES[second]
-    if a is not b and a.choice and a.choice == b.choice:
-        return f"{a.name} and {b.name} are two values of {a.choice}, which takes one"
-    return None
-
-
 NEEDS_GPU = [
     NeedsGpu(
         "transformer_engine",

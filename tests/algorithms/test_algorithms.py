@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quintet.algorithms.advantages import grpo_advantages
-from quintet.algorithms.aggregation import Tally, aggregate, token_weights
+from quintet.algorithms.aggregation import Tally, token_weights
 from quintet.algorithms.kl import kl, mismatch
 from quintet.algorithms.policy_loss import load_loss, policy_loss, register_loss
 
@@ -64,6 +65,11 @@ def naive_loss(e: dict[str, Tensor], how: str, low: float, high: float, coef: fl
     return sum(means, torch.tensor(0.0)) / len(per_sample)
 
 
+def aggregate(per_token: Tensor, sample_ids: Tensor, mask: Tensor, how: str | int, *counts: Any) -> Tensor:
+    """A part's share of the mini-batch's loss: shares sum to the whole over any split."""
+    return (per_token * token_weights(mask, sample_ids, how, *counts)).sum()
+
+
 @pytest.mark.parametrize("how", AGGREGATIONS)
 @given(shape=shapes, seed=st.integers(0, 1000))
 def test_loss_and_gradient_match_naive(how: str, shape: list[tuple[int, int]], seed: int) -> None:
@@ -102,7 +108,7 @@ def test_any_split_sums_to_the_whole(
     trained = torch.zeros(len(shape)).index_add_(0, e["sample_ids"], e["loss_mask"])
     cut = torch.tensor([data.draw(st.booleans()) for _ in values])
     pieces = [
-        aggregate(values[c], e["sample_ids"][c], e["loss_mask"][c], how, *counts, tokens_in_sample=trained)
+        aggregate(values[c], e["sample_ids"][c], e["loss_mask"][c], how, *counts, trained)
         for c in (cut, ~cut)
     ]
     torch.testing.assert_close(sum(pieces), whole, rtol=1e-6, atol=1e-7)

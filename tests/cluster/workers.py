@@ -110,6 +110,9 @@ class Collective(Light):
     def setup(self) -> None:
         Worker.setup(self)
 
+    def ping(self) -> None:
+        """Answer."""
+
     def total(self, value: float) -> float:
         import torch
         import torch.distributed as dist

@@ -20,7 +20,6 @@ from quintet.data.batch import (
     select,
     set_tokens,
     token_count,
-    token_fields,
     tokens,
 )
 
@@ -170,7 +169,7 @@ def test_pickle(shape: list[tuple[int, int]]) -> None:
 def test_helpers() -> None:
     batch = build([(1, 2), (2, 0), (1, 1)])
     assert sample_ids(batch).tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert set(token_fields(batch)) == {
+    assert {name for name, value in batch.items() if value.is_nested} == {
         "input_ids",
         "loss_mask",
         "old_logprobs",

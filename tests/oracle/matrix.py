@@ -18,9 +18,9 @@ from typing import NamedTuple
 from quintet.errors import UserError
 from quintet.models import family_of, read_shape
 from quintet.models.family import read_config
-from quintet.recipe.features import FEATURES, features_on
-from quintet.recipe.refused import refused_pair
+from quintet.recipe.features import FEATURES
 from tests.oracle.cases import FAMILIES, REPLAYED, Case, fast_cases, gpu_cases, slow_cases
+from tests.recipe.feature_sets import features_on, refused_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
 GPUS = 4

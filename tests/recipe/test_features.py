@@ -3,13 +3,14 @@
 import ast
 from pathlib import Path
 
-from quintet.recipe.features import FEATURES, features_on
+from quintet.recipe.features import FEATURES
 from quintet.recipe.keys import all_keys
 from quintet.recipe.megatron import _REFUSED, FREE, transformer_config_fields
-from quintet.recipe.refused import NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS, refused_pair
+from quintet.recipe.refused import NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS
 from quintet.recipe.rules import shape_of
 from tests.recipe.broken_engine import BROKEN_ENGINE, OWN, named
 from tests.recipe.broken_rollout import BROKEN_ROLLOUT
+from tests.recipe.feature_sets import features_on, refused_pair
 
 
 def test_features_name_their_keys() -> None:
