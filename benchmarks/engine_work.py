@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quintet.models import ModelShape, family_of
+from quintet.plan.cards import card_of
 from quintet.recipe import schema
 from quintet.recipe.yaml_text import read_yaml
 
@@ -152,26 +153,11 @@ MODELS = {
 TINY = ("tiny", "tiny-moe")
 """For dry runs."""
 
-DENSE_BF16_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H20": 148e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "B100": 1750e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-}
-"""Dense bf16 peak by a part of the device's name, FLOP/s, from NVIDIA's data sheets (half of "with sparsity")."""
-
 
 def peak_flops(device: str) -> float | None:
-    """Dense bf16 peak of a device by its name; the longest part that fits counts. None when it is not known."""
-    fitting = [part for part in DENSE_BF16_FLOPS if part in device]
-    return DENSE_BF16_FLOPS[max(fitting, key=len)] if fitting else None
+    """Dense bf16 peak of a device by its name, None when it is not known."""
+    card = card_of(device)
+    return card and card.flops
 
 
 @dataclass(frozen=True)

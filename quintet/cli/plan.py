@@ -1,4 +1,4 @@
-"""`quintet plan`: the memory that a recipe will take, from a config.json alone. Starts nothing."""
+"""`quintet plan`: the memory and the time that a recipe will take, from a config.json alone. Starts nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintet.cli.command import Command
+from quintet.plan.cards import CARDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,11 +23,20 @@ DIFFERS = 4
 """Exit code where a model that was built is not what was planned."""
 MOST_TOLD = 20
 PUBLISHED = {
-    "DeepSeek-V3": (96, 66, 1500),
-    "Qwen3-235B-A22B": (32, 48, 800),
-    "Qwen2-7B": (8, 24, 200),
+    "DeepSeek-V3": (
+        96,
+        "66 GB of a GPU, 1500 GB of a host, 1700 s a step and MFU 0.19, with 96 × 8 samples of 1960 response tokens, generated in 1050 s",
+    ),
+    "Qwen3-235B-A22B": (
+        32,
+        "48 GB of a GPU, 800 GB of a host, 600 s a step and MFU 0.25, by its script with 32 × 8 samples; lengths are not told",
+    ),
+    "Qwen2-7B": (
+        8,
+        "24 GB of a GPU, 200 GB of a host, 120 s a step and MFU 0.35; samples and lengths are not told",
+    ),
 }
-"""By the shape's name: ranks, and GB of a GPU and of a node's host memory that others report of it."""
+"""By the shape's name: ranks, and what others report of it (https://verl.readthedocs.io/en/latest/perf/dpsk.html)."""
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +46,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="memory of one device: says where it does not suffice, and what to change",
     )
-
+    parser.add_argument("--gpu", choices=tuple(CARDS), help="predicts the seconds of a step on such devices")
+    parser.add_argument(
+        "--mean-tokens",
+        type=int,
+        nargs=2,
+        metavar=("PROMPT", "RESPONSE"),
+        help="tokens of a prompt and of a response in the mean, to predict with; otherwise the most that the recipe allows",
+    )
     parser.add_argument(
         "--build",
         metavar="RANK",
@@ -74,10 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
         f"Fullest: stage {full.stage} in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB; "
         f"host memory of a node up to {max(one.host for one in stages) / GIB:.0f} GiB."
     )
-    name = Path(str(recipe.model.path)).name
-    if name in PUBLISHED and PUBLISHED[name][0] == recipe.cluster.ranks:
-        ranks, gpu, host = PUBLISHED[name]
-        print(f"Published of verl on {ranks} GPUs: {gpu} GB of a GPU, {host} GB of a host.")
+    if arguments.gpu is not None:
+        _predict(recipe, shape, arguments, limit)
+    ranks, reported = PUBLISHED.get(Path(str(recipe.model.path)).name, (0, ""))
+    if ranks == recipe.cluster.ranks:
+        print(f"Published of verl on {ranks} GPUs: {reported}.")
     if limit is None:
         return 0
     over = {
@@ -113,37 +131,72 @@ def _build(recipe: Recipe, shape: ModelShape, which: int | str) -> int:
     return DIFFERS if wrong else 0
 
 
-def _table(stages: Sequence[StagePlan]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _predict(recipe: Recipe, shape: ModelShape, arguments: argparse.Namespace, limit: int | None) -> None:
+    """Print the seconds and the MFU of each phase, and of them together."""
+    from quintet.plan.seconds import mfu, plan_seconds, samples_of
 
-    table = Table(box=None, pad_edge=False)
-    for name in (
+    card, samples = CARDS[arguments.gpu], samples_of(recipe, arguments.mean_tokens)
+    times = plan_seconds(recipe, shape, card, samples, limit)
+    known = "in the mean" if arguments.mean_tokens else "each, the most that the recipe allows"
+    print(
+        f"On {arguments.gpu}, {card.flops / 1e12:g} TFLOP/s and {card.bandwidth / 1e12:g} TB/s, {samples.prompts} × {samples.per_prompt} "
+        f"samples of {samples.prompt_tokens:,} + {samples.response_tokens:,} tokens {known}; the longest response has {samples.longest:,}:"
+    )
+    rows = [(name, [one]) for name, one in times.items()] + [("step", list(times.values()))]
+    cells = []
+    for name, parts in rows:
+        share = mfu(parts, card, recipe.cluster.ranks)
+        cells.append((name, f"{sum(one.seconds for one in parts):,.1f}", f"{share:.2f}" if share else ""))
+    _print_table(("phase", "seconds", "MFU"), cells)
+    print(
+        "At the best: nothing overlaps, and exchanges of tp, cp and ep, uneven loads and work between phases are not counted."
+    )
+
+
+def _table(stages: Sequence[StagePlan]) -> None:
+    names = (
         "stage",
         "layers",
         "parameters of a rank",
         *(f"{one} GiB" for one in stages[0].device),
         "host GiB",
-    ):
-        table.add_column(name, justify="right")
-    for one in stages:
-        sizes = (*one.device.values(), one.host)
-        cells = (str(one.stage), str(one.layers), f"{one.parameters / 1e9:.2f}B")
-        table.add_row(*cells, *(f"{size / GIB:.1f}" for size in sizes))
+    )
+    rows = [
+        (
+            str(one.stage),
+            str(one.layers),
+            f"{one.parameters / 1e9:.2f}B",
+            *(f"{size / GIB:.1f}" for size in (*one.device.values(), one.host)),
+        )
+        for one in stages
+    ]
+    _print_table(names, rows)
+
+
+def _print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*names, box=None, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 180).print(table)
 
 
 COMMAND = Command(
     name="plan",
-    summary="memory of a recipe's ranks by phase, from a config.json alone",
+    summary="memory and seconds of a recipe by phase, from a config.json alone",
     description="""\
 Print how much memory the fullest rank of each pipeline stage takes in each phase of a step: load, generate, logprob, train, sync,
 save, and the host memory of a node. The model need be no more than a directory with a config.json, or one of the shapes that came with
-quintet, by name: DeepSeek-V3, Qwen3-235B-A22B, Qwen2-7B. With --build RANK that rank's model is built without memory, in a fake world of
+quintet, by name: DeepSeek-V3, MiMo-7B-SFT, Qwen2-7B, Qwen3-235B-A22B. With --gpu NAME the seconds and the MFU of generate, logprob, train and
+sync are predicted. With --build RANK that rank's model is built without memory, in a fake world of
 its size, and compared with the plan and the shard map; --build all does so for every rank, and sees that together they hold each tensor
 of the model once. What a process needs before any tensor and fragmentation come on top.""",
     examples="""\
-  quintet plan recipes/deepseek_v3_96_h20.yaml --gpu-gib 89
+  quintet plan recipes/deepseek_v3_96_h20.yaml --gpu-gib 89 --gpu H20 --mean-tokens 200 1960
   quintet plan my.yaml layout.tp=8 cluster.ranks=64""",
     run=run,
     add_options=_add_options,

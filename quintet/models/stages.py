@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from quintet.models.shape import ModelShape
@@ -15,10 +16,7 @@ def balanced_stages(shape: ModelShape, stages: int) -> list[int]:
     """
     times, weights = zip(*(_of_layer(shape, layer) for layer in range(shape.layers)), strict=True)
     rows = shape.hidden_size * shape.vocab_size
-    head = rows if shape.head == "lm" else 0
-    ahead = [_of_layer(shape, shape.layers + depth) for depth in range(shape.mtp_layers)]
-    last_time = head * (1 + shape.mtp_layers) + sum(time for time, _ in ahead)
-    last_weights = head + sum(held for _, held in ahead)
+    last_time, last_weights = _after_last(shape)
     time_to, weights_to = [0, *accumulate(times)], [0, *accumulate(weights)]
     most = 3 * -(-shape.layers // stages)  # of one stage; bounds the search
     best: list[tuple[int, int, list[int]]] = []
@@ -41,6 +39,15 @@ def balanced_stages(shape: ModelShape, stages: int) -> list[int]:
     return best[shape.layers][2]
 
 
+def _after_last(shape: ModelShape) -> tuple[int, int]:
+    """Of the head, and of layers for multi-token prediction with a head each: weights that a token is multiplied by, and all."""
+    head = shape.hidden_size * shape.vocab_size if shape.head == "lm" else 0
+    ahead = [_of_layer(shape, shape.layers + depth) for depth in range(shape.mtp_layers)]
+    return head * (1 + shape.mtp_layers) + sum(time for time, _ in ahead), head + sum(
+        held for _, held in ahead
+    )
+
+
 def _of_layer(shape: ModelShape, layer: int) -> tuple[int, int]:
     """Weights of a layer that a token is multiplied by, and all."""
     if not shape.is_moe(layer) or shape.moe is None:
@@ -51,3 +58,11 @@ def _of_layer(shape: ModelShape, layer: int) -> tuple[int, int]:
         for experts in (shape.moe.top_k, shape.moe.experts)
     )
     return time, held
+
+
+def slowest_over_mean(shape: ModelShape, stages: Sequence[Sequence[range]]) -> float:
+    """Return the time of the stage with the most to do over the mean of all, counted as in `balanced_stages`. stages: the layers of each,
+    by chunk."""
+    times = [sum(_of_layer(shape, layer)[0] for chunk in stage for layer in chunk) for stage in stages]
+    times[-1] += _after_last(shape)[0]
+    return max(times) * len(times) / sum(times)

@@ -10,7 +10,9 @@ import pytest
 
 from quintet.cli import main
 from quintet.cli.plan import GIB
+from quintet.plan.cards import CARDS
 from quintet.plan.phases import plan_stages
+from quintet.plan.seconds import mfu, plan_seconds, samples_of
 from quintet.recipe import load_recipe
 from quintet.recipe.hub import SHAPES, shapes_alone
 from quintet.recipe.rules import shape_of
@@ -27,6 +29,13 @@ def test_the_command_in_a_recipes_head_says_it_fits(capsys, recipe):
     said = capsys.readouterr().out
     assert "train GiB" in said
     assert "Published of verl on" in said
+    assert re.findall(r"^ *(\w+) +[\d,.]+(?: +0\.\d\d)? *$", said, re.MULTILINE) == [
+        "generate",
+        "logprob",
+        "train",
+        "sync",
+        "step",
+    ]
 
 
 def test_the_guide_says_what_comes_out(capsys, monkeypatch):
@@ -34,7 +43,8 @@ def test_the_guide_says_what_comes_out(capsys, monkeypatch):
     (command, said) = re.findall(r"\$ quintet (plan [^\n]*)\n(.*?)```", GUIDE, re.DOTALL)[0]
     assert main(command.split()) == 0
     assert capsys.readouterr().out.split() == said.split()
-    rows = re.findall(r"\| `(\w+_h20)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|", GUIDE)
+    rows = re.findall(r"\| `(\w+_h20)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", GUIDE, re.MULTILINE)
+    rows = [row for row in rows if "|" not in row[-1]]
     assert len(rows) == 3
     for name, *shown, _ in rows:
         with shapes_alone():
@@ -43,6 +53,37 @@ def test_the_guide_says_what_comes_out(capsys, monkeypatch):
         most = [max(one.device[phase] for one in stages) / GIB for phase in ("train", "generate", "sync")]
         host = max(one.host for one in stages) / GIB
         assert shown == [*(f"{one:.1f}" for one in most), f"{host:,.0f}"], name
+
+
+def test_the_guide_says_what_is_predicted():
+    rows = re.findall(r"\| `(\w+_h20)`" + 5 * r" \| ([\d,.]+)" + r" \| [^|]* MFU", GUIDE)
+    assert len(rows) == 3
+    for name, *shown in rows:
+        with shapes_alone():
+            recipe = load_recipe(str(RECIPES / f"{name}.yaml"))
+            shape = shape_of(recipe)
+        card = CARDS["H20"]
+        times = plan_seconds(recipe, shape, card, samples_of(recipe, (200, 1960)), 89 << 30)
+        seconds = [times[phase].seconds for phase in ("generate", "logprob", "train")]
+        seconds.append(sum(one.seconds for one in times.values()))
+        share = mfu([times["train"]], card, recipe.cluster.ranks)
+        assert shown == [*(f"{one:,.0f}" for one in seconds), f"{share:.2f}"], name
+
+
+def test_a_model_that_predicts_ahead_is_planned(capsys):
+    assert main(["plan", str(RECIPES / "mimo_7b_mtp_8gpu.yaml"), "--gpu-gib", "75", "--gpu", "H100"]) == 0
+    ahead = capsys.readouterr().out
+    assert main(["plan", str(RECIPES / "mimo_7b_mtp_8gpu.yaml"), "mtp=null", "rollout.draft_tokens=0"]) == 0
+    alone = capsys.readouterr().out
+    held = [float(re.search(r" 36 +([\d.]+)B", said)[1]) for said in (ahead, alone)]
+    # Half of its layer: attention, its MLP, the projection of two hidden states, on two tensor-parallel ranks.
+    assert held[0] - held[1] == pytest.approx((42e6 + 135e6 + 34e6) / 2 / 1e9, abs=0.02)
+
+
+def test_means_beyond_the_recipe_are_refused(capsys):
+    words = ["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "--gpu", "H20", "--mean-tokens", "200", "9000"]
+    assert main(words) == 2
+    assert "--mean-tokens 200 9000" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_said_with_what_to_change(capsys):
@@ -61,7 +102,7 @@ def test_a_directory_with_a_config_is_enough(tmp_path, capsys):
 def test_an_unknown_name_is_told_with_those_that_are_known(capsys):
     assert main(["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "model.path=someone/Qwen9-1T"]) == 2
     assert (
-        "no shape of this name came with quintet (DeepSeek-V3, Qwen2-7B, Qwen3-235B-A22B)"
+        "no shape of this name came with quintet (DeepSeek-V3, MiMo-7B-SFT, Qwen2-7B, Qwen3-235B-A22B)"
         in capsys.readouterr().err
     )
 

@@ -1,0 +1,201 @@
+"""Seconds of a step by phase, and the share of the GPUs' arithmetic (MFU) that they make use of, from the recipe and a config.json alone.
+
+    generate  as many decode steps as the longest response has tokens, or as the slots make necessary. Each reads the weights that its
+              sequences meet and their cache, or multiplies by them, whichever takes longer, and takes `DECODE_STEP_S` besides
+    logprob   a forward pass for each policy whose log-probs are wanted
+    train     a forward and a backward pass, of twice its FLOPs, and what is computed again; the optimizer's part on the host
+    sync      weights over a link to the rollout, and what of the trainer rests on the host, there and back
+
+A pipeline of pp stages in vpp chunks stands still for (pp - 1) / (m vpp + pp - 1) of its time with m micro-batches (Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, section 2.2), and waits for the stage with the most to do. Taken to cost nothing: what tp, cp and ep
+exchange, samples and experts that load ranks unevenly, drafts and the heads of layers for multi-token prediction, rewards, and whatever
+is between the phases. Nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quintet.errors import UserError
+from quintet.models import ModelShape
+from quintet.models.stages import slowest_over_mean
+from quintet.plan.cards import Card
+from quintet.plan.fullest import setup_of
+from quintet.plan.memory import rank_memory
+from quintet.plan.offload import Offload
+from quintet.plan.rollout import rollout_bytes, token_bytes
+from quintet.plan.setup import Place, Setup
+from quintet.recipe import schema
+from quintet.recipe.roles import roles_of
+from quintet.recipe.rollout import RolloutPlacement, placement_of
+
+PEAK_SHARE = 0.53
+"""Of the card's FLOP/s, that passes of packed rows reach on one rank (engine_h200.json: mfu of qwen2.5-1.5b/te)."""
+BANDWIDTH_SHARE = 0.87
+"""Of the memory's, that reading and writing reaches (sync_h200.json: copy_rate, both ways)."""
+DECODE_STEP_S = {"vllm": 0.0075, "sglang": 0.0075, "native": 0.036}
+"""A decode step but for what it reads and multiplies: launches, sampling (rollout.json: qwen2.5-1.5b/1gpu, 512 sequences). SGLang's was
+not measured."""
+SYNC_RATE = 44e9
+"""Bytes a second that a rollout's rank is sent (sync_h200.json: qwen3-30b-a3b/2gpu); a 400 Gb/s link between nodes gives as much."""
+OFFLOAD_RATE = 50e9
+"""Bytes a second between a GPU and its host (memory_h200.json: parameters_gib and optimizer_gib over offload_s, reload_s)."""
+HOST_RATE = 200e9
+"""Bytes a second of a node's host memory while it updates weights. Assumed, not measured."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A step's samples. Tokens are means; longest: of a response."""
+
+    prompts: int
+    per_prompt: int
+    prompt_tokens: float
+    response_tokens: float
+    longest: int
+
+    @property
+    def count(self) -> int:
+        return self.prompts * self.per_prompt
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all samples together."""
+        return self.count * (self.prompt_tokens + self.response_tokens)
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """seconds of a phase, and what it computes, in FLOPs of which none is counted twice."""
+
+    seconds: float
+    flops: float
+
+
+def samples_of(recipe: schema.Recipe, means: Sequence[float] | None = None) -> Samples:
+    """Return the samples of a recipe's step. means: tokens of a prompt and of a response; None is the most that the recipe allows.
+
+    Raises UserError for means beyond that.
+    """
+    rollout = recipe.rollout
+    most = (recipe.data.max_prompt_tokens, rollout.max_response_tokens)
+    prompt, response = means or most
+    if not (0 < prompt <= most[0] and 0 < response <= most[1]):
+        raise UserError(
+            f"--mean-tokens {prompt} {response}: a prompt has 1 to {most[0]} tokens (data.max_prompt_tokens), a response 1 to {most[1]} "
+            "(rollout.max_response_tokens)"
+        )
+    return Samples(recipe.train.prompts_per_step, rollout.samples_per_prompt, prompt, response, most[1])
+
+
+def plan_seconds(
+    recipe: schema.Recipe, shape: ModelShape, card: Card, samples: Samples, device_bytes: int | None = None
+) -> dict[str, PhaseTime]:
+    """Return the time of each phase, in the order in which they follow each other. device_bytes: as in `plan_stages`."""
+    setup = replace(setup_of(recipe, shape), optimizer=recipe.optimizer)
+    held = [rank_memory(setup, Place(pp=stage)) for stage in range(recipe.layout.pp)]
+    offload = Offload(recipe, shape, "train")
+    away = offload.most() if device_bytes is None else offload.shares(device_bytes)
+    moved = max(one.parameters * away["params"] + one.optimizer * away["optimizer"] for one in held)
+    return {
+        "generate": _generate(recipe, setup, card, samples, device_bytes),
+        "logprob": _score(recipe, setup, card, samples),
+        "train": _train(recipe, setup, card, samples, max(one.host_optimizer for one in held)),
+        "sync": PhaseTime(_sync(recipe, setup) + 2 * moved / OFFLOAD_RATE, 0.0),
+    }
+
+
+def mfu(times: Sequence[PhaseTime], card: Card, ranks: int) -> float:
+    """Return the share of the ranks' FLOP/s that phases make use of together."""
+    seconds = sum(one.seconds for one in times)
+    return sum(one.flops for one in times) / (seconds * ranks * card.flops) if seconds else 0.0
+
+
+def _forward(shape: ModelShape, samples: Samples) -> float:
+    """FLOPs of one forward pass over all samples: a third of those of training."""
+    context = (samples.prompt_tokens + samples.response_tokens) / 2
+    return samples.tokens * shape.flops_per_token(context) / 3
+
+
+def _passes(
+    recipe: schema.Recipe, setup: Setup, card: Card, samples: Samples, flops: float, runs: int
+) -> float:
+    """Seconds of passes with these FLOPs over all samples, in so many runs of the pipeline one after the other."""
+    layout, tokens = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
+    copies = recipe.cluster.ranks // (
+        layout.tp * layout.pp
+    )  # as many micro-batches side by side, of dp and of cp
+    microbatches = max(1, math.ceil(samples.tokens / (runs * copies * tokens)))
+    idle = (layout.pp - 1) / (microbatches * layout.vpp + layout.pp - 1)
+    stages = [layout.layers_of(setup.shape.layers, stage) for stage in range(layout.pp)]
+    even = flops / (recipe.cluster.ranks * card.flops * PEAK_SHARE)
+    return even * slowest_over_mean(setup.shape, stages) / (1 - idle)
+
+
+def _score(recipe: schema.Recipe, setup: Setup, card: Card, samples: Samples) -> PhaseTime:
+    algorithm = recipe.algorithm
+    old = recipe.train.mini_batches_per_step > 1 or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
+    flops = _forward(setup.shape.without_mtp(), samples) * (old + len(roles_of(recipe)))
+    return PhaseTime(_passes(recipe, setup, card, samples, flops, 1), flops)
+
+
+def _train(recipe: schema.Recipe, setup: Setup, card: Card, samples: Samples, on_host: int) -> PhaseTime:
+    """A critic is taken to be as large as the policy, selective recompute to cost nothing; frozen weights have no gradients. on_host:
+    bytes of a rank's optimizer there."""
+    forward = _forward(setup.shape, samples) * (1 + ("critic" in roles_of(recipe)))
+    flops = forward * (3 if recipe.lora is None else 2)
+    steps = recipe.train.mini_batches_per_step
+    again = forward * (recipe.engine.recompute == "full")
+    seconds = _passes(recipe, setup, card, samples, flops + again, steps)
+    ranks = min(recipe.cluster.ranks_per_node or recipe.cluster.ranks, recipe.cluster.ranks)
+    return PhaseTime(seconds + steps * 2 * on_host * ranks / HOST_RATE, flops)  # read and written
+
+
+def _sync(recipe: schema.Recipe, setup: Setup) -> float:
+    """Seconds in which the rollout has its weights: none where it shares them, hardly any where it is sent adapters."""
+    if placement_of(recipe).adapters_separate:
+        return 0.0
+    return rollout_bytes(recipe, setup, None)[0] / SYNC_RATE
+
+
+def _generate(
+    recipe: schema.Recipe, setup: Setup, card: Card, samples: Samples, device_bytes: int | None
+) -> PhaseTime:
+    placement, shape = placement_of(recipe), setup.shape.without_mtp()
+    layout = placement.layout
+    cache = rollout_bytes(recipe, setup, device_bytes)[1]
+    here = samples.count / placement.copies
+    seen = samples.prompt_tokens + samples.response_tokens / 2
+    of_token = _cache_of_token(recipe, setup, placement)
+    slots = min(here, recipe.rollout.sequences_per_rank, max(1.0, cache / (of_token * seen)))
+    steps = max(samples.longest, here * samples.response_tokens / slots)
+    live = here * samples.response_tokens / steps
+    ranks = layout.tp * layout.pp
+    read = _met(shape, live) * setup.width / ranks + live * seen * of_token
+    each = shape.flops_per_token(seen) / 3
+    reading = read / (card.bandwidth * BANDWIDTH_SHARE)
+    multiplying = live * each / (ranks * card.flops * PEAK_SHARE)
+    step = max(reading, multiplying) + DECODE_STEP_S[recipe.rollout.backend]
+    # A prompt is read once for all of its samples.
+    before = samples.prompts * samples.prompt_tokens * shape.flops_per_token(samples.prompt_tokens / 2) / 3
+    prefill = before / (placement.copies * ranks * card.flops * PEAK_SHARE)
+    return PhaseTime(prefill + steps * step, before + samples.count * samples.response_tokens * each)
+
+
+def _cache_of_token(recipe: schema.Recipe, setup: Setup, placement: RolloutPlacement) -> int:
+    """Bytes of the KV cache of one token, in all layers of a rank."""
+    layers = -(-setup.shape.layers // placement.layout.pp)
+    latent = recipe.rollout.backend != "native"
+    return layers * token_bytes(setup.shape, placement.layout.tp, setup.width, latent=latent)
+
+
+def _met(shape: ModelShape, sequences: float) -> float:
+    """Weights that at least one of the sequences meets in a step, each with experts of its own choice; of the embedding hardly any."""
+    embedding = 0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size
+    if shape.moe is None:
+        return shape.parameter_count - embedding
+    each = (shape.parameter_count - shape.active_parameter_count) / (shape.moe.experts - shape.moe.top_k)
+    met = shape.moe.experts * (1 - (1 - shape.moe.top_k / shape.moe.experts) ** sequences)
+    return shape.parameter_count - embedding - each * (shape.moe.experts - met)
