@@ -308,6 +308,17 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["optimizer.frozen leaves pipeline stage 0"],
     ),
     (
+        "every_stage_trains",
+        [
+            "cluster.ranks=3",
+            "layout.pp=3",
+            "layout.stage_layers=[1, 2, 1]",
+            OWN,
+            "optimizer.frozen=['model.layers.[12].*']",
+        ],
+        ["optimizer.frozen leaves pipeline stage 1"],
+    ),
+    (
         "warm_up_freezes_the_same",
         ["sft.steps=2", "optimizer.frozen=['*.o_proj.weight']"],
         ["sft.optimizer.frozen=[] with optimizer.frozen=[*.o_proj.weight]", "give both the same"],

@@ -70,9 +70,10 @@ def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) 
 def every_stage_trains(facts: Facts) -> Iterator[Problem]:
     """Each pipeline stage of the policy holds a weight that optimizer.frozen leaves to be trained."""
     shape, layout = facts.shape, facts.recipe.layout
-    parts = layout.pp * layout.vpp
-    if shape is None or layout.pp == 1 or shape.layers % parts or facts.recipe.lora is not None:
+    if shape is None or layout.pp == 1 or not layout.holds(shape.layers) or facts.recipe.lora is not None:
         return
+    stages = range(layout.pp)
+    stage_of = {layer: at for at in stages for chunk in layout.layers_of(shape.layers, at) for layer in chunk}
     for section, optimizer in optimizers(facts.recipe).items():
         if not optimizer.frozen or section == "critic.optimizer":
             continue
@@ -81,12 +82,12 @@ def every_stage_trains(facts: Facts) -> Iterator[Problem]:
             if not weight.trained or is_frozen(weight.hf[0], optimizer.frozen):
                 continue
             if layer := _LAYER.match(weight.name):
-                training.add(int(layer[1]) * parts // shape.layers % layout.pp)
+                training.add(stage_of[int(layer[1])])
             else:
                 embedding = weight.name.startswith("embedding.")
                 training |= {0} if embedding else {layout.pp - 1}
                 training |= {layout.pp - 1} if embedding and shape.tied_embeddings else set()
-        idle = sorted({*range(layout.pp)} - training)
+        idle = sorted({*stages} - training)
         if training and idle:
             yield Problem(
                 f"{section}.frozen leaves pipeline stage {idle[0]} (of 0 to {layout.pp - 1}) no weight to be trained; freeze fewer, "
