@@ -104,6 +104,6 @@ def snapshot(name: str, revision: str | None) -> Path:
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
             f"{what}could not be read from {constants.ENDPOINT} and is not whole in the cache {constants.HF_HUB_CACHE} (of HF_HOME): "
-            f"{why} Run `hf download {name}` where there is a network, and copy the cache here or set HF_HOME to it; or name a "
+            f"{why.rstrip('.')}. Run `hf download {name}` where there is a network, and copy the cache here or set HF_HOME to it; or name a "
             "directory"
         ) from None
