@@ -165,7 +165,10 @@ class Rollout(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
         """Return `stream`, waited for: responses of each request, in order."""
-        ...
+        rows: list[list[Sample]] = [[] for _ in requests]
+        for number, samples in self.stream(requests, sampling):
+            rows[number] = samples
+        return rows
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Return the log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""
@@ -210,11 +213,3 @@ class Rollout(Protocol):
     def abort(self) -> None:
         """Give up requests that are under way: their samples end with finish "abort"."""
         ...
-
-
-def in_order(groups: Iterator[tuple[int, list[Sample]]], count: int) -> list[list[Sample]]:
-    """Wait for all groups of a `stream` of so many requests."""
-    rows: list[list[Sample]] = [[] for _ in range(count)]
-    for number, samples in groups:
-        rows[number] = samples
-    return rows

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from quintet.errors import QuintetError, UserError
 from quintet.models import read_shape
 from quintet.recipe import schema
-from quintet.rollout.base import Part, Request, Sample, Sampling, in_order
+from quintet.rollout.base import Part, Request, Rollout, Sample, Sampling
 from quintet.rollout.policy_sample import policy_sample
 from quintet.rollout.seeds import sample_seeds
 
@@ -86,7 +86,7 @@ def longest(recipe: schema.Recipe) -> int:
     return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + 1
 
 
-class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
+class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
     """The part of the rollout protocol that does not depend on whose engine it is.
 
     model_dir: a Hugging Face directory, that of the engine. decode: token ids → text. progress: told how many samples of a
@@ -139,10 +139,6 @@ class ExternalEngineRollout(ABC, Generic[JobT, AnswerT]):
             )
 
     # generation
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        """Return responses of each request, in order. Raises WorkerFailure when a process of the engine dies."""
-        return in_order(self.stream(requests, sampling), len(requests))
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
         """Yield each request's responses as they finish: see `Rollout.stream`. Raises WorkerFailure when a process of the engine

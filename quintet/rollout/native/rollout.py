@@ -24,11 +24,11 @@ from quintet.errors import UserError
 from quintet.rollout.base import (
     Part,
     Request,
+    Rollout,
     Sample,
     Sampling,
     Wanted,
     WeightSource,
-    in_order,
     parts_of,
 )
 from quintet.rollout.native.cache import SlotCache
@@ -42,7 +42,7 @@ PREFILL_TOKENS = 16384
 """Most prompt tokens in one prefill row."""
 
 
-class NativeRollout:
+class NativeRollout(Rollout):
     """One rank of the native back end.
 
     slots: most sequences at once. decode: token ids → text, needed for stop strings and texts. update: what brings the
@@ -76,10 +76,6 @@ class NativeRollout:
         self._asleep: set[Part] = set()
         # Plain flags, each written by one thread at a time. Of several ranks those of the owner of the output count.
         self._under_way = self._paused = self._given_up = False
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        """Return responses of each request, in order; every rank of the same dp rank gets them."""
-        return in_order(self.stream(requests, sampling), len(requests))
 
     @torch.no_grad()
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, list[Sample]]]:
