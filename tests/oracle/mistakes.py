@@ -295,6 +295,13 @@ def _twice(original: Any, *args: Any) -> Any:
     return cells
 
 
+def _left_out(original: Any, *args: Any) -> Any:
+    """A round's last cell has lost its last sample."""
+    cells = original(*args)
+    cells[-1] = replace(cells[-1], samples=cells[-1].samples[:-1])
+    return cells
+
+
 def _in_order_of_ranks(original: Any, values: Any, place: Any, count: int, group: Any) -> Any:
     """What ranks know of a row is put together as it comes."""
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
@@ -405,6 +412,13 @@ MISTAKES = {
     ),
     "a sample is in two cells": Mistake(
         Case("qwen3", cp=2, mixed=True), ("loss", "gradients"), "tests.oracle.ranks:recut", _twice
+    ),
+    "a sample is in no cell": Mistake(
+        Case("qwen3", cp=2, mixed=True),
+        (),
+        "tests.oracle.ranks:recut",
+        _left_out,
+        raises="samples without outputs",
     ),
     "outputs of a row stand in the order of its ranks": Mistake(
         Case("qwen3", cp=2, mixed=True),
