@@ -32,7 +32,7 @@ TRL_SETTINGS = {"": ["--micro-batches", "32"], "long-tail": ["--micro-batches", 
 """What fits a GPU of 80 GB beside vLLM; a sample's row is as long as the longest of its micro-batch."""
 
 
-def write_inputs(directory: Path, shape: str) -> Path:
+def write_inputs(directory: Path, config: dict[str, Any]) -> Path:
     """Write random weights and a tokenizer with a word for each number as a Hugging Face directory."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -40,13 +40,16 @@ def write_inputs(directory: Path, shape: str) -> Path:
     from benchmarks.rollout import write_model
 
     model = directory / "model"
-    config = CONFIGS[shape]
     import torch
 
     write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(config["vocab_size"])}, unk_token="w0"))
+    # None begins as a special token does: those are looked for within words.
+    special = {"unk": 0, "pad": 1, "eos": 2}
+    vocabulary = special | {f"w{n}": n for n in range(3, config["vocab_size"])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="unk"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    plain = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w1", eos_token="w2")
+    named = {f"{name}_token": name for name in special}
+    plain = PreTrainedTokenizerFast(tokenizer_object=words, **named)
     plain.save_pretrained(model)
     return model
 
@@ -180,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
         args.worker.with_suffix(".answer").write_text(json.dumps(found))
         return
     with tempfile.TemporaryDirectory(prefix="quintet-step-") as directory:
-        model = write_inputs(Path(directory), args.shape)
+        model = write_inputs(Path(directory), CONFIGS[args.shape])
         for case in cases_of(args.shape):
             if args.case in (None, case.name or "one-length"):
                 made = measure(args, model, case)
