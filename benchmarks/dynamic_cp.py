@@ -4,11 +4,13 @@
     python -m benchmarks.dynamic_cp --gpus 4 --shape qwen3-30b-a3b       a mixture of experts, 12 of its 48 layers
     python -m benchmarks.dynamic_cp --gpus 4 --slow-links                GPUs that reach each other as nodes do
     python -m benchmarks.dynamic_cp --gpus 4 --old-logprobs              steps as GRPO's on one batch, but for the generation
+    python -m benchmarks.dynamic_cp --gpus 4 --step                      and whole GRPO steps, with vLLM
     python -m benchmarks.dynamic_cp --gpus 4 --plans 200                 random plans, whose losses and gradients are compared
-    python -m benchmarks.dynamic_cp --gpus 2 --shape tiny                a dry run, on a CPU
+    python -m benchmarks.dynamic_cp --gpus 1 --write                     the model of time alone, for the planner of runs
+    python -m benchmarks.dynamic_cp --gpus 2 --shape tiny --step         a dry run, on a CPU
 
-First the links and the model of time are measured, then each way to plan is tried once; those that are compared then take turns.
-With one GPU the model of time is all there is to measure. What is measured and how: benchmarks/README.md.
+First the links and the model of time are measured, then each way to plan is tried; those that are compared then take turns.
+What is measured and how: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.dynamic_cp_step import measure_steps
 from benchmarks.dynamic_cp_work import (
     Point,
     Work,
@@ -44,6 +47,18 @@ SLOW = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": 
 """Neither NVLink nor memory of the host that GPUs share: what is left is what nodes have, InfiniBand or sockets."""
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
 """Of losses and gradient norms of the same samples."""
+AIMS = {
+    ("longest", "share_of_ceiling"): (0.9, math.inf),
+    ("longest-slow-links", "tokens_per_s"): (1.7, math.inf),
+    ("longest", "seconds_as_modelled"): (0.85, 1.15),
+    ("best_static", "tokens_per_s"): (1.2, math.inf),
+    ("step", "tokens_per_s"): (1.15, math.inf),
+}
+"""By the end of a case's name and its metric: between what the value, or its ratio to the baseline, is to be."""
+NOT_ON_ONE = (
+    "One GPU alone has nobody to share a row with: what ranks exchange, ceiling, longest, best_static, step and plans are not measured; "
+    "the other constants of the model of time are, with --gpus 1"
+)
 ROUNDS_TIMED = 4
 """Of a calibration's pass: the time of a micro-batch is what all but one of them take more than one."""
 
@@ -132,7 +147,13 @@ def measured(machine: Machine) -> MeasuredCosts:
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
     told = command(), commit(), date.today().isoformat()
     return MeasuredCosts(
-        device, layer_of(work.model), costs.fixed, costs.quadratic, costs.exchange, work.layers, *told
+        device,
+        layer_of(work.model),
+        costs.fixed,
+        costs.quadratic,
+        costs.exchange if work.gpus > 1 else (),
+        work.layers,
+        *told,
     )
 
 
@@ -182,9 +203,9 @@ class Compared:
         return self.machine.step_s + self.machine.token_s * told.bound
 
 
-def measure(machine: Machine, mix: str, turns: int, ending: str) -> list[dict[str, Any]]:
+def measure(compared: Compared, mix: str, turns: int, ending: str) -> list[dict[str, Any]]:
     """Compare ways to plan a mix of lengths; the records."""
-    compared = Compared(machine, mix)
+    machine = compared.machine
     found, single = compared.take_turns(turns)
     seconds = {side: statistics.median(one.seconds for one in ran) for side, ran in found.items()}
     peak = {side: max(one.peak_gib for one in ran) for side, ran in found.items()}
@@ -265,6 +286,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="a step has a pass for old log-probs before its update, as GRPO's",
     )
+    add(
+        "--step",
+        action="store_true",
+        help="whole GRPO steps besides, the best dynamic plan beside the best static one",
+    )
+    add("--memory-fraction", type=float, default=0.4, help="of a GPU, for vLLM in whole steps (default 0.4)")
     add("--plans", type=int, help="run so many random plans instead")
     add("--timeout-s", type=float, default=300.0, help="longest silence of a rank (default 300)")
     add(
@@ -276,14 +303,34 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--table", type=Path, default=TABLE, help="of constants, into which --write puts the measured ones")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.plans and args.gpus == 1:
-        parser.error("--plans needs ranks that share rows: --gpus 2, 4 or 8")
+    for option in ("plans", "step"):
+        if getattr(args, option) and args.gpus == 1:
+            parser.error(f"--{option} needs ranks that share rows: --gpus 2, 4 or 8")
+    if args.step and (args.slow_links or args.plans):
+        parser.error(f"--step does not go with --{'plans' if args.plans else 'slow-links'}")
+    there = torch.cuda.device_count()
+    if not args.worker and 0 < there < args.gpus:
+        parser.error(
+            f"--gpus {args.gpus}: this machine has {there}. {NOT_ON_ONE if there == 1 else f'--gpus {there} or less runs here'}"
+        )
     return args
 
 
 def ending_of(args: argparse.Namespace) -> str:
     """What cases' names end in where a run is not the usual one."""
     return "-old-logprobs" * args.old_logprobs + "-slow-links" * args.slow_links
+
+
+def line_of(one: dict[str, Any]) -> str:
+    """Return a record as it is printed: with its ratio to the baseline, and whether that is what is aimed at."""
+    ratio = one["value"] / one["baseline"] if one["baseline"] else None
+    beside = "" if ratio is None else f" beside {one['baseline']:,.4g}: {ratio:.3f}×"
+    name = one["case"].rpartition("/")[2], one["metric"]
+    if name in AIMS:
+        low, high = AIMS[name]
+        reached = low <= (one["value"] if ratio is None else ratio) <= high
+        beside += f" (aim: {low:g} {'or more' if high == math.inf else f'to {high:g}'}, {'reached' if reached else 'missed'})"
+    return f"{one['case']} {one['metric']}: {one['value']:,.4g} {one['unit']}{beside}"
 
 
 def main() -> None:
@@ -314,26 +361,28 @@ def main() -> None:
         if args.plans:
             made = run_plans(ranks, work, args.plans)
         else:
-            machine, ending = Machine(ranks, work), ending_of(args)
+            machine, ending, compared = Machine(ranks, work), ending_of(args), {}
             made = calibrated(machine, args.calibration_turns, ending)
             for mix in (args.mix or work.mixes) if args.gpus > 1 else ():
                 print(f"{mix}: {len(work.lengths(mix))} samples, {sum(work.lengths(mix))} tokens", flush=True)
-                made += measure(machine, mix, args.turns, ending)
+                compared[mix] = Compared(machine, mix)
+                made += measure(compared[mix], mix, args.turns, ending)
     except BaseException:
         ranks.kill()
         raise
     ranks.stop()
+    if args.step:  # by processes of their own, which find the GPUs empty
+        for mix, one in compared.items():
+            sides = one.best_dynamic, one.best
+            made += measure_steps(work, mix, sides, machine.costs, args.turns, args.memory_fraction)
     for one in made:
-        beside = (
-            f" beside {one['baseline']:,.4g}: {one['value'] / one['baseline']:.3f}×"
-            if one["baseline"]
-            else ""
-        )
-        print(f"{one['case']} {one['metric']}: {one['value']:,.4g} {one['unit']}{beside}")
+        print(line_of(one))
     if args.write:
         write_records(args.out, merged(args.out, made))
-        if not args.plans and not ending_of(args) and args.gpus > 1:  # what runs plan by
+        if not args.plans and not ending_of(args):  # what runs plan by
             write_measured(measured(machine), args.table)
+    if args.gpus == 1:
+        print(f"{NOT_ON_ONE}.")
     print(json.dumps(sorted({one["case"] for one in made})))
 
 

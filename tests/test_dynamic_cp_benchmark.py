@@ -8,10 +8,12 @@ import re
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.dynamic_cp import Ran, arguments, ending_of, same
+from benchmarks import dynamic_cp_step
+from benchmarks.dynamic_cp import Ran, arguments, ending_of, line_of, same
 from benchmarks.dynamic_cp_work import (
     NVIDIA,
     Side,
@@ -25,7 +27,9 @@ from benchmarks.dynamic_cp_work import (
     work_of,
 )
 from benchmarks.records import ROOT
+from benchmarks.step import write_inputs
 from quintet.packing import CellCosts
+from quintet.packing.measured import read_measured
 from tests.packing.test_plan import check
 
 WORK = work_of("qwen3-8b", 4, None, None, None)
@@ -108,14 +112,68 @@ def test_sides_that_do_other_work_are_refused() -> None:
         arguments(["--gpus", "1", "--plans", "3"])
 
 
+def test_steps_that_tell_other_things_are_refused() -> None:
+    told = {"loss": 0.4, "grad_norm": 3.0, "entropy": 5.0}
+    assert "grad_norm 3 ± 1e-05" in dynamic_cp_step.same([told, told | {"grad_norm": 3.00001}], 1e-5)
+    for name, by, tolerance in (("loss", 2e-5, 1e-2), ("grad_norm", 1e-4, 1e-5), ("entropy", 0.1, 1e-2)):
+        with pytest.raises(SystemExit, match=f"differ in {name}"):
+            dynamic_cp_step.same([told, told | {name: told[name] + by}], tolerance)
+
+
+def test_one_gpu_is_told_what_it_cannot_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert arguments(["--gpus", "1", "--write"]).write
+    for options, why in (
+        (["--gpus", "4", "--step"], "this machine has 1. One GPU alone"),
+        (["--gpus", "1", "--step"], "--step needs ranks that share rows"),
+    ):
+        with pytest.raises(SystemExit):
+            arguments(options)
+        assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("case", "metric", "value", "baseline", "said"),
+    [
+        ("a/longest", "share_of_ceiling", 0.91, None, "(aim: 0.9 or more, reached)"),
+        ("a/longest", "seconds_as_modelled", 1.2, 1.0, "1.200× (aim: 0.85 to 1.15, missed)"),
+        ("a/step", "tokens_per_s", 120.0, 100.0, "1.200× (aim: 1.15 or more, reached)"),
+        ("a/step-old-logprobs", "tokens_per_s", 120.0, 100.0, "1.200×"),
+    ],
+)
+def test_aims_are_told_beside_what_they_are_of(
+    case: str, metric: str, value: float, baseline: float | None, said: str
+) -> None:
+    one = {"case": case, "metric": metric, "value": value, "unit": "x", "baseline": baseline}
+    assert line_of(one).endswith(said)
+
+
+def test_a_word_of_a_prompt_is_a_token(tmp_path: Path) -> None:
+    from quintet.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(write_inputs(tmp_path, work_of("tiny", 2, None, None, None).config))
+    assert tokenizer.encode("w3 w10 w21 w127") == [3, 10, 21, 127]
+
+
 def test_cases_say_what_is_not_usual() -> None:
     assert not ending_of(arguments([]))
     assert ending_of(arguments(["--slow-links"])) == "-slow-links"
     assert ending_of(arguments(["--slow-links", "--old-logprobs"])) == "-old-logprobs-slow-links"
 
 
-def dry_run(*options: str) -> str:
-    command = [sys.executable, "-m", "benchmarks.dynamic_cp", "--shape", "tiny", "--gpus", "2", *options]
+def dry_run(*options: str, gpus: int = 2) -> str:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.dynamic_cp",
+        "--shape",
+        "tiny",
+        "--gpus",
+        str(gpus),
+        *options,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -136,6 +194,29 @@ def test_dynamic_cp_is_measured_on_a_cpu() -> None:
 def test_steps_with_old_logprobs_are_measured_on_a_cpu() -> None:
     told = dry_run("--turns", "1", "--calibration-turns", "1", "--old-logprobs")
     assert "tiny/2ranks/short/longest-old-logprobs tokens_per_s: " in told
+
+
+@pytest.mark.slow
+def test_one_rank_measures_what_runs_plan_by(tmp_path: Path) -> None:
+    table = tmp_path / "costs.json"
+    table.write_text("[]")
+    told = dry_run(
+        *("--calibration-turns", "1", "--write", "--out", str(tmp_path / "out.json"), "--table", str(table)),
+        gpus=1,
+    )
+    assert "step and plans are not measured" in told
+    (row,) = read_measured(table)
+    assert (row.device, row.exchange, row.layers) == ("cpu", (), 2)
+    assert "--gpus 1" in row.command
+
+
+@pytest.mark.nightly
+def test_whole_steps_are_measured_on_a_cpu() -> None:
+    told = dry_run("--turns", "1", "--calibration-turns", "1", "--step")
+    assert "the steps of both sides agree: loss " in told
+    assert re.search(
+        r"^tiny/2ranks/short/step tokens_per_s: [\d.,e+]+ tokens/s beside .*aim: 1.15", told, re.M
+    )
 
 
 @pytest.mark.nightly

@@ -19,8 +19,8 @@ MEASURE = "python -m benchmarks.dynamic_cp --gpus N --write"
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """One row: constants (`CellCosts`, in tokens), and where they come from. shape: see `layer_of`. layers: of the model on which they
-    were measured, each rank with whole layers (tp 1)."""
+    """One row: constants (`CellCosts`, in tokens), and where they come from. shape: see `layer_of`. exchange: empty where one GPU was all
+    there was. layers: of the model on which they were measured, each rank with whole layers (tp 1)."""
 
     device: str
     shape: dict[str, int]
@@ -34,7 +34,7 @@ class MeasuredCosts:
 
     @property
     def costs(self) -> CellCosts:
-        return CellCosts(self.fixed, self.quadratic, self.exchange)
+        return CellCosts(self.fixed, self.quadratic, self.exchange or CellCosts.exchange)
 
 
 def layer_of(shape: ModelShape) -> dict[str, int]:
@@ -50,9 +50,13 @@ def read_measured(table: Path = TABLE) -> list[MeasuredCosts]:
 
 
 def write_measured(row: MeasuredCosts, table: Path = TABLE) -> None:
-    """Write a row, in place of that of the same device and shape."""
-    others = [one for one in read_measured(table) if (one.device, one.shape) != (row.device, row.shape)]
-    rows = sorted([*others, row], key=lambda one: (one.device, sorted(one.shape.items())))
+    """Write a row, in place of that of the same device and shape, unless only that one knows what ranks exchange."""
+    known = read_measured(table)
+    older = [one for one in known if (one.device, one.shape) == (row.device, row.shape)]
+    if not row.exchange and any(one.exchange for one in older):
+        return
+    rows = [*(one for one in known if one not in older), row]
+    rows.sort(key=lambda one: (one.device, sorted(one.shape.items())))
     table.write_text(json.dumps([asdict(one) for one in rows], indent=2) + "\n", encoding="utf-8")
 
 
@@ -70,7 +74,8 @@ def costs_of(shape: ModelShape, tp: int, device: str) -> tuple[CellCosts, str]:
     """Return the constants to plan with on a device, and a sentence of where they come from: measured for it, or the defaults."""
     for one in fitting(shape, tp):
         if one.device == device:
-            return one.costs, f"planned by constants measured on {device} ({one.command}, {one.date})"
+            but = "" if one.exchange else ", but for what ranks exchange, which is the default"
+            return one.costs, f"planned by constants measured on {device} ({one.command}, {one.date}){but}"
     quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (2 * shape.flops_per_token(0.0))
     why = "with layout.tp above 1" if tp > 1 else f"on {device} for this shape"
     told = f"planned by default constants: none were measured {why} ({MEASURE})"
