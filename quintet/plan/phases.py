@@ -1,8 +1,10 @@
 """Memory of a rank in each phase of a step, from the recipe and a config.json alone.
 
 What a rank holds of the trainer follows `quintet.plan.memory`. While it generates, the shares that engine.offload_* name are away, where
-these are auto what has to leave such a device, or where its size is not known all that may; and a colocated vLLM or SGLang takes rollout.memory_fraction of the device, or where that is not known its weights and the KV cache of
-rollout.sequences_per_rank of the longest samples. Not counted are what a process has before any tensor and fragmentation.
+these are auto what has to leave such a device, or where its size is not known all that may; and a colocated vLLM or SGLang takes
+rollout.memory_fraction of the device, or where that is not known its weights and the KV cache of rollout.sequences_per_rank of the longest
+samples. Of other roles what stays on the device counts in each phase, on their fullest stage. Not counted are what a process has before any
+tensor and fragmentation.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from dataclasses import dataclass, replace
 
 from quintet.models import ModelShape
 from quintet.plan.activations import kept_in_layer
-from quintet.plan.fullest import kinds_of, setup_of
-from quintet.plan.memory import CHUNK_LOGITS_BYTES, rank_memory
+from quintet.plan.fullest import kinds_of, memories, setup_of
+from quintet.plan.memory import CHUNK_LOGITS_BYTES, Memory, rank_memory
 from quintet.plan.offload import Offload
 from quintet.plan.rollout import rollout_bytes
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
 from quintet.recipe.offload import KINDS, share_asked
+from quintet.recipe.roles import roles_of
 from quintet.recipe.rollout import placement_of
 
 PHASES = ("load", "generate", "logprob", "train", "sync", "save")
@@ -46,7 +49,29 @@ def plan_stages(recipe: schema.Recipe, shape: ModelShape, device_bytes: int | No
     generating = rollout_bytes(recipe, setup, device_bytes)
     offload = Offload(recipe, shape, "train")
     away = offload.most() if device_bytes is None else offload.shares(device_bytes)
-    return [_stage(recipe, setup, stage, generating, away) for stage in range(recipe.layout.pp)]
+    plans = [_stage(recipe, setup, stage, generating, away) for stage in range(recipe.layout.pp)]
+    if not roles_of(recipe):
+        return plans
+    stay, leave = _of_roles(recipe, shape, away)
+    ranks = ranks_of_node(recipe)
+    return [
+        replace(
+            one,
+            device={phase: size + stay for phase, size in one.device.items()},
+            host=one.host + leave * ranks,
+        )
+        for one in plans
+    ]
+
+
+def _of_roles(recipe: schema.Recipe, shape: ModelShape, shares: Mapping[str, float]) -> tuple[int, int]:
+    """Bytes of all roles but the policy that stay on a device while they rest, and those on its host."""
+    stay = leave = 0
+    for role, ranks in memories(recipe, shape, "train").items():
+        if role != "policy":
+            stay += max(_resting(one, shares) for one in ranks)
+            leave += max(_on_host(one, shares) for one in ranks)
+    return stay, leave
 
 
 def _stage(
@@ -56,7 +81,7 @@ def _stage(
     chunks = recipe.layout.layers_of(setup.shape.layers, stage)
     colocated = recipe.rollout.placement == "colocated"
     weights, cache = generating if colocated else (0, 0)
-    resting = sum(int(size * (1 - shares[kind])) for kind, size in kinds_of(memory).items())
+    resting = _resting(memory, shares)
     buckets = 2 * (recipe.rollout.bucket_mib << 20)
     device = {
         "load": memory.static,
@@ -67,12 +92,24 @@ def _stage(
         "sync": max(resting, memory.parameters) + weights + buckets,
         "save": memory.static,
     }
-    away = memory.parameters * shares["params"] + memory.optimizer * shares["optimizer"]
     asleep = weights if colocated and placement_of(recipe).sleep_level == 1 else 0
-    ranks = min(recipe.cluster.ranks_per_node or recipe.cluster.ranks, recipe.cluster.ranks)
-    host = int(away) + memory.host_optimizer + asleep
-    layers = sum(map(len, chunks))
-    return StagePlan(stage, layers, memory.parameters // setup.width, device, host * ranks)
+    host = (_on_host(memory, shares) + asleep) * ranks_of_node(recipe)
+    return StagePlan(stage, sum(map(len, chunks)), memory.parameters // setup.width, device, host)
+
+
+def ranks_of_node(recipe: schema.Recipe) -> int:
+    """Return how many ranks share a node's memory."""
+    return min(recipe.cluster.ranks_per_node or recipe.cluster.ranks, recipe.cluster.ranks)
+
+
+def _resting(memory: Memory, shares: Mapping[str, float]) -> int:
+    return sum(int(size * (1 - shares[kind])) for kind, size in kinds_of(memory).items())
+
+
+def _on_host(memory: Memory, shares: Mapping[str, float]) -> int:
+    """Gradients leave without a copy."""
+    away = memory.parameters * shares["params"] + memory.optimizer * shares["optimizer"]
+    return int(away) + memory.host_optimizer
 
 
 def _scoring(setup: Setup, stage: int, layers: Sequence[int]) -> int:

@@ -25,6 +25,7 @@ from quintet.plan.cards import Card
 from quintet.plan.fullest import setup_of
 from quintet.plan.memory import rank_memory
 from quintet.plan.offload import Offload
+from quintet.plan.phases import ranks_of_node
 from quintet.plan.rollout import rollout_bytes, token_bytes
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
@@ -149,8 +150,9 @@ def _train(recipe: schema.Recipe, setup: Setup, card: Card, samples: Samples, on
     steps = recipe.train.mini_batches_per_step
     again = forward * (recipe.engine.recompute == "full")
     seconds = _passes(recipe, setup, card, samples, flops + again, steps)
-    ranks = min(recipe.cluster.ranks_per_node or recipe.cluster.ranks, recipe.cluster.ranks)
-    return PhaseTime(seconds + steps * 2 * on_host * ranks / HOST_RATE, flops)  # read and written
+    return PhaseTime(
+        seconds + steps * 2 * on_host * ranks_of_node(recipe) / HOST_RATE, flops
+    )  # read and written
 
 
 def _sync(recipe: schema.Recipe, setup: Setup) -> float:

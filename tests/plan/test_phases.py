@@ -93,6 +93,22 @@ def test_auto_keeps_what_fits_and_lets_the_rest_leave():
     assert advice(kept, "generate") == "engine.offload_grads=auto"
 
 
+@pytest.mark.parametrize("more", ["algorithm.kl_coef=0.001", "algorithm.name=ppo"])
+def test_other_roles_count(more):
+    """A reference policy has parameters, a critic all that is trained; half of the parameters and all states leave."""
+    words = ["engine.offload_params=0.5", "engine.offload_grads=0", "engine.offload_optimizer=1"]
+    alone, shape = loaded("qwen2_7b_8_h20", *words)
+    beside, _ = loaded("qwen2_7b_8_h20", *words, more)
+    (one,), (other,) = (plan_stages(recipe, shape, 89 << 30) for recipe in (alone, beside))
+    setup = setup_of(beside, shape)
+    critic = replace(setup, shape=shape.as_value_model(), optimizer=beside.optimizer)
+    held = rank_memory(critic if "ppo" in more else replace(setup, optimizer=None))
+    assert {other.device[phase] - one.device[phase] for phase in PHASES} == {
+        held.parameters // 2 + held.gradients
+    }
+    assert other.host - one.host == 8 * (held.parameters // 2 + held.optimizer)
+
+
 @pytest.mark.parametrize(("family", "tp"), [("qwen3", 2), ("qwen2", 1), ("deepseek_v3", 2)])
 def test_a_token_takes_what_the_cache_allocates(tmp_path, family, tp):
     (CONFIGS | MOE_CONFIGS)[family].save_pretrained(tmp_path)
