@@ -26,7 +26,7 @@ _WORDS = {
     "freeze_params_name_list",
     "optimizer.clip_grad_norm": "max_grad_norm grad_clip",
     "optimizer.min_lr_ratio": "min_lr",
-    "optimizer.cpu_fraction": "optimizer_cpu_offload",
+    "optimizer.cpu_fraction": "optimizer_cpu_offload optimizer_offload_fraction",
     "lora.rank": "lora_rank lora_r",
     "lora.alpha": "lora_alpha",
     "lora.targets": "lora_target_modules target_modules",
@@ -60,14 +60,16 @@ _WORDS = {
     "layout.ep": "expert_model_parallel_size expert_parallel_size expert_parallel",
     "layout.vpp": "virtual_pipeline_model_parallel_size",
     "layout.stage_layers": "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
-    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split",
     "layout.etp": "expert_tensor_parallel_size",
     "layout.sp": "sequence_parallel",
     "cluster.ranks": "data_parallel_size dp world_size num_gpus gpus nnodes",
     "cluster.ranks_per_node": "n_gpus_per_node gpus_per_node",
     "engine.backend": "transformer_impl",
     "engine.distributed_optimizer": "use_distributed_optimizer",
-    "engine.recompute": "recompute_granularity gradient_checkpointing activation_checkpointing enable_gradient_checkpointing",
+    "engine.recompute": "recompute_granularity recompute_method recompute_num_layers gradient_checkpointing activation_checkpointing "
+    "enable_gradient_checkpointing",
     "engine.replay_routes": "use_routing_replay enable_routing_replay router_replay",
     "engine.replay_routes=rollout": "use_rollout_routing_replay enable_rollout_routing_replay",
     "engine.aux_loss.weight": "moe_aux_loss_coeff moe_aux_loss_coef aux_loss_coef aux_loss_alpha aux_loss_coeff router_aux_loss_coef",

@@ -78,6 +78,15 @@ def test_an_empty_section_is_its_defaults(load) -> None:
         (["actor_rollout_ref.rollout.n=8"], ["rollout.n; in quintet it is rollout.samples_per_prompt"]),
         (["actor.optim.lr=1e-6"], ['override "actor.optim.lr=1e-6"', "in quintet it is optimizer.lr"]),
         (["critic.optim.lr=1e-6"], ["in quintet it is critic.optimizer.lr"]),
+        (
+            ["actor.optim.override_optimizer_config.optimizer_offload_fraction=1"],
+            ["in quintet it is optimizer.cpu_fraction"],
+        ),
+        (
+            ["megatron.override_transformer_config.account_for_loss_in_pipeline_split=true"],
+            ["in quintet it is layout.stage_layers"],
+        ),
+        (["override_transformer_config.recompute_num_layers=1"], ["in quintet it is engine.recompute"]),
         (["num_generations=8"], ["rollout.samples_per_prompt"]),
         (["max_completion_length=8"], ["rollout.max_response_tokens"]),
         (["per_device_train_batch_size=8"], ["train.prompts_per_step"]),
