@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import proof
+from benchmarks import plan, proof
 from benchmarks.engine import fitted
 from benchmarks.engine_work import MODELS, REAL, Setup, parse_engine, parse_layout, peak_flops, setup_of
 from benchmarks.fingerprints import experts, measure
@@ -434,3 +434,22 @@ def test_returned_routes_are_measured_on_a_cpu() -> None:
     for case in ("", "/long-tail"):
         told = rf"^rollout/vllm{case} tokens_per_s: [\d.,]+ tokens/s, [+-][\d.]+% beside none$"
         assert re.search(told, done.stdout, re.MULTILINE), done.stdout
+
+
+def test_what_is_planned_stands_beside_each_phase(tmp_path) -> None:
+    """Of the steps after the first, the most memory and the median of seconds; planned, by the same names."""
+    steps = [
+        {f"{kind}/{phase}{unit}": n * (step + 1) for kind, unit in (("memory", "_device_gib"), ("seconds", "")) for n, phase in enumerate(plan.PHASES, 1)}
+        for step in (7, 3, 1, 2)
+    ]  # fmt: skip
+    found = plan.measured(steps, "device")
+    assert found == {"generate_gib": 4, "logprob_gib": 8, "train_gib": 12, "sync_gib": 16} | {
+        "generate_s": 3, "logprob_s": 6, "train_s": 9, "sync_s": 12}  # fmt: skip
+    args = plan.arguments(["--tiny", "rollout.own_processes=true"])
+    words = plan.words_of(args, tmp_path)
+    known = plan.planned([*words, "cluster.device=cuda", "model.dtype=bf16"], "NVIDIA H20", 80 << 30)
+    assert known.keys() == found.keys()
+    assert all(value is not None and value > 0 for value in known.values())
+    slower = plan.planned([*words, "cluster.device=cuda", "model.dtype=bf16"], "NVIDIA L40S", 80 << 30)
+    assert slower["train_s"] != known["train_s"]
+    assert plan.planned(words, "a CPU", None)["train_s"] is None

@@ -44,6 +44,8 @@ LIMITS = {
     "mtp": "vLLM's drafting itself: a model of 400M is so fast that a draft costs more than it saves, at every number of sequences; "
     "`auto` then drafts nothing.",
     "oracle": "no speed: how far results are from one transformers process.",
+    "plan": "no speed: how near `quintet plan`, the baseline, comes. Measured memory has CUDA's contexts and what torch keeps in it, which is not "
+    "planned; seconds are planned at the best.",
     "rollout": "the native back end, one kernel launched after the other for each token by the host; vLLM through quintet, vLLM itself "
     "(`bare`) within a few percent.",
     "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "

@@ -1,0 +1,147 @@
+"""Memory and seconds of a GRPO step by phase: what `quintet plan` says of a recipe beside what its run measures.
+
+    python -m benchmarks.plan                                                      Qwen2.5-1.5B's shape on one GPU, with vLLM
+    python -m benchmarks.plan --gpus 4 --shape qwen3-8b layout.tp=2 layout.sp=true  other keys of the recipe
+    python -m benchmarks.plan --tiny                                               a dry run on a CPU, native generation
+
+Random weights, 128 prompts of 256 tokens, 4 samples of 512 each, as in `rollout`; two mini-batches, so that old log-probs are a phase of
+their own. Trainer and vLLM take turns, with all training state away while vLLM generates. Of memory the most counts that any step after
+the first had in use on the fullest device, whoever used it: CUDA's contexts and what torch and NCCL keep count, which the plan leaves out.
+Of seconds it is the median of these steps. In the records the plan's number is the baseline. Loading and saving are not told apart by a run.
+A CPU has no such memory, and its processes' own is mostly Python: there the seconds and both numbers are printed, and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_steps import steps_of
+from benchmarks.records import RESULTS, ROOT, merged, record, write_records
+from benchmarks.rollout_work import CONFIGS, Case, cases_of
+from benchmarks.step import work_of, write_inputs
+from quintet.plan.cards import card_of
+from quintet.plan.phases import plan_stages
+from quintet.plan.seconds import plan_seconds, samples_of
+from quintet.recipe import load_recipe
+from quintet.recipe.rules import shape_of
+
+FILE = RESULTS / "plan.json"
+PHASES = ("generate", "logprob", "train", "sync")
+GIB = float(1 << 30)
+AWAY = ("engine.offload_params=1.0", "engine.offload_grads=1.0", "engine.offload_optimizer=1.0")
+
+
+def words_of(args: argparse.Namespace, directory: Path) -> list[str]:
+    """Return the recipe: the model's directory and overrides. Model and prompts are written first."""
+    model = write_inputs(directory, CONFIGS[args.shape])
+    (case,) = (one for one in cases_of(args.shape) if not one.name)
+    rows = [
+        {"prompt": prompt, "answer": "w3"}
+        for prompt in work_of(case, CONFIGS[args.shape]["vocab_size"], args.steps)["prompts"]
+    ]
+    data = directory / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = [
+        str(model),
+        *(
+            f"data.train_path={data}",
+            f"run.dir={directory / 'runs'}",
+            "data.chat=false",
+        ),
+        *_samples(case),
+        *(f"train.steps={args.steps + 1}", "train.mini_batches_per_step=2", "train.eval_prompts=0"),
+        *(f"cluster.ranks={args.gpus}", f"engine.tokens_per_microbatch_per_rank={args.tokens}"),
+        *("checkpoint.every_steps=0", "reward.function=length"),
+    ]
+    if args.tiny:
+        return [*words, "cluster.device=cpu", "model.dtype=fp32", *args.overrides]
+    vllm = ("rollout.backend=vllm", "rollout.memory_fraction=0.4", "cluster.device=cuda", "model.dtype=bf16")
+    return [*words, *vllm, *AWAY, *args.overrides]
+
+
+def _samples(case: Case) -> list[str]:
+    return [
+        f"train.prompts_per_step={case.prompts}",
+        f"rollout.samples_per_prompt={case.samples_per_prompt}",
+        f"data.max_prompt_tokens={case.prompt_tokens}",
+        f"rollout.max_response_tokens={case.longest}",
+        f"rollout.sequences_per_rank={case.prompts * case.samples_per_prompt}",
+    ]
+
+
+def planned(words: list[str], device: str, device_bytes: int | None) -> dict[str, float | None]:
+    """Return what the plan says by metric, `<phase>_gib` and `<phase>_s`; None for seconds on a device of which no rates are known."""
+    recipe = load_recipe(words[0], words[1:])
+    shape = shape_of(recipe)
+    assert shape is not None
+    stages, card = plan_stages(recipe, shape, device_bytes), card_of(device)
+    times = plan_seconds(recipe, shape, card, samples_of(recipe), device_bytes) if card else {}
+    memory = {f"{phase}_gib": max(one.device[phase] for one in stages) / GIB for phase in PHASES}
+    return memory | {f"{phase}_s": times[phase].seconds if card else None for phase in PHASES}
+
+
+def measured(steps: list[dict[str, Any]], kind: str) -> dict[str, float]:
+    """Return the same of a run's steps but the first, of the phases that it has: none syncs weights that it shares. kind: of memory,
+    device or host."""
+    rest = steps[1:]
+    phases = [phase for phase in PHASES if f"memory/{phase}_{kind}_gib" in rest[0]]
+    found = {f"{p}_gib": max(one[f"memory/{p}_{kind}_gib"] for one in rest) for p in phases}
+    return found | {f"{p}_s": statistics.median(one[f"seconds/{p}"] for one in rest) for p in phases}
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--shape", choices=sorted(CONFIGS), default="qwen2.5-1.5b")
+    parser.add_argument("--steps", type=int, default=3, help="after the first")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch a GPU")
+    parser.add_argument("--write", action="store_true", help="keep the records")
+    parser.add_argument("--tiny", action="store_true", help="a dry run on a CPU")
+    args = parser.parse_args(argv)
+    if args.tiny:
+        args.shape, args.tokens = "tiny", 256
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    with tempfile.TemporaryDirectory(prefix="quintet-plan-") as directory:
+        words = words_of(args, Path(directory))
+        subprocess.run([sys.executable, "-m", "quintet", "train", *words], cwd=ROOT, check=True)
+        steps = steps_of(Path(directory) / "runs")
+        device, device_bytes = _device(args)
+        plan = planned(words, device, device_bytes)
+    kind = "host" if args.tiny else "device"
+    records = []
+    print(f"on {device}, memory of the {kind}:")
+    for metric, value in measured(steps, kind).items():
+        said = plan[metric]
+        print(f"  {metric:14} {value:10.3f} measured {'-' if said is None else f'{said:10.3f}':>10} planned")
+        case = "/".join([args.shape, f"{args.gpus}gpu", *args.overrides])
+        unit = "GiB" if metric.endswith("_gib") else "s"
+        records.append(record("plan", case, metric, value, unit, baseline=said))
+    if args.write and not args.tiny:
+        write_records(FILE, merged(FILE, records))
+
+
+def _device(args: argparse.Namespace) -> tuple[str, int | None]:
+    """The device's name and size, asked for after the run, since asking takes memory of it."""
+    if args.tiny:
+        return "a CPU", None
+    import torch
+
+    return torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+
+
+if __name__ == "__main__":
+    main()
