@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from quintet.models import family_of
 from quintet.plan.offload import GIB, Offload, spare, with_shares
-from quintet.recipe.features import features_on
 from quintet.recipe.offload import KINDS, on_auto
 from quintet.recipe.refused import REFUSED_PAIRS
 from quintet.recipe.schema import Recipe
 from tests.plan.test_memory import CONFIGS
+from tests.recipe.feature_sets import features_on
 
 SHAPES = {
     name: family_of(CONFIGS[name] | sizes).shape_of(CONFIGS[name] | sizes)
