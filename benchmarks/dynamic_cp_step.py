@@ -7,6 +7,7 @@ first are what all train on, and weights stay what they are, so that what steps 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import tempfile
 import time
@@ -75,6 +76,7 @@ class Steps:
     """A run whose steps can be planned by any side."""
 
     def __init__(self, controller: Any, recipe: Any, work: Work, mix: str, costs: CellCosts) -> None:
+        from benchmarks.step import LETTERS
         from quintet.data.prompts import make_prompts
         from quintet.data.tokenizer import load_tokenizer
         from quintet.rollout import Sampling
@@ -89,10 +91,8 @@ class Steps:
         self._lengths = [
             wanted[at : at + SAMPLES_PER_PROMPT] for at in range(0, len(wanted), SAMPLES_PER_PROMPT)
         ]
-        texts = [
-            " ".join(f"w{3 + (7 * at + n) % (work.model.vocab_size - 3)}" for n in range(given))
-            for at in range(len(self._lengths))
-        ]
+        draw = random.Random(mix)
+        texts = ["".join(draw.choices(LETTERS, k=given)) for _ in self._lengths]
         self._prompts = make_prompts(texts, recipe.data, load_tokenizer(recipe.model.path))
         self._samples: Samples | None = None
 

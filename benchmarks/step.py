@@ -17,6 +17,7 @@ import json
 import os
 import random
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
@@ -28,13 +29,14 @@ from benchmarks.rollout_work import CONFIGS, Case, cases_of
 
 FILE = RESULTS / "step.json"
 WARMUP_STEPS = 2
+LETTERS = string.ascii_lowercase
 TRL_SETTINGS = {"": ["--micro-batches", "32"], "long-tail": ["--micro-batches", "64", "--recompute"]}
 """What fits a GPU of 80 GB beside vLLM; a sample's row is as long as the longest of its micro-batch."""
 
 
 def write_inputs(directory: Path, config: dict[str, Any]) -> Path:
-    """Write random weights and a tokenizer with a word for each number as a Hugging Face directory."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """Write random weights and a tokenizer with a text for each number as a Hugging Face directory; a letter is a token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     from benchmarks.rollout import write_model
@@ -43,25 +45,23 @@ def write_inputs(directory: Path, config: dict[str, Any]) -> Path:
     import torch
 
     write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
-    # None begins as a special token does: those are looked for within words.
-    special = {"unk": 0, "pad": 1, "eos": 2}
-    vocabulary = special | {f"w{n}": n for n in range(3, config["vocab_size"])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="unk"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    named = {f"{name}_token": name for name in special}
-    plain = PreTrainedTokenizerFast(tokenizer_object=words, **named)
+    # Of bytes, as Qwen2's own: transformers takes the class of that for any tokenizer beside such a config.
+    names = ["<unk>", "<pad>", "<eos>", *LETTERS]
+    names += [f"w{n}" for n in range(len(names), config["vocab_size"])]
+    letters = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, [], unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters.decoder = decoders.ByteLevel()
+    special = {f"{name.strip('<>')}_token": name for name in names[:3]}
+    plain = PreTrainedTokenizerFast(tokenizer_object=letters, **special)
     plain.save_pretrained(model)
     return model
 
 
-def work_of(case: Case, vocab_size: int, steps: int) -> dict[str, Any]:
+def work_of(case: Case, steps: int) -> dict[str, Any]:
     """The case as plain data, for either side's process; the same work at each step, warm-up first."""
     count = WARMUP_STEPS + steps
     draw = random.Random(0)
-    prompts = [
-        " ".join(f"w{draw.randrange(3, vocab_size)}" for _ in range(case.prompt_tokens))
-        for _ in range(case.prompts * count)
-    ]
+    prompts = ["".join(draw.choices(LETTERS, k=case.prompt_tokens)) for _ in range(case.prompts * count)]
     lengths = [length for row in case.response_tokens() for length in row]
     return {
         "case": case.name,
@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str,
     """Run both sides of a case one after the other, and print them; the records, where both ran."""
     name = case.name or "one-length"
     work = model.parent / f"{name}.json"
-    work.write_text(json.dumps(work_of(case, CONFIGS[args.shape]["vocab_size"], args.steps)))
+    work.write_text(json.dumps(work_of(case, args.steps)))
     found = {}
     for side in ("quintet", "trl"):
         if args.only not in (None, side):

@@ -23,8 +23,11 @@ from benchmarks.fingerprints import items as fingerprinted
 from benchmarks.laptop_cases import CASES, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT
 from benchmarks.records import RESULTS, ROOT, command, merged, read_records, record, write_records
 from benchmarks.rollout import arguments, records_of
-from benchmarks.rollout_work import LONG_TAIL, cases_of
+from benchmarks.rollout_work import CONFIGS, LONG_TAIL, cases_of
 from benchmarks.routes import Overhead, kv_tokens
+from benchmarks.step import work_of as step_work
+from benchmarks.step import write_inputs
+from quintet.data.tokenizer import load_tokenizer
 
 
 def sound(**changes):
@@ -251,6 +254,30 @@ def test_every_way_of_a_recipe_is_measured_on_a_cpu(how: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "by-layers1-2: all" in done.stdout
     assert done.stdout.count("tflop_per_s_per_gpu") >= 3
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+def test_prompts_of_steps_have_the_tokens_that_a_case_has(tmp_path, shape: str) -> None:
+    """By the class of tokenizers that transformers takes beside such a model."""
+    tokenizer, case = load_tokenizer(write_inputs(tmp_path, CONFIGS[shape])), cases_of(shape)[1]
+    assert {len(tokenizer.encode(one)) for one in step_work(case, 2)["prompts"]} == {case.prompt_tokens}
+    assert len(tokenizer.decode([29, 100])) > 2
+
+
+@pytest.mark.nightly
+def test_steps_are_measured_on_a_cpu() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.step", "--tiny", "--only", "quintet"),
+            *("--case", "long-tail", "--steps", "1"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"quintet +[\d.]+ s/step", done.stdout)
 
 
 @pytest.mark.nightly

@@ -27,7 +27,6 @@ from benchmarks.dynamic_cp_work import (
     work_of,
 )
 from benchmarks.records import ROOT
-from benchmarks.step import write_inputs
 from quintet.packing import CellCosts
 from quintet.packing.measured import read_measured
 from tests.packing.test_plan import check
@@ -148,13 +147,6 @@ def test_aims_are_told_beside_what_they_are_of(
 ) -> None:
     one = {"case": case, "metric": metric, "value": value, "unit": "x", "baseline": baseline}
     assert line_of(one).endswith(said)
-
-
-def test_a_word_of_a_prompt_is_a_token(tmp_path: Path) -> None:
-    from quintet.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(write_inputs(tmp_path, work_of("tiny", 2, None, None, None).config))
-    assert tokenizer.encode("w3 w10 w21 w127") == [3, 10, 21, 127]
 
 
 def test_cases_say_what_is_not_usual() -> None:
