@@ -43,8 +43,8 @@ def words_of(args: argparse.Namespace, directory: Path) -> list[str]:
     model = write_inputs(directory, CONFIGS[args.shape])
     (case,) = (one for one in cases_of(args.shape) if not one.name)
     rows = [
-        {"prompt": prompt, "answer": "w3"}
-        for prompt in work_of(case, CONFIGS[args.shape]["vocab_size"], args.steps)["prompts"]
+        {"prompt": prompt, "answer": "a"}
+        for prompt in work_of(case, args.steps)["prompts"]
     ]
     data = directory / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
