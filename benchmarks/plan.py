@@ -42,10 +42,7 @@ def words_of(args: argparse.Namespace, directory: Path) -> list[str]:
     """Return the recipe: the model's directory and overrides. Model and prompts are written first."""
     model = write_inputs(directory, CONFIGS[args.shape])
     (case,) = (one for one in cases_of(args.shape) if not one.name)
-    rows = [
-        {"prompt": prompt, "answer": "a"}
-        for prompt in work_of(case, args.steps)["prompts"]
-    ]
+    rows = [{"prompt": prompt, "answer": "a"} for prompt in work_of(case, args.steps)["prompts"]]
     data = directory / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     words = [
