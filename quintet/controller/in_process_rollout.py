@@ -38,7 +38,7 @@ class InProcessRollout(NativeRollout):
             layout = schema.Layout(tp=placement.layout.tp, pp=placement.layout.pp)
             mesh = build.mesh_of(layout, dist.get_world_size())
             (model,) = build.build_chunks(
-                engine.shape, layout, mesh, engine.dtype, recipe.engine, engine.lora
+                engine.shape, layout, mesh, engine.dtype, recipe.engine.without_fp8, engine.lora
             )
             model.requires_grad_(False)
             self._copy = Offloader([model])

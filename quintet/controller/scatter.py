@@ -66,6 +66,7 @@ class Scatterer:
     def plan(self, lengths: list[int], placement: Placement) -> Plan:
         """Assign samples of these lengths to a placement's ranks and micro-batches."""
         layout = placement.layout
+        aligned = partial(alignment_of, layout, fp8=self._recipe.engine.fp8)
         coupled = -(-(layout.etp or layout.tp) * layout.ep // layout.tp)  # neighbours with a layer's experts
         how: dict[str, Any] = {
             "dp": placement.dp,
@@ -77,7 +78,7 @@ class Scatterer:
         if layout.dynamic_cp:
             return plan_cells(
                 lengths,
-                alignment=partial(alignment_of, layout),
+                alignment=aligned,
                 costs=costs_of(self._shape, layout.tp, self._device)[0],
                 coupled=coupled,
                 fill=(layout.pp - 1) / layout.vpp,
@@ -85,7 +86,7 @@ class Scatterer:
             )
         return plan_microbatches(
             lengths,
-            alignment=alignment_of(layout, layout.cp),
+            alignment=aligned(layout.cp),
             quadratic=self._quadratic,
             lockstep=coupled > layout.cp,  # experts span dp ranks
             **how,

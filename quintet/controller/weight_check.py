@@ -134,7 +134,10 @@ class Proof:
         dtype = self._policy.one(Policy.parameter_type)()
         rollout, experts = self._recipe.rollout, self._shape.moe is not None
         within = limits(
-            rollout.probe_tolerance, dtype, experts=experts, quantized=rollout.quantization is not None
+            rollout.probe_tolerance,
+            dtype,
+            experts=experts,
+            quantized=rollout.quantization is not None or self._recipe.engine.fp8 is not None,
         )
         gaps = [check(self._expected, its, self.sequences, within, name) for name, its in scored.items()]
         for name, its in scored.items():

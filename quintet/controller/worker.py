@@ -37,11 +37,12 @@ from quintet.data.routes import RouteSizes
 from quintet.data.tokenizer import decoder, load_tokenizer
 from quintet.engine import build
 from quintet.engine.engine import DTYPES
+from quintet.engine.fp8 import other_blocks
 from quintet.engine.lora import split_adapters
 from quintet.engine.routes import BatchRoutes
 from quintet.engine.weights.fp8_fingerprint import quantized_fingerprints
 from quintet.engine.weights.shards import Shard, shard_fingerprints
-from quintet.errors import UserError
+from quintet.errors import SyncMismatch, UserError
 from quintet.models import trained_shape
 from quintet.packing import Cell, rank_cells
 from quintet.plan.fullest import cheaper, fullest_rank
@@ -291,8 +292,19 @@ class PolicyWorker(Worker):
         if self.placement.adapters_separate:
             shards = [*split_adapters(self.engine.shard_map())[0], *shards]
         if self.recipe.rollout.quantization == "fp8":
+            self._same_blocks()
             return self._indexer.tell(*quantized_fingerprints(shards, self.shape, build.device()))
         return self._indexer.tell(shard_fingerprints(shards), {one.name: one.shape for one in shards})
+
+    def _same_blocks(self) -> None:
+        """Raise SyncMismatch where this rank multiplies by other bytes or scales than it hands out."""
+        others = other_blocks(self.engine.chunks) if self.recipe.engine.fp8 == "blockwise" else []
+        if others:
+            raise SyncMismatch(
+                f"the trainer would multiply by other weights in 8 bits than its rollouts: TransformerEngine has other bytes or scales than "
+                f"were sent, of {', '.join(others)}. Set rollout.quantization=null or engine.fp8=null, and report it with the version of "
+                "TransformerEngine"
+            )
 
     def score(self, sequences: list[list[int]]) -> Scores | None:
         """Return the log-probs of fixed tokens, for rollouts whose weights cannot be read back."""

@@ -11,6 +11,7 @@ megatron_compat.install()
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from quintet.engine import fp8
 from quintet.engine.config import transformer_config
 from quintet.engine.layers.specs import choose_backend
 from quintet.engine.lora import attach
@@ -83,8 +84,10 @@ def build_chunks(
 
     lora: adapters to be attached; everything else is frozen then.
     """
-    config = transformer_config(shape, layout, mesh, recipe, dtype=dtype)
     backend = choose_backend(recipe.backend)
+    if recipe.fp8 is not None:
+        fp8.require(recipe.fp8, backend)
+    config = transformer_config(shape, layout, mesh, recipe, dtype=dtype)
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(
             0, tp_rank=mesh.at("tp"), ep_rank=0, etp_rank=mesh.at("tp"), force_reset_rng=True

@@ -10,6 +10,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from quintet.engine import fp8
 from quintet.engine.mesh import Mesh
 from quintet.errors import UserError
 from quintet.models import MlaShape, ModelShape, MoeShape
@@ -62,6 +63,7 @@ def transformer_config(
     if unknown:
         raise UserError(f"engine.megatron.{unknown[0]}: megatron-core's {kind.__name__} has no such field")
     fields = _model(shape, dtype) | _layout(layout, mesh, dtype) | _recompute(shape, recipe)
+    fields |= fp8.fields(recipe.fp8)
     if shape.moe:
         fields |= _experts(shape, shape.moe)
     if shape.mla:

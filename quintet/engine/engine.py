@@ -134,7 +134,8 @@ class Engine:
         sizes = ", ".join(str(size) for size in self.mesh.cp_groups if size > 1)
         on_gpu = f" ({self._groups_bytes >> 20} MiB)" if build.device().type == "cuda" else ""
         groups = f" · groups of {sizes} ranks for a row{on_gpu}" if self.layout.dynamic_cp else ""
-        return f"layers: {backend} · attention: {kernel}{groups}"
+        products = f" · products in 8 bits: {self.recipe.fp8}" if self.recipe.fp8 else ""
+        return f"layers: {backend} · attention: {kernel}{products}{groups}"
 
     # weights
 

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from quintet.data.batch import Batch, offsets
-from quintet.engine import build
+from quintet.engine import build, fp8
 from quintet.engine.ahead import AheadLoss, AheadOutputs, heads_keeping_logits, scores_ahead
 from quintet.engine.balance import Load
 from quintet.engine.device import upload
@@ -26,7 +26,7 @@ from quintet.engine.outputs import Outputs, ValueOutputs
 from quintet.engine.routes import Routers, Routes
 from quintet.engine.row import MicroBatch, PackedRow, pack
 from quintet.models import ModelShape
-from quintet.packing import RankCell, alignment_of
+from quintet.packing import FP8_TOKENS, RankCell, alignment_of
 from quintet.recipe import schema
 
 Use = Callable[[list[Any], MicroBatch], tuple[Tensor, dict[str, Any]]]
@@ -96,6 +96,7 @@ class Pipeline:
             pg_collection=self._mesh.groups,
             **extra,
         )
+        fp8.drop_copies(self._chunks)
         self.turn("")
         if routes is not None:
             routes.finish(self._routers)
@@ -115,12 +116,30 @@ class Pipeline:
         ends = offsets(batch)
         for number, (samples, cp, place) in enumerate(cells, 1):
             self.turn(f"micro-batch {number} of {len(cells)}{self._beside(cp)}")
-            align, distances = alignment_of(self._layout, cp), range(1, 2 + depths)
+            align, distances = alignment_of(self._layout, cp, self._recipe.fp8), range(1, 2 + depths)
             micro = pack(values, ends, trained, samples, align, cp, place, distances)
+            self._check(micro, samples)
             row = self._chunks[0].row(micro, self._recipe.cp_comm)
             row.routes = None if routes is None else routes.next(micro, self._routers)
             row.load = None if load is None else load.next(micro, self._routers, row.cp_group)
             yield micro, row
+
+    def _check(self, micro: MicroBatch, samples: Sequence[int]) -> None:
+        """Raise RuntimeError for a row that was planned by another alignment than it is packed by, or that FP8's kernels would not
+        take as it is. A sample that is longer than the budget has a row of its own."""
+        recipe, budget = self._recipe.fp8, self._recipe.tokens_per_microbatch_per_rank
+        if len(samples) > 1 and micro.tokens > budget:
+            raise RuntimeError(
+                f"a row of {len(samples)} samples has {micro.tokens} tokens on a rank, more than "
+                f"engine.tokens_per_microbatch_per_rank={budget}: it was planned by another alignment than that of engine.fp8="
+                f"{recipe or 'null'}"
+            )
+        tokens = micro.tokens // (self._layout.tp if self._layout.sp else 1)
+        if recipe is not None and tokens % FP8_TOKENS[recipe]:
+            raise RuntimeError(
+                f"a rank's {tokens} tokens of a row are no multiple of {FP8_TOKENS[recipe]}, which engine.fp8={recipe} needs: it was packed by "
+                "another alignment"
+            )
 
     def _beside(self, cp: int) -> str:
         group = self._mesh.cp_groups[cp]

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from quintet.recipe.schema import Layout
 
 # Multiples of tokens that TransformerEngine wants of the slice each rank feeds to a linear layer, by FP8 recipe.
-# One scale a tensor (delayed, tensorwise): cuBLAS wants leading dims of 16 bytes, and tokens are the leading dim of
-# the weight gradient's operands; megatron-core's `get_fp8_align_size` says the same. MXFP8: blocks of 32 along
-# either dim, whole ones only (TransformerEngine, "MXFP8": both dims divisible by 32). blockwise: tiles of 128; a
-# slice that is not whole tiles is gathered over tp in bf16 instead of FP8 (`Float8BlockQuantizer.is_quantizable`).
-FP8_TOKENS = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
+# One scale a tensor (tensorwise): cuBLAS wants leading dims of 16 bytes, and tokens are the leading dim of the weight
+# gradient's operands; megatron-core's `get_fp8_align_size` says the same. blockwise: tiles of 128; a slice that is not
+# whole tiles is gathered over tp in bf16 instead of FP8 (`Float8BlockQuantizer.is_quantizable`).
+FP8_TOKENS = {"tensorwise": 16, "blockwise": 128}
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,13 @@ class Alignment:
 def alignment(*, tp: int = 1, sp: bool = False, cp: int = 1, fp8: str | None = None) -> Alignment:
     """Return the alignment of a layout: 2·cp a sequence (zigzag chunks), tp·cp a row under sequence parallelism.
 
-    fp8: megatron-core's `fp8_recipe` where FP8 is on; the slice of every rank, after both cuts, is then a multiple of
-    `FP8_TOKENS[fp8]`.
+    fp8: recipe key engine.fp8; with it the slice of every rank, after both cuts, is a multiple of `FP8_TOKENS[fp8]`.
 
     Raises UserError for a recipe whose multiple is not known.
     """
     if fp8 is not None and fp8 not in FP8_TOKENS:
         raise UserError(
-            f"engine.megatron.fp8_recipe={fp8}: it is not known what multiple of tokens it needs. "
-            f"Use one of {', '.join(sorted(FP8_TOKENS))}"
+            f"engine.fp8={fp8}: it is not known what multiple of tokens it needs; use one of {', '.join(sorted(FP8_TOKENS))}"
         )
     sequence = 2 * cp if cp > 1 else 1
     slices = (tp if sp else 1) * cp
@@ -80,9 +77,10 @@ def alignment(*, tp: int = 1, sp: bool = False, cp: int = 1, fp8: str | None = N
     return Alignment(sequence, lcm(sequence, slices * (FP8_TOKENS[fp8] if fp8 else 1)))
 
 
-def alignment_of(layout: Layout, cp: int) -> Alignment:
-    """Return the alignment of a row that `cp` ranks of a layout share, whatever its own `layout.cp`."""
-    return alignment(tp=layout.tp, sp=layout.sp, cp=cp)
+def alignment_of(layout: Layout, cp: int, fp8: str | None) -> Alignment:
+    """Return the alignment of a row that `cp` ranks of a layout share, whatever its own `layout.cp`. fp8: of the engine that
+    computes it, and no default: whoever plans a row or packs it says the same."""
+    return alignment(tp=layout.tp, sp=layout.sp, cp=cp, fp8=fp8)
 
 
 def row_buckets(top: int, *, total: int = 1, waste: float = 0.125, smallest: int = 0) -> tuple[int, ...]:

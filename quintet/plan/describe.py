@@ -14,6 +14,7 @@ from quintet.models.family import table_of
 from quintet.models.lora import adapted, adapter_parameters, linears
 from quintet.models.shape import route_bytes
 from quintet.packing import alignment_of, cell_sizes, costs_of, fitting
+from quintet.plan.fp8 import in_8_bits
 from quintet.plan.fullest import fullest_rank, layers_of, setup_of
 from quintet.plan.memory import packed_bytes
 from quintet.plan.offload import Offload
@@ -198,12 +199,13 @@ def _installed(recipe: Recipe, command: str) -> str | None:
 def _engine(recipe: Recipe, shape: ModelShape) -> str:
     modules = recompute_modules(recipe.engine, shape)
     recompute = recipe.engine.recompute + (f" ({', '.join(modules)})" if modules else "")
-    return f"Engine: {layers_of(recipe)}, recompute {recompute}."
+    text = f"Engine: {layers_of(recipe)}, recompute {recompute}."
+    return text if recipe.engine.fp8 is None else f"{text} {in_8_bits(recipe, shape)}"
 
 
 def _rows(recipe: Recipe) -> str:
     layout, budget = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
-    aligned = alignment_of(layout, layout.cp)
+    aligned = alignment_of(layout, layout.cp, recipe.engine.fp8)
     text = f"Micro-batches: up to {aligned.room(budget * layout.cp)} tokens"
     if layout.cp > 1:
         text += f" on {layout.cp} ranks"

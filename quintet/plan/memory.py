@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from quintet.plan.activations import of_chunk, workspace
 from quintet.plan.parameters import buffers, chunks
 from quintet.plan.setup import Place, Setup
+from quintet.recipe.fp8 import experts_in_8_bits
 
 KEPT_LOGITS_BYTES = {"cuda": 5 << 30, "cpu": 1 << 30}
 CHUNK_LOGITS_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
@@ -27,7 +28,7 @@ class Memory:
 
     activations: all that micro-batches in flight keep. head: logits or values, and their gradients, while they
     exist. workspace: the most that the backward pass of a layer has besides. step_workspace: the same of the
-    optimizer's update. host_optimizer: optimizer state in host memory (`optimizer.cpu_fraction`).
+    optimizer's update. copies: of weights in 8 bits (engine.fp8), while micro-batches are computed. host_optimizer: optimizer state in host memory (`optimizer.cpu_fraction`).
     """
 
     parameters: int
@@ -38,6 +39,7 @@ class Memory:
     workspace: int = 0
     step_workspace: int = 0
     host_optimizer: int = 0
+    copies: int = 0
 
     @property
     def static(self) -> int:
@@ -47,7 +49,8 @@ class Memory:
     @property
     def peak(self) -> int:
         """The most bytes at once: the head's moment, a layer's backward pass, or the update."""
-        return self.static + max(self.activations + max(self.head, self.workspace), self.step_workspace)
+        computing = self.copies + self.activations + max(self.head, self.workspace)
+        return self.static + max(computing, self.step_workspace)
 
 
 def rank_memory(setup: Setup, place: Place | None = None) -> Memory:
@@ -76,6 +79,7 @@ def rank_memory(setup: Setup, place: Place | None = None) -> Memory:
         head=_head(setup) if place.pp == setup.last else 0,
         workspace=workspace(setup),
         step_workspace=_update(setup, owned - away),
+        copies=_copies(setup, place.pp),
     )
 
 
@@ -94,6 +98,19 @@ def packed_bytes(setup: Setup, stage: int = 0) -> int:
 
 _PACKED = re.compile(r"decoder\..*\.linear_(qkv|proj|fc1|fc2|q_proj|\w+_up_proj)\.weight")
 """Linear layers that are cut over tp; the latents' own projections are not."""
+
+
+def _copies(setup: Setup, stage: int) -> int:
+    """Of the matrices that are multiplied in 8 bits: as they are for the forward product, and transposed for the input's gradient;
+    of blocks an fp32 scale in each. TransformerEngine makes them in the first micro-batch, and `Pipeline.run` drops them."""
+    if setup.engine.fp8 is None:
+        return 0
+    experts = experts_in_8_bits(setup.shape)
+    parts = chunks(setup, stage)
+    held = sum(
+        p.numel for part in parts for p in part if _PACKED.fullmatch(p.name) and (experts or not p.expert)
+    )
+    return 2 * held + (2 * 4 * held // 128**2 if setup.engine.fp8 == "blockwise" else 0)
 
 
 def _state_bytes(setup: Setup) -> tuple[int, int]:

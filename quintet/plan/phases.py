@@ -86,7 +86,10 @@ def _stage(
     device = {
         "load": memory.static,
         "generate": resting + weights + cache if colocated else memory.static,
-        "logprob": memory.static + _scoring(setup, stage, [layer for chunk in chunks for layer in chunk]),
+        # Without gradients no copy in 8 bits is transposed.
+        "logprob": memory.static
+        + memory.copies // 2
+        + _scoring(setup, stage, [layer for chunk in chunks for layer in chunk]),
         "train": memory.peak,
         # Parameters travel before the rest comes back, beside a rollout without its cache.
         "sync": max(resting, memory.parameters) + weights + buckets,

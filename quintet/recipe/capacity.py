@@ -12,7 +12,7 @@ def overflow(recipe: Recipe, tokens: int) -> str | None:
     The sentence continues "N tokens are …": "more than …" or "N with padding to a multiple of …, more than …".
     """
     layout, budget = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
-    aligned = alignment_of(layout, layout.cp)
+    aligned = alignment_of(layout, layout.cp, recipe.engine.fp8)
     room, taken = aligned.room(budget * layout.cp), aligned.row([tokens])
     if taken <= room or (layout.dynamic_cp and _fits_smaller(recipe, tokens)):
         return None
@@ -25,5 +25,5 @@ def overflow(recipe: Recipe, tokens: int) -> str | None:
 def _fits_smaller(recipe: Recipe, tokens: int) -> bool:
     """Whether a group of fewer than layout.cp ranks holds it, whose rows are padded to less."""
     budget, sizes = recipe.engine.tokens_per_microbatch_per_rank, cell_sizes(recipe.layout.cp)
-    aligned = {n: alignment_of(recipe.layout, n) for n in sizes}
+    aligned = {n: alignment_of(recipe.layout, n, recipe.engine.fp8) for n in sizes}
     return any(aligned[n].row([tokens]) <= aligned[n].room(budget * n) for n in sizes)

@@ -38,16 +38,21 @@ _REASONS = {
         cpu_offloading_weights cpu_offloading_double_buffering fine_grained_activation_offloading
         offload_modules min_offloaded_tensor_size
     """,
+    "decided by engine.fp8 (docs/fp8.md)": """
+        fp8 fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad fp8_amax_history_len fp8_amax_compute_algo
+        tp_only_amax_red disable_parameter_transpose_cache
+    """,
+    "weights stay in model.dtype under engine.fp8: their shards, masters and fingerprints are views of it": "fp8_param",
+    "routed choices are padded by experts themselves under engine.fp8, and more of them would be counted and replayed": """
+        moe_router_padding_for_quantization moe_router_padding_for_fp8
+    """,
     (
-        "FP8 and FP4 are not available in this version, bf16 is (and without TransformerEngine, "
+        "not available in this version; engine.fp8 multiplies the layers' matrices in 8 bits (and without TransformerEngine, "
         "megatron-core would ignore the field without a word)"
     ): """
-        fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad
-        fp8_amax_history_len fp8_amax_compute_algo fp8_dot_product_attention fp8_multi_head_attention
-        tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
-        use_kitchen use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe fp4_param
+        fp8_dot_product_attention fp8_multi_head_attention first_last_layers_bf16 num_layers_at_start_in_bf16
+        num_layers_at_end_in_bf16 use_kitchen use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe fp4_param
         fp4_quantizer_factory activation_func_fp8_input_store quant_recipe
-        moe_router_padding_for_quantization moe_router_padding_for_fp8 disable_parameter_transpose_cache
     """,
     (
         "decided by engine.aux_loss: megatron-core scales these losses by the tokens of one rank's micro-batch, counts padding "

@@ -56,6 +56,7 @@ class NeedsGpu:
 
 
 _GENERATES = ("train", "generate", "eval")
+_ALL = ("train", "sft", "generate", "eval")
 _SHARED = "it reads them only where tp, sp and pp alone cut them"
 _GIVE_LAYOUT = "set rollout.layout.tp={tp}, and weights are resharded after each step"
 REFUSED_PAIRS = [
@@ -101,6 +102,30 @@ REFUSED_PAIRS = [
         "the state of adapters is too small to be worth the way to the CPU, and has not been tried there",
         "set cpu_fraction=0",
     ),
+    *(
+        RefusedPair(fp8, other, why, instead, commands)
+        for fp8 in ("fp8_tensorwise", "fp8_blockwise")
+        for other, why, instead, commands in (
+            (
+                "fp32",
+                "TransformerEngine rounds to 8 bits from bf16, and adds up in it",
+                "set model.dtype=bf16, or engine.fp8=null",
+                _ALL,
+            ),
+            (
+                "lora",
+                "adapters beside products in 8 bits are untried",
+                "set engine.fp8=null, or lora=null",
+                _ALL,
+            ),
+            (
+                "shared_rollout",
+                "generating would keep copies of weights in 8 bits past their change, and rows of one token fit no block",
+                "set rollout.own_processes=true, or another rollout.layout.tp than layout.tp: its own weights are bf16; or engine.fp8=null",
+                _GENERATES,
+            ),
+        )
+    ),
     RefusedPair(
         "frozen",
         "lora",
@@ -142,6 +167,10 @@ NEEDS_GPU = [
         "cpu_optimizer",
         "on CPU ranks all of the optimizer is on the CPU already, and megatron-core's hybrid optimizer does not run there",
         "set cpu_fraction=0",
+    ),
+    *(
+        NeedsGpu(one, "TransformerEngine runs on CUDA alone", "set engine.fp8=null")
+        for one in ("fp8_tensorwise", "fp8_blockwise")
     ),
     NeedsGpu("fp8_rollout", "its kernels run on CUDA alone", "set rollout.quantization=null"),
 ]

@@ -74,7 +74,8 @@ def engine_scores(engine: Engine, sequences: Sequence[list[int]]) -> Scores | No
 
     cp, place = engine.mesh.sizes.cp, engine.mesh.at("cp")
     budget = engine.recipe.tokens_per_microbatch_per_rank * cp
-    together = max(budget // alignment_of(engine.layout, cp).row([max(map(len, sequences))]), 1)
+    aligned = alignment_of(engine.layout, cp, engine.recipe.fp8)
+    together = max(budget // aligned.row([max(map(len, sequences))]), 1)
     order = list(range(len(sequences)))
     cells = [RankCell(order[i : i + together], cp, place) for i in range(0, len(order), together)]
     batch = make_batch(list(sequences), [1] * len(sequences))

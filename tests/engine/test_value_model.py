@@ -47,7 +47,9 @@ def run(path: Path, layout: dict[str, Any], out: Path) -> dict[str, Any]:
     batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
     mesh = engine.mesh
     cp, dp = mesh.sizes.cp, mesh.at("dp")
-    plan = plan_microbatches(LENGTHS, dp=mesh.sizes.dp, budget=32, alignment=alignment_of(sizes, cp), cp=cp)
+    plan = plan_microbatches(
+        LENGTHS, dp=mesh.sizes.dp, budget=32, alignment=alignment_of(sizes, cp, None), cp=cp
+    )
     mine, local = select(batch, plan.samples_of(dp)), rank_cells(plan.local(dp), mesh.at("cp"))
     first = engine.forward(mine, local)
     for _ in range(2):

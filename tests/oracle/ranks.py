@@ -110,7 +110,7 @@ def share(engine: Any, batch: int, mixed: bool = False) -> tuple[Any, list[RankC
     whole = make_batch(ids, [PROMPT] * len(ids), **fields)
     sizes, dp = engine.mesh.sizes, engine.mesh.at("dp")
     budget = engine.recipe.tokens_per_microbatch_per_rank
-    align = alignment_of(engine.layout, sizes.cp)
+    align = alignment_of(engine.layout, sizes.cp, engine.recipe.fp8)
     plan = plan_microbatches(lengths, dp=sizes.dp, budget=budget, alignment=align, cp=sizes.cp)
     if mixed:
         plan = Plan([recut(row, k) for k, row in enumerate(plan.rounds)], plan.block)
@@ -150,9 +150,9 @@ def recut(cells: list[Cell], number: int) -> list[Cell]:
 class Training:
     """A case in training on this rank, a step at a time."""
 
-    def __init__(self, case: Case, path: Path) -> None:
+    def __init__(self, case: Case, path: Path, **how: Any) -> None:
         self.case = case
-        self.engine = engine_of(case, path)
+        self.engine = engine_of(case, path, **how)
         self.report = evaluate(self.engine, case)
         self._recorded = {b: self._record(b) for b in case.batches} if replays(case, "old") else {}
 

@@ -64,25 +64,26 @@ def test_alignment_of_layouts():
     assert alignment(cp=2) == Alignment(4, 4)
     assert alignment(tp=4, sp=True, cp=2) == Alignment(4, 8)
     assert alignment(tp=3, sp=True, cp=2) == Alignment(4, 12)
-    assert alignment(fp8="delayed") == alignment(fp8="tensorwise") == Alignment(1, 16)
-    assert alignment(tp=2, cp=2, fp8="mxfp8") == Alignment(4, 64)
-    assert alignment(tp=2, sp=True, cp=2, fp8="mxfp8") == Alignment(4, 128)
+    assert alignment(fp8="tensorwise") == Alignment(1, 16)
+    assert alignment(tp=2, cp=2, fp8="tensorwise") == Alignment(4, 32)
+    assert alignment(tp=2, sp=True, cp=2, fp8="tensorwise") == Alignment(4, 64)
     assert alignment(tp=2, sp=True, fp8="blockwise") == Alignment(1, 256)
 
 
 def test_a_row_is_aligned_for_the_ranks_that_share_it():
     """Whatever the layout's own cp: a row on one rank of a cp 4 layout is not padded for four."""
     layout = Layout(tp=2, sp=True, cp=4)
-    assert [alignment_of(layout, cp) for cp in (1, 2, 4)] == [
+    assert [alignment_of(layout, cp, None) for cp in (1, 2, 4)] == [
         Alignment(1, 2),
         Alignment(4, 4),
         Alignment(8, 8),
     ]
-    assert alignment_of(Layout(tp=2, cp=4), 1) == Alignment()
+    assert alignment_of(Layout(tp=2, cp=4), 1, None) == Alignment()
+    assert alignment_of(Layout(tp=2, sp=True, cp=8), 8, "blockwise") == Alignment(16, 2048)
 
 
 def test_what_cannot_be_aligned_is_refused():
-    with pytest.raises(UserError, match="fp8_recipe=custom: it is not known"):
+    with pytest.raises(UserError, match=r"engine\.fp8=custom: it is not known"):
         alignment(fp8="custom")
     with pytest.raises(ValueError, match="multiple of sequence"):
         Alignment(sequence=4, total=6)

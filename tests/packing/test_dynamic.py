@@ -45,7 +45,7 @@ COSTS = CellCosts(fixed=5.0, quadratic=0.002, exchange=(0.05, 0.1))
 def mixes(draw: Callable[..., Any], coupled: bool = True) -> Mix:
     """Lengths, half of the time with a tail far beyond one rank's budget, ranks, and what a layout asks of a row."""
     dp, cp, tp = draw(st.integers(1, 4)), draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([1, 2]))
-    fp8 = draw(st.sampled_from([None, None, "delayed"]))
+    fp8 = draw(st.sampled_from([None, None, "tensorwise"]))
     budget = draw(st.sampled_from([64, 100, 256]))
 
     def align(size: int) -> Alignment:

@@ -69,7 +69,7 @@ def check_row(
     slack=st.integers(0, 60),
     tp=st.sampled_from([1, 2, 3]),
     cp=st.sampled_from([1, 2, 4]),
-    fp8=st.sampled_from([None, "delayed"]),
+    fp8=st.sampled_from([None, "tensorwise"]),
     bucketed=st.booleans(),
     ahead=st.sampled_from([(1,), (1, 2, 3)]),
 )
@@ -124,7 +124,7 @@ def test_each_head_has_its_own_global_count(sizes, dp):
     chosen=st.data(),
     tp=st.sampled_from([1, 2]),
     cp=st.sampled_from([1, 2, 4]),
-    fp8=st.sampled_from([None, "delayed"]),
+    fp8=st.sampled_from([None, "tensorwise"]),
     short=st.booleans(),
     dtype=st.sampled_from([torch.uint8, torch.int16, torch.bool, torch.float32]),
     dims=st.sampled_from([(), (3,), (2, 3)]),

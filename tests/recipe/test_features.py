@@ -9,6 +9,7 @@ from quintet.recipe.megatron import _REFUSED, FREE, transformer_config_fields
 from quintet.recipe.refused import NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS
 from quintet.recipe.rules import shape_of
 from tests.recipe.broken_engine import BROKEN_ENGINE, OWN, named
+from tests.recipe.broken_fp8 import BROKEN_FP8
 from tests.recipe.broken_rollout import BROKEN_ROLLOUT
 from tests.recipe.feature_sets import features_on, refused_pair
 
@@ -24,7 +25,7 @@ def test_every_refused_pair_is_of_two_features_and_is_refused(refuse, models) ->
     """Both ways round, by a sentence that names both keys; and a recipe of those tables has each."""
     refused = "\n".join(
         refuse(*named(overrides, models))
-        for rule, overrides, _ in [*BROKEN_ENGINE, *BROKEN_ROLLOUT]
+        for rule, overrides, _ in [*BROKEN_ENGINE, *BROKEN_FP8, *BROKEN_ROLLOUT]
         if rule == "features_go_together"
     )
     for pair in REFUSED_PAIRS:

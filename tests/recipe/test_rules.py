@@ -1,5 +1,6 @@
 """Each rule across fields: a recipe that breaks it, and what the user is told."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from quintet.recipe.rules import RULES
 from tests.models.directory import QWEN3, write_model
 from tests.recipe.broken_engine import BROKEN_ENGINE, OWN, named
+from tests.recipe.broken_fp8 import BROKEN_FP8, ON_GPU, VLLM, WIDE
 from tests.recipe.broken_rollout import BROKEN_ROLLOUT, MIMO
 from tests.recipe.broken_vllm import BROKEN_VLLM
 
@@ -249,6 +251,7 @@ BROKEN = [
     *BROKEN_ENGINE,
     *BROKEN_ROLLOUT,
     *BROKEN_VLLM,
+    *BROKEN_FP8,
 ]
 
 
@@ -494,3 +497,30 @@ def test_a_critic_has_positions_for_the_longest_sample(refuse, tmp_path: Path) -
     said = refuse("algorithm.name=ppo", f"critic.path={critic}")
     assert "of critic.path: data.max_prompt_tokens + rollout.max_response_tokens" in said
     assert "more than the 8 positions" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("delayed", "scales follow the largest numbers of earlier steps"),
+        ("mxfp8", "it needs Blackwell GPUs and is untried here; use tensorwise or blockwise"),
+        ("hybrid", "expected one of tensorwise, blockwise, or null"),
+    ],
+)
+def test_other_recipes_of_fp8_are_refused_with_the_reason(refuse, value: str, said: str) -> None:
+    message = refuse(f"engine.fp8={value}")
+    assert f'engine.fp8 is "{value}"; ' in message
+    assert said in message
+
+
+def test_fp8_goes_where_transformer_engine_is(load, models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it is not: the rules are asked as if."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *a: real("json" if name == "transformer_engine" else name, *a),
+    )
+    load("engine.fp8=blockwise", *ON_GPU, "rollout.own_processes=true")
+    load("engine.fp8=tensorwise", *WIDE, *ON_GPU, "rollout.own_processes=true")
+    load("engine.fp8=blockwise", *WIDE, *ON_GPU, "model.build.head_dim=128", *VLLM)

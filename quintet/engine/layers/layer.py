@@ -11,11 +11,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron.core import tensor_parallel
 from megatron.core.transformer import TransformerLayer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
+from quintet.engine import fp8
 from quintet.engine.row import PackedRow
 
 
@@ -28,7 +28,7 @@ class PackedLayer(TransformerLayer):
         normed = self._forward_pre_mlp_layernorm(hidden)
         feed_forward = partial(self.mlp, row=kwargs["packed_seq_params"])
         out = (
-            tensor_parallel.checkpoint(feed_forward, False, normed)
+            fp8.checkpoint(feed_forward, self.config, self.pg_collection.tp, normed)
             if self.recompute_mlp
             else feed_forward(normed)
         )
@@ -42,9 +42,19 @@ class PackedMoELayer(MoELayer):
         """Transform hidden states [T (/tp under SP), 1, hidden] → the same, and no bias."""
         compute = partial(self._compute, row=row)
         if self.moe_layer_recompute:
-            out: tuple[Tensor, None] = tensor_parallel.checkpoint(compute, False, hidden_states)
+            out: tuple[Tensor, None] = fp8.checkpoint(compute, self.config, self.tp_group, hidden_states)
             return out
         return compute(hidden_states)
+
+    def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
+        """Return what the shared experts make of the hidden states, where there are some; core's own asks for process-global groups
+        in FP8."""
+        if not self.use_shared_expert:
+            return None
+        if self.shared_experts_recompute:
+            out: Tensor = fp8.checkpoint(self.shared_experts, self.config, self.tp_group, hidden_states)
+            return out
+        return self.shared_experts(hidden_states)
 
     def _compute(self, hidden_states: Tensor, row: PackedRow) -> tuple[Tensor, None]:
         shared = self.shared_experts_compute(hidden_states)

@@ -131,7 +131,8 @@ class PackedLatentAttention(MegatronModule):
         def up(query: Tensor, latent: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return self._up(query, latent, rotary_key, row)
 
-        outer = CheckpointWithoutOutput(fp8=None) if self._recompute_up and self.training else None
+        # None has it not ask TransformerEngine for its FP8 context, which it enters again otherwise.
+        outer = CheckpointWithoutOutput(fp8=self.config.fp8) if self._recompute_up and self.training else None
         query, key, value = outer.checkpoint(up, *latents) if outer else up(*latents)
         if self._recompute_core and self.training:
             context = checkpoint(lambda q, k, v: self.core_attention(q, k, v, row), False, query, key, value)

@@ -21,6 +21,7 @@ from quintet.recipe.rules import (  # noqa: F401  (their rules join RULES, in th
     engine,
     experts,
     features,
+    fp8,
     layout,
     lora,
     model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from quintet.recipe.sections.fields import (
     Beta,
@@ -57,6 +57,19 @@ class AuxLoss(Section):
     weight: PositiveFloat = 0.0001
 
 
+_NO_FP8 = {
+    "delayed": "its scales follow the largest numbers of earlier steps, which are kept outside of checkpoints and agreed on over a group "
+    "of ranks that quintet does not make; use tensorwise or blockwise",
+    "mxfp8": "it needs Blackwell GPUs and is untried here; use tensorwise or blockwise",
+}
+
+
+def _tried_fp8(value: object) -> object:
+    if isinstance(value, str) and value in _NO_FP8:
+        raise ValueError(_NO_FP8[value])
+    return value
+
+
 class Engine(Section):
     tokens_per_microbatch_per_rank: PositiveInt = 8192
     """Hard token budget of a packed micro-batch on one rank, padding included. The longest sample fits into cp times it."""
@@ -64,6 +77,9 @@ class Engine(Section):
     """Shard the optimizer state over dp and cp."""
     backend: Literal["auto", "portable", "transformer_engine"] = "auto"
     """Layers: portable needs torch and megatron-core alone; auto takes TransformerEngine on GPUs where it is installed."""
+    fp8: Annotated[Literal["tensorwise", "blockwise"] | None, BeforeValidator(_tried_fp8)] = None
+    """Multiply the layers' matrices in 8 bits, by TransformerEngine on Hopper GPUs: tensorwise has a scale a tensor, blockwise one for
+    128 × 128 weights and for 128 numbers of a token. Weights, head, routers and norms stay in model.dtype (docs/fp8.md)."""
     cp_comm: Literal["all_gather", "all_to_all"] = "all_gather"
     """How context-parallel ranks share attention: keys and values gathered, or heads exchanged (cp * tp then divides the
     KV heads, with latent attention the heads)."""
@@ -98,6 +114,11 @@ class Engine(Section):
     megatron: dict[str, Any] = {}
     """Further TransformerConfig fields of megatron-core, as they are named there: those that no other key decides and that
     quintet's layers read (docs/layouts.md lists them)."""
+
+    @property
+    def without_fp8(self) -> Self:
+        """Return the section as native rollouts are built by it, whose rows of a token each fit no block."""
+        return self.model_copy(update={"fp8": None})
 
 
 NAME_SETS: dict[str, dict[str, Any]] = {"dr_grpo": {"aggregation": "fixed_length", "normalize_by_std": False}}

@@ -36,7 +36,7 @@ def native_rollout(
     layout = schema.Layout(tp=wanted.tp, pp=wanted.pp)
     mesh = build.mesh_of(layout, dist.get_world_size())
     dtype = DTYPES[recipe.model.dtype or ("fp32" if device == "cpu" else "bf16")]
-    (model,) = build.build_chunks(shape, layout, mesh, dtype, recipe.engine, lora)
+    (model,) = build.build_chunks(shape, layout, mesh, dtype, recipe.engine.without_fp8, lora)
     model.requires_grad_(False)
     if lora is not None:
         base, _ = split_adapters(shard_map([model], shape, mesh))

@@ -1,0 +1,100 @@
+"""Rules of engine.fp8: which layers, layouts and rollouts go with matrices that the trainer multiplies in 8 bits."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from quintet.recipe.fp8 import MULTIPLE, matrices
+from quintet.recipe.problem import Problem
+from quintet.recipe.rules.facts import Facts, rule
+
+
+@rule
+def eight_bits_need_transformer_engine(facts: Facts) -> Iterator[Problem]:
+    """Only TransformerEngine's layers multiply in 8 bits; portable ones would stay in bf16 without a word."""
+    recipe = facts.recipe
+    said = facts.said("engine.fp8")
+    if said is None or recipe.cluster.device == "cpu":  # refused by name already
+        return
+    if recipe.engine.backend == "portable":
+        yield Problem(
+            f"{said} with engine.backend=portable: the portable layers have no products in 8 bits; use "
+            "engine.backend=transformer_engine, or engine.fp8=null",
+            "engine.backend",
+        )
+    elif recipe.cluster.address is None and importlib.util.find_spec("transformer_engine") is None:
+        yield Problem(
+            f"{said}: TransformerEngine is not installed here, whose layers alone multiply in 8 bits; install "
+            "transformer-engine[pytorch], or set engine.fp8=null"
+        )
+
+
+@rule
+def eight_bits_fit_the_matrices(facts: Facts) -> Iterator[Problem]:
+    """On each rank the dims of a matrix in 8 bits are whole numbers of what its scales and kernels take."""
+    recipe, shape, fp8 = facts.recipe, facts.shape, facts.recipe.engine.fp8
+    if fp8 is None or shape is None:
+        return
+    multiple = MULTIPLE[fp8]
+    layouts = {
+        "layout": recipe.layout,
+        "reference.layout": recipe.reference.layout,
+        "critic.layout": recipe.critic.layout,
+    }
+    for section, layout in layouts.items():
+        for one in matrices(shape, layout) if layout is not None else ():
+            if one.outputs % multiple or one.inputs % multiple:
+                yield Problem(
+                    f"engine.fp8={fp8}: {one.name} would be {one.outputs} × {one.inputs} on a rank of {section}, and both have to be "
+                    f"multiples of {multiple}; use a smaller {section}.tp (of experts etp)"
+                    f"{', or engine.fp8=tensorwise' if multiple > 16 else ''}, or engine.fp8=null",
+                    f"{section}.tp",
+                )
+                break
+
+
+@rule
+def eight_bits_are_the_same_on_both_sides(facts: Facts) -> Iterator[Problem]:
+    """A rollout in 8 bits computes with the bytes that the trainer computes with: the same blocks of the same matrices."""
+    recipe, shape = facts.recipe, facts.shape
+    said = facts.said("engine.fp8")
+    if said is None or recipe.rollout.quantization is None or facts.command == "sft":
+        return
+    both = f"{said} with rollout.quantization=fp8"
+    if recipe.engine.fp8 != "blockwise":
+        yield Problem(
+            f"{both}: the rollout has a scale for each 128 × 128 weights, and the trainer one a matrix, so that they would compute with "
+            "other weights; set engine.fp8=blockwise, or rollout.quantization=null",
+            "rollout.quantization",
+        )
+        return
+    if shape is None:
+        return
+    if shape.mla is not None:
+        yield Problem(
+            f"{both}: latent attention's down projections stay in bf16 in the trainer, and the rollout would have them in 8 bits; set "
+            "engine.fp8=null or rollout.quantization=null",
+            "rollout.quantization",
+        )
+    for one in matrices(shape, recipe.layout):
+        if one.unit % MULTIPLE["blockwise"]:
+            yield Problem(
+                f"{both}: {one.name} have parts of {one.unit} rows on a rank, so that a block of 128 × 128 would lie across two of them "
+                "in the trainer, and in the rollout not; use a smaller layout.tp (of experts etp), or rollout.quantization=null",
+                "rollout.quantization",
+            )
+            break
+
+
+@rule
+def recomputed_norms_are_kept(facts: Facts) -> Iterator[Problem]:
+    """Layers after a recomputed norm are told to keep their input as it was, which latent attention's cannot be."""
+    engine, shape = facts.recipe.engine, facts.shape
+    if engine.fp8 is None or shape is None or shape.mla is None or engine.recompute != "selective":
+        return
+    if "layernorm" in (engine.recompute_modules or ()):
+        yield Problem(
+            f"engine.recompute_modules: layernorm with engine.fp8={engine.fp8} and latent attention is untried; remove it, or set "
+            "engine.fp8=null"
+        )

@@ -1,0 +1,199 @@
+"""FP8 in the engine, as far as a CPU shows it: what core is told, what is computed again, and which copies of weights are left."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from quintet.engine.weights import fp8 as blocks
+from quintet.errors import UserError
+from tests.engine.test_config import _megatron as _megatron
+from tests.engine.test_config import config
+from tests.engine.test_fp8 import naive
+from tests.engine.test_shards import SHAPE
+from tests.oracle.models import save
+
+
+@pytest.mark.parametrize(("fp8", "form"), [("tensorwise", "hybrid"), ("blockwise", "e4m3")])
+def test_core_is_told_the_recipe(fp8: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import transformer_config
+
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda version: True)
+    made = config(SHAPE, fp8=fp8)
+    assert (made.fp8, made.fp8_recipe) == (form, fp8)
+    assert not made.fp8_param
+    assert made.moe_router_padding_for_quantization in (False, None)
+    assert config(SHAPE).fp8 is None
+
+
+def engine(path: Path, **settings: Any) -> Any:
+    from quintet.engine.engine import Engine
+    from quintet.models import read_shape
+    from quintet.recipe import schema
+
+    optimizer = schema.Optimizer()
+    made = Engine(
+        read_shape(path).without_mtp(),
+        schema.Layout(),
+        engine=schema.Engine(**settings),
+        optimizer=optimizer,
+        dtype="fp32",
+    )
+    made.load_hf(path)
+    return made
+
+
+def asked(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        engine(path, fp8="blockwise")
+    return str(caught.value)
+
+
+def test_an_engine_that_cannot_says_so(pool, tmp_path: Path) -> None:
+    """Core alone would train on without a word."""
+    (said,) = pool.run(asked, 1, save("qwen3", tmp_path / "model"))
+    assert "engine.fp8=blockwise: the layers are portable here" in said
+
+
+def recomputed(path: Path, modules: list[str]) -> tuple[list[str], list[str]]:
+    """Of a mini-batch whose layers are told of FP8 after they were made: who asks TransformerEngine to compute again, and whom else."""
+    import megatron.core.extensions.transformer_engine as te
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import transformer_block
+
+    from quintet.data.batch import make_batch
+    from quintet.engine.layers import mla
+    from quintet.packing import RankCell
+    from tests.engine.test_engine import Nll
+    from tests.oracle.reference import PROMPT, token_ids
+
+    made = engine(path, recompute="selective", recompute_modules=modules)
+    real, by_te, others = tensor_parallel.checkpoint, [], []
+    group = made.mesh.groups.tp
+
+    def te_checkpoint(function: Any, distributed: bool, tracker: Any, tp: Any, *tensors: Any) -> Any:
+        assert (distributed, tracker, tp) == (False, random.get_cuda_rng_tracker, group)
+        by_te.append(type(getattr(function, "func", function)).__name__)
+        return real(function, False, *tensors)
+
+    def core(function: Any, *args: Any) -> Any:
+        others.append(repr(function))
+        return real(function, *args)
+
+    def without_output(fp8: Any = False) -> Any:
+        (by_te if fp8 else others).append("CheckpointWithoutOutput")
+        return random.CheckpointWithoutOutput(fp8=None)
+
+    batch = make_batch(token_ids(), [PROMPT] * len(token_ids()))
+    with contextlib.ExitStack() as patches:
+        for target, name, instead in (
+            (te, "te_checkpoint", te_checkpoint),
+            (tensor_parallel, "checkpoint", core),
+            (mla, "CheckpointWithoutOutput", without_output),
+            (transformer_block, "get_fp8_context", lambda *a: contextlib.nullcontext()),
+            (made.config, "fp8", "e4m3"),
+        ):
+            patches.enter_context(mock.patch.object(target, name, instead))
+        made.forward_backward(batch, [RankCell(list(range(len(token_ids()))))], Nll(1e-3))
+    return by_te, others
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [("qwen3", ["mlp"]), ("qwen3_moe", ["moe"]), ("deepseek_v3", ["mlp", "shared_experts", "mla_up_proj"])],
+)
+def test_products_are_computed_again_in_the_context_of_the_first_time(
+    pool, tmp_path: Path, family: str, modules: list[str]
+) -> None:
+    """Every product under a checkpoint goes through TransformerEngine's own, with the group of the layout: none through core's, whose
+    backward is outside of FP8, and none asks for process-global groups."""
+    by_te, others = pool.run(recomputed, 1, save(family, tmp_path / family), modules)[0]
+    assert not others
+    assert len(by_te) >= 4  # layers
+
+
+def left(path: Path) -> tuple[int, int]:
+    """How many copies of weights were made in a forward pass, and how many are left; as TransformerEngine's layers keep them."""
+    from quintet.data.batch import make_batch
+    from quintet.engine.fp8 import copies
+    from quintet.packing import RankCell
+    from tests.oracle.reference import PROMPT, token_ids
+
+    made, seen = engine(path), 0
+    (chunk,) = made.chunks
+    for module in chunk.decoder.modules():
+        if type(module).__name__ in ("ColumnLinear", "RowLinear"):
+            module._fp8_workspaces = {}
+            module.register_forward_hook(lambda m, *_: m._fp8_workspaces.update(weight=m.weight.clone()))
+
+    def count(*_: Any) -> None:
+        nonlocal seen
+        seen = len(list(copies(made.chunks)))
+
+    chunk.decoder.register_forward_hook(count)
+    batch = make_batch(token_ids(), [PROMPT] * len(token_ids()))
+    made.forward(batch, [RankCell(list(range(len(token_ids()))))])
+    return seen, len(list(copies(made.chunks)))
+
+
+def test_no_copy_of_a_weight_outlives_its_run(pool, tmp_path: Path) -> None:
+    """None can be stale after a step, a load or a sync, and none is left that offload does not know of."""
+    made, after = pool.run(left, 1, save("qwen3", tmp_path / "model"))[0]
+    assert made == 4 * 4
+    assert after == 0
+
+
+def rules(path: Path) -> list[list[str]]:
+    """Weights that differ, where TransformerEngine's blocks are by the same rule, and by others."""
+    from quintet.engine import fp8
+
+    made = engine(path)
+    for module in made.chunks[0].decoder.modules():
+        if hasattr(module, "weight") and module.weight is not None and module.weight.dim() == 2:
+            module._fp8_workspaces = {}
+
+    def same(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        quantized, scales = naive(weight)
+        return quantized.view(torch.uint8), torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
+
+    def not_powers(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = weight.abs().amax().view(1, 1) / blocks.LARGEST
+        return (weight / scales).to(blocks.DTYPE).view(torch.uint8), scales
+
+    def other_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        quantized, scales = same(weight)
+        quantized[-1, -1] ^= 1
+        return quantized, scales
+
+    found = []
+    for rule in (same, not_powers, other_bytes):
+        with mock.patch.object(fp8, "transformer_engine_blocks", rule):
+            found.append(fp8.other_blocks(made.chunks))
+    return found
+
+
+def test_other_scales_or_bytes_than_are_sent_are_named(pool, tmp_path: Path) -> None:
+    same, not_powers, other_bytes = pool.run(rules, 1, save("qwen3", tmp_path / "model"))[0]
+    assert same == []
+    assert len(not_powers) == len(other_bytes) == 3
+    assert not_powers[0] == "decoder.layers.0.self_attention.linear_proj.weight"
+
+
+@pytest.mark.parametrize(("head_dim", "same"), [(128, True), (256, True), (64, False)])
+def test_blocks_of_a_fused_matrix_are_those_of_its_parts(head_dim: int, same: bool) -> None:
+    """q, k and v of a KV group over one another, of parts of whole blocks alone: what `eight_bits_are_the_same_on_both_sides` asks."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        torch.randn(rows * head_dim, 256, generator=generator) * scale
+        for rows, scale in ((3, 0.02), (1, 3.0), (1, 0.5))
+    ]
+    fused, scales = naive(torch.cat(parts))
+    rows = blocks.dequantize(fused, scales).split([len(part) for part in parts])
+    alike = [torch.equal(blocks.dequantize(*naive(p)), row) for p, row in zip(parts, rows, strict=True)]
+    assert all(alike) is same
