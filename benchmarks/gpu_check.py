@@ -1,4 +1,4 @@
-"""Has anything become slower or wrong on GPUs? The oracle, a run with vLLM that is killed and resumed, five benchmarks held to records.
+"""Has anything become slower or wrong on GPUs? The oracle, a run with vLLM that is killed and resumed, what FP8 claims, five benchmarks held to records.
 
     python -m benchmarks.gpu_check                                  all parts, one after the other
     python -m benchmarks.gpu_check --part engine                    one of them: each takes less than nine minutes
@@ -33,7 +33,7 @@ REPEATS = 3
 WORST_FALL = 0.08
 PART_S = 540.0
 ORACLE = {"oracle-te": "transformer_engine", "oracle-portable": "portable"}
-PARTS = (*ORACLE, "steps", "engine", "rollout", "sync")
+PARTS = (*ORACLE, "steps", "fp8", "engine", "rollout", "sync")
 Repeats = list[tuple[float, float]]
 """Value and baseline of each repeat, both the more the better."""
 
@@ -288,7 +288,15 @@ def run_steps(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[s
     return [f"{part}: killed, resumed, and better than before training"], []
 
 
-RUN = dict.fromkeys(ORACLE, run_oracle) | {"steps": run_steps}
+def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Run `benchmarks.fp8_proof` on one GPU: lines as of `run_benchmarks`."""
+    command = ["benchmarks.fp8_proof", *(["--tiny"] if options.tiny else [])]
+    if wrong := status_of(command, options.part_s):
+        return [], [f"{part}: {wrong}"]
+    return [f"{part}: every claim holds"], []
+
+
+RUN = dict.fromkeys(ORACLE, run_oracle) | {"steps": run_steps, "fp8": run_fp8}
 """What runs a part that is no benchmark."""
 
 

@@ -1,0 +1,83 @@
+"""The benchmark of products in 8 bits, as far as a CPU runs it: what it asks for, what its cases are called, and its plumbing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks import fp8, fp8_proof
+from benchmarks.records import ROOT
+from quintet.recipe.fp8 import MULTIPLE, matrices
+from quintet.recipe.schema import Layout
+
+
+@pytest.mark.parametrize(
+    ("words", "cases"),
+    [
+        ([], ["8b/gpus1/layers12of36/blockwise", "8b/gpus1/layers12of36/tensorwise"]),
+        (["--gpus", "4", "--recompute", "full", "--fp8", "blockwise"], ["8b/gpus4/recompute-full/blockwise"]),
+        (
+            ["--shape", "30b-a3b", "--gpus", "4", "--fp8", "blockwise"],
+            ["30b-a3b/gpus4-ep4/layers20of48/blockwise"],
+        ),
+        (
+            ["--gpus", "4", "--layout", "tp=2,sp=true", "--layers", "8", "--fp8", "tensorwise"],
+            ["8b/gpus4-tp2-sp/layers8of36/tensorwise"],
+        ),
+        (["--shape", "tiny"], ["tiny/gpus1/bf16"]),
+    ],
+)
+def test_cases_say_what_was_cut(words: list[str], cases: list[str]) -> None:
+    args = fp8.arguments(words)
+    pairs = fp8.setups(args)
+    assert [fp8.case(args.shape, ours) for ours, _ in pairs] == cases
+    for ours, theirs in pairs:
+        assert not theirs.engine
+        assert ours.rows(0) == theirs.rows(0)
+        if ours.engine:  # rows and matrices are whole multiples: nothing falls back to bf16
+            assert ours.tokens // (ours.size("tp") if ours.layout.get("sp") else 1) % 128 == 0
+            multiple = MULTIPLE[ours.engine["fp8"]]
+            layout = Layout(**ours.layout)
+            assert all(m.outputs % multiple == m.inputs % multiple == 0 for m in matrices(ours.shape, layout))
+
+
+@pytest.mark.parametrize(
+    "words", [["--layers", "37"], ["--layers", "0"], ["--shape", "tiny", "--fp8", "blockwise"]]
+)
+def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        fp8.arguments(words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fp8.main([]) == 1
+    assert fp8_proof.main([]) == 1
+    assert capsys.readouterr().err.count("no GPU was found; ") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--shape", "tiny", "--rounds", "1", "--steps-per-turn", "1"], "nothing is recorded"),
+        (["--shape", "tiny", "--prove"], "holds  tiny bf16, log-probs of an update: 0 of "),
+    ],
+)
+def test_it_runs_dry(words: list[str], said: str) -> None:
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.fp8", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=outside,
+    )
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    assert "FAILED" not in done.stdout
