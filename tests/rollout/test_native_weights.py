@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from quintet.models.mcore import whole_box
 from quintet.rollout import Piece, Request, Sampling
 from quintet.sync.proof import mismatch
 from tests.oracle.models import save
+from tests.patience import held_bytes
 from tests.rollout.native_ranks import (
     LAYOUTS,
     FileSource,
@@ -262,31 +261,29 @@ def test_sleep_and_wake(pool, moe, layout):
 
 
 def cycles(path: Path, layout: dict[str, Any], count: int) -> list[int]:
-    """On one rank: resident bytes after each cycle of sleep, wake and update, without what glibc keeps of freed memory."""
+    """On one rank: bytes held after each cycle of sleep, wake and update."""
     rollout = own_rollout(path, layout)
     (wanted,) = rollout.receivers()
-    held = tensors(path)
-    resident = []
+    source, held = tensors(path), []
     for cycle in range(count):
         rollout.sleep(1 + cycle % 2)
         rollout.wake("weights")
-        rollout.update_weights(FileSource(held, wanted))
+        rollout.update_weights(FileSource(source, wanted))
         rollout.fingerprints()
         rollout.wake("kv_cache")
         rollout.generate([Request(p) for p in PROMPTS], Sampling(max_response_tokens=4))
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        resident.append(psutil.Process().memory_info().rss)
-    return resident
+        held.append(held_bytes())
+    return held
 
 
 @pytest.mark.slow
 def test_twenty_cycles_leave_memory_as_it_was(pool, moe):
     world, sizes = LAYOUTS["tp2-sp"]
-    for resident in pool.run(cycles, world, moe, sizes, 20, timeout_s=600):
+    for held in pool.run(cycles, world, moe, sizes, 20, timeout_s=600):
         # What leaks grows all the time.
-        lowest = [min(resident[at : at + 5]) for at in (5, 10, 15)]
-        assert min(later - earlier for earlier, later in pairwise(lowest)) < 1 << 20, resident
+        lowest = [min(held[at : at + 5]) for at in (5, 10, 15)]
+        assert min(later - earlier for earlier, later in pairwise(lowest)) < 1 << 20, held
 
 
 def adapters_separate(path: Path, layout: dict[str, Any]) -> Any:

@@ -3,9 +3,7 @@ else may use meanwhile (a rollout of its own device needs a second GPU there).""
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from quintet.rollout.base import Wanted
 from quintet.sync import source
 from quintet.sync.server import ReceiverSpec, WeightServer
 from quintet.sync.shared_memory import SharedBuffer
+from tests.patience import held_bytes
 from tests.sync.one_rank import server_of
 from tests.sync.receivers import LoraSlots, get, put
 
@@ -34,14 +33,11 @@ Measured = dict[str, int]
 
 
 def measure() -> Measured:
-    """What this process holds now; bytes and counts. What glibc keeps of freed memory, by thread, is given back first."""
+    """What this process holds now; bytes and counts."""
     gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-    me = psutil.Process()
     found = {
-        "host bytes": me.memory_info().rss,
-        "files": me.num_fds(),
+        "host bytes": held_bytes(),
+        "files": psutil.Process().num_fds(),
         "threads": threading.active_count(),
         "mapped": sum("memfd:quintet" in line for line in Path("/proc/self/maps").read_text().splitlines()),
     }

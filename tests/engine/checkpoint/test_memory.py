@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
 from pathlib import Path
@@ -12,27 +11,19 @@ import pytest
 import torch
 
 from tests.engine.checkpoint.ranks import held, release
+from tests.patience import held_bytes, status_bytes
 
 MIB = 1 << 20
 
 
-def trim() -> None:
-    """Have the allocator give back what is free."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 def peak_of(call: Any) -> float:
-    """MiB of resident memory that a call takes beyond what there was before."""
-    trim()
-    status = Path("/proc/self/status")
+    """MiB of resident memory that a call takes beyond what there was before. Not counted are pages of programs that a kernel took before,
+    as nobody used them, and that the call brings again."""
+    before = held_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
-    before = _line(status, "VmRSS")
+    files = status_bytes("RssFile")
     call()
-    return (_line(status, "VmHWM") - before) / 1024
-
-
-def _line(status: Path, name: str) -> int:
-    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
+    return (status_bytes("VmHWM") - before - max(files, status_bytes("RssFile"))) / MIB
 
 
 def measured(where: Path) -> dict[str, float]:
