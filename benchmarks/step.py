@@ -2,6 +2,7 @@
 
     python -m benchmarks.step --gpus 1                  Qwen2.5-1.5B's shape: responses of one length, then long-tailed
     python -m benchmarks.step --gpus 4 --only quintet
+    python -m benchmarks.step --gpus 8 --shape qwen3-8b --fp8    trainer and vLLM in 8 bits, beside quintet in bf16
     python -m benchmarks.step --tiny                    a dry run on a CPU: native generation, and TRL's own in .venv-trl
 
 Same random weights, prompts, samples per prompt, response lengths (each forced), reward and algorithm, as in `laptop_grpo`; prompts of 256
@@ -84,12 +85,15 @@ def quintet(args: argparse.Namespace, model: Path, work: dict[str, Any]) -> dict
     rollout = {"max_response_tokens": work["longest"], "sequences_per_rank": samples // args.gpus}
     if not args.tiny:
         rollout |= {"backend": "vllm", "memory_fraction": args.memory_fraction}
+    if args.fp8:
+        rollout["quantization"] = "fp8"
     settings = schema.Recipe.model_validate(
         {
             "cluster": {"ranks": args.gpus, "device": "cpu" if args.tiny else "cuda"},
             "model": {"path": str(model), "dtype": "fp32" if args.tiny else "bf16"},
             "data": {"chat": False, "max_prompt_tokens": work["prompt_tokens"]},
-            "engine": {"tokens_per_microbatch_per_rank": args.tokens, "backend": args.backend},
+            "engine": {"tokens_per_microbatch_per_rank": args.tokens, "backend": args.backend}
+            | ({"fp8": "blockwise"} if args.fp8 else {}),
             "rollout": rollout,
             "optimizer": {"lr": 1e-6},
         }
@@ -137,14 +141,26 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--backend", default="transformer_engine", choices=["transformer_engine", "portable"])
     add("--trl", default="", help="options of trl_baseline.py in place of its settings here")
     add("--memory-fraction", type=float, default=0.3, help="of the GPU, for vLLM on either side")
+    add(
+        "--fp8",
+        action="store_true",
+        help="quintet in 8 bits (engine.fp8=blockwise, rollout.quantization=fp8), beside itself in bf16 and not TRL",
+    )
     add("--write", action="store_true", help="keep the records")
     add("--tiny", action="store_true", help="a dry run on a CPU")
     add("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.fp8 and (args.tiny or args.only == "trl"):
+        parser.error("--fp8 is of quintet on GPUs: leave --tiny and --only trl out")
     if args.tiny:
         args.shape, args.backend, args.tokens = "tiny", "portable", 2048
         os.environ.setdefault("TRL_PYTHON", str(ROOT / ".venv-trl" / "bin" / "python"))
     return args
+
+
+def sides_of(args: argparse.Namespace) -> tuple[str, str]:
+    """What is measured, and what it is measured beside."""
+    return ("quintet", "bf16") if args.fp8 else ("quintet", "trl")
 
 
 def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str, Any]]:
@@ -152,23 +168,31 @@ def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str,
     name = case.name or "one-length"
     work = model.parent / f"{name}.json"
     work.write_text(json.dumps(work_of(case, args.steps)))
-    found = {}
-    for side in ("quintet", "trl"):
-        if args.only not in (None, side):
+    found, sides = {}, sides_of(args)
+    for side in sides:
+        if args.only not in (None, "quintet" if side == "bf16" else side):
             continue
         if side == "trl":
             found[side] = trl(args, model, work, case)
         else:  # a process of its own, so that the other side finds the GPU empty
-            words = ["--worker", str(work), *sys.argv[1:]]
+            words = [
+                "--worker",
+                str(work),
+                *(word for word in sys.argv[1:] if side != "bf16" or word != "--fp8"),
+            ]
             subprocess.run([sys.executable, "-m", "benchmarks.step", *words], cwd=ROOT, check=True)
             found[side] = json.loads(work.with_suffix(".answer").read_text())
         print(told(side, found[side]), flush=True)
     if len(found) < 2:
         return []
-    ours, theirs = found["quintet"], found["trl"]
-    print(f"  {name}: {ours['samples_per_s'] / theirs['samples_per_s']:.2f}x of TRL", flush=True)
-    named = versions() | {f"trl side: {key}": version for key, version in theirs["versions"].items()}
+    ours, theirs = (found[side] for side in sides)
+    print(f"  {name}: {ours['samples_per_s'] / theirs['samples_per_s']:.2f}x of {sides[1]}", flush=True)
+    named = versions()
+    if not args.fp8:
+        named |= {f"trl side: {key}": version for key, version in theirs["versions"].items()}
     place = f"{args.shape}/{args.gpus}gpu" + (f"/{case.name}" if case.name else "")
+    if args.fp8:
+        place += "/blockwise"
     units = {"samples_per_s": "samples/s", "generate_s_median": "s", "train_s_median": "s"}
     return [
         record("step", place, key, ours[key], unit, baseline=theirs[key]) | {"versions": named}

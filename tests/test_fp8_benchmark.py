@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import fp8, fp8_proof
+from benchmarks import fp8, fp8_proof, step
 from benchmarks.records import ROOT
+from quintet.recipe import schema
 from quintet.recipe.fp8 import MULTIPLE, matrices
 from quintet.recipe.schema import Layout
 
@@ -51,6 +53,22 @@ def test_cases_say_what_was_cut(words: list[str], cases: list[str]) -> None:
 def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit):
         fp8.arguments(words)
+
+
+@pytest.mark.parametrize("eight", [True, False])
+def test_a_whole_step_has_both_sides_in_8_bits(
+    eight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = step.arguments(["--gpus", "8", "--shape", "qwen3-8b", *(["--fp8"] if eight else [])])
+    assert step.sides_of(args) == ("quintet", "bf16" if eight else "trl")
+    made: list[schema.Recipe] = []
+    monkeypatch.setattr("benchmarks.laptop_quintet.run_steps", lambda recipe, work: made.append(recipe))
+    step.quintet(args, tmp_path, {"lengths": [[1] * 8], "longest": 5, "prompt_tokens": 5})
+    told = made[0].engine.fp8, made[0].rollout.quantization, made[0].rollout.backend
+    assert told == (("blockwise", "fp8", "vllm") if eight else (None, None, "vllm"))
+    for other in (["--tiny"], ["--only", "trl"]):
+        with pytest.raises(SystemExit):
+            step.arguments(["--fp8", *other])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
