@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,9 +13,11 @@ import torch
 
 from quintet.engine.weights import fp8 as blocks
 from quintet.errors import UserError
+from quintet.models.shape import ModelShape, MoeShape
 from tests.engine.test_config import _megatron as _megatron
 from tests.engine.test_config import config
 from tests.engine.test_fp8 import naive
+from tests.engine.test_fp8_fingerprint import drawn
 from tests.engine.test_shards import SHAPE
 from tests.oracle.models import save
 
@@ -60,14 +63,16 @@ def test_an_engine_that_cannot_says_so(pool, tmp_path: Path) -> None:
     assert "engine.fp8=blockwise: the layers are portable here" in said
 
 
-def recomputed(path: Path, modules: list[str]) -> tuple[list[str], list[str]]:
-    """Of a mini-batch whose layers are told of FP8 after they were made: who asks TransformerEngine to compute again, and whom else."""
+def recomputed(path: Path, modules: list[str], outside: bool = False) -> tuple[list[str], list[str]]:
+    """Of a mini-batch whose layers are told of FP8 after they were made: who asks TransformerEngine to compute again, and whom else.
+    outside: layers compute again by core's own function, planted."""
     import megatron.core.extensions.transformer_engine as te
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import transformer_block
 
     from quintet.data.batch import make_batch
+    from quintet.engine import fp8
     from quintet.engine.layers import mla
     from quintet.packing import RankCell
     from tests.engine.test_engine import Nll
@@ -100,6 +105,12 @@ def recomputed(path: Path, modules: list[str]) -> tuple[list[str], list[str]]:
             (made.config, "fp8", "e4m3"),
         ):
             patches.enter_context(mock.patch.object(target, name, instead))
+        if outside:
+            patches.enter_context(
+                mock.patch.object(
+                    fp8, "checkpoint", lambda function, config, group, *given: core(function, False, *given)
+                )
+            )
         made.forward_backward(batch, [RankCell(list(range(len(token_ids()))))], Nll(1e-3))
     return by_te, others
 
@@ -118,9 +129,17 @@ def test_products_are_computed_again_in_the_context_of_the_first_time(
     assert len(by_te) >= 4  # layers
 
 
-def left(path: Path) -> tuple[int, int]:
-    """How many copies of weights were made in a forward pass, and how many are left; as TransformerEngine's layers keep them."""
+def test_products_that_are_computed_again_outside_of_it_are_seen(pool, tmp_path: Path) -> None:
+    by_te, others = pool.run(recomputed, 1, save("qwen3", tmp_path / "model"), ["mlp"], True)[0]
+    assert not by_te
+    assert others
+
+
+def left(path: Path, kept: bool = False) -> tuple[int, int]:
+    """How many copies of weights were made in a forward pass, and how many are left; as TransformerEngine's layers keep them. kept:
+    nobody drops them, planted."""
     from quintet.data.batch import make_batch
+    from quintet.engine import fp8
     from quintet.engine.fp8 import copies
     from quintet.packing import RankCell
     from tests.oracle.reference import PROMPT, token_ids
@@ -138,7 +157,8 @@ def left(path: Path) -> tuple[int, int]:
 
     chunk.decoder.register_forward_hook(count)
     batch = make_batch(token_ids(), [PROMPT] * len(token_ids()))
-    made.forward(batch, [RankCell(list(range(len(token_ids()))))])
+    with mock.patch.object(fp8, "drop_copies") if kept else contextlib.nullcontext():
+        made.forward(batch, [RankCell(list(range(len(token_ids()))))])
     return seen, len(list(copies(made.chunks)))
 
 
@@ -147,6 +167,7 @@ def test_no_copy_of_a_weight_outlives_its_run(pool, tmp_path: Path) -> None:
     made, after = pool.run(left, 1, save("qwen3", tmp_path / "model"))[0]
     assert made == 4 * 4
     assert after == 0
+    assert pool.run(left, 1, tmp_path / "model", True)[0] == (made, made)
 
 
 def rules(path: Path) -> list[list[str]]:
@@ -197,3 +218,58 @@ def test_blocks_of_a_fused_matrix_are_those_of_its_parts(head_dim: int, same: bo
     rows = blocks.dequantize(fused, scales).split([len(part) for part in parts])
     alike = [torch.equal(blocks.dequantize(*naive(p)), row) for p, row in zip(parts, rows, strict=True)]
     assert all(alike) is same
+
+
+WHOLE = ModelShape(
+    *("qwen3_moe", 2, 256, 512, 4, 2, 128, 61, 64, False, 1e-6),
+    qk_norm=True,
+    moe=MoeShape(4, 2, 256, dense_layers=(0,)),
+)
+"""Of whole blocks on each of two tp ranks."""
+
+
+def multiplied(layout: dict[str, Any], shape: ModelShape) -> dict[str, bool]:
+    """Of each matrix that is sent in 8 bits, on this rank: whether what the layers multiply by, rounded in blocks of the matrices as they
+    lie there, is what a rollout is sent, rounded in blocks of the model's own."""
+    import torch.distributed as dist
+
+    from quintet.engine import build
+    from quintet.engine.weights.shards import shard_map
+    from quintet.recipe import schema
+
+    wanted = schema.Layout(**layout)
+    mesh = build.mesh_of(wanted, dist.get_world_size())
+    chunks = build.build_chunks(shape, wanted, mesh, torch.bfloat16, schema.Engine())
+    shards = shard_map(chunks, shape, mesh)
+    for shard in shards:
+        shard.write(drawn(shard.name, shard.shape)[tuple(slice(*ends) for ends in shard.box)])
+    for chunk in chunks:
+        for name, weight in chunk.decoder.named_parameters():
+            if weight.dim() > 1 and "router" not in name:
+                for one in (
+                    weight.data if weight.dim() == 3 else weight.data[None]
+                ):  # experts are in one tensor
+                    one.copy_(blocks.dequantize(*naive(one)))
+    names, found = blocks.quantized_names(shape), {}
+    for shard in shards:
+        if shard.name in names:
+            sent = blocks.dequantize(*naive(drawn(shard.name, shard.shape))).bfloat16()
+            mine = sent[tuple(slice(*ends) for ends in shard.box)]
+            found[shard.name] = torch.equal(shard.read(), mine)
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"tp": 2, "sp": True}, {"tp": 2, "sp": True, "ep": 2, "etp": 1}], ids=str
+)
+def test_a_rollout_is_sent_what_every_rank_multiplies_by(pool, layout: dict[str, Any]) -> None:
+    told = pool.run(multiplied, layout.get("tp", 1), layout, WHOLE)
+    assert {name for one in told for name in one} == blocks.quantized_names(WHOLE)
+    assert all(all(one.values()) for one in told)
+
+
+def test_of_parts_of_blocks_it_would_be_sent_others(pool) -> None:
+    """What `eight_bits_are_the_same_on_both_sides` refuses: heads of 64."""
+    (told,) = pool.run(multiplied, 1, {}, replace(WHOLE, head_dim=64))
+    assert not told["model.layers.0.self_attn.k_proj.weight"]
+    assert told["model.layers.0.self_attn.o_proj.weight"]
