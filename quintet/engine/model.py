@@ -55,7 +55,7 @@ class PolicyModel(GPTModel):
         super().__init__(
             config,
             block_spec(shape, config, mesh, backend, vp_stage),
-            vocab_size=padded_vocab(shape.vocab_size, mesh.sizes.tp),
+            vocab_size=-(-shape.vocab_size // mesh.sizes.tp) * mesh.sizes.tp,  # divides evenly over tp
             max_sequence_length=shape.max_positions,
             pre_process=mesh.first_stage and not vp_stage,
             post_process=mesh.last_stage and vp_stage in (None, chunks - 1),
@@ -202,8 +202,3 @@ class ValueHead(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return (hidden.float() @ self.weight.float().t()).squeeze(1)
-
-
-def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Return the rows of the embedding once it divides evenly over tp."""
-    return -(-vocab_size // tp) * tp

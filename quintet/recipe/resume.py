@@ -57,8 +57,11 @@ MAY_CHANGE = (
     "train.eval_samples_per_prompt",
 )
 """Keys, and sections with all their keys."""
-MAY_NOT = ("engine.megatron",)
-"""Exceptions within them: fields that may change what the model computes."""
+MAY_NOT = (
+    "engine.megatron",
+    *("engine.aux_loss", "engine.z_loss", "engine.expert_bias_rate", "engine.replay_routes"),
+)
+"""Exceptions within them: what changes what the model computes, or what it learns."""
 WARM_UP_LENGTH = ("sft.steps", "sft.stop_at_loss")
 """May change while SFT goes on, not when it is over."""
 

@@ -40,17 +40,11 @@ def load_named(key: str, spec: str, kind: str, fits: Callable[[Any], bool]) -> t
             module = _load_module(key, place, kind)
     if not hasattr(module, name):
         defined = [n for n, v in vars(module).items() if fits(v) and not n.startswith("_")]
-        raise UserError(
-            f"{key}: {place} has no {kind} {name!r}; it has {', '.join(defined) or f'no {_plural(kind)}'}"
-        )
+        raise UserError(f"{key}: {place} has no {kind} {name!r}; it has {', '.join(defined) or 'none'}")
     found = getattr(module, name)
     if not fits(found):
         raise UserError(f"{key}: {name!r} in {place} is {type(found).__name__}, not a {kind}")
     return found, spec
-
-
-def _plural(kind: str) -> str:
-    return f"{kind}es" if kind.endswith("s") else f"{kind}s"
 
 
 def _load_file(key: str, path: Path) -> ModuleType:

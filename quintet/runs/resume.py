@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.errors import DamagedCheckpoint, UserError
-from quintet.recipe.resume import MAY_CHANGE, changed_keys
+from quintet.recipe.resume import MAY_CHANGE, MAY_NOT, changed_keys
 from quintet.recipe.schema import Recipe
 from quintet.runs.checkpoints import MANIFEST, REFERENCE, Checkpoint, Checkpoints, Damaged
 
@@ -211,7 +211,7 @@ def _check(found: Checkpoint, recipe: Recipe, command: str) -> None:
         lines = "".join(f"\n  {key} was {_shown(old)} and is now {_shown(new)}" for key, old, new in changed)
         raise UserError(
             f"resume={recipe.resume}: {found.path} is of a run with other settings:{lines}\nSet them back, or begin a new run "
-            f"(resume=null). May change: {', '.join(MAY_CHANGE)}"
+            f"(resume=null). May change: {', '.join(MAY_CHANGE)}; but not {', '.join(MAY_NOT)}"
         )
     steps = {"rl": recipe.train.steps, "sft": recipe.sft.steps if recipe.sft else 0}[manifest.stage]
     if manifest.step > steps:

@@ -31,6 +31,25 @@ FIXED = {
 }
 
 
+OF_EXPERTS = {
+    "engine.aux_loss.weight=0.1": [("engine.aux_loss", None, {"per": "sequence", "weight": 0.1})],
+    "engine.z_loss=0.1": [("engine.z_loss", 0.0, 0.1)],
+    "engine.replay_routes=rollout rollout.return_routes=true": [("engine.replay_routes", None, "rollout")],
+}
+
+
+@pytest.mark.parametrize("override", OF_EXPERTS)
+def test_what_routers_learn_may_not(load, override):
+    moe = "model.build.family=qwen3_moe"
+    then, now = load(moe).model_dump(mode="json"), load(moe, *_split(override))
+    assert changed_keys(then, now, "rl") == OF_EXPERTS[override]
+    if "aux_loss" in override:
+        other = load(moe, "engine.aux_loss.weight=0.2")
+        assert [key for key, *_ in changed_keys(now.model_dump(mode="json"), other, "rl")] == [
+            "engine.aux_loss.weight"
+        ]
+
+
 @pytest.mark.parametrize("stage", ["sft", "rl"])
 @pytest.mark.parametrize("overrides", FREE)
 def test_where_and_how_long_may_change(load, overrides, stage):

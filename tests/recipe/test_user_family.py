@@ -59,7 +59,7 @@ def test_a_class_of_a_file_becomes_a_family(tmp_path: Path) -> None:
     ("body", "message"),
     [
         ("class Other: pass", "has no class 'Mine'; it has Other"),
-        ("", "has no class 'Mine'; it has no classes"),
+        ("", "has no class 'Mine'; it has none"),
         ("Mine = 3", "'Mine' in .* is int, not a class"),
         ("class Mine: pass", "is not a subclass of quintet.models.Family"),
         ("from quintet.models import Family as Mine", "is not a subclass of quintet.models.Family"),
