@@ -104,6 +104,8 @@ class Dealt:
 def deal(modules: Iterable[torch.nn.Module]) -> None:
     """Have every router of these modules answered by `Dealt`."""
     routers = [one for module in modules for one in module.modules() if isinstance(one, TopKRouter)]
+    if any(router.config.moe_router_fusion for router in routers):
+        raise SystemExit("--balance forced: the router of megatron.moe_router_fusion=true cannot be answered")
     for router in routers:
 
         def dealt(*given: Any, router: Any = router, own: Any = router.routing, **named: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -71,6 +72,10 @@ def transformer_config(
     if layout.stage_layers is not None:
         fields["pipeline_model_parallel_layout"] = StageLayers(layout, shape.layers, mesh.at("pp"))
     config = kind(**{**fields, **recipe.megatron})
+    if config.moe_router_fusion and getattr(moe_utils, "fused_topk_with_score_function", None) is None:
+        raise UserError(
+            "engine.megatron.moe_router_fusion is a kernel of TransformerEngine 2.6 or later, which is not installed here; remove it"
+        )
     # Not in the constructor, which refuses biases of experts under etp: core's would be added once a rank, ours are not.
     config.add_bias_linear = shape.proj_bias
     return config

@@ -100,10 +100,12 @@ FREE = frozenset(
         "deterministic_mode",
         "disable_bf16_reduced_precision_matmul",
         "moe_permute_fusion",
+        "moe_router_fusion",
     }
 )
-"""What `engine.megatron` may set: fields that change how fast or in what order a model computes, not what.
-`moe_permute_fusion` runs a kernel of TransformerEngine's, on models with experts."""
+"""What `engine.megatron` may set: fields that change how fast or in what order a model computes, not what."""
+FUSED_EXPERTS = ("moe_permute_fusion", "moe_router_fusion")
+"""Of these, those that run kernels of TransformerEngine's on models with experts."""
 
 
 def why_refused(name: str) -> str:

@@ -9,9 +9,10 @@ import torch
 
 from quintet.engine.config import transformer_config
 from quintet.engine.mesh import Sizes
+from quintet.errors import UserError
 from quintet.models import family_of
 from quintet.recipe import schema
-from quintet.recipe.megatron import FREE
+from quintet.recipe.megatron import FREE, FUSED_EXPERTS
 from tests.engine.test_moe import check, directory, run_rank  # noqa: F401  (a fixture)
 from tests.plan.test_memory import CONFIGS
 
@@ -21,11 +22,10 @@ FREE_VALUES = {
     "disable_bf16_reduced_precision_matmul": True,
 }
 """Values other than megatron-core's defaults."""
-NEEDS_TRANSFORMER_ENGINE = {"moe_permute_fusion"}
 
 
 def test_every_free_field_is_tried():
-    assert FREE_VALUES.keys() | NEEDS_TRANSFORMER_ENGINE == FREE
+    assert FREE_VALUES.keys() | set(FUSED_EXPERTS) == FREE
 
 
 @pytest.mark.parametrize("field", FREE_VALUES)
@@ -54,3 +54,24 @@ def test_fused_permutation_reaches_the_dispatcher(monkeypatch):
         recipe = schema.Engine(megatron={"moe_permute_fusion": asked})
         config = transformer_config(shape, schema.Layout(), mesh, recipe, dtype=torch.bfloat16)
         assert config.moe_permute_fusion is asked
+
+
+def test_a_fused_router_is_refused_where_there_is_none_and_asks_for_no_routes(monkeypatch):
+    from megatron.core.transformer.moe import moe_utils
+
+    from quintet.engine.layers.router import Router
+
+    shape = family_of(CONFIGS["qwen3_moe"]).shape_of(CONFIGS["qwen3_moe"])
+    mesh = SimpleNamespace(sizes=Sizes(tp=1, cp=1, dp=1, pp=1, ep=1, etp=1))
+    recipe = schema.Engine(megatron={"moe_router_fusion": True})
+    kernel = "fused_topk_with_score_function"
+    monkeypatch.setattr(moe_utils, kernel, None, raising=False)
+    with pytest.raises(UserError, match="moe_router_fusion is a kernel of TransformerEngine"):
+        transformer_config(shape, schema.Layout(), mesh, recipe, dtype=torch.bfloat16)
+    monkeypatch.setattr(moe_utils, kernel, object())
+    config = transformer_config(shape, schema.Layout(), mesh, recipe, dtype=torch.bfloat16)
+    router = SimpleNamespace(
+        config=config, _maintain_float32_expert_bias=lambda: None, gating=lambda given: given
+    )
+    with pytest.raises(AssertionError, match="asks for no routes"):
+        Router.forward(router, torch.zeros(2, 4), SimpleNamespace(routes=object(), load=None))

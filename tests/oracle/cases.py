@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.recipe import schema
+from quintet.recipe.megatron import FUSED_EXPERTS
 from tests.oracle.balance import AUX_WEIGHT, BIAS_RATE, Z_WEIGHT, Balance
 from tests.oracle.covering import Constraint, PackedRow, Table
 from tests.oracle.data import AHEAD_CLIP, AHEAD_WEIGHT, BATCHES, BF16_BATCH
@@ -95,6 +96,8 @@ class Case:
     z_loss: bool = False
     aux_loss: str = ""
     """Of routers: per "sequence" or "batch"."""
+    fused_experts: bool = False
+    """Whether kernels of TransformerEngine's choose experts and permute tokens."""
     mixed: bool = False
     """Dynamic context parallelism: blocks are cut otherwise in each round, by a table that leaves out no way (`ranks.recut`)."""
 
@@ -156,6 +159,7 @@ class Case:
                 expert_bias_rate=BIAS_RATE * self.expert_bias,
                 z_loss=Z_WEIGHT * self.z_loss,
                 aux_loss={"per": self.aux_loss, "weight": AUX_WEIGHT} if self.aux_loss else None,  # type: ignore[arg-type]
+                megatron=dict.fromkeys(FUSED_EXPERTS, True) if self.fused_experts else {},
                 recompute_modules=_MODULES[self.family] if self.recompute == "selective" else None,
                 offload_params=float(self.offload_params),
                 offload_grads=0.6 * self.offload_grads,
@@ -585,6 +589,9 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
         if family == "deepseek_v3":
             for how in ({**_BIAS, **_Z, **_AUX}, _BATCH):
                 found += bf16(family, gpus, backend=backend, **how, **hybrid)
+        if family in MOE and backend == "transformer_engine":
+            spread = {"dp": 2, "ep": 2} if gpus > 1 else {}
+            found.append(Case(family, backend=backend, fused_experts=True, **spread))
         if family == "qwen3_moe":
             for replay in ("old", "rollout"):
                 found += bf16(family, gpus, backend=backend, replay=replay, **hybrid)

@@ -197,6 +197,11 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["a kernel of TransformerEngine's", "engine.backend=transformer_engine on GPUs"],
     ),
     (
+        "megatron_options_are_free",
+        ["@moe", "engine.megatron.moe_router_fusion=true", "engine.replay_routes=old"],
+        ["moe_router_fusion does not go with engine.replay_routes=old", "remove one of the two"],
+    ),
+    (
         "recompute_modules_are_there",
         ["engine.recompute_modules=[mlp]"],
         ["engine.recompute_modules=[mlp] is read by engine.recompute=selective alone", "it is none"],

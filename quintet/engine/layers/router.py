@@ -32,6 +32,7 @@ class Router(TopKRouter):
         self._maintain_float32_expert_bias()
         logits = self.gating(input)
         if row is not None and row.routes is not None:
+            assert not self.config.moe_router_fusion, "TransformerEngine's router asks for no routes"
             self.router_replay = row.routes.of(self.layer_number - 1)
         try:
             weights, chosen = self.routing(logits)

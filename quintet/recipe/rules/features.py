@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from quintet.install import with_extra
 from quintet.recipe.features import FEATURES
-from quintet.recipe.megatron import FREE, transformer_config_fields, why_refused
+from quintet.recipe.megatron import FREE, FUSED_EXPERTS, transformer_config_fields, why_refused
 from quintet.recipe.problem import Problem
 from quintet.recipe.refused import NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS
 from quintet.recipe.rules.facts import Facts, rule
@@ -61,13 +61,18 @@ def megatron_options_are_free(facts: Facts) -> Iterator[Problem]:
             yield Problem(f"{key}: megatron-core's TransformerConfig has no such field; {close}")
         elif name not in FREE:
             yield Problem(f"{key}: {why_refused(name)}; remove it")
-        elif name == "moe_permute_fusion" and value:
+        elif name in FUSED_EXPERTS and value:
             if facts.shape is not None and facts.shape.moe is None:
                 yield Problem(f"{key} is of experts, and the model has none; remove it")
             elif recipe.cluster.device == "cpu" or recipe.engine.backend == "portable":
                 yield Problem(
                     f"{key} is a kernel of TransformerEngine's, which portable layers do not use; remove it, or set "
                     "engine.backend=transformer_engine on GPUs"
+                )
+            elif name == "moe_router_fusion" and recipe.engine.replay_routes is not None:
+                yield Problem(
+                    f"{key} does not go with engine.replay_routes={recipe.engine.replay_routes}: that router asks for no routes, and "
+                    "nothing would be replayed; remove one of the two"
                 )
 
 
