@@ -53,12 +53,11 @@ def plan_stages(recipe: schema.Recipe, shape: ModelShape, device_bytes: int | No
     if not roles_of(recipe):
         return plans
     stay, leave = _of_roles(recipe, shape, away)
-    ranks = ranks_of_node(recipe)
     return [
         replace(
             one,
             device={phase: size + stay for phase, size in one.device.items()},
-            host=one.host + leave * ranks,
+            host=one.host + leave * ranks_of_node(recipe),
         )
         for one in plans
     ]
@@ -82,7 +81,7 @@ def _stage(
     colocated = recipe.rollout.placement == "colocated"
     weights, cache = generating if colocated else (0, 0)
     resting = _resting(memory, shares)
-    buckets = 2 * (recipe.rollout.bucket_mib << 20)
+    buckets = 2 * min(recipe.rollout.bucket_mib << 20, setup.shape.parameter_count * setup.width)
     device = {
         "load": memory.static,
         "generate": resting + weights + cache if colocated else memory.static,
@@ -118,7 +117,8 @@ def _on_host(memory: Memory, shares: Mapping[str, float]) -> int:
 def _scoring(setup: Setup, stage: int, layers: Sequence[int]) -> int:
     """At most, of a forward pass without gradients: what its widest layer computes or, on the last stage, two chunks of logits."""
     widest = max((kept_in_layer(setup, layer, whole=True) for layer in layers), default=0)
-    return max(widest, 2 * CHUNK_LOGITS_BYTES[setup.device] if stage == setup.last else 0)
+    logits = setup.tokens * -(-setup.shape.vocab_size // setup.layout.tp) * setup.width
+    return max(widest, 2 * min(logits, CHUNK_LOGITS_BYTES[setup.device]) if stage == setup.last else 0)
 
 
 def advice(recipe: schema.Recipe, phase: str) -> str:

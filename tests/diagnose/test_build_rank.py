@@ -114,7 +114,9 @@ def test_ranks_that_there_are_not():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "ranks"), [("deepseek_v3_96_h20", 96), ("qwen3_235b_a22b_32_h20", 32)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("deepseek_v3_96_h20", 96), ("qwen3_235b_a22b_32_h20", 32), ("mimo_7b_mtp_8gpu", 8)]
+)
 def test_all_ranks_of_the_giants(name, ranks):
     code, said = plan(str(RECIPES / f"{name}.yaml"), "--build", "all")
     assert code == 0, said

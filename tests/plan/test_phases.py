@@ -93,6 +93,23 @@ def test_auto_keeps_what_fits_and_lets_the_rest_leave():
     assert advice(kept, "generate") == "engine.offload_grads=auto"
 
 
+def test_small_models_have_small_buckets_and_logits(tmp_path):
+    """A model of 0.4 MB, and 99 words for each of 64 tokens: neither fills a bucket or a chunk."""
+    CONFIGS["qwen3"].save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace("{", '{"architectures": ["Qwen3ForCausalLM"],', 1))
+    words = ["cluster.device=cuda", "rollout.own_processes=true", "engine.tokens_per_microbatch_per_rank=64"]
+    words += ["rollout.max_response_tokens=16", "data.max_prompt_tokens=16"]
+    with shapes_alone():
+        recipe = load_recipe(str(tmp_path), words)
+        shape = shape_of(recipe)
+    (one,) = plan_stages(recipe, shape)
+    memory = rank_memory(replace(setup_of(recipe, shape), optimizer=recipe.optimizer))
+    weights, _ = rollout_bytes(recipe, setup_of(recipe, shape), None)
+    assert one.device["sync"] == memory.parameters + weights + 2 * 2 * shape.parameter_count
+    assert one.device["logprob"] < one.device["train"]
+
+
 @pytest.mark.parametrize("more", ["algorithm.kl_coef=0.001", "algorithm.name=ppo"])
 def test_other_roles_count(more):
     """A reference policy has parameters, a critic all that is trained; half of the parameters and all states leave."""
