@@ -60,41 +60,59 @@ def test_every_caller_says_what_fp8_its_engine_has() -> None:
 
 
 @st.composite
-def recipes(draw: st.DrawFn) -> schema.Recipe:
+def layouts(draw: st.DrawFn) -> schema.Layout:
     cp = draw(st.sampled_from([1, 2, 4]))
     tp = draw(st.sampled_from([1, 2, 4]))
-    layout = schema.Layout(
+    return schema.Layout(
         tp=tp, sp=tp > 1 and draw(st.booleans()), cp=cp, dynamic_cp=cp > 1 and draw(st.booleans())
     )
-    fp8 = draw(st.sampled_from([None, *FP8_TOKENS]))
-    budget = draw(st.integers(1, 1200))
-    engine = schema.Engine(fp8=fp8, tokens_per_microbatch_per_rank=budget)
-    return schema.Recipe(layout=layout, engine=engine, cluster=schema.Cluster(ranks=2 * tp * cp))
 
 
-@given(recipes(), st.lists(st.integers(1, 2000), min_size=2, max_size=12))
-def test_what_is_planned_is_packed_within_the_budget(recipe: schema.Recipe, lengths: list[int]) -> None:
-    """By any recipe of FP8, tp, sp, cp and dynamic cp: the planner's rows, packed by the engine's alignment for the cell's own ranks, are
-    whole multiples and within the budget; and the planner refuses what `quintet check` refuses."""
-    layout, fp8, budget = recipe.layout, recipe.engine.fp8, recipe.engine.tokens_per_microbatch_per_rank
-    scatterer = Scatterer(
-        None,  # type: ignore[arg-type]
-        recipe,
-        shape_of_built(schema.BuildModel()),
-        [Placement("policy", layout, [{}] * recipe.cluster.ranks)],
+@given(
+    layouts(),
+    layouts(),
+    st.sampled_from([None, *FP8_TOKENS]),
+    st.integers(1, 1200),
+    st.lists(st.integers(1, 2000), min_size=4, max_size=12),
+)
+def test_what_is_planned_is_packed_within_the_budget(
+    policy: schema.Layout, reference: schema.Layout, fp8: str | None, budget: int, lengths: list[int]
+) -> None:
+    """By any recipe of FP8, tp, sp, cp and dynamic cp, of the policy and of a role with a layout of its own: the planner's rows, packed by
+    the engine's alignment for the cell's own ranks, are whole multiples and within the budget; and the planner refuses what `quintet
+    check` refuses."""
+    recipe = schema.Recipe(
+        layout=policy,
+        reference=schema.Reference(layout=reference),
+        engine=schema.Engine(fp8=fp8, tokens_per_microbatch_per_rank=budget),  # type: ignore[arg-type]
     )
-    fits = overflow(recipe, max(lengths)) is None
+    placements = [
+        Placement(name, layout, [{}] * (2 * layout.tp * layout.cp))
+        for name, layout in (("policy", policy), ("reference", reference))
+    ]
+    scatterer = Scatterer(None, recipe, shape_of_built(schema.BuildModel()), placements)  # type: ignore[arg-type]
+    fits = overflow(recipe, max(lengths), ["reference"]) is None
+    found = {one.name: plan for one in placements if (plan := planned(scatterer, lengths, one)) is not None}
+    assert (len(found) == 2) is fits
+    assert ("policy" in found) is (overflow(recipe, max(lengths)) is None)
+    for placement in placements:
+        layout = placement.layout
+        packed = partial(alignment_of, layout, fp8=fp8)
+        for cell in (
+            (cell for row in found[placement.name].rounds for cell in row) if placement.name in found else ()
+        ):
+            row = packed(cell.cp).row([lengths[i] for i in cell.samples])
+            rank = row // cell.cp // (layout.tp if layout.sp else 1)
+            assert rank % FP8_TOKENS.get(fp8 or "", 1) == 0
+            assert row // cell.cp <= budget or not cell.samples
+
+
+def planned(scatterer: Scatterer, lengths: list[int], placement: Placement) -> Plan | None:
+    """The plan of a placement; None where it is refused."""
     try:
-        plan: Plan | None = scatterer.plan(lengths, scatterer._placements[0])
+        return scatterer.plan(lengths, placement)
     except UserError:
-        plan = None
-    assert (plan is not None) is fits
-    packed = partial(alignment_of, layout, fp8=fp8)
-    for cell in (cell for row in plan.rounds for cell in row) if plan is not None else ():
-        row = packed(cell.cp).row([lengths[i] for i in cell.samples])
-        rank = row // cell.cp // (layout.tp if layout.sp else 1)
-        assert rank % FP8_TOKENS.get(fp8, 1) == 0
-        assert row // cell.cp <= budget or not cell.samples
+        return None
 
 
 def test_native_rollouts_are_built_without_fp8() -> None:

@@ -282,7 +282,7 @@ def _check_lengths(prompts: PromptSet, recipe: schema.Recipe, generated: int) ->
         if total in fit:
             continue
         fit.add(total)
-        if (why := overflow(recipe, total)) is not None:
+        if (why := overflow(recipe, total, roles_of(recipe) if generated else ())) is not None:
             raise UserError(
                 f"{prompt.source}: {len(prompt.token_ids)} prompt tokens and up to {longest} of response are "
                 f"{total}, {why}. Raise the budget or layout.cp, or lower rollout.max_response_tokens"

@@ -63,6 +63,22 @@ BROKEN_FP8: list[tuple[str, list[str], list[str]]] = [
         ["experts (gate and up) would be 24 × 64 on a rank of reference.layout"],
     ),
     (
+        "samples_fit_a_microbatch",
+        [
+            *("engine.fp8=blockwise", "algorithm.kl_coef=0.1", "cluster.ranks=4", *ON_GPU, OWN),
+            *(
+                "reference.layout.tp=4",
+                "reference.layout.sp=true",
+                "engine.tokens_per_microbatch_per_rank=1700",
+            ),
+            *("rollout.max_response_tokens=1025", "data.max_prompt_tokens=512"),
+        ],
+        [
+            "= 1537 is 2048 with padding to a multiple of 512, more than",
+            "=1700 × reference.layout.cp=1 (1536 in whole",
+        ],
+    ),
+    (
         "eight_bits_are_the_same_on_both_sides",
         ["engine.fp8=tensorwise", *VLLM, *ON_GPU],
         ["the rollout has a scale for each 128 × 128 weights", "set engine.fp8=blockwise"],

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from quintet.recipe.capacity import overflow
 from quintet.recipe.derived import optimizers
 from quintet.recipe.problem import Problem
+from quintet.recipe.roles import roles_of
 from quintet.recipe.rules.facts import Facts, rule
 
 
@@ -19,7 +20,7 @@ def samples_fit_a_microbatch(facts: Facts) -> Iterator[Problem]:
         f"data.max_prompt_tokens + rollout.max_response_tokens = {recipe.data.max_prompt_tokens} + "
         f"{recipe.rollout.max_response_tokens} = {longest}"
     )
-    if (why := overflow(recipe, longest)) is not None:
+    if (why := overflow(recipe, longest, roles_of(recipe) if facts.command == "train" else ())) is not None:
         yield Problem(
             f"{text} is {why}: a whole sample must fit; raise the budget or layout.cp, or lower the lengths",
             "engine.tokens_per_microbatch_per_rank",
