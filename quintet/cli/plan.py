@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintet.cli.command import Command
+from quintet.errors import UserError
 from quintet.plan.cards import CARDS
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     from quintet.recipe.hub import shapes_alone
     from quintet.recipe.rules import shape_of
 
+    if arguments.mean_tokens and arguments.gpu is None:
+        raise UserError("--mean-tokens is what is predicted with: name a GPU (--gpu), or leave it out")
     with shapes_alone():
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         shape = shape_of(recipe)

@@ -84,6 +84,8 @@ def test_means_beyond_the_recipe_are_refused(capsys):
     words = ["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "--gpu", "H20", "--mean-tokens", "200", "9000"]
     assert main(words) == 2
     assert "--mean-tokens 200 9000" in capsys.readouterr().err
+    assert main([*words[:2], *words[4:6], "900"]) == 2
+    assert "name a GPU (--gpu)" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_said_with_what_to_change(capsys):
