@@ -81,7 +81,7 @@ class Controller:
         self.version = 0
         """Of the policy: how often new weights were published. A run that goes on counts those before."""
         self._dropped: list[str] = []
-        self._slot_time = SlotTime()
+        self._slot_times: list[SlotTime] = []
         self._calls = itertools.count()
         placements = [Placement("policy", recipe.layout, self.workers.coords())]
         of_policy = ("policy", self.workers, placements[0], phase, progress)
@@ -179,13 +179,12 @@ class Controller:
                 owed = {n: share for n, share in owed.items() if n not in done}
         del self._dropped[: len(forget)]
         if scored:
-            first_began = min(began.values())
             times = [
-                [began[n] - first_began + one.seconds for number in share for one in finished.groups[number]]
+                [began[n] + one.seconds for number in share for one in finished.groups[number]]
                 for n, share in enumerate(shares)
             ]
             slots = self.recipe.rollout.sequences_per_rank
-            self._slot_time = self._slot_time.plus(slot_time(times, slots))
+            self._slot_times.append(slot_time(times, slots, min(began.values())))
         samples = Samples(list(prompts), [], [], [], [], leases=(Lease(call, self._dropped),))
         place = {number: (n, at) for n, share in enumerate(shares) for at, number in enumerate(share)}
         for number, (group, scoring) in enumerate(finished.in_order()):
@@ -300,7 +299,7 @@ class Controller:
 
     def counted(self) -> dict[str, float]:
         """Return the metrics of what rollouts counted since the last time."""
-        slots, self._slot_time = self._slot_time, SlotTime()
+        slots, self._slot_times = self._slot_times, []
         return counted_metrics({} if self._handover is None else self.rollouts.counts(), slots)
 
 

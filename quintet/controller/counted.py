@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quintet.controller.dealing import SlotTime
 from quintet.rollout.base import accepted_at
 
 
-def counted_metrics(counts: Mapping[str, float], slots: SlotTime) -> dict[str, float]:
+def counted_metrics(counts: Mapping[str, float], slots: Sequence[SlotTime]) -> dict[str, float]:
     """Return metrics of the counts of all rollouts (`Rollout.metrics`): shares of the prefix cache's and of the drafts' tokens, and of
     the time of their slots, where there are any."""
     told = {}
-    if slots.total:
-        told["rollout/tail_idle_fraction"] = slots.idle / slots.total
+    if total := sum(one.total for one in slots):
+        told["rollout/tail_idle_fraction"] = sum(one.idle for one in slots) / total
     if counts.get("prefix_cache_queries"):
         told["rollout/prefix_cache_fraction"] = counts["prefix_cache_hits"] / counts["prefix_cache_queries"]
     if counts.get("draft_tokens"):

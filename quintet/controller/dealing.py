@@ -15,10 +15,6 @@ class SlotTime(NamedTuple):
     idle: float = 0.0
     total: float = 0.0
 
-    def plus(self, other: SlotTime) -> SlotTime:
-        """Return the sums of both."""
-        return SlotTime(self.idle + other.idle, self.total + other.total)
-
 
 def deal(count: int, rollouts: int, expected: Sequence[float] | None) -> list[list[int]]:
     """Return by rollout the numbers of its requests, in the order in which they start. expected: tokens of a response to each.
@@ -40,13 +36,13 @@ def deal(count: int, rollouts: int, expected: Sequence[float] | None) -> list[li
     return shares
 
 
-def slot_time(finished: Sequence[Sequence[float]], slots: int) -> SlotTime:
-    """Return what a call's slots came to. finished: by rollout, when each of its sequences had its last token, seconds from the
-    beginning of the call. slots: most sequences that a rollout writes at once.
+def slot_time(finished: Sequence[Sequence[float]], slots: int, began: float = 0.0) -> SlotTime:
+    """Return what a call's slots came to. finished: by rollout, when each of its sequences had its last token, and began: when the call
+    did, seconds on one clock. slots: most sequences that a rollout writes at once.
 
     A rollout has as many slots as it ever filled. Its queue is empty once only as many sequences are left as it has slots: from then on
     one that finishes leaves its slot empty until the last sequence of all rollouts is done.
     """
-    ends = max((at for times in finished for at in times), default=0.0)
+    ends = max((at for times in finished for at in times), default=began)
     last = [at for times in finished for at in sorted(times)[-slots:]]
-    return SlotTime(sum(ends - at for at in last), len(last) * ends)
+    return SlotTime(sum(ends - at for at in last), len(last) * (ends - began))

@@ -14,7 +14,7 @@ from quintet.controller.replicas import RolloutReplicas
 
 def counted(**counts: float) -> dict[str, float]:
     controller: Any = SimpleNamespace(
-        _handover=True, rollouts=SimpleNamespace(counts=lambda: counts), _slot_time=SlotTime()
+        _handover=True, rollouts=SimpleNamespace(counts=lambda: counts), _slot_times=[]
     )
     return Controller.counted(controller)
 
@@ -52,12 +52,12 @@ def test_shares(counts, told):
 
 
 def test_a_command_without_rollouts_counts_nothing():
-    controller: Any = SimpleNamespace(_handover=None, _slot_time=SlotTime())
+    controller: Any = SimpleNamespace(_handover=None, _slot_times=[])
     assert Controller.counted(controller) == {}
 
 
 def test_the_idle_share_is_of_the_calls_since_the_last_time():
-    controller: Any = SimpleNamespace(_handover=None, _slot_time=SlotTime(1.0, 3.0).plus(SlotTime(2.0, 9.0)))
+    controller: Any = SimpleNamespace(_handover=None, _slot_times=[SlotTime(1.0, 3.0), SlotTime(2.0, 9.0)])
     assert Controller.counted(controller) == {"rollout/tail_idle_fraction": 0.25}
     assert Controller.counted(controller) == {}
 

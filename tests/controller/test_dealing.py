@@ -58,6 +58,7 @@ def test_slot_time_is_what_a_look_every_second_counts(lengths: list[int], rollou
 def test_slot_time_by_hand() -> None:
     assert slot_time([[1.0, 2.0, 3.0, 4.0]], slots=2) == (1.0, 8.0)
     assert slot_time([[4.0, 1.0], [1.0, 1.0]], slots=2) == (9.0, 16.0), "each waits for the last of all"
+    assert slot_time([[14.0, 11.0], [11.0, 11.0]], 2, 10.0) == (9.0, 16.0), "of a call that began later"
     assert slot_time([[3.0], []], slots=8) == (0.0, 3.0), "slots that nothing was there for at any time"
     assert slot_time([], slots=8) == slot_time([[]], slots=8) == (0.0, 0.0)
 
