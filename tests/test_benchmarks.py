@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
 import random
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,13 +19,14 @@ from benchmarks.engine_work import MODELS, REAL, Setup, parse_engine, parse_layo
 from benchmarks.fingerprints import experts, measure
 from benchmarks.fingerprints import items as fingerprinted
 from benchmarks.laptop_cases import CASES, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT
-from benchmarks.records import RESULTS, ROOT, command, merged, read_records, record, write_records
+from benchmarks.records import RESULTS, command, merged, read_records, record, write_records
 from benchmarks.rollout import arguments, records_of
 from benchmarks.rollout_work import CONFIGS, LONG_TAIL, cases_of
 from benchmarks.routes import Overhead, kv_tokens
 from benchmarks.step import work_of as step_work
 from benchmarks.step import write_inputs
 from quintet.data.tokenizer import load_tokenizer
+from tests.benchmark_runs import benchmark
 
 
 def sound(**changes):
@@ -207,19 +206,12 @@ def test_shapes_are_those_of_the_models(name, billions, active) -> None:
 def test_engine_and_raw_loop_train_the_same_on_a_cpu() -> None:
     """The whole benchmark on a tiny model: the command itself fails when the sides' losses or gradients differ."""
     options = ["--shape", "tiny", "--rounds", "1", "--steps", "1", "--steps-per-turn", "1", "--profile"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engine", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    norms = [float(text) for text in re.findall(r"gradient norm ([\d.]+)", done.stdout)]
+    printed = benchmark("engine", *options)
+    norms = [float(text) for text in re.findall(r"gradient norm ([\d.]+)", printed)]
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
-    assert "quintet / raw:" in done.stdout
-    assert "aten::mm" in done.stdout
-    assert "written to" not in done.stdout
+    assert "quintet / raw:" in printed
+    assert "aten::mm" in printed
+    assert "written to" not in printed
 
 
 @pytest.mark.nightly
@@ -244,16 +236,9 @@ def test_engine_and_raw_loop_train_the_same_on_a_cpu() -> None:
 )
 def test_every_way_of_a_recipe_is_measured_on_a_cpu(how: list[str]) -> None:
     options = ["--layers", "1", "2", "--rounds", "1", "--steps", "1", "--steps-per-turn", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engine", *how, *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "by-layers1-2: all" in done.stdout
-    assert done.stdout.count("tflop_per_s_per_gpu") >= 3
+    printed = benchmark("engine", *how, *options)
+    assert "by-layers1-2: all" in printed
+    assert printed.count("tflop_per_s_per_gpu") >= 3
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
@@ -266,31 +251,14 @@ def test_prompts_of_steps_have_the_tokens_that_a_case_has(tmp_path, shape: str) 
 
 @pytest.mark.nightly
 def test_steps_are_measured_on_a_cpu() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.step", "--tiny", "--only", "quintet"),
-            *("--case", "long-tail", "--steps", "1"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"quintet +[\d.]+ s/step", done.stdout)
+    printed = benchmark("step", "--tiny", "--only", "quintet", "--case", "long-tail", "--steps", "1")
+    assert re.search(r"quintet +[\d.]+ s/step", printed)
 
 
 @pytest.mark.nightly
 def test_checkpoints_are_measured_on_a_cpu(tmp_path) -> None:
     """A dry run: every number comes out, and nothing is left on the disk."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoint", "--device", "cpu", "--tiny", "--dir", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = benchmark("checkpoint", "--device", "cpu", "--tiny", "--dir", str(tmp_path))
     for metric in (
         "disk_read",
         "hf_load_cold",
@@ -300,8 +268,8 @@ def test_checkpoints_are_measured_on_a_cpu(tmp_path) -> None:
         "load_cold",
         "load_other_layout_cold",
     ):
-        assert re.search(rf" {metric}_gb_s ", done.stdout), metric
-    assert "async_save_blocks_step_s" in done.stdout
+        assert re.search(rf" {metric}_gb_s ", printed), metric
+    assert "async_save_blocks_step_s" in printed
     assert not list(tmp_path.iterdir())
 
 
@@ -356,17 +324,7 @@ def test_on_a_cpu_the_case_says_so() -> None:
 
 def generates(*options: str) -> str:
     """What the rollout benchmark prints on tiny sizes."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.rollout", "--tiny", "--rounds", "1", *options],
-        cwd=ROOT,
-        # A vLLM that was in this process has its children look for no modules in the working directory.
-        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return benchmark("rollout", "--tiny", "--rounds", "1", *options)
 
 
 @pytest.mark.nightly
@@ -386,12 +344,10 @@ def test_vllm_generation_is_measured_beside_it() -> None:
 @pytest.mark.nightly
 def test_weight_sync_is_measured_on_a_cpu() -> None:
     """A dry run: the weights that arrive are compared, and every number comes out."""
-    command = [sys.executable, "-m", "benchmarks.sync", "--device", "cpu", "--tiny", "--gpus", "2"]
-    done = subprocess.run([*command, "--rounds", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed = benchmark("sync", "--device", "cpu", "--tiny", "--gpus", "2", "--rounds", "1")
     for metric in ("seconds", "gb_s", "copy_limit_share", "peak_extra_gib", "plan_seconds"):
-        assert re.search(rf"tiny/2cpu +{metric} ", done.stdout), metric
-    assert "written to" not in done.stdout
+        assert re.search(rf"tiny/2cpu +{metric} ", printed), metric
+    assert "written to" not in printed
 
 
 def test_the_proof_of_a_large_run_is_measured() -> None:
@@ -414,18 +370,15 @@ def test_fingerprints_are_measured_on_a_cpu() -> None:
 
 
 def test_replay_of_routes_is_measured_on_a_cpu() -> None:
-    how = ["--shape", "tiny", "--rounds", "2"]
-    command = [sys.executable, "-m", "benchmarks.routes", *how]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed = benchmark("routes", "--shape", "tiny", "--rounds", "2")
     for case in ("R2", "R3"):
         told = rf"^train/{case} tokens_per_s: [\d.,]+ tokens/s, [+-][\d.]+% beside none$"
-        assert re.search(told, done.stdout, re.MULTILINE), case
+        assert re.search(told, printed, re.MULTILINE), case
         assert re.search(
-            rf"^train/{case} overhead: [+-].*%, 95% within [+-].* to [+-].*%$", done.stdout, re.MULTILINE
+            rf"^train/{case} overhead: [+-].*%, 95% within [+-].* to [+-].*%$", printed, re.MULTILINE
         )
-        assert re.search(rf"^train/{case} host_ms: ", done.stdout, re.MULTILINE)
-    assert "train/R3 bytes_per_token: 4.0 bytes" in done.stdout
+        assert re.search(rf"^train/{case} host_ms: ", printed, re.MULTILINE)
+    assert "train/R3 bytes_per_token: 4.0 bytes" in printed
 
 
 def test_an_overhead_is_of_pairs_and_says_how_sure_it_is() -> None:
@@ -454,13 +407,10 @@ def test_a_cache_has_room_for_its_routes(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_returned_routes_are_measured_on_a_cpu() -> None:
-    how = ["--rollout", "--shape", "tiny", "--rounds", "2"]
-    command = [sys.executable, "-m", "benchmarks.routes", *how]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed = benchmark("routes", "--rollout", "--shape", "tiny", "--rounds", "2")
     for case in ("", "/long-tail"):
         told = rf"^rollout/vllm{case} tokens_per_s: [\d.,]+ tokens/s, [+-][\d.]+% beside none$"
-        assert re.search(told, done.stdout, re.MULTILINE), done.stdout
+        assert re.search(told, printed, re.MULTILINE), printed
 
 
 def test_what_is_planned_stands_beside_each_phase(tmp_path) -> None:

@@ -6,8 +6,6 @@ import itertools
 import random
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,9 +24,9 @@ from benchmarks.dynamic_cp_work import (
     random_plan,
     work_of,
 )
-from benchmarks.records import ROOT
 from quintet.packing import CellCosts
 from quintet.packing.measured import read_measured
+from tests.benchmark_runs import benchmark
 from tests.packing.test_plan import check
 
 WORK = work_of("qwen3-8b", 4, None, None, None)
@@ -156,19 +154,7 @@ def test_cases_say_what_is_not_usual() -> None:
 
 
 def dry_run(*options: str, gpus: int = 2) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.dynamic_cp",
-        "--shape",
-        "tiny",
-        "--gpus",
-        str(gpus),
-        *options,
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return benchmark("dynamic_cp", "--shape", "tiny", "--gpus", str(gpus), *options)
 
 
 @pytest.mark.slow

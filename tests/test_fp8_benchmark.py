@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import fp8, fp8_proof, step
-from benchmarks.records import ROOT
 from quintet.recipe import schema
 from quintet.recipe.fp8 import MULTIPLE, matrices
 from quintet.recipe.schema import Layout
+from tests.benchmark_runs import benchmark
 
 
 @pytest.mark.parametrize(
@@ -87,15 +84,6 @@ def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_it_runs_dry(words: list[str], said: str) -> None:
-    outside = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.fp8", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=outside,
-    )
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout
-    assert "FAILED" not in done.stdout
+    printed = benchmark("fp8", *words)
+    assert said in printed
+    assert "FAILED" not in printed

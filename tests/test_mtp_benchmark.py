@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -14,8 +11,9 @@ import pytest
 
 from benchmarks.mtp import arguments, cases, measured
 from benchmarks.mtp_work import LIKELY, SHAPES
-from benchmarks.records import ROOT, check
+from benchmarks.records import check
 from quintet.models import check_weights, read_shape
+from tests.benchmark_runs import benchmark
 
 TINY = SHAPES["tiny"]
 
@@ -33,29 +31,13 @@ def test_the_language_has_the_entropy_that_is_said() -> None:
 
 @pytest.mark.slow
 def test_the_model_learns_it_and_its_layer_too(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.mtp_train",
-        "--shape",
-        "tiny",
-        "--model",
-        str(tmp_path / "model"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=outside())
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = json.loads(benchmark("mtp_train", "--shape", "tiny", "--model", str(tmp_path / "model")))
     assert told["loss"] == told["loss_without"]  # the layer takes nothing from the model
     assert told["loss"] < told["entropy"] + 0.2
     assert told["accuracy_ahead"] == pytest.approx(LIKELY, abs=0.1)
     shape = read_shape(tmp_path / "model")
     assert (shape.family, shape.layers, shape.mtp_layers) == ("mimo", TINY.layers, 1)
     check_weights(tmp_path / "model", shape)
-
-
-def outside() -> dict[str, str]:
-    """An environment in which modules of the source tree are found."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
 
 
 @pytest.mark.parametrize(
@@ -97,27 +79,8 @@ def test_records_and_rows_follow_from_seconds(capsys: pytest.CaptureFixture[str]
 @pytest.mark.nightly
 def test_it_measures(tmp_path: Path) -> None:
     """A dry run."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.mtp",
-        "--shape",
-        "tiny",
-        "--rounds",
-        "1",
-        "--lengths",
-        "0",
-        "1",
-    ]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "records.json"), "--table", str(tmp_path / "table.json")],
-        cwd=ROOT,
-        env=outside(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    written = ("--out", str(tmp_path / "records.json"), "--table", str(tmp_path / "table.json"))
+    benchmark("mtp", "--shape", "tiny", "--rounds", "1", "--lengths", "0", "1", *written)
     rows = json.loads((tmp_path / "table.json").read_text())
     assert all(
         0.5 < row["accepted"] <= 1 for row in rows
