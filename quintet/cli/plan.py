@@ -37,7 +37,7 @@ PUBLISHED = {
         "24 GB of a GPU, 200 GB of a host, 120 s a step and MFU 0.35; samples and lengths are not told",
     ),
 }
-"""By the shape's name: ranks, and what others report of it (https://verl.readthedocs.io/en/latest/perf/dpsk.html)."""
+"""By the shape's name: ranks, and what is reported of it; of the first by https://verl.readthedocs.io/en/latest/perf/dpsk.html."""
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
