@@ -193,5 +193,5 @@ def test_ranks_that_predict_nothing_compute_their_layers(pool: Pool, models: Pat
     assert len(losses) == 1
     assert not any(means.get("mtp/loss_2") for means in found)
     with pytest.raises(PoolError) as caught:
-        pool.run(one_short_sample, case.ranks, case, path, True, timeout_s=min(10, 2 + 2 * took))
+        pool.run(one_short_sample, case.ranks, case, path, True, timeout_s=2 + 2 * took)
     assert "layers/mtp.py" in str(caught.value)

@@ -106,4 +106,4 @@ def test_failures_are_told_and_the_pool_lives_on(pool: Pool) -> None:
     with pytest.raises(PoolError, match="sleep_forever"):
         pool.run(sleep_forever, 2, timeout_s=0.5)
     assert pool.run(total, 2, 1.0)[1] == (1, 2, 3.0)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 30 * BUSY  # a run's own limit is 280 s
