@@ -71,13 +71,12 @@ def load_tokenizer(path: str | Path, settings: Model | None = None) -> Tokenizer
 
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-_TAKES_PLAIN = ("glm4_moe", "gpt_oss", "llama", "mistral", "mixtral", "qwen3", "qwen3_moe")
 
 
 def _read(path: Path, trust_remote_code: bool) -> Any:
-    """What AutoTokenizer reads. Of one that is all in tokenizer.json that is done without AutoTokenizer, which imports what models are
-    made of, torch's compiler among it: more than all else that a process of a run imports.
-    (tests/data/test_tokenizer.py: the class is the one that AutoTokenizer takes)"""
+    """What AutoTokenizer reads, or what tokenizer.json says where its class is one of any tokenizer. Of these AutoTokenizer takes some for
+    the usual one of the model's family (beside a qwen2 config it cuts text as Qwen2 does, whatever the file says), and it
+    imports what models are made of, torch's compiler among it: more than all else that a process of a run imports."""
     import transformers
 
     kind = transformers.PreTrainedTokenizerFast if _is_plain(path) else transformers.AutoTokenizer
@@ -86,11 +85,11 @@ def _read(path: Path, trust_remote_code: bool) -> Any:
 
 def _is_plain(path: Path) -> bool:
     try:
-        named, config = (read_json(path / name) for name in ("tokenizer_config.json", "config.json"))
+        named = read_json(path / "tokenizer_config.json")
     except UserError:  # AutoTokenizer says what is wrong
         return False
-    taken = named.get("tokenizer_class") in _PLAIN and config.get("model_type") in _TAKES_PLAIN
-    return taken and "auto_map" not in named and (path / "tokenizer.json").is_file()
+    taken = named.get("tokenizer_class") in _PLAIN and "auto_map" not in named
+    return taken and (path / "tokenizer.json").is_file()
 
 
 def code_of_tokenizer(path: Path) -> str | None:

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from quintet.data.tokenizer import _PLAIN, _TAKES_PLAIN, build_char_tokenizer, check_stops, load_tokenizer
+from quintet.data.tokenizer import _PLAIN, build_char_tokenizer, check_stops, load_tokenizer
 from quintet.errors import UserError
 from quintet.recipe.schema import Model
 
@@ -88,7 +91,7 @@ def test_a_plain_tokenizer_is_read_as_the_one_that_takes_any_reads_it(tmp_path: 
     build_char_tokenizer(ALPHABET, tmp_path)
     file = tmp_path / "tokenizer_config.json"
     config = json.loads(file.read_text())
-    for model_type in _TAKES_PLAIN:
+    for model_type in ("glm4_moe", "gpt_oss", "llama", "mistral", "mixtral", "qwen3", "qwen3_moe"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 99}))
         for name in _PLAIN:
             file.write_text(json.dumps(config | {"tokenizer_class": name}))
@@ -102,6 +105,17 @@ def test_a_plain_tokenizer_is_read_as_the_one_that_takes_any_reads_it(tmp_path: 
                 tokenizer.save_pretrained(to)
                 saved.append({one.name: one.read_bytes() for one in to.iterdir()})
             assert saved[0] == saved[1], (model_type, name)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "llama", "mimo", "qwen2", "qwen3_moe"])
+def test_a_plain_tokenizer_is_what_its_file_says_in_every_family(tmp_path: Path, model_type: str) -> None:
+    """Beside a qwen2 config AutoTokenizer would cut these words as Qwen2 does, into nothing."""
+    words = ("yes", "no", "[unknown]", "[end]")
+    made = RustTokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=words[2]))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=words[3]).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert load_tokenizer(tmp_path)("yes no yes")["input_ids"] == [0, 1, 0]
 
 
 def test_a_plain_tokenizer_is_read_without_what_models_are_made_of(tmp_path: Path) -> None:
