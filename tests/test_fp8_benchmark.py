@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import fp8, fp8_proof, step
+from benchmarks import experts, fp8, fp8_proof, step
 from quintet.recipe import schema
 from quintet.recipe.fp8 import MULTIPLE, matrices
 from quintet.recipe.schema import Layout
@@ -72,7 +72,18 @@ def test_a_whole_step_has_both_sides_in_8_bits(
 def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert fp8.main([]) == 1
     assert fp8_proof.main([]) == 1
-    assert capsys.readouterr().err.count("no GPU was found; ") == 2
+    assert experts.main([]) == 1
+    assert capsys.readouterr().err.count("no GPU was found; ") == 3
+
+
+def test_experts_agree_grouped_and_one_by_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert experts.main(["--tiny"]) == 0
+    assert "8x16-hidden32-tokens64-top2/portable: " in capsys.readouterr().out
+    monkeypatch.setattr(experts, "AGREE", -1.0)
+    with pytest.raises(SystemExit, match="the two ways differ by"):
+        experts.main(["--tiny"])
 
 
 @pytest.mark.slow
