@@ -25,6 +25,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.records import RESULTS, ROOT, merged, record, versions, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 
@@ -43,8 +45,6 @@ def write_inputs(directory: Path, config: dict[str, Any]) -> Path:
     from benchmarks.rollout import write_model
 
     model = directory / "model"
-    import torch
-
     write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
     # Of bytes, as Qwen2's own: transformers takes the class of that for any tokenizer beside such a config.
     names = ["<unk>", "<pad>", "<eos>", *LETTERS]
@@ -202,6 +202,8 @@ def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str,
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
+    if not (args.tiny or torch.cuda.is_available()):
+        raise SystemExit("no GPU was found; --tiny is a dry run on a CPU")
     if args.worker:
         found = quintet(args, args.worker.parent / "model", json.loads(args.worker.read_text()))
         args.worker.with_suffix(".answer").write_text(json.dumps(found))

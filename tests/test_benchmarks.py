@@ -23,6 +23,7 @@ from benchmarks.records import RESULTS, command, merged, read_records, record, w
 from benchmarks.rollout import arguments, records_of
 from benchmarks.rollout_work import CONFIGS, LONG_TAIL, cases_of
 from benchmarks.routes import Overhead, kv_tokens
+from benchmarks.step import main as time_steps
 from benchmarks.step import work_of as step_work
 from benchmarks.step import write_inputs
 from quintet.data.tokenizer import load_tokenizer
@@ -250,6 +251,12 @@ def test_prompts_of_steps_have_the_tokens_that_a_case_has(tmp_path, shape: str) 
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_steps_need_a_gpu_or_are_tiny() -> None:
+    with pytest.raises(SystemExit, match="no GPU was found; --tiny"):
+        time_steps(["--gpus", "1"])
+
+
 def test_steps_are_measured_on_a_cpu() -> None:
     printed = benchmark("step", "--tiny", "--only", "quintet", "--case", "long-tail", "--steps", "1")
     assert re.search(r"quintet +[\d.]+ s/step", printed)
