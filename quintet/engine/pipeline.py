@@ -131,8 +131,8 @@ class Pipeline:
         if len(samples) > 1 and micro.tokens > budget:
             raise RuntimeError(
                 f"a row of {len(samples)} samples has {micro.tokens} tokens on a rank, more than "
-                f"engine.tokens_per_microbatch_per_rank={budget}: it was planned by another alignment than that of engine.fp8="
-                f"{recipe or 'null'}"
+                f"engine.tokens_per_microbatch_per_rank={budget}: it was planned for another budget, or by another alignment "
+                f"than that of engine.fp8={recipe or 'null'}"
             )
         tokens = micro.tokens // (self._layout.tp if self._layout.sp else 1)
         if recipe is not None and tokens % FP8_TOKENS[recipe]:

@@ -69,7 +69,7 @@ def test_padding_changes_nothing(pool: Pool, models: Path, case: Case, fp8: str)
 @pytest.mark.parametrize(
     ("unaware", "said"),
     [
-        ("plan", "planned by another alignment than that of engine.fp8=tensorwise"),
+        ("plan", "by another alignment than that of engine.fp8=tensorwise"),
         ("row", "no multiple of 16, which engine.fp8=tensorwise needs"),
     ],
 )
