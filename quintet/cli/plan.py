@@ -69,6 +69,7 @@ def _rank(text: str) -> int | str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the memory of each pipeline stage's fullest rank by phase. 0 it fits or is not compared, 2 it does not fit."""
+    from quintet.plan.describe import in_units
     from quintet.plan.phases import advice, plan_stages
     from quintet.recipe import load_recipe
     from quintet.recipe.hub import shapes_alone
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     limit = None if arguments.gpu_gib is None else int(arguments.gpu_gib * GIB)
     stages = plan_stages(recipe, shape, limit)
     print(
-        f"{shape.family}, {shape.parameter_count / 1e9:.1f}B parameters, {shape.active_parameter_count / 1e9:.1f}B of them for each token, "
+        f"{shape.family}, {in_units(shape.parameter_count)} parameters, {in_units(shape.active_parameter_count)} of them for each token, "
         f"on {recipe.cluster.ranks} ranks"
     )
     _table(stages)
@@ -100,6 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
     if ranks == recipe.cluster.ranks:
         print(f"Published of verl on {ranks} GPUs: {reported}.")
     if limit is None:
+        if recipe.rollout.backend != "native":
+            print(
+                "Without --gpu-gib, generate has a cache for rollout.sequences_per_rank samples of full length; an engine takes no more than "
+                "rollout.memory_fraction of the device."
+            )
         return 0
     over = {
         phase: max(stages, key=lambda one: one.device[phase])
@@ -157,13 +163,8 @@ def _predict(recipe: Recipe, shape: ModelShape, arguments: argparse.Namespace, l
 
 
 def _table(stages: Sequence[StagePlan]) -> None:
-    names = (
-        "stage",
-        "layers",
-        "parameters of a rank",
-        *(f"{one} GiB" for one in stages[0].device),
-        "host GiB",
-    )
+    sizes = [f"{one} GiB" for one in (*stages[0].device, "host")]
+    names = ["stage", "layers", "parameters of a rank", *sizes]
     rows = [
         (
             str(one.stage),

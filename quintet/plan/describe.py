@@ -64,9 +64,11 @@ def looks(recipe: Recipe, command: Command, gpu_gib: float | None = None) -> dic
 def _model(recipe: Recipe, shape: ModelShape) -> str:
     path = recipe.model.directory
     if path is None:  # 1 stands for the vocabulary in the shape of a built model
-        return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters and the embeddings, built from nothing."
-    active = f", {_count(shape.active_parameter_count)} of them for each token" if shape.moe else ""
-    return f"Model: {shape.family}, {_count(shape.parameter_count)} parameters{active}.{_ahead(recipe, path)}"
+        return f"Model: {shape.family}, {in_units(shape.parameter_count)} parameters and the embeddings, built from nothing."
+    active = f", {in_units(shape.active_parameter_count)} of them for each token" if shape.moe else ""
+    return (
+        f"Model: {shape.family}, {in_units(shape.parameter_count)} parameters{active}.{_ahead(recipe, path)}"
+    )
 
 
 def _routes(recipe: Recipe, shape: ModelShape) -> str:
@@ -117,7 +119,8 @@ def _lora(recipe: Recipe, shape: ModelShape) -> str | None:
     )
 
 
-def _count(parameters: int) -> str:
+def in_units(parameters: int) -> str:
+    """Return a count as people say it: 7.6B, 1.2M."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if parameters >= unit:
             return f"{parameters / unit:.1f}{name}"
