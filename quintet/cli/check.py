@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quintet.cli.command import Command
+from quintet.cli.command import Command, positive
 from quintet.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from quintet.plan.describe import Look
     from quintet.recipe import Recipe
     from quintet.recipe.rules import Command as RecipeCommand
-
-MOST = 10**6
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -124,13 +122,6 @@ def _verify_weights(recipe: Recipe) -> list[str]:
     return [*notes, f"Weights: {len(files) - len(notes)} of {len(files)} files verified by their checksums."]
 
 
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= MOST:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {MOST:,}")
-    return number
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--command",
@@ -140,14 +131,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--time-limit-s",
-        type=_positive,
+        type=positive,
         default=3.0,
         metavar="SECONDS",
         help="most processor time for the recipe and the model's config.json and headers, before data are read (default: 3)",
     )
     parser.add_argument(
         "--gpu-gib",
-        type=_positive,
+        type=positive,
         metavar="GIB",
         help="memory of a GPU: says what engine.offload_*=auto comes to there (default: from which size on nothing has to leave)",
     )

@@ -13,6 +13,14 @@ _DASHED = re.compile(r"--?(?P<key>[a-z_0-9]+(?:\.\w+)+)(?P<value>=.*)?", re.DOTA
 """No option has a dot in its name."""
 
 
+def positive(text: str) -> float:
+    """Return an option's number, as argparse asks for it."""
+    number = float(text)
+    if not 0 < number <= 10**6:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {10**6:,}")
+    return number
+
+
 @dataclass(frozen=True)
 class Command:
     """One command of the command line. `run` gets the parsed arguments and returns the exit code."""

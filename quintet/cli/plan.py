@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quintet.cli.command import Command
+from quintet.cli.command import Command, positive
 from quintet.errors import UserError
 from quintet.plan.cards import CARDS
 
@@ -43,7 +43,7 @@ PUBLISHED = {
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-gib",
-        type=float,
+        type=positive,
         metavar="GIB",
         help="memory of one device: says where it does not suffice, and what to change",
     )

@@ -121,3 +121,10 @@ def test_weights_are_wanted_again_afterwards(capsys):
     assert main(["plan", one]) == 0
     assert main(["check", one]) == 2
     assert "model.path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan"])
+def test_a_device_has_a_size(size, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), f"--gpu-gib={size}"])
+    assert "--gpu-gib" in capsys.readouterr().err
