@@ -9,11 +9,12 @@ that leaves of the products' gain is the most a step can win; attention, head, o
 from __future__ import annotations
 
 from quintet.models import ModelShape
+from quintet.plan.cards import CARDS
 from quintet.recipe.fp8 import Matrix, matrices, unquantized
 from quintet.recipe.schema import Recipe
 
-BF16, FP8, BYTES = 989e12, 1979e12, 3.35e12
-"""Of an H100: operations and bytes a second, by its data sheet."""
+(BF16, BYTES), FP8 = CARDS["H100"], 1979e12
+"""Of an H100: operations and bytes a second, and operations in 8 bits, by its data sheet."""
 LITTLE = 1.10
 """A gain below this is warned of. Measured elsewhere: 1.34 to 1.42 with 8B dense on 8 H100, 1.01 with 30B-A3B."""
 _SAVED = 6 * (1 / BF16 - 1 / FP8)
@@ -22,7 +23,7 @@ _PADDED = 16
 
 def saved_seconds(one: Matrix) -> float:
     """Return the seconds that one token saves in a matrix; below 0 where it loses."""
-    padding = _PADDED * one.inputs / BYTES if one.copies > 1 and "gate" in one.name else 0.0
+    padding = _PADDED * one.inputs / BYTES if one.padded else 0.0
     return _SAVED * one.numel - 4 * (one.outputs + one.inputs) / BYTES - padding
 
 

@@ -16,7 +16,7 @@ MULTIPLE = {"tensorwise": 16, "blockwise": 128}
 class Matrix:
     """A linear layer as one rank multiplies by it: outputs and inputs. parts: matrices of the model's files that lie in it, one
     over the other, by the rows of their smallest unit. layers: how many layers have it. share: of a row's tokens that each of
-    `copies` gets."""
+    `copies` gets. padded: whether its tokens are, to a multiple, and what it makes is cut again."""
 
     name: str
     outputs: int
@@ -25,6 +25,7 @@ class Matrix:
     layers: int
     copies: int = 1
     share: float = 1.0
+    padded: bool = False
 
     @property
     def numel(self) -> int:
@@ -68,7 +69,7 @@ def _attention(shape: ModelShape, tp: int) -> Iterator[Matrix]:
 def _gated(
     name: str, width: int, hidden: int, layers: int, copies: int = 1, share: float = 1.0
 ) -> Iterator[Matrix]:
-    yield Matrix(f"{name} (gate and up)", 2 * width, hidden, width, layers, copies, share)
+    yield Matrix(f"{name} (gate and up)", 2 * width, hidden, width, layers, copies, share, padded=copies > 1)
     yield Matrix(f"{name} (down)", hidden, width, hidden, layers, copies, share)
 
 
