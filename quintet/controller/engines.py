@@ -14,7 +14,6 @@ from quintet.engine import build
 from quintet.engine.ahead import ahead_losses
 from quintet.engine.engine import Engine
 from quintet.engine.mesh import Mesh
-from quintet.engine.offload import KINDS
 from quintet.engine.outputs import Loss, MiniBatchResult
 from quintet.engine.reference import AdapterReference
 from quintet.engine.routes import Routes
@@ -23,19 +22,19 @@ from quintet.models import ModelShape, trained_shape
 from quintet.models.weights_on_disk import VALUE_HEAD
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.offload import share_asked
+from quintet.recipe.offload import KINDS, shares_asked
 from quintet.recipe.roles import layout_of, optimizer_of, roles_of
 
 
 class Engines(Mapping[str, Engine | AdapterReference]):
     """By role. recipe: with a number for each `engine.offload_*` (`quintet.plan.offload`). command: what is not needed for it is not made;
-    gradients, optimizer state and other roles cost memory."""
+    gradients, optimizer state and other roles cost memory. shares: of each kind of training state, that leave."""
 
     def __init__(
         self, recipe: schema.Recipe, shape: ModelShape, model_dir: Path, command: str, dtype: str
     ) -> None:
         self._recipe, self._dtype, self._lora = recipe, dtype, lora_shape(recipe, shape)
-        self._shares = {kind: share_asked(recipe, kind) or 0.0 for kind in KINDS}
+        self.shares = shares_asked(recipe)
         self._due: set[str] = set()  # roles with gradients that no step was taken on yet
         self._active = "policy"
         trains = command in ("train", "sft")
@@ -123,7 +122,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
         kept = {"grads"} if role in self._due else set()
         if not engine.trains:
             kept |= {"grads", "optimizer"}
-        shares = {kind: self._shares[kind] for kind in kinds if kind not in kept}
+        shares = {kind: self.shares[kind] for kind in kinds if kind not in kept}
         return engine.offload(**shares) if any(shares.values()) else 0
 
     # training

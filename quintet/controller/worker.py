@@ -48,7 +48,6 @@ from quintet.packing import Cell, rank_cells
 from quintet.plan.fullest import cheaper, fullest_rank
 from quintet.plan.offload import with_shares
 from quintet.recipe import schema
-from quintet.recipe.offload import KINDS
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command
 from quintet.recipe.user_family import use_family
@@ -105,7 +104,7 @@ class PolicyWorker(Worker):
 
     def offload_shares(self) -> tuple[dict[str, float], str | None]:
         """Return the shares that leave the device while others need it, by kind, and why, where the recipe leaves some open."""
-        return {kind: getattr(self.recipe.engine, f"offload_{kind}") for kind in KINDS}, self._offload_reason
+        return self.roles.shares, self._offload_reason
 
     def _routes(self) -> RouteSizes | None:
         """Of the model, where updates replay a rollout's."""

@@ -40,7 +40,7 @@ from quintet.engine.layers.mtp import freeze_ahead
 from quintet.engine.layers.router import Router
 from quintet.engine.layers.specs import choose_backend
 from quintet.engine.model import PolicyModel
-from quintet.engine.offload import KINDS, Offloader
+from quintet.engine.offload import Offloader
 from quintet.engine.optimizer import build_optimizer, freeze, gradient_sets, set_learning_rate
 from quintet.engine.outputs import Loss, MiniBatchResult, fields_of, flat_fields
 from quintet.engine.pipeline import Pipeline
@@ -402,7 +402,7 @@ class Engine:
         `mtp/grad_norm` is that of layers for multi-token prediction, which are clipped by themselves. `experts/…`: see
         `quintet.engine.balance.load_metrics`."""
         assert self._optimizer_recipe is not None
-        self._require(*KINDS)
+        self._require("params", "grads", "optimizer")
         self.steps += 1
         rate = learning_rate(self.steps, self.total_steps, self._optimizer_recipe)
         set_learning_rate(self._optimizer, rate)

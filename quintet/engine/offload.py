@@ -17,7 +17,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-KINDS = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer state"}
+from quintet.recipe.offload import KINDS, NAMES
+
 CHUNK_BYTES = 1 << 27
 """Host memory comes in pieces of this size: torch rounds each pinned allocation up to a power of two."""
 CUT_BYTES = 512
@@ -92,7 +93,7 @@ class Offloader:
 
     def require(self, *kinds: str) -> None:
         """Raise RuntimeError when one of the kinds is not all on the device."""
-        away = [KINDS[kind] for kind in kinds if kind in self._away]
+        away = [NAMES[kind] for kind in kinds if kind in self._away]
         if away:
             raise RuntimeError(f"{' and '.join(away)} are offloaded: call reload() before they are used")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from quintet.models import ModelShape
@@ -11,7 +11,7 @@ from quintet.plan.memory import Memory, rank_memory
 from quintet.plan.setup import Place, Setup
 from quintet.recipe.derived import optimizers
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.offload import KINDS, on_auto, share_asked
+from quintet.recipe.offload import most_shares
 from quintet.recipe.roles import layout_of, optimizer_of, roles_of
 from quintet.recipe.rules import Command, broken_rules
 from quintet.recipe.schema import Optimizer, Recipe
@@ -84,19 +84,21 @@ def fullest_rank(recipe: Recipe, shape: ModelShape, command: Command) -> dict[st
     most = max(found.pop("policy"), key=lambda one: one.peak)
     parts = {name: getattr(most, name) for name in ("parameters", "gradients", "optimizer", "activations")}
     parts["other"] = most.peak - sum(parts.values())
-    free = on_auto(recipe, command)
-    shares = {kind: share_asked(recipe, kind) or float(kind in free) for kind in KINDS}
+    shares = most_shares(recipe, command)
     for role, ranks in found.items():
-        name = "reference policy" if role == "reference" else role
-        parts[name] = max(
-            int(sum(size * (1 - shares[kind]) for kind, size in kinds_of(one).items())) for one in ranks
-        )
+        stays = max(resting(one, shares) for one in ranks)
+        parts["reference policy" if role == "reference" else role] = stays
     return parts
 
 
 def kinds_of(memory: Memory) -> dict[str, int]:
     """Return the bytes of each kind of training state."""
     return {"grads": memory.gradients, "optimizer": memory.optimizer, "params": memory.parameters}
+
+
+def resting(memory: Memory, shares: Mapping[str, float]) -> int:
+    """Return the bytes of training state that stay on a device while these shares are away."""
+    return sum(int(size * (1 - shares[kind])) for kind, size in kinds_of(memory).items())
 
 
 def cheaper(recipe: Recipe, shape: ModelShape, command: Command) -> list[tuple[str, int]]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from quintet.models import ModelShape
 from quintet.plan.activations import workspace
 from quintet.plan.fullest import kinds_of, memories, setup_of
-from quintet.plan.rollout import rollout_bytes
-from quintet.recipe.offload import KINDS, on_auto, share_asked
+from quintet.plan.rollout import PREFILL_TOKENS, rollout_bytes
+from quintet.recipe.offload import KINDS, NAMES, most_shares, on_auto, shares_asked
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command
 from quintet.recipe.schema import Layout, Recipe
@@ -26,9 +26,6 @@ SPARE_BYTES = 4 * GIB
 SPARE_SHARE = 0.05
 """Of the device: the margin, for what no formula counts: what CUDA and NCCL need in each process, a rollout that sleeps, buckets of
 weights under way, fragmentation."""
-PREFILL_TOKENS = 16384
-"""As `quintet.rollout.native.rollout` has it."""
-_NAMES = {"grads": "gradients", "optimizer": "optimizer state", "params": "parameters"}
 _MOST_GIB = 1024
 """Largest device that is looked at."""
 
@@ -54,19 +51,19 @@ class Offload:
     def __init__(self, recipe: Recipe, shape: ModelShape, command: Command) -> None:
         self.kinds = on_auto(recipe, command)
         """On auto, and able to leave."""
-        self.asked = {kind: share_asked(recipe, kind) for kind in KINDS}
+        self._asked = shares_asked(recipe)
         self.moments = list(_moments(recipe, shape, command)) if self.kinds else []
 
     def most(self) -> dict[str, float]:
         """Return the largest share of each kind that may leave."""
-        return {kind: 1.0 if kind in self.kinds else self.asked[kind] or 0.0 for kind in KINDS}
+        return self._asked | dict.fromkeys(self.kinds, 1.0)
 
     def shares(self, total: int) -> dict[str, float]:
         """Return the share of each kind that leaves a device of `total` bytes: never more of a larger one."""
-        shares = {kind: share or 0.0 for kind, share in self.asked.items()}
+        shares = dict(self._asked)
         for moment in self.moments:
             need = moment.needs(total) + spare(total) - total
-            need -= sum(int((share or 0.0) * moment.movable[kind]) for kind, share in self.asked.items())
+            need -= sum(int(share * moment.movable[kind]) for kind, share in self._asked.items())
             for kind in self.kinds:
                 size = moment.movable[kind]
                 share = min(1.0, math.ceil(100 * max(0, need) / size) / 100) if size else 0.0
@@ -96,7 +93,7 @@ class Offload:
     def reason(self, total: int) -> str:
         """Return what leaves devices of `total` bytes, and why, in a sentence."""
         shares = self.shares(total)
-        leaves = [f"{_NAMES[kind]} {shares[kind]:.0%}" for kind in self.kinds if shares[kind]]
+        leaves = [f"{NAMES[kind]} {shares[kind]:.0%}" for kind in self.kinds if shares[kind]]
         needs = ", ".join(f"{one.name} {one.needs(total) / GIB:.1f}" for one in self.moments)
         text = (
             f"Offload while others need the devices: {', '.join(leaves) or 'nothing'}. Of {total / GIB:.1f} GiB {spare(total) / GIB:.1f} "
@@ -127,6 +124,13 @@ class Offload:
         return f"Offload while others need the devices: {at}; with all away {least // GIB} GiB suffice. --gpu-gib says what leaves others."
 
 
+def shares_away(recipe: Recipe, shape: ModelShape, device_bytes: int | None) -> dict[str, float]:
+    """Return the share of each kind that leaves in training: on devices of so many bytes, or where that is not known at most."""
+    if device_bytes is None:
+        return most_shares(recipe, "train")
+    return Offload(recipe, shape, "train").shares(device_bytes)
+
+
 def spare(total: int) -> int:
     """Return the bytes of a device that nothing is planned into."""
     return SPARE_BYTES + math.ceil(SPARE_SHARE * total)
@@ -137,7 +141,7 @@ def with_shares(
 ) -> tuple[Recipe, str | None]:
     """Return the recipe with a number for each `engine.offload_*`, and why, where something may leave. total: bytes of the smallest
     device; None on CPU ranks, where nothing would be gained."""
-    shares, why = {kind: share_asked(recipe, kind) or 0.0 for kind in KINDS}, None
+    shares, why = shares_asked(recipe), None
     if total is not None and on_auto(recipe, command):
         found = Offload(recipe, shape, command)
         shares, why = found.shares(total), found.reason(total)

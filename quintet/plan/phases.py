@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from quintet.models import ModelShape
 from quintet.plan.activations import kept_in_layer
-from quintet.plan.fullest import kinds_of, memories, setup_of
+from quintet.plan.fullest import memories, resting, setup_of
 from quintet.plan.memory import CHUNK_LOGITS_BYTES, Memory, rank_memory
-from quintet.plan.offload import Offload
+from quintet.plan.offload import shares_away
 from quintet.plan.rollout import rollout_bytes
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
@@ -47,8 +47,7 @@ def plan_stages(recipe: schema.Recipe, shape: ModelShape, device_bytes: int | No
     """Return the plan of each pipeline stage of the policy. device_bytes: of one device, None where it is not known."""
     setup = replace(setup_of(recipe, shape), optimizer=recipe.optimizer)
     generating = rollout_bytes(recipe, setup, device_bytes)
-    offload = Offload(recipe, shape, "train")
-    away = offload.most() if device_bytes is None else offload.shares(device_bytes)
+    away = shares_away(recipe, shape, device_bytes)
     plans = [_stage(recipe, setup, stage, generating, away) for stage in range(recipe.layout.pp)]
     if not roles_of(recipe):
         return plans
@@ -68,7 +67,7 @@ def _of_roles(recipe: schema.Recipe, shape: ModelShape, shares: Mapping[str, flo
     stay = leave = 0
     for role, ranks in memories(recipe, shape, "train").items():
         if role != "policy":
-            stay += max(_resting(one, shares) for one in ranks)
+            stay += max(resting(one, shares) for one in ranks)
             leave += max(_on_host(one, shares) for one in ranks)
     return stay, leave
 
@@ -77,35 +76,29 @@ def _stage(
     recipe: schema.Recipe, setup: Setup, stage: int, generating: tuple[int, int], shares: Mapping[str, float]
 ) -> StagePlan:
     memory = rank_memory(setup, Place(pp=stage))
-    chunks = recipe.layout.layers_of(setup.shape.layers, stage)
+    layers = [layer for chunk in recipe.layout.layers_of(setup.shape.layers, stage) for layer in chunk]
     colocated = recipe.rollout.placement == "colocated"
     weights, cache = generating if colocated else (0, 0)
-    resting = _resting(memory, shares)
+    stays = resting(memory, shares)
     buckets = 2 * min(recipe.rollout.bucket_mib << 20, setup.shape.parameter_count * setup.width)
     device = {
         "load": memory.static,
-        "generate": resting + weights + cache if colocated else memory.static,
+        "generate": stays + weights + cache if colocated else memory.static,
         # Without gradients no copy in 8 bits is transposed.
-        "logprob": memory.static
-        + memory.copies // 2
-        + _scoring(setup, stage, [layer for chunk in chunks for layer in chunk]),
+        "logprob": memory.static + memory.copies // 2 + _scoring(setup, stage, layers),
         "train": memory.peak,
         # Parameters travel before the rest comes back, beside a rollout without its cache.
-        "sync": max(resting, memory.parameters) + weights + buckets,
+        "sync": max(stays, memory.parameters) + weights + buckets,
         "save": memory.static,
     }
     asleep = weights if colocated and placement_of(recipe).sleep_level == 1 else 0
     host = (_on_host(memory, shares) + asleep) * ranks_of_node(recipe)
-    return StagePlan(stage, sum(map(len, chunks)), memory.parameters // setup.width, device, host)
+    return StagePlan(stage, len(layers), memory.parameters // setup.width, device, host)
 
 
 def ranks_of_node(recipe: schema.Recipe) -> int:
     """Return how many ranks share a node's memory."""
     return min(recipe.cluster.ranks_per_node or recipe.cluster.ranks, recipe.cluster.ranks)
-
-
-def _resting(memory: Memory, shares: Mapping[str, float]) -> int:
-    return sum(int(size * (1 - shares[kind])) for kind, size in kinds_of(memory).items())
 
 
 def _on_host(memory: Memory, shares: Mapping[str, float]) -> int:

@@ -10,6 +10,9 @@ from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 
+PREFILL_TOKENS = 16384
+"""Most prompt tokens in one prefill row of a native rollout."""
+
 
 def rollout_bytes(recipe: schema.Recipe, setup: Setup, device_bytes: int | None) -> tuple[int, int]:
     """Return the bytes of a rollout's weights and of its KV cache on one rank, the fullest of its stages."""

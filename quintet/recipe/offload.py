@@ -5,7 +5,8 @@ from __future__ import annotations
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.schema import Recipe
 
-KINDS = ("grads", "optimizer", "params")
+NAMES = {"grads": "gradients", "optimizer": "optimizer state", "params": "parameters"}
+KINDS = tuple(NAMES)
 """In the order in which they leave: gradients go without a copy, parameters are needed until the rollout has its weights."""
 
 
@@ -17,6 +18,16 @@ def on_auto(recipe: Recipe, command: str) -> tuple[str, ...]:
         return ()
     free = KINDS[:2] if placement.shares_weights else KINDS
     return tuple(kind for kind in free if share_asked(recipe, kind) is None)
+
+
+def most_shares(recipe: Recipe, command: str) -> dict[str, float]:
+    """Return the largest share of each kind that may leave."""
+    return shares_asked(recipe) | dict.fromkeys(on_auto(recipe, command), 1.0)
+
+
+def shares_asked(recipe: Recipe) -> dict[str, float]:
+    """Return the share of each kind that the recipe sets, 0 of those on auto."""
+    return {kind: share_asked(recipe, kind) or 0.0 for kind in KINDS}
 
 
 def share_asked(recipe: Recipe, kind: str) -> float | None:

@@ -21,6 +21,7 @@ from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
 from quintet.engine.weights.fingerprint import Fingerprints
 from quintet.errors import UserError
+from quintet.plan.rollout import PREFILL_TOKENS
 from quintet.rollout.base import (
     Part,
     Request,
@@ -37,9 +38,6 @@ from quintet.rollout.native.routes import Routes
 from quintet.rollout.native.scheduler import Scheduler, SequenceState
 from quintet.rollout.native.stage import Stage
 from quintet.rollout.native.weights import Weights
-
-PREFILL_TOKENS = 16384
-"""Most prompt tokens in one prefill row."""
 
 
 class NativeRollout(Rollout):
