@@ -1,22 +1,20 @@
 """Training throughput with products in 8 bits (engine.fp8), beside bf16 on the same packed rows.
 
-    python -m benchmarks.fp8                               8B-shaped, 12 of 36 layers, one GPU, blockwise and tensorwise
-    python -m benchmarks.fp8 --shape 30b-a3b               30B-A3B-shaped, 6 of 48 layers
-    python -m benchmarks.fp8 --gpus 4 --recompute full     all layers of 8B
+    python -m benchmarks.fp8                               8B-shaped, 8 of 36 layers, one GPU, blockwise and tensorwise
+    python -m benchmarks.fp8 --shape 30b-a3b               30B-A3B-shaped, 4 of 48 layers
+    python -m benchmarks.fp8 --gpus 4 --recompute full --sequential    all layers of 8B, one side at a time
     python -m benchmarks.fp8 --prove                       first: is what it computes right? (benchmarks/fp8_proof.py)
     python -m benchmarks.fp8 --shape tiny                  a dry run on a CPU: both sides in bf16, nothing is recorded
 
 Random weights, TransformerEngine's layers, bf16 with fp32 main gradients and masters, distributed optimizer. Each side has processes of
-its own and they take turns on the GPU. A model that is too large is cut in depth, and the case says so: layers12of36. Values are
+its own and they take turns on the GPU. A model that is too large is cut in depth, and the case says so: layers8of36. Values are
 medians over all measured steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,12 +23,13 @@ from typing import Any
 
 from benchmarks.engine import device_name
 from benchmarks.engine_work import MODELS, Setup, parse_layout, setup_of
+from benchmarks.pairs import in_turns
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
-from benchmarks.sides import Side
 
 SHAPES = {"8b": "qwen3-8b", "30b-a3b": "qwen3-30b-a3b", "tiny": "tiny"}
-FITTING = {("8b", 1): 12, ("30b-a3b", 1): 6, ("30b-a3b", 4): 20}
-"""Layers of a shape that so many H200s train beside nothing else; others have all."""
+FITTING = {("8b", 1): 8, ("8b", 4): 16, ("30b-a3b", 1): 4, ("30b-a3b", 4): 12}
+"""Layers of a shape that so many H200s train while the other side's weights, gradients and optimizer state wait beside them; others have
+all."""
 LOSS_APART = 0.02
 UNITS = {"tokens_per_s": "tokens/s", "peak_gib": "GiB"}
 
@@ -49,7 +48,7 @@ def case(shape: str, setup: Setup) -> str:
 
 def setups(args: argparse.Namespace) -> list[tuple[Setup, Setup]]:
     """Of each pair that takes turns: that in 8 bits, and that in bf16."""
-    layers = args.layers or FITTING.get((args.shape, args.gpus))
+    layers = args.layers or (None if args.sequential else FITTING.get((args.shape, args.gpus)))
     layout = args.layout or ({"ep": args.gpus} if args.shape == "30b-a3b" and args.gpus > 1 else {})
     plain = replace(
         setup_of(
@@ -68,46 +67,13 @@ def setups(args: argparse.Namespace) -> list[tuple[Setup, Setup]]:
     return [(replace(plain, engine={"fp8": fp8}), plain) for fp8 in args.fp8 or ("blockwise", "tensorwise")]
 
 
-class Taken:
-    """What a side's turns came to."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.losses: list[float] = []
-        self.peak_gib = 0.0
-
-    def add(self, answers: list[dict[str, Any]]) -> None:
-        self.seconds += [max(ranks) for ranks in zip(*(one["seconds"] for one in answers), strict=True)]
-        self.losses += [sum(ranks) for ranks in zip(*(one["losses"] for one in answers), strict=True)]
-        self.peak_gib = max(self.peak_gib, *(one["peak_gib"] for one in answers))
-
-    def metrics(self, setup: Setup) -> dict[str, float]:
-        return {
-            "tokens_per_s": setup.tokens_per_step / statistics.median(self.seconds),
-            "peak_gib": self.peak_gib,
-        }
-
-
 def measure(shape: str, pair: tuple[Setup, Setup], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Let both sides take turns, and return the records; none of a dry run."""
-    taken, sides = [Taken(), Taken()], list[Side]()
-    try:
-        for setup in pair:
-            worker = ["benchmarks.engine", "--worker", "quintet", "--setup", json.dumps(setup.asdict())]
-            sides.append(Side(case(shape, setup), worker, ranks=setup.gpus, timeout_s=args.timeout_s))
-        for side in sides:
-            side.answer()
-        for turn in range(args.rounds):
-            for side, found, setup in zip(sides, taken, pair, strict=True):
-                warmup = setup.steps + 1 if turn == 0 else 1
-                found.add(side.ask(do="burst", warmup=warmup, steps=args.steps_per_turn))
-    except BaseException:
-        for side in sides:
-            side.kill()
-        raise
-    for side in sides:
-        side.stop()
-    ours, theirs = (found.metrics(setup) for found, setup in zip(taken, pair, strict=True))
+    taken = in_turns([(case(shape, setup), setup) for setup in pair], args)
+    ours, theirs = (
+        {"tokens_per_s": setup.tokens_per_step / found.seconds, "peak_gib": found.peak_gib}
+        for found, setup in zip(taken, pair, strict=True)
+    )
     apart = taken[0].losses[0] / taken[1].losses[0] - 1
     ratio = ours["tokens_per_s"] / theirs["tokens_per_s"]
     print(
@@ -135,12 +101,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--fp8", choices=["blockwise", "tensorwise"], action="append", help="may be repeated (default: both)")
     add("--gpus", type=int, default=1, help="ranks, one GPU each, on this machine (default 1)")
     add("--layout", type=parse_layout, default={}, help="mesh axes, such as tp=2,sp=true,ep=2")
-    add("--layers", type=int, help="depth (default: what fits so many H200s)")
+    add("--layers", type=int, help="depth (default: what fits so many H200s twice, with --sequential all)")
     add("--recompute", choices=["none", "full"], default="none")
     add("--tokens", type=int, help="tokens of a micro-batch on a rank (default 16384)")
     add("--microbatches", type=int, default=4, help="of a step on a rank (default 4)")
     add("--rounds", type=int, default=3, help="how often each side takes its turn (default 3)")
     add("--steps-per-turn", type=int, default=3, help="measured steps of a turn (default 3)")
+    add("--sequential", action="store_true", help="start a side anew for each turn: for what fits only once")
     add("--timeout-s", type=float, default=300.0, help="longest silence of a rank (default 300)")
     add("--prove", action="store_true", help="run benchmarks/fp8_proof.py instead")
     add("--out", type=Path, default=RESULTS / "fp8_h200.json", help="records are merged into this file")

@@ -8,20 +8,28 @@ import pytest
 import torch
 
 from benchmarks import experts, fp8, fp8_proof, step
+from quintet.plan.memory import rank_memory
+from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
 from quintet.recipe.fp8 import MULTIPLE, matrices
 from quintet.recipe.schema import Layout
 from tests.benchmark_runs import benchmark
 
+H200_BYTES = 139.8 * 2**30
+"""As torch tells it."""
+
 
 @pytest.mark.parametrize(
     ("words", "cases"),
     [
-        ([], ["8b/gpus1/layers12of36/blockwise", "8b/gpus1/layers12of36/tensorwise"]),
-        (["--gpus", "4", "--recompute", "full", "--fp8", "blockwise"], ["8b/gpus4/recompute-full/blockwise"]),
+        ([], ["8b/gpus1/layers8of36/blockwise", "8b/gpus1/layers8of36/tensorwise"]),
+        (
+            ["--gpus", "4", "--recompute", "full", "--sequential", "--fp8", "blockwise"],
+            ["8b/gpus4/recompute-full/blockwise"],
+        ),
         (
             ["--shape", "30b-a3b", "--gpus", "4", "--fp8", "blockwise"],
-            ["30b-a3b/gpus4-ep4/layers20of48/blockwise"],
+            ["30b-a3b/gpus4-ep4/layers12of48/blockwise"],
         ),
         (
             ["--gpus", "4", "--layout", "tp=2,sp=true", "--layers", "8", "--fp8", "tensorwise"],
@@ -42,6 +50,21 @@ def test_cases_say_what_was_cut(words: list[str], cases: list[str]) -> None:
             multiple = MULTIPLE[ours.engine["fp8"]]
             layout = Layout(**ours.layout)
             assert all(m.outputs % multiple == m.inputs % multiple == 0 for m in matrices(ours.shape, layout))
+
+
+@pytest.mark.parametrize(("shape", "gpus"), fp8.FITTING)
+def test_both_sides_fit_the_gpus(shape: str, gpus: int) -> None:
+    words = ["--shape", shape, "--gpus", str(gpus), "--fp8", "blockwise"]
+    ((ours, theirs),) = fp8.setups(fp8.arguments(words))
+    peaks, rests = [], []
+    for one in (ours, theirs):
+        plan = Setup(
+            one.shape, Layout(**one.layout), gpus, engine=one.engine_recipe, backend="transformer_engine"
+        )
+        memory = rank_memory(plan, Place())
+        peaks.append(memory.peak)
+        rests.append(memory.parameters + memory.gradients + memory.optimizer)
+    assert max(peaks[0] + rests[1], peaks[1] + rests[0]) < 0.95 * H200_BYTES
 
 
 @pytest.mark.parametrize(
@@ -91,6 +114,10 @@ def test_experts_agree_grouped_and_one_by_one(
     ("words", "said"),
     [
         (["--shape", "tiny", "--rounds", "1", "--steps-per-turn", "1"], "nothing is recorded"),
+        (
+            ["--shape", "tiny", "--rounds", "2", "--steps-per-turn", "1", "--sequential"],
+            "nothing is recorded",
+        ),
         (["--shape", "tiny", "--prove"], "holds  tiny bf16, log-probs of an update: 0 of "),
     ],
 )
