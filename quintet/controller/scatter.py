@@ -28,6 +28,7 @@ from quintet.packing import (
     target_counts,
 )
 from quintet.recipe import schema
+from quintet.recipe.derived import moe_layers_of
 from quintet.recipe.mtp import depths
 
 if TYPE_CHECKING:  # they bring Ray
@@ -144,7 +145,7 @@ class Scatterer:
         if self._recipe.engine.replay_routes != "rollout" or placement.name != "policy":
             return [None]
         layout, shape, numbers = placement.layout, self._shape, self._shape.moe_layers
-        stages = [shape.moe_layers_in(layout.layers_of(shape.layers, stage)) for stage in range(layout.pp)]
+        stages = [moe_layers_of(layout, shape, stage) for stage in range(layout.pp)]
         return [[numbers.index(layer) for layer in stage] for stage in stages]
 
     def responses(self, prompts: Sequence[Prompt]) -> BatchRef:

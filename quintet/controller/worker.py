@@ -48,6 +48,7 @@ from quintet.packing import Cell, rank_cells
 from quintet.plan.fullest import cheaper, fullest_rank
 from quintet.plan.offload import with_shares
 from quintet.recipe import schema
+from quintet.recipe.derived import moe_layers_of
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command
 from quintet.recipe.user_family import use_family
@@ -217,8 +218,7 @@ class PolicyWorker(Worker):
 
     def _routes_here(self, ids: list[list[int]], prompts: list[int], told: list[np.ndarray]) -> Any:
         """Those of the layers on this rank, jagged; None without samples."""
-        layout, mesh = self.recipe.layout, self.engine.mesh
-        mine = self.shape.moe_layers_in(layout.layers_of(self.shape.layers, mesh.at("pp")))
+        mine = moe_layers_of(self.recipe.layout, self.shape, self.engine.mesh.at("pp"))
         at = [self.shape.moe_layers.index(layer) for layer in mine]
         return make_batch(ids, prompts, routes=[one[:, at] for one in told])["routes"] if ids else None
 

@@ -28,6 +28,7 @@ from quintet.engine.row import MicroBatch, PackedRow, pack
 from quintet.models import ModelShape
 from quintet.packing import FP8_TOKENS, RankCell, alignment_of
 from quintet.recipe import schema
+from quintet.recipe.derived import moe_layers_of
 
 Use = Callable[[list[Any], MicroBatch], tuple[Tensor, dict[str, Any]]]
 """(outputs of each target set, the micro-batch they are of) → (what backward starts from, what the schedule keeps of it)."""
@@ -51,7 +52,7 @@ class Pipeline:
         self._p2p = P2PCommunicator(mesh.groups.pp, config) if mesh.sizes.pp > 1 else None
         config.finalize_model_grads_func = finalize
         sizes, sliced = mesh.sizes, config.sequence_parallel
-        layers = shape.moe_layers_in(layout.layers_of(shape.layers, mesh.at("pp")))
+        layers = moe_layers_of(layout, shape, mesh.at("pp"))
         where = (sizes.tp, mesh.at("tp")) if sliced else (1, 0)
         self._routers = Routers(layers, *where, build.device(), mesh.groups.tp if sliced else None)
         self.turn: Callable[[str], None] = lambda text: None

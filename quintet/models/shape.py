@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -157,10 +156,6 @@ class ModelShape:
     def moe_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with experts, from 0, those for multi-token prediction left out."""
         return tuple(layer for layer in range(self.layers) if self.is_moe(layer))
-
-    def moe_layers_in(self, chunks: Iterable[range]) -> tuple[int, ...]:
-        """Return those of `moe_layers` that a pipeline stage has. chunks: the layers of each of its chunks."""
-        return tuple(layer for chunk in chunks for layer in chunk if self.is_moe(layer))
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a token sees in layer number `layer` (from 0), itself among them; None is all."""

@@ -20,7 +20,7 @@ from quintet.plan.memory import packed_bytes
 from quintet.plan.offload import Offload
 from quintet.plan.saves import checkpoint_bytes
 from quintet.plan.setup import Setup
-from quintet.recipe.derived import data_parallel, expert_tp
+from quintet.recipe.derived import data_parallel, expert_tp, moe_layers_of
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.recompute import recompute_modules
 from quintet.recipe.rollout import placement_of
@@ -78,7 +78,7 @@ def _routes(recipe: Recipe, shape: ModelShape) -> str:
     of_layer = shape.moe.top_k * route_bytes(shape.moe.experts)
     samples = recipe.train.prompts_per_step * recipe.rollout.samples_per_prompt
     tokens = samples * (recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens)
-    stages = [shape.moe_layers_in(layout.layers_of(shape.layers, stage)) for stage in range(layout.pp)]
+    stages = [moe_layers_of(layout, shape, stage) for stage in range(layout.pp)]
     # A rollout's are cut for cp and sp where a row is packed, a record was made of cut rows.
     parts = data_parallel(recipe) * (layout.cp * (layout.tp if layout.sp else 1) if replay == "old" else 1)
     whole, rank = (

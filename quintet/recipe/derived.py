@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quintet.recipe.schema import Optimizer, Recipe
+from quintet.models.shape import ModelShape
+from quintet.recipe.schema import Layout, Optimizer, Recipe
 
 
 def optimizers(recipe: Recipe) -> dict[str, Optimizer]:
@@ -20,3 +21,9 @@ def data_parallel(recipe: Recipe) -> int:
     """Return the size of the data-parallel axis; meaningful once the layout divides the ranks."""
     layout = recipe.layout
     return max(1, recipe.cluster.ranks // (layout.tp * layout.pp * layout.cp))
+
+
+def moe_layers_of(layout: Layout, shape: ModelShape, stage: int) -> tuple[int, ...]:
+    """Return the numbers, from 0, of the layers with experts that a pipeline stage has, chunk after chunk."""
+    chunks = layout.layers_of(shape.layers, stage)
+    return tuple(layer for chunk in chunks for layer in chunk if shape.is_moe(layer))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quintet.engine.routes import LayerRoutes, RowRoutes, expert_type
 from quintet.errors import QuintetError
+from quintet.recipe.derived import moe_layers_of
 from tests.oracle.cases import Case
 from tests.oracle.data import TEMPERATURE, routes, trained_tokens
 from tests.oracle.lora import written
@@ -110,7 +111,7 @@ def dispatched(
     finally:
         PackedMoELayer._compute, PackedMoELayer.preprocess = original_compute, original_preprocess
     assert set(once.values()) <= {1}
-    mine_layers = shape.moe_layers_in(engine.layout.layers_of(shape.layers, mesh.at("pp")))
+    mine_layers = moe_layers_of(engine.layout, shape, mesh.at("pp"))
     assert {layer for layer, _ in asked} == set(mine_layers)
     return seen, wrong, asked
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quintet.algorithms.aggregation import Tally
 from quintet.packing import Cell, Plan, RankCell, alignment_of, plan_microbatches, rank_cells
+from quintet.recipe.derived import moe_layers_of
 from tests.oracle.cases import Case
 from tests.oracle.data import (
     ENTROPY_WEIGHT,
@@ -121,7 +122,7 @@ def share(engine: Any, batch: int, mixed: bool = False) -> tuple[Any, list[RankC
 def stage_routes(engine: Any, batch: int) -> list[Tensor]:
     """What a rollout told of a batch's samples, for the layers with experts of this rank's stage."""
     shape, mesh = engine.shape, engine.mesh
-    mine = shape.moe_layers_in(engine.layout.layers_of(shape.layers, mesh.at("pp")))
+    mine = moe_layers_of(engine.layout, shape, mesh.at("pp"))
     places = [shape.moe_layers.index(layer) for layer in mine]
     told = routes(batch, len(shape.moe_layers), shape.moe.experts, shape.moe.top_k)
     return [one[:, places] for one in told]
