@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from quintet.algorithms.expert_load import ExpertLoad
 from quintet.cluster.progress import turn
 from quintet.controller.held_batches import HeldMiniBatch
 from quintet.engine import build
@@ -160,14 +161,16 @@ class Engines(Mapping[str, Engine | AdapterReference]):
         self._due.add(role)
         return result
 
-    def optimizer_step(self, role: str) -> dict[str, float]:
-        """Take an optimizer step: see `Engine.optimizer_step`. Raises RuntimeError where there are no gradients to take it on."""
+    def optimizer_step(self, role: str) -> tuple[dict[str, float], ExpertLoad | None]:
+        """Take an optimizer step: see `Engine.optimizer_step`, and `Engine.expert_load` of its mini-batch. Raises RuntimeError
+        where there are no gradients to take it on."""
         if role not in self._due:
             raise RuntimeError(
                 f"{role}: optimizer_step without forward_backward: there are no gradients that no step was taken on"
             )
         self._due.discard(role)
-        return self._trained(role).optimizer_step()
+        engine = self._trained(role)
+        return engine.optimizer_step(), engine.expert_load()
 
     def _trained(self, role: str) -> Engine:
         engine = self.use(role)

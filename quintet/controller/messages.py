@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from quintet.algorithms.aggregation import Tally
+from quintet.algorithms.expert_load import ExpertLoad
 from quintet.packing import Cell
 
 if TYPE_CHECKING:
@@ -102,3 +103,5 @@ class OptimizerTold:
     grad_norm: float
     lr: float
     metrics: dict[str, float] = field(default_factory=dict)
+    load: ExpertLoad | None = None
+    """Of the mini-batch, told by the first rank alone."""

@@ -238,8 +238,9 @@ class PolicyWorker(Worker):
 
     def optimizer_step(self, *, role: str) -> OptimizerTold:
         """Take one step on the gradients of the mini-batch before."""
-        step = self.roles.optimizer_step(role)
-        return OptimizerTold(step.pop("grad_norm"), step.pop("lr"), step)
+        step, load = self.roles.optimizer_step(role)
+        tells = self.engine.mesh.rank == 0
+        return OptimizerTold(step.pop("grad_norm"), step.pop("lr"), step, load if tells else None)
 
     # the devices change hands: see `quintet.controller.colocation`
 

@@ -155,20 +155,6 @@ class Load:
         return RowLoad(self, routers.layers, there, where, lengths, groups)
 
 
-def load_metrics(total: Tensor, layers: Iterable[int], losses: Sequence[str] = ()) -> dict[str, float]:
-    """Return what is logged of the `total` [layers, experts + 2] of a mini-batch: of each of these layers, the tokens of the busiest
-    expert over the mean, and the experts without any; then the worst of the one, the sum of the other; and the losses."""
-    here = list(layers)
-    found = total[here, :-2]
-    busiest = (found.amax(1) / found.mean(1).clamp(min=1e-9)).tolist()
-    idle = (found == 0).sum(1).double().tolist()
-    told = {"experts/load": max(busiest), "experts/idle": sum(idle)}
-    for name, values in (("experts/load", busiest), ("experts/idle", idle)):
-        told |= {f"{name}_{layer}": value for layer, value in zip(here, values, strict=True)}
-    sums = dict(zip(("experts/aux_loss", "experts/z_loss"), total[:, -2:].sum(0).tolist(), strict=True))
-    return told | {name: sums[name] for name in losses}
-
-
 @torch.no_grad()
 def move_biases(routers: Iterable[Any], counts: Tensor, rate: float) -> None:
     """Add `rate` to the stored bias of each expert that got fewer tokens than the mean of its layer, and take it off where it got

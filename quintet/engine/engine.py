@@ -27,11 +27,12 @@ from quintet.engine import megatron_compat
 megatron_compat.install()
 
 from quintet.algorithms.aggregation import Tally
+from quintet.algorithms.expert_load import ExpertLoad
 from quintet.data.batch import Batch, offsets
 from quintet.engine import build, lora
 from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.ahead import AheadLoss
-from quintet.engine.balance import Load, RouterLosses, load_metrics, move_biases
+from quintet.engine.balance import Load, RouterLosses, move_biases
 from quintet.engine.checkpoint.checkpoints import Checkpoints
 from quintet.engine.clip import clipped_step
 from quintet.engine.device import upload
@@ -332,7 +333,7 @@ class Engine:
 
         cells: this rank's, as planned, with samples as positions in `batch`; every rank has as many. ahead: the losses of the
         layers for multi-token prediction, each depth's, as `ahead_losses` gives them; the loss that is returned is without them,
-        their own are in the tally, nor are those of routers in it, which `optimizer_step` tells. routes: what tokens' experts are prescribed by, or kept in; without it, whatever the batch
+        their own are in the tally, nor are those of routers in it, which `expert_load` tells. routes: what tokens' experts are prescribed by, or kept in; without it, whatever the batch
         says of routes, tokens choose by themselves.
         """
         if len(ahead) != self.depths:
@@ -399,8 +400,7 @@ class Engine:
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, step, move the biases of experts, and return the learning rate used and the gradient norm before clipping;
-        `mtp/grad_norm` is that of layers for multi-token prediction, which are clipped by themselves. `experts/…`: see
-        `quintet.engine.balance.load_metrics`."""
+        `mtp/grad_norm` is that of layers for multi-token prediction, which are clipped by themselves."""
         assert self._optimizer_recipe is not None
         self._require("params", "grads", "optimizer")
         self.steps += 1
@@ -416,11 +416,14 @@ class Engine:
                     "look at what the samples and rewards of this step hold"
                 )
         told = {"lr": rate} | {f"{name}/grad_norm".lstrip("/"): norm for name, norm in norms.items()}
-        if self._counts is not None:
+        if self._counts is not None and self.recipe.expert_bias_rate:
             # After the step: what it changed was computed with the bias as it was.
-            if self.recipe.expert_bias_rate:
-                routers = (m for chunk in self.chunks for m in chunk.modules() if isinstance(m, Router))
-                move_biases(routers, self._counts[:, :-2], self.recipe.expert_bias_rate)
-            added = (("experts/aux_loss", self.recipe.aux_loss), ("experts/z_loss", self.recipe.z_loss))
-            told |= load_metrics(self._counts, self.shape.moe_layers, [name for name, on in added if on])
+            routers = (m for chunk in self.chunks for m in chunk.modules() if isinstance(m, Router))
+            move_biases(routers, self._counts[:, :-2], self.recipe.expert_bias_rate)
         return told
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Return how evenly the mini-batch before used experts, the same on all ranks; None where the model has none. No collective."""
+        added = (("experts/aux_loss", self.recipe.aux_loss), ("experts/z_loss", self.recipe.z_loss))
+        losses = [name for name, on in added if on]
+        return None if self._counts is None else ExpertLoad.of(self._counts, self.shape.moe_layers, losses)

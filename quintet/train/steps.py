@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quintet.algorithms.aggregation import Tally
+from quintet.algorithms.expert_load import ExpertLoad
 from quintet.controller.messages import MiniBatchTold, OptimizerTold, PartedRoutes, TrainedTokens, joined
 from quintet.controller.samples import Samples
 from quintet.rewards.result import RewardResult
@@ -23,8 +24,10 @@ class Update:
     replayed: dict[int, TrainedTokens] = field(default_factory=dict)
     """The step's first samples as they were trained on, by number."""
     parted: PartedRoutes = field(default_factory=dict)
+    load: ExpertLoad | None = None
+    """Of experts, in all mini-batches."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What is told of further heads and of routes, by name."""
+    """What is told of further heads, of experts and of routes, by name."""
 
     @property
     def loss(self) -> float:
@@ -40,6 +43,9 @@ class Update:
             self.parted = joined(self.parted, one.parted)
         means = self.tally.means()
         self.metrics = {name: mean for name, mean in means.items() if "/" in name} | stepped.metrics
+        if stepped.load is not None:
+            self.load = stepped.load if self.load is None else self.load + stepped.load
+            self.metrics |= self.load.metrics()
         self.metrics |= self._routes()
 
     def _routes(self) -> dict[str, float]:

@@ -55,5 +55,9 @@ def test_rollouts_have_the_moved_bias(ray_cluster: Cluster, tmp_path: Path, roll
             update = step.updates["policy"]
             assert mismatch_metrics(update.tally)["mismatch/logprob_gap_max"] < 1e-4
             loads.append(update.metrics["experts/load"])
+            # Of both mini-batches.
+            assert update.load is not None
+            sent = 2 * sum(g.tokens for g in samples.generated)
+            assert update.load.sent.sum(1).tolist() == [sent] * 3
             controller.policy.publish()
     assert all(1 <= load <= 4 for load in loads)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintet.engine.balance import Load, RowLoad, load_metrics, move_biases
+from quintet.algorithms.expert_load import ExpertLoad
+from quintet.engine.balance import Load, RowLoad, move_biases
 from quintet.engine.checkpoint.slots import slots
 from quintet.engine.layers.router import Router
 from quintet.errors import UserError
@@ -44,13 +45,28 @@ def test_the_bias_moves_towards_the_mean():
 
 
 def test_what_is_told_of_load():
-    told = torch.tensor([[0, 0, 0, 0, 0, 0], [1, 2, 5, 0, 0.5, 7], [2, 2, 2, 2, 1.5, 1]], dtype=torch.float64)
-    assert load_metrics(told, (1, 2), ["experts/aux_loss"]) == {
+    total = torch.tensor(
+        [[0, 0, 0, 0, 0, 0], [1, 2, 5, 0, 0.5, 7], [2, 2, 2, 2, 1.5, 1]], dtype=torch.float64
+    )
+    told = ExpertLoad.of(total, (1, 2), ["experts/aux_loss"])
+    assert told.metrics() == {
         "experts/load": 2.5,
         "experts/idle": 1.0,
         "experts/load_1": 2.5,
         "experts/idle_1": 1.0,
         "experts/load_2": 1.0,
+        "experts/idle_2": 0.0,
+        "experts/aux_loss": 2.0,
+    }
+    other = torch.tensor(
+        [[0, 0, 0, 0, 0, 0], [7, 0, 0, 0, 1.5, 7], [0, 2, 2, 4, 0.5, 1]], dtype=torch.float64
+    )
+    assert (told + ExpertLoad.of(other, (1, 2), ["experts/aux_loss"])).metrics() == {
+        "experts/load": 8 / 3.75,
+        "experts/idle": 1.0,
+        "experts/load_1": 8 / 3.75,
+        "experts/idle_1": 1.0,
+        "experts/load_2": 1.5,
         "experts/idle_2": 0.0,
         "experts/aux_loss": 2.0,
     }
@@ -130,7 +146,8 @@ def collapsed(case: Case, path: Path) -> list[float]:
     loads = []
     for _ in range(steps):
         engine.forward_backward(mine, cells, Objective("lm", trained_tokens(0)), TEMPERATURE)
-        loads.append(engine.optimizer_step()["experts/load"])
+        engine.optimizer_step()
+        loads.append(engine.expert_load().metrics()["experts/load"])
     return loads
 
 

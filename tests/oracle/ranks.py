@@ -191,7 +191,8 @@ class Training:
         stepped = engine.optimizer_step()
         report.norms.append(stepped["grad_norm"])
         report.ahead_norms.append(stepped.get("mtp/grad_norm", 0.0))
-        report.balance.append({name: one for name, one in stepped.items() if name.startswith("experts/")})
+        load = engine.expert_load()
+        report.balance.append({} if load is None else load.metrics())
         recipe = engine.recipe
         engine.offload(
             params=recipe.offload_params, grads=recipe.offload_grads, optimizer=recipe.offload_optimizer

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from quintet.algorithms.aggregation import Tally
+from quintet.algorithms.expert_load import ExpertLoad
 from quintet.algorithms.kl import mismatch
 from quintet.controller.messages import MiniBatchTold, OptimizerTold, SampleInfo
 from quintet.controller.progress_bar import watched
@@ -19,7 +20,7 @@ from quintet.controller.samples import Samples
 from quintet.observe.progress import Progress
 from quintet.rewards.result import RewardResult, means
 from quintet.train.step_metrics import record
-from quintet.train.steps import Step
+from quintet.train.steps import Step, Update
 
 
 @pytest.fixture
@@ -72,6 +73,18 @@ def test_a_rewards_numbers_replace_none_of_the_runs(samples: Samples) -> None:
     assert (row["prompt"], row["response"], row["reward"]) == ("1+1=", "2", 1.0)
     assert row["metrics"]["prompt"] == 99.0
     assert "accuracy" not in told
+
+
+def test_the_load_of_experts_is_of_all_mini_batches() -> None:
+    """One sends all to the first expert, the other all to the second: each alone looks collapsed, the step is even."""
+    update = Update()
+    for sent in ([8.0, 0.0], [0.0, 8.0]):
+        tally = Tally()
+        tally.add({"entropy": torch.zeros(4)}, torch.ones(4))
+        load = ExpertLoad((3,), torch.tensor([sent], dtype=torch.float64), {"experts/z_loss": sent[0]})
+        update.add([MiniBatchTold(0.2, tally)], OptimizerTold(1.5, 1e-3, load=load))
+    even = {"experts/load": 1.0, "experts/idle": 0.0, "experts/load_3": 1.0, "experts/idle_3": 0.0}
+    assert update.metrics == even | {"experts/z_loss": 4.0}
 
 
 def test_accuracy_is_of_what_the_reward_calls_correct(samples: Samples) -> None:
