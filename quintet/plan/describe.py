@@ -64,11 +64,10 @@ def looks(recipe: Recipe, command: Command, gpu_gib: float | None = None) -> dic
 def _model(recipe: Recipe, shape: ModelShape) -> str:
     path = recipe.model.directory
     if path is None:  # 1 stands for the vocabulary in the shape of a built model
-        return f"Model: {shape.family}, {in_units(shape.parameter_count)} parameters and the embeddings, built from nothing."
+        size = f"{in_units(shape.parameter_count)} parameters and the embeddings"
+        return f"Model: {shape.family}, {size}, built from nothing.{_ahead(recipe, 0)}"
     active = f", {in_units(shape.active_parameter_count)} of them for each token" if shape.moe else ""
-    return (
-        f"Model: {shape.family}, {in_units(shape.parameter_count)} parameters{active}.{_ahead(recipe, path)}"
-    )
+    return f"Model: {shape.family}, {in_units(shape.parameter_count)} parameters{active}.{_ahead(recipe, held_shape(path).mtp_layers)}"
 
 
 def _routes(recipe: Recipe, shape: ModelShape) -> str:
@@ -91,9 +90,9 @@ def _routes(recipe: Recipe, shape: ModelShape) -> str:
     )
 
 
-def _ahead(recipe: Recipe, path: Path) -> str:
-    """What becomes of layers for multi-token prediction."""
-    layers, mtp = held_shape(path).mtp_layers, recipe.mtp
+def _ahead(recipe: Recipe, layers: int) -> str:
+    """What becomes of so many layers for multi-token prediction, or of those that the model is given."""
+    mtp = recipe.mtp
     new = mtp.init_layers if mtp is not None else None
     if not (layers or new):
         return ""

@@ -71,7 +71,8 @@ _WORDS = {
     "engine.distributed_optimizer": "use_distributed_optimizer",
     "engine.recompute": "recompute_granularity recompute_method recompute_num_layers gradient_checkpointing activation_checkpointing "
     "enable_gradient_checkpointing",
-    "engine.replay_routes": "use_routing_replay enable_routing_replay router_replay",
+    "engine.replay_routes": "router_replay",
+    "engine.replay_routes=old": "use_routing_replay enable_routing_replay",
     "engine.replay_routes=rollout": "use_rollout_routing_replay enable_rollout_routing_replay",
     "engine.aux_loss.weight": "moe_aux_loss_coeff moe_aux_loss_coef aux_loss_coef aux_loss_alpha aux_loss_coeff router_aux_loss_coef",
     "engine.aux_loss.per": "moe_router_load_balancing_type",
@@ -117,6 +118,8 @@ _DOTTED = {
     "engine.replay_routes": "router_replay.mode actor.router_replay.mode megatron.router_replay.mode",
 }
 """Words that mean this only where they stand so."""
+VALUES = {"engine.replay_routes": {"R2": "old", "R3": "rollout", "disabled": "null"}}
+"""Key → what others call its values."""
 
 
 def _turned(table: dict[str, str]) -> dict[str, str]:

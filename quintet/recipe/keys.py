@@ -81,6 +81,12 @@ def expected(field: FieldInfo) -> str:
     return _describe(field.annotation, list(field.metadata))
 
 
+def has_kinds(field: FieldInfo) -> bool:
+    """Return whether a key takes values of several kinds, such as a number or a word; null is none."""
+    kinds = [one for one in get_args(field.annotation) if one is not type(None)]
+    return get_origin(field.annotation) in (Union, types.UnionType) and len(kinds) > 1
+
+
 def _optional(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
 
@@ -93,7 +99,7 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         inner = [_describe(one, metadata) for one in arguments if one is not type(None)]
         return " or ".join(inner) + (", or null" if type(None) in arguments else "")
     if origin is Literal:
-        return "one of " + ", ".join(str(one) for one in arguments)
+        return "one of " * (len(arguments) > 1) + ", ".join(str(one) for one in arguments)
     if origin is list:
         return f"a list, each item {_describe(arguments[0], [])}"
     if origin is dict:

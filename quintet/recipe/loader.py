@@ -17,8 +17,8 @@ from pydantic_core import ErrorDetails
 
 from quintet.errors import UserError
 from quintet.install import shipped_recipe
-from quintet.recipe.elsewhere import is_elsewhere
-from quintet.recipe.keys import RENAMED, all_keys, expected, leaf_keys, nearest_key, section_type
+from quintet.recipe.elsewhere import VALUES, is_elsewhere
+from quintet.recipe.keys import RENAMED, all_keys, expected, has_kinds, leaf_keys, nearest_key, section_type
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules import Command, broken_rules
 from quintet.recipe.schema import Recipe
@@ -71,10 +71,10 @@ def load_recipe(
         # JSON mode is strict about types ("3" is no number) yet takes text for a path and 1 for 1.0.
         recipe = Recipe.model_validate_json(json.dumps(source.data), strict=True)
     except ValidationError as error:
-        found = [one for details in error.errors(include_url=False) for one in _whole(details, source)]
-        raise UserError(
-            _report(source, [_explain(details, source) for details in found[:_MOST_TOLD]], len(found))
-        ) from None
+        found = [_of_its_key(details, source) for details in error.errors(include_url=False)]
+        said = [_explain(one, source) for details in found for one in _whole(details, source)]
+        said = list(dict.fromkeys(said))
+        raise UserError(_report(source, said[:_MOST_TOLD], len(said))) from None
     broken = broken_rules(recipe, command)
     if broken:
         told = [_locate(problem, source) for problem in broken[:_MOST_TOLD]]
@@ -161,6 +161,19 @@ def _fill_empty_sections(data: dict[str, Any]) -> None:
             data[name] = {}
 
 
+def _of_its_key(details: ErrorDetails, source: _Source) -> ErrorDetails:
+    """A value that is of none of its key's kinds, which pydantic tells kind by kind, is told as a value of that key."""
+    value: Any = source.data
+    path = tuple(str(part) for part in details["loc"])
+    for length, part in enumerate(path, start=1):
+        field_info, value = leaf_keys().get(".".join(path[:length])), value.get(part)
+        if field_info is not None:
+            return {**details, "loc": path[:length], "input": value} if has_kinds(field_info) else details
+        if not isinstance(value, dict):
+            break
+    return details
+
+
 def _whole(details: ErrorDetails, source: _Source) -> list[ErrorDetails]:
     """An unknown section is told by the keys that were written in it where these say more: on the command line, or in another
     trainer's words."""
@@ -168,17 +181,19 @@ def _whole(details: ErrorDetails, source: _Source) -> list[ErrorDetails]:
     if details["type"] != "extra_forbidden" or ".".join(path) in RENAMED:
         return [details]
     leaves = list(_leaves(path, details["input"]))
-    if any((source.origin(one) or "").startswith(_OVERRIDE) or is_elsewhere(".".join(one)) for one in leaves):
-        return [{**details, "loc": leaf} for leaf in leaves]
+    if any(
+        (source.origin(one) or "").startswith(_OVERRIDE) or is_elsewhere(".".join(one)) for one, _ in leaves
+    ):
+        return [{**details, "loc": leaf, "input": value} for leaf, value in leaves]
     return [details]
 
 
-def _leaves(path: KeyPath, value: Any) -> Iterator[KeyPath]:
+def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, dict) and value:
         for name, below in value.items():
             yield from _leaves((*path, name), below)
     else:
-        yield path
+        yield path, value
 
 
 def _explain(details: ErrorDetails, source: _Source) -> str:
@@ -189,14 +204,18 @@ def _explain(details: ErrorDetails, source: _Source) -> str:
         return f"{where}: {key} is called {now} now"
     if details["type"] == "extra_forbidden":
         if is_elsewhere(key):
-            return f"{where}: unknown key {key}; in quintet it is {nearest_key(key)}"
+            ours = nearest_key(key)
+            meant = VALUES.get(ours, {}).get(str(details["input"]))
+            return f"{where}: unknown key {key}; in quintet it is {ours}{f'={meant}' if meant else ''}"
         return f"{where}: unknown key {key}; the nearest valid key is {nearest_key(key)}{_siblings(path)}"
     if details["type"] in ("value_error", "too_long", "string_too_long"):
         return f"{where}: {key} is {_shown(details['input'])}; {details['msg'].removeprefix('Value error, ')}"
     known = all_keys()
     field_key = next((key for key in _prefixes(path) if key in known), None)
     wanted = f"expected {expected(known[field_key])}" if field_key else details["msg"]
-    return f"{where}: {key} is {_shown(details['input'])}; {wanted}"
+    meant = VALUES.get(key, {}).get(str(details["input"]))
+    here = f" ({details['input']} is {meant} here)" if meant else ""
+    return f"{where}: {key} is {_shown(details['input'])}; {wanted}{here}"
 
 
 def _prefixes(path: KeyPath) -> Iterator[str]:

@@ -293,6 +293,10 @@ def test_check_tells_of_layers_for_multi_token_prediction(
         "Model: mimo, 179.8K parameters. Its layer for multi-token prediction: not trained, saved as found."
         in said
     )
+    built = ["model.build.family=mimo", "mtp.init_layers=2"]
+    assert main(["check", recipe, *built]) == 0
+    said = capsys.readouterr().err
+    assert "built from nothing. Its 2 layers for multi-token prediction: new ones, trained." in said
 
 
 def test_check_tells_the_memory_of_the_most_demanding_optimizer(

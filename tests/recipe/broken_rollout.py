@@ -6,6 +6,7 @@ ALONE = ["rollout.backend=vllm", "rollout.adapter_sync=separate"]
 
 MIMO = ["model.build.family=mimo", "mtp.init_layers=1", "rollout.backend=vllm"]
 _MANY = ["model.build.family=mimo", "mtp.init_layers=2", "rollout.backend=vllm"]
+_ROUTES = ["rollout.return_routes=true", "engine.replay_routes=rollout"]
 _NOT = [
     (["rollout.layout.pp=2", "rollout.draft_tokens=1", "cluster.ranks=2"], "no embedding on the last stage"),
     (
@@ -45,7 +46,17 @@ DRAFTS = [
     (
         "drafts_can_be_made",
         ["rollout.draft_tokens=1", "rollout.backend=vllm"],
+        ["none are known of the family qwen3", "deepseek_v3, glm4_moe, mimo", "or draft_tokens=0"],
+    ),
+    (
+        "drafts_can_be_made",
+        ["rollout.draft_tokens=1", "rollout.backend=vllm", "model.build.family=mimo"],
         ["without the section mtp a run keeps none", "or draft_tokens=0"],
+    ),
+    (
+        "drafts_can_be_made",
+        ["@mla", "mtp.init_layers=1", "rollout.backend=vllm", "rollout.draft_tokens=1", *_ROUTES],
+        ["routes of vLLM's drafter may stand in the place of the policy's"],
     ),
     (
         "drafts_can_be_made",

@@ -110,6 +110,14 @@ def test_an_empty_section_is_its_defaults(load) -> None:
         (["run.trackers=[mlflow]"], ["run.trackers.0", "mlflow"]),
         (["data.task_options={digits: x}"], ["data.task_options.digits", "whole number"]),
         (["layout=3"], ["layout is 3", "a section"]),
+        (
+            ["router_replay.mode=R3"],
+            ["unknown key router_replay.mode; in quintet it is engine.replay_routes=rollout"],
+        ),
+        (
+            ["engine.replay_routes=R2"],
+            ['is "R2"; expected one of old, rollout, or null (R2 is old here)'],
+        ),
         (["train.steps"], ["expected key=value", "no blanks around ="]),
         (["=3"], ["expected key=value"]),
         (["train..steps=3"], ["expected key=value"]),
@@ -124,6 +132,20 @@ def test_a_bad_override_is_named_with_what_was_expected(
     message = refuse(*overrides)
     for part in said:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "rollout.draft_tokens=9",
+            "rollout.draft_tokens is 9; expected a whole number at least 0 and at most 8 or auto",
+        ),
+        ("lora.targets=[3]", "lora.targets is [3]; expected all-linear or a list, each item text, or null"),
+    ],
+)
+def test_a_value_of_none_of_its_keys_kinds_is_told_once(refuse, override: str, said: str) -> None:
+    assert refuse(override) == f'override "{override}": {said}'
 
 
 def test_an_unknown_key_in_the_file_names_file_line_and_nearest_key(refuse) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quintet.errors import UserError
-from quintet.models.family import read_config
+from quintet.models.family import families_with_mtp, read_config
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of
@@ -112,7 +112,13 @@ def drafts_can_be_made(facts: Facts) -> Iterator[Problem]:
     else:
         for why in drafts_refused(recipe):
             yield Problem(f"{said}: {why}, or draft_tokens=0", "rollout.draft_tokens")
-    if recipe.mtp is None:
+    families = families_with_mtp()
+    if facts.shape is not None and facts.shape.family not in families:
+        yield Problem(
+            f"{said}: it is a model's layers for multi-token prediction that draft, and none are known of the family "
+            f"{facts.shape.family}; take a model of {', '.join(families)}, or draft_tokens=0"
+        )
+    elif recipe.mtp is None:
         yield Problem(
             f"{said}: it is the layers for multi-token prediction that draft, and without the section mtp a run keeps none; set "
             "mtp.train=true (or false, which leaves them as they are), or draft_tokens=0"
