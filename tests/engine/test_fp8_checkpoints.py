@@ -167,6 +167,31 @@ def in_small_pieces(path: Path, layout: dict[str, Any]) -> list[tuple[str, Any, 
         return held(path, layout, "fp32")
 
 
+def read_of_scales(path: Path) -> dict[str, int]:
+    """On one rank: bytes that were read of the scales of each matrix."""
+    counted: dict[str, int] = dict.fromkeys(find_weights(path).tensors, 0)
+    original = hf_read.HfReader._read_parts
+
+    def count(reader: Any, piece: Any, parts: list[memoryview], start: int) -> None:
+        name = piece.shard.name.removesuffix(fp8.SCALE)
+        counted[name] += sum(map(len, parts)) if name != piece.shard.name else 0
+        original(reader, piece, parts, start)
+
+    with (
+        mock.patch.object(hf_read.HfReader, "_read_parts", count),
+        mock.patch.object(hf_read, "CHUNK_BYTES", 100 * 200 * 8),
+    ):
+        held(path, {}, "fp32")
+    return counted
+
+
+def test_of_scales_a_piece_reads_its_own_rows(pool, tmp_path):
+    """A matrix of 600 rows in six pieces: they meet one or two of the five rows of blocks, ten together."""
+    save("qwen3", tmp_path / "model")
+    (read,) = pool.run(read_of_scales, 1, tmp_path / "model")
+    assert read["model.layers.0.mlp.gate_proj.weight"] == 10 * 2 * 4
+
+
 def _transposed(original, numbers, scales, first=(0, 0)):
     down, across = scales.shape
     return original(numbers, scales.t().reshape(down, across), first)

@@ -68,7 +68,7 @@ def rounded(numbers: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantize(quantized: Tensor, scales: Tensor, first: tuple[int, int] = (0, 0)) -> Tensor:
-    """Return in fp32 a matrix or a part of one that begins at row and column `first`. scales: of the whole matrix."""
+    """Return in fp32 a matrix or a part of one that begins at row and column `first` of what the scales are of."""
     rows, columns = (
         torch.arange(start, start + size, device=scales.device) // BLOCK
         for start, size in zip(first, quantized.shape, strict=True)

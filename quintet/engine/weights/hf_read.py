@@ -29,7 +29,7 @@ from quintet.engine.weights.shards import Box, Shard
 from quintet.errors import UserError
 from quintet.models import fp8_blocks
 from quintet.models.checksums import BLOCK_BYTES, damaged, recorded_sums
-from quintet.models.mcore import box_sizes, whole_box
+from quintet.models.mcore import box_sizes
 from quintet.models.safetensors_header import DTYPES, Entry
 from quintet.models.weights_on_disk import Located, WeightsOnDisk
 
@@ -207,14 +207,16 @@ class HfReader:
         part = rows[(slice(None), *(slice(start, stop) for start, stop in later))]
         if scales is not None:
             (first, _), (left, _) = piece.box
-            part = fp8.dequantize(part.reshape(box_sizes(piece.box)), scales.to(view.device), (first, left))
+            at = (first % fp8.BLOCK, left)
+            part = fp8.dequantize(part.reshape(box_sizes(piece.box)), scales.to(view.device), at)
         view.copy_(part.reshape(view.shape))
 
     def _scales(self, piece: Piece, located: Located) -> Tensor:
-        """All scales of the tensor that a piece is of, fp32 on the CPU: one for 16,384 weights."""
-        shape = located.entry.shape
-        scales = torch.empty(shape)
-        of = Shard(piece.shard.name + fp8.SCALE, shape, whole_box(shape), scales)
+        """Scales of the rows of blocks that a piece lies in, fp32 on the CPU."""
+        (start, stop), shape = piece.box[0], located.entry.shape
+        box = ((start // fp8.BLOCK, -(-stop // fp8.BLOCK)), (0, shape[1]))
+        scales = torch.empty(box_sizes(box))
+        of = Shard(piece.shard.name + fp8.SCALE, shape, box, scales)
         for one in _pieces(of, located):
             self._read(one)
         return scales
