@@ -6,6 +6,7 @@ ranks that generated them until the controller has planned who trains on what; t
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -36,8 +37,10 @@ from quintet.data.batch import Batch, make_batch, offsets, set_tokens, token_cou
 from quintet.data.routes import RouteSizes
 from quintet.data.tokenizer import decoder, load_tokenizer
 from quintet.engine import build
+from quintet.engine.config import fused_kernels
 from quintet.engine.engine import DTYPES
 from quintet.engine.fp8 import other_blocks
+from quintet.engine.layers.specs import choose_backend
 from quintet.engine.lora import split_adapters
 from quintet.engine.routes import BatchRoutes
 from quintet.engine.weights.fp8_fingerprint import quantized_fingerprints
@@ -46,6 +49,7 @@ from quintet.errors import SyncMismatch, UserError
 from quintet.models import trained_shape
 from quintet.packing import Cell, rank_cells
 from quintet.plan.fullest import cheaper, fullest_rank
+from quintet.plan.kernels import with_kernels
 from quintet.plan.offload import with_shares
 from quintet.recipe import schema
 from quintet.recipe.derived import moe_layers_of
@@ -83,9 +87,10 @@ class PolicyWorker(Worker):
         use_family(recipe.model.family)
         self.tokenizer = load_tokenizer(self.model_dir, recipe.model)
         self.shape = trained_shape(self.model_dir, mtp=recipe.mtp is not None)
-        recipe, self._offload_reason = with_shares(
-            recipe, self.shape, cast("Command", self.command), self._smallest_device()
-        )
+        size, name = self._devices()
+        recipe, self._offload_reason = with_shares(recipe, self.shape, cast("Command", self.command), size)
+        installed = fused_kernels(choose_backend(recipe.engine.backend))
+        recipe, self._kernels = with_kernels(recipe, self.shape, name, installed)
         self.recipe = recipe
         self.roles = Engines(recipe, self.shape, self.model_dir, self.command, self.dtype)
         self.engine = self.roles.policy
@@ -96,12 +101,16 @@ class PolicyWorker(Worker):
                 backend, recipe, self._progress, at, owns_output=owns, routes=self._routes()
             )
 
-    def _smallest_device(self) -> int | None:
-        """Bytes of the smallest device of all ranks; None on a CPU. Collective."""
-        here = 0 if self.device == "cpu" else torch.cuda.mem_get_info(self.device)[1]
-        smallest = torch.tensor(here)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        return int(smallest) or None
+    def _devices(self) -> tuple[int | None, str | None]:
+        """Bytes of the smallest device of all ranks, None on a CPU; and the name of the devices, None where they differ. Collective."""
+        name = self.device_name()
+        number, size = zlib.crc32(name.encode()), 0
+        if self.device != "cpu":
+            size = torch.cuda.mem_get_info(self.device)[1]
+        least = torch.tensor([size, number, -number])
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        smallest, low, high = least.tolist()
+        return smallest or None, name if low == -high else None
 
     def offload_shares(self) -> tuple[dict[str, float], str | None]:
         """Return the shares that leave the device while others need it, by kind, and why, where the recipe leaves some open."""
@@ -114,8 +123,10 @@ class PolicyWorker(Worker):
     def describe(self) -> str:
         """Return what the model's layers are made of here."""
         threads = torch.get_num_threads()
-        told = f" · {threads} threads a rank (OMP_NUM_THREADS sets another number)"
-        return self.engine.describe() + (told if self.device == "cpu" and threads > 1 else "")
+        told = [self.engine.describe(), self._kernels]
+        if self.device == "cpu" and threads > 1:
+            told.append(f"{threads} threads a rank (OMP_NUM_THREADS sets another number)")
+        return " · ".join(filter(None, told))
 
     def device_name(self) -> str:
         """Return what this rank computes on, by its name."""

@@ -16,6 +16,7 @@ from quintet.engine.mesh import Mesh
 from quintet.errors import UserError
 from quintet.models import MlaShape, ModelShape, MoeShape
 from quintet.recipe import schema
+from quintet.recipe.megatron import FUSED_EXPERTS
 from quintet.recipe.recompute import MODULES, recompute_modules
 
 
@@ -72,13 +73,27 @@ def transformer_config(
     if layout.stage_layers is not None:
         fields["pipeline_model_parallel_layout"] = StageLayers(layout, shape.layers, mesh.at("pp"))
     config = kind(**{**fields, **recipe.megatron})
-    if config.moe_router_fusion and getattr(moe_utils, "fused_topk_with_score_function", None) is None:
+    if config.moe_router_fusion and "moe_router_fusion" not in fused_kernels("transformer_engine"):
         raise UserError(
             "engine.megatron.moe_router_fusion is a kernel of TransformerEngine 2.6 or later, which is not installed here; remove it"
         )
     # Not in the constructor, which refuses biases of experts under etp: core's would be added once a rank, ours are not.
     config.add_bias_linear = shape.proj_bias
     return config
+
+
+def fused_kernels(backend: str) -> list[str]:
+    """Return which of `FUSED_EXPERTS` can be had here with a back end of layers."""
+    needs = {
+        "moe_permute_fusion": (
+            *("fused_permute", "fused_permute_with_probs", "fused_unpermute"),
+            *("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs"),
+        ),
+        "moe_router_fusion": ("fused_topk_with_score_function",),
+    }
+    if backend != "transformer_engine":
+        return []
+    return [one for one in FUSED_EXPERTS if all(getattr(moe_utils, name, None) for name in needs[one])]
 
 
 def _model(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:

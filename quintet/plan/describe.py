@@ -16,12 +16,14 @@ from quintet.models.shape import route_bytes
 from quintet.packing import alignment_of, cell_sizes, costs_of, fitting
 from quintet.plan.fp8 import in_8_bits
 from quintet.plan.fullest import fullest_rank, layers_of, setup_of
+from quintet.plan.kernels import experts_of, read_kernels, with_kernels
 from quintet.plan.memory import packed_bytes
 from quintet.plan.offload import Offload
 from quintet.plan.saves import checkpoint_bytes
 from quintet.plan.setup import Setup
 from quintet.recipe.derived import data_parallel, expert_tp, moe_layers_of
 from quintet.recipe.lora import lora_shape
+from quintet.recipe.megatron import FUSED_EXPERTS
 from quintet.recipe.recompute import recompute_modules
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command, shape_of
@@ -50,6 +52,7 @@ def looks(recipe: Recipe, command: Command, gpu_gib: float | None = None) -> dic
         found["the rollout"] = lambda: _rollout(recipe)
         found["what generates"] = lambda: _installed(recipe, command)
     found["the engine"] = lambda: _engine(recipe, shape)
+    found["the kernels"] = lambda: _kernels(recipe, shape)
     if command == "train" and recipe.engine.replay_routes is not None:
         found["routes"] = lambda: _routes(recipe, shape)
     if command in ("train", "sft"):
@@ -203,6 +206,16 @@ def _engine(recipe: Recipe, shape: ModelShape) -> str:
     recompute = recipe.engine.recompute + (f" ({', '.join(modules)})" if modules else "")
     text = f"Engine: {layers_of(recipe)}, recompute {recompute}."
     return text if recipe.engine.fp8 is None else f"{text} {in_8_bits(recipe, shape)}"
+
+
+def _kernels(recipe: Recipe, shape: ModelShape) -> str | None:
+    """Which of TransformerEngine's kernels runs take on devices on which some were measured."""
+    if shape.moe is None or not layers_of(recipe).startswith("transformer_engine"):
+        return None
+    rows = read_kernels()
+    devices = sorted({row.device for row in rows if row.experts == experts_of(shape)})
+    told = [with_kernels(recipe, shape, device, FUSED_EXPERTS, rows)[1] for device in devices]
+    return "".join(f"{one[0].upper()}{one[1:]}." for one in told if one) or None
 
 
 def _rows(recipe: Recipe) -> str:

@@ -9,9 +9,13 @@ Read without importing megatron-core, which would bring in torch and take second
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 from quintet.recipe.elsewhere import WORDS
 from quintet.recipe.reserved_options import declared_fields
+
+if TYPE_CHECKING:
+    from quintet.recipe.schema import Recipe
 
 _REASONS = {
     "decided by model.dtype": """
@@ -105,7 +109,17 @@ FREE = frozenset(
 )
 """What `engine.megatron` may set: fields that change how fast or in what order a model computes, not what."""
 FUSED_EXPERTS = ("moe_permute_fusion", "moe_router_fusion")
-"""Of these, those that run kernels of TransformerEngine's on models with experts."""
+"""Of these, those that run kernels of TransformerEngine's on models with experts; where the recipe says nothing of one, a run takes it
+where it was measured faster (`quintet.plan.kernels`)."""
+
+
+def asks_routers(recipe: Recipe) -> str:
+    """Return what of a recipe has the trainer's routers asked for their choice, which TransformerEngine's cannot be; else empty."""
+    if recipe.engine.replay_routes is not None:
+        return f"engine.replay_routes={recipe.engine.replay_routes}"
+    if recipe.rollout.return_routes and recipe.rollout.backend == "native":
+        return "rollout.return_routes=true of a native rollout"
+    return ""
 
 
 def why_refused(name: str) -> str:

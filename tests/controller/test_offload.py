@@ -22,7 +22,7 @@ def test_what_leaves_follows_from_the_smallest_device(
 ) -> None:
     """On the one rank in this process, told that its device has so much: of 4.5 GiB the margin leaves 0.28."""
     monkeypatch.setattr(sessions, "_is_little", lambda *_: True)
-    monkeypatch.setattr(PolicyWorker, "_smallest_device", lambda self: int(gib * GIB))
+    monkeypatch.setattr(PolicyWorker, "_devices", lambda self: (int(gib * GIB), "a GPU"))
     kept = ("rollout.sequences_per_rank=2048", "rollout.max_response_tokens=512")
     with run(tmp_path, "cluster.ranks=1", "cluster.device=auto", *kept) as s:
         generate(s)

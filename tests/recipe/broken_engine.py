@@ -202,6 +202,11 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["moe_router_fusion does not go with engine.replay_routes=old", "remove one of the two"],
     ),
     (
+        "megatron_options_are_free",
+        ["@moe", "engine.megatron.moe_router_fusion=true", "rollout.return_routes=true"],
+        ["moe_router_fusion does not go with rollout.return_routes=true of a native rollout", "tells none"],
+    ),
+    (
         "recompute_modules_are_there",
         ["engine.recompute_modules=[mlp]"],
         ["engine.recompute_modules=[mlp] is read by engine.recompute=selective alone", "it is none"],

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 
 from quintet.install import with_extra
 from quintet.recipe.features import FEATURES
-from quintet.recipe.megatron import FREE, FUSED_EXPERTS, transformer_config_fields, why_refused
+from quintet.recipe.megatron import (
+    FREE,
+    FUSED_EXPERTS,
+    asks_routers,
+    transformer_config_fields,
+    why_refused,
+)
 from quintet.recipe.problem import Problem
 from quintet.recipe.refused import NEEDS_GPU, NOT_AVAILABLE, REFUSED_PAIRS
 from quintet.recipe.rules.facts import Facts, rule
@@ -69,10 +75,9 @@ def megatron_options_are_free(facts: Facts) -> Iterator[Problem]:
                     f"{key} is a kernel of TransformerEngine's, which portable layers do not use; remove it, or set "
                     "engine.backend=transformer_engine on GPUs"
                 )
-            elif name == "moe_router_fusion" and recipe.engine.replay_routes is not None:
+            elif name == "moe_router_fusion" and (asking := asks_routers(recipe)):
                 yield Problem(
-                    f"{key} does not go with engine.replay_routes={recipe.engine.replay_routes}: that router asks for no routes, and "
-                    "nothing would be replayed; remove one of the two"
+                    f"{key} does not go with {asking}: that router asks for no routes and tells none; remove one of the two"
                 )
 
 

@@ -113,7 +113,8 @@ class Engine(Section):
     """Share of the optimizer's state on the CPU while generating."""
     megatron: dict[str, Any] = {}
     """Further TransformerConfig fields of megatron-core, as they are named there: those that no other key decides and that
-    quintet's layers read (docs/layouts.md lists them)."""
+    quintet's layers read (docs/layouts.md lists them). TransformerEngine's kernels for experts, moe_permute_fusion and
+    moe_router_fusion, are taken where they were measured faster, unless they are set here."""
 
     @property
     def without_fp8(self) -> Self:

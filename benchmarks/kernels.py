@@ -1,0 +1,126 @@
+"""Which of TransformerEngine's kernels for experts make a training step faster: quintet with each, beside quintet without.
+
+    python -m benchmarks.kernels                       Qwen3-30B-A3B's experts, 4 of 48 layers, one GPU
+    python -m benchmarks.kernels --write               and put what was measured where runs choose by it
+    python -m benchmarks.kernels --shape tiny-moe      a dry run on a CPU: portable layers on both sides, nothing is recorded
+
+Both sides live at the same time and take turns; a kernel's speedup is the median over turns of the seconds of the two sides' steps, and
+its `least` that of the worst turn. Runs take a kernel that was faster in every turn and by half a percent in the median
+(`quintet/plan/kernels.py`), unless the recipe says otherwise. The first losses have to agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import device_name
+from benchmarks.engine_work import MODELS, TINY, Setup, setup_of
+from benchmarks.pairs import Taken, in_turns
+from benchmarks.records import RESULTS, merged, record, write_records
+from quintet.plan.kernels import TABLE, MeasuredKernel, experts_of, write_kernel
+from quintet.recipe.megatron import FUSED_EXPERTS
+
+FITTING = {"qwen3-30b-a3b": 4}
+"""Layers of a shape that one H200 trains while the other side's weights, gradients and optimizer state wait beside them."""
+LOSS_APART = 2e-3
+
+
+def setups(args: argparse.Namespace, kernel: str) -> list[tuple[str, Setup]]:
+    """Both sides with their names: with the kernel, and without. Of a dry run neither has it."""
+    dry = args.shape in TINY
+    plain = replace(
+        setup_of(args.shape, backend="portable" if dry else "transformer_engine", tokens=args.tokens),
+        layers=args.layers or FITTING.get(args.shape),
+    )
+    fused = plain if dry else replace(plain, engine={"megatron": {kernel: True}})
+    return [(kernel, fused), ("without", plain)]
+
+
+def row_of(setup: Setup, kernel: str, ratios: Sequence[float], made: dict[str, Any]) -> MeasuredKernel:
+    """What runs choose by. ratios: seconds without over those with it, a turn each. made: a record of the same run."""
+    return MeasuredKernel(
+        device=device_name(),
+        kernel=kernel,
+        experts=experts_of(setup.shape),
+        speedup=round(statistics.median(ratios), 4),
+        least=round(min(ratios), 4),
+        command=made["command"],
+        commit=made["commit"],
+        date=made["date"],
+    )
+
+
+def measure(args: argparse.Namespace, kernel: str) -> tuple[dict[str, Any], MeasuredKernel]:
+    """Let both sides take turns, print what came out, and return the record and what runs choose by. SystemExit for losses that differ."""
+    pair = setups(args, kernel)
+    taken = in_turns(pair, args)
+    ours, theirs = taken
+    apart = abs(ours.losses[0] / theirs.losses[0] - 1)
+    if not apart <= LOSS_APART:
+        raise SystemExit(f"{kernel}: the first losses are {apart:.2%} apart, and {LOSS_APART:.1%} may be")
+    setup = pair[1][1]
+    rates = [setup.tokens_per_step / one.seconds for one in taken]
+    case = f"{setup.case()}/{kernel}".lower()
+    made = record("kernels", case, "tokens_per_s", rates[0], "tokens/s", baseline=rates[1])
+    row = row_of(setup, kernel, ratios_of(ours, theirs), made)
+    print(
+        f"{case}: {rates[0]:,.0f} tokens/s, without it {rates[1]:,.0f}; {row.speedup:.3f} times as fast, in the worst turn "
+        f"{row.least:.3f}: {'taken' if row.faster else 'not taken'}",
+        flush=True,
+    )
+    return made, row
+
+
+def ratios_of(ours: Taken, theirs: Taken) -> list[float]:
+    """Seconds of their steps over those of ours, of each turn."""
+    medians = [[statistics.median(turn) for turn in side.turns] for side in (ours, theirs)]
+    return [slow / fast for fast, slow in zip(*medians, strict=True)]
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    shapes = [name for name, model in MODELS.items() if model.shape.moe is not None]
+    add("--shape", choices=shapes, default="qwen3-30b-a3b", help="whose experts the model has")
+    add("--kernel", choices=FUSED_EXPERTS, action="append", help="may be repeated (default: all)")
+    add("--layers", type=int, help="depth (default: what fits an H200 twice)")
+    add("--tokens", type=int, help="tokens of a micro-batch (default 16384)")
+    add("--rounds", type=int, default=5, help="how often each side takes its turn (default 5)")
+    add("--steps-per-turn", type=int, default=3, help="measured steps of a turn (default 3)")
+    add("--sequential", action="store_true", help="start a side anew for each turn: for what fits only once")
+    add("--timeout-s", type=float, default=300.0, help="longest silence of a rank (default 300)")
+    add("--write", action="store_true", help="put what was measured where runs choose by it")
+    add("--out", type=Path, default=RESULTS / "kernels_h200.json", help="records are merged into this file")
+    add("--table", type=Path, default=TABLE, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure each kernel."""
+    args = arguments(argv)
+    dry = args.shape in TINY
+    if not dry and not device_name():
+        print("no GPU was found; --shape tiny-moe tries the plumbing without one", file=sys.stderr)
+        return 1
+    for kernel in args.kernel or FUSED_EXPERTS:
+        made, row = measure(args, kernel)
+        if dry:
+            continue
+        write_records(args.out, merged(args.out, [made]))
+        if args.write:
+            write_kernel(row, args.table)
+    if dry:
+        print("  a dry run: both sides without, nothing is recorded", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

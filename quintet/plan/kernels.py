@@ -1,0 +1,99 @@
+"""Which of TransformerEngine's kernels for experts a run takes: those that were measured faster, in `measured_kernels.json`.
+
+`python -m benchmarks.kernels --write` measures a model's on a GPU and writes its rows. What the recipe says of a kernel
+(`engine.megatron`) goes before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from quintet.models import ModelShape
+from quintet.recipe.megatron import FUSED_EXPERTS, asks_routers
+from quintet.recipe.schema import Recipe
+
+TABLE = Path(__file__).with_name("measured_kernels.json")
+MEASURE = "python -m benchmarks.kernels --write"
+WORTH = 1.005
+"""How many times as fast a step has to be for a kernel to be taken."""
+
+
+@dataclass(frozen=True)
+class MeasuredKernel:
+    """One row. kernel: the field of `engine.megatron`. experts: see `experts_of`. speedup: seconds of a training step without it over
+    those with it, the median of turns; least: of one turn."""
+
+    device: str
+    kernel: str
+    experts: dict[str, int]
+    speedup: float
+    least: float
+    command: str
+    commit: str
+    date: str
+
+    @property
+    def faster(self) -> bool:
+        """Whether it was faster in every turn, and by enough."""
+        return self.speedup >= WORTH and self.least > 1
+
+
+def experts_of(shape: ModelShape) -> dict[str, int]:
+    """Return what of a model with experts the kernels' time depends on."""
+    assert shape.moe is not None
+    names = ("experts", "top_k", "ffn_hidden_size")
+    return {"hidden_size": shape.hidden_size, **{name: getattr(shape.moe, name) for name in names}}
+
+
+def read_kernels(table: Path = TABLE) -> list[MeasuredKernel]:
+    """Return the rows of a table."""
+    return [MeasuredKernel(**row) for row in json.loads(table.read_text(encoding="utf-8"))]
+
+
+def write_kernel(row: MeasuredKernel, table: Path = TABLE) -> None:
+    """Write a row, in place of that of the same device, kernel and experts."""
+
+    def what(one: MeasuredKernel) -> tuple[object, ...]:
+        return one.device, one.kernel, sorted(one.experts.items())
+
+    rows = [*(one for one in read_kernels(table) if what(one) != what(row)), row]
+    rows.sort(key=what)
+    table.write_text(json.dumps([asdict(one) for one in rows], indent=2) + "\n", encoding="utf-8")
+
+
+def with_kernels(
+    recipe: Recipe,
+    shape: ModelShape,
+    device: str | None,
+    installed: Collection[str],
+    table: Iterable[MeasuredKernel] | None = None,
+) -> tuple[Recipe, str]:
+    """Return the recipe with the kernels that were measured faster, and a sentence of which and why; empty where there is no choice.
+
+    device: of all ranks, by its name; None where they differ. installed: of `FUSED_EXPERTS`, those that can be had.
+    """
+    open_ = [one for one in FUSED_EXPERTS if one in installed and one not in recipe.engine.megatron]
+    if shape.moe is None or not open_:
+        return recipe, ""
+    rows = [one for one in (read_kernels() if table is None else table) if one.device == device]
+    known = {one.kernel: one for one in rows if one.experts == experts_of(shape)}
+    routes = asks_routers(recipe)
+    taken, said = [], []
+    for kernel in open_:
+        row = known.get(kernel)
+        if kernel == "moe_router_fusion" and routes:
+            said.append(f"no {kernel}, which does not go with {routes}")
+        elif row is None:
+            said.append(
+                f"no {kernel}, which was not measured for these experts on {device or 'unlike devices'} ({MEASURE})"
+            )
+        else:
+            how = f"measured {row.speedup:.3f} times as fast on {row.device} ({row.command}, {row.date})"
+            said.append(f"{kernel}, {how}" if row.faster else f"no {kernel}, {how}")
+            taken += [kernel] if row.faster else []
+    megatron = recipe.engine.megatron | dict.fromkeys(taken, True)
+    engine = recipe.engine.model_copy(update={"megatron": megatron})
+    return recipe.model_copy(update={"engine": engine}), f"kernels of experts: {'; '.join(said)}"
