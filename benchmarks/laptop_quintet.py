@@ -17,6 +17,7 @@ from quintet.controller.objective import policy_objective
 from quintet.data.prompts import make_prompts
 from quintet.data.tokenizer import load_tokenizer
 from quintet.models import read_shape
+from quintet.observe.phases import PhaseTimer
 from quintet.recipe import schema
 from quintet.rewards.load import load_reward
 from quintet.rewards.pool import RewardPool
@@ -41,7 +42,8 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
 
 
 def run_steps(settings: schema.Recipe, work: dict[str, Any]) -> dict[str, Any]:
-    """Train for the work's steps (`Case.work`); return seconds by step (warm-up left out) and their summary."""
+    """Train for the work's steps (`Case.work`); return seconds by step (warm-up left out) and their summary. controller_share: of a
+    step, what the controller takes to plan and scatter it, and what is in no phase."""
     model = settings.model.path
     tokenizer = load_tokenizer(model)
     texts, lengths, per_prompt = work["prompts"], work["lengths"], work["samples_per_prompt"]
@@ -51,20 +53,23 @@ def run_steps(settings: schema.Recipe, work: dict[str, Any]) -> dict[str, Any]:
     sampling = Sampling(max_response_tokens=work["longest"], ignore_end=True)
     objective = policy_objective(settings.algorithm, settings.mismatch)
     advantages = Advantages("group", {"normalize_by_std": True})
-    steps: list[tuple[float, float, float]] = []
+    steps: list[tuple[float, float, float, float]] = []
+    timed = PhaseTimer()
     with ExitStack() as stack:
         cluster = stack.enter_context(Cluster(settings.cluster))
         pool = stack.enter_context(RewardPool(reward, settings.reward, cluster.log_dir))
-        controller = Controller(cluster, settings, model, read_shape(model), rewards=pool)
+        controller = Controller(cluster, settings, model, read_shape(model), phase=timed, rewards=pool)
         policy = controller.policy
         for step, wanted in enumerate(lengths):
             chosen = prompts[step * per_step : (step + 1) * per_step]
             by_prompt = [wanted[i : i + per_prompt] for i in range(0, len(wanted), per_prompt)]
             began = time.perf_counter()
-            with controller.generating():
+            timed.lap()
+            with timed("generate"), controller.generating():
                 samples = controller.generate(chosen, sampling, per_prompt, f"bench/{step}", by_prompt)
             generated = time.perf_counter()
-            controller.reward(samples)
+            with timed("reward"):
+                controller.reward(samples)
             batch = controller.scatter(samples)
             batch = batch | policy.advantages(batch, advantages)
             for mini in batch.minibatches:
@@ -72,16 +77,19 @@ def run_steps(settings: schema.Recipe, work: dict[str, Any]) -> dict[str, Any]:
                 policy.optimizer_step()
             policy.publish()
             ended = time.perf_counter()
+            phases, whole = timed.lap()
             if [g.response_tokens for g in samples.generated] != wanted:
                 raise AssertionError("the responses do not have the lengths of the work")
             if step >= work["warmup_steps"]:
-                steps.append((ended - began, generated - began, ended - generated))
-    step_s, generate_s, train_s = (list(column) for column in zip(*steps, strict=True))
+                alone = 1 - sum(phases.values()) / whole
+                steps.append((ended - began, generated - began, ended - generated, alone))
+    step_s, generate_s, train_s, shares = (list(column) for column in zip(*steps, strict=True))
     return {
         "step_s": step_s,
         "generate_s_median": statistics.median(generate_s),
         "train_s_median": statistics.median(train_s),
         "samples_per_s": len(lengths[0]) / statistics.median(step_s),
+        "controller_share": statistics.median(shares),
         "versions": versions(),
         "settings": {"ranks": settings.cluster.ranks},
     }

@@ -7,7 +7,7 @@
 
 Same random weights, prompts, samples per prompt, response lengths (each forced), reward and algorithm, as in `laptop_grpo`; prompts of 256
 tokens, 512 samples a step, of 512 tokens or log-normal with a median of 256 up to 2048. A step is timed from the end of one to the end of
-the next. quintet keeps fp32 weights and moments beside bf16; TRL trains in bf16 alone, which is less work and less memory. Both keep vLLM and
+the next; `controller_share` is the part of it that the controller takes to plan and scatter, or that is in no phase. quintet keeps fp32 weights and moments beside bf16; TRL trains in bf16 alone, which is less work and less memory. Both keep vLLM and
 trainer on the GPU at the same time, as all fits. TRL comes from TRL_PYTHON, by default the interpreter that runs this.
 """
 
@@ -121,9 +121,10 @@ def trl(args: argparse.Namespace, model: Path, work: Path, case: Case) -> dict[s
 
 
 def told(side: str, found: dict[str, Any]) -> str:
+    share = f", controller {found['controller_share']:.1%}" if "controller_share" in found else ""
     return (
         f"  {side:8} {statistics.median(found['step_s']):7.2f} s/step ({min(found['step_s']):.2f} to {max(found['step_s']):.2f}), "
-        f"generate {found['generate_s_median']:.2f}, train {found['train_s_median']:.2f}, {found['samples_per_s']:.1f} samples/s"
+        f"generate {found['generate_s_median']:.2f}, train {found['train_s_median']:.2f}, {found['samples_per_s']:.1f} samples/s{share}"
     )
 
 
@@ -194,8 +195,9 @@ def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str,
     if args.fp8:
         place += "/blockwise"
     units = {"samples_per_s": "samples/s", "generate_s_median": "s", "train_s_median": "s"}
+    units["controller_share"] = "fraction"
     return [
-        record("step", place, key, ours[key], unit, baseline=theirs[key]) | {"versions": named}
+        record("step", place, key, ours[key], unit, baseline=theirs.get(key)) | {"versions": named}
         for key, unit in units.items()
     ]
 

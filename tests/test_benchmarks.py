@@ -259,7 +259,7 @@ def test_steps_need_a_gpu_or_are_tiny() -> None:
 
 def test_steps_are_measured_on_a_cpu() -> None:
     printed = benchmark("step", "--tiny", "--only", "quintet", "--case", "long-tail", "--steps", "1")
-    assert re.search(r"quintet +[\d.]+ s/step", printed)
+    assert re.search(r"quintet +[\d.]+ s/step .* samples/s, controller \d+\.\d%\n", printed)
 
 
 @pytest.mark.nightly
