@@ -158,7 +158,7 @@ def _predict(recipe: Recipe, shape: ModelShape, arguments: argparse.Namespace, l
         cells.append((name, f"{sum(one.seconds for one in parts):,.1f}", f"{share:.2f}" if share else ""))
     _print_table(("phase", "seconds", "MFU"), cells)
     print(
-        "At the best: nothing overlaps, and exchanges of tp, cp and ep, uneven loads and work between phases are not counted."
+        "At the best: nothing overlaps, and the trainer's exchanges of tp, cp and ep, uneven loads and work between phases are not counted."
     )
 
 

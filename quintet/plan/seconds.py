@@ -1,15 +1,15 @@
 """Seconds of a step by phase, and the share of the GPUs' arithmetic (MFU) that they make use of, from the recipe and a config.json alone.
 
     generate  as many decode steps as the longest response has tokens, or as the slots make necessary. Each reads the weights that its
-              sequences meet and their cache, or multiplies by them, whichever takes longer, and takes `DECODE_STEP_S` besides
+              sequences meet and their cache, or multiplies by them, whichever takes longer, and takes `decode_step_s` besides
     logprob   a forward pass for each policy whose log-probs are wanted
     train     a forward and a backward pass, of twice its FLOPs, and what is computed again; the optimizer's part on the host
     sync      weights over a link to the rollout, and what of the trainer rests on the host, there and back
 
 A pipeline of pp stages in vpp chunks stands still for (pp - 1) / (m vpp + pp - 1) of its time with m micro-batches (Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473, section 2.2), and waits for the stage with the most to do. Taken to cost nothing: what tp, cp and ep
-exchange, samples and experts that load ranks unevenly, drafts and the heads of layers for multi-token prediction, rewards, and whatever
-is between the phases. Nothing overlaps, and 8 bits are taken to gain nothing.
+https://arxiv.org/abs/2104.04473, section 2.2), and waits for the stage with the most to do. Taken to cost nothing: what the
+trainer's tp, cp and ep exchange, samples and experts that load ranks unevenly, drafts and the heads of layers for multi-token
+prediction, rewards, and whatever is between the phases. Nothing overlaps, and 8 bits are taken to gain nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +36,14 @@ PEAK_SHARE = 0.53
 """Of the card's FLOP/s, that passes of packed rows reach on one rank (engine_h200.json: mfu of qwen2.5-1.5b/te)."""
 BANDWIDTH_SHARE = 0.87
 """Of the memory's, that reading and writing reaches (sync_h200.json: copy_rate, both ways)."""
-DECODE_STEP_S = {"vllm": 0.0075, "sglang": 0.0075, "native": 0.036}
-"""A decode step but for what it reads and multiplies: launches, sampling (rollout.json: qwen2.5-1.5b/1gpu, 512 sequences). SGLang's was
-not measured."""
+DECODE_LAYER_S = {"vllm": 60e-6, "sglang": 60e-6, "native": 1.14e-3}
+"""A layer of a decode step but for what it reads and multiplies: launches and small kernels (rollout.json: qwen2.5-1.5b/1gpu, all at once
+and long-tail; mtp.json: 400m/vllm/seqs1). What a step takes besides its layers is in it. SGLang's was not measured."""
+DECODE_SEQUENCE_S = {"vllm": 11.5e-6, "sglang": 11.5e-6, "native": 8.7e-6}
+"""What a sequence adds to that: scheduling, sampling (the same of rollout.json, which differ in how many are alive)."""
+ALL_REDUCE_S, ALL_REDUCE_BYTE_S = 9e-6, 19e-12
+"""Of a sum over tp ranks of a node, whatever it is of, and for a byte that a rank sends; up to 1 MiB of vLLM's kernel on 2 to 8 H100s,
+measured in https://github.com/sgl-project/sglang/pull/2904."""
 SYNC_RATE = 44e9
 """Bytes a second that a rollout's rank is sent (sync_h200.json: qwen3-30b-a3b/2gpu); a 400 Gb/s link between nodes gives as much."""
 OFFLOAD_RATE = 50e9
@@ -178,11 +183,24 @@ def _generate(
     each = shape.flops_per_token(seen) / 3
     reading = read / (card.bandwidth * BANDWIDTH_SHARE)
     multiplying = live * each / (ranks * card.flops * PEAK_SHARE)
-    step = max(reading, multiplying) + DECODE_STEP_S[recipe.rollout.backend]
+    step = max(reading, multiplying) + decode_step_s(
+        recipe.rollout.backend, shape, live, layout.tp, setup.width
+    )
     # A prompt is read once for all of its samples.
     before = samples.prompts * samples.prompt_tokens * shape.flops_per_token(samples.prompt_tokens / 2) / 3
     prefill = before / (placement.copies * ranks * card.flops * PEAK_SHARE)
     return PhaseTime(prefill + steps * step, before + samples.count * samples.response_tokens * each)
+
+
+def decode_step_s(backend: str, shape: ModelShape, sequences: float, tp: int, width: int) -> float:
+    """Return the seconds of a decode step but for what it reads and multiplies. width: bytes of a number."""
+    sums = 2 * shape.layers * all_reduce_s(sequences * shape.hidden_size * width, tp)
+    return shape.layers * DECODE_LAYER_S[backend] + sequences * DECODE_SEQUENCE_S[backend] + sums
+
+
+def all_reduce_s(size: float, tp: int) -> float:
+    """Return the seconds of a sum of so many bytes over tp ranks; over one it is none."""
+    return ALL_REDUCE_S + ALL_REDUCE_BYTE_S * size * 2 * (tp - 1) / tp if tp > 1 else 0.0
 
 
 def _cache_of_token(recipe: schema.Recipe, setup: Setup, placement: RolloutPlacement) -> int:
