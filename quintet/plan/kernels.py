@@ -1,6 +1,6 @@
 """Which of TransformerEngine's kernels for experts a run takes: those that were measured faster, in `measured_kernels.json`.
 
-`python -m benchmarks.kernels --write` measures a model's on a GPU and writes its rows. What the recipe says of a kernel
+`python -m benchmarks.expert_kernels --write` measures a model's on a GPU and writes its rows. What the recipe says of a kernel
 (`engine.megatron`) goes before it.
 """
 
@@ -16,7 +16,7 @@ from quintet.recipe.megatron import FUSED_EXPERTS, asks_routers
 from quintet.recipe.schema import Recipe
 
 TABLE = Path(__file__).with_name("measured_kernels.json")
-MEASURE = "python -m benchmarks.kernels --write"
+MEASURE = "python -m benchmarks.expert_kernels --write"
 WORTH = 1.005
 """How many times as fast a step has to be for a kernel to be taken."""
 

@@ -60,7 +60,7 @@ def test_what_was_not_measured_is_not_taken_and_that_is_told(shape, device, tabl
     found, told = with_kernels(before, shape, device, FUSED_EXPERTS, table)
     assert found == before
     assert told.count(f"was not measured for these experts on {device or 'unlike devices'}") == 2
-    assert "python -m benchmarks.kernels --write" in told
+    assert "python -m benchmarks.expert_kernels --write" in told
 
 
 @pytest.mark.parametrize(("speedup", "least"), [(0.97, 0.9), (1.05, 0.999), (1.004, 1.001)])

@@ -1,8 +1,8 @@
 """Which of TransformerEngine's kernels for experts make a training step faster: quintet with each, beside quintet without.
 
-    python -m benchmarks.kernels                       Qwen3-30B-A3B's experts, 4 of 48 layers, one GPU
-    python -m benchmarks.kernels --write               and put what was measured where runs choose by it
-    python -m benchmarks.kernels --shape tiny-moe      a dry run on a CPU: portable layers on both sides, nothing is recorded
+    python -m benchmarks.expert_kernels                       Qwen3-30B-A3B's experts, 4 of 48 layers, one GPU
+    python -m benchmarks.expert_kernels --write               and put what was measured where runs choose by it
+    python -m benchmarks.expert_kernels --shape tiny-moe      a dry run on a CPU: portable layers on both sides, nothing is recorded
 
 Both sides live at the same time and take turns; a kernel's speedup is the median over turns of the seconds of the two sides' steps, and
 its `least` that of the worst turn. Runs take a kernel that was faster in every turn and by half a percent in the median
@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace, kernel: str) -> tuple[dict[str, Any], Meas
     setup = pair[1][1]
     rates = [setup.tokens_per_step / one.seconds for one in taken]
     case = f"{setup.case()}/{kernel}".lower()
-    made = record("kernels", case, "tokens_per_s", rates[0], "tokens/s", baseline=rates[1])
+    made = record("expert_kernels", case, "tokens_per_s", rates[0], "tokens/s", baseline=rates[1])
     row = row_of(setup, kernel, ratios_of(ours, theirs), made)
     print(
         f"{case}: {rates[0]:,.0f} tokens/s, without it {rates[1]:,.0f}; {row.speedup:.3f} times as fast, in the worst turn "
@@ -98,7 +98,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sequential", action="store_true", help="start a side anew for each turn: for what fits only once")
     add("--timeout-s", type=float, default=300.0, help="longest silence of a rank (default 300)")
     add("--write", action="store_true", help="put what was measured where runs choose by it")
-    add("--out", type=Path, default=RESULTS / "kernels_h200.json", help="records are merged into this file")
+    add(
+        "--out",
+        type=Path,
+        default=RESULTS / "expert_kernels_h200.json",
+        help="records are merged into this file",
+    )
     add("--table", type=Path, default=TABLE, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernels
+from benchmarks import expert_kernels
 from benchmarks.engine_work import setup_of
 from benchmarks.pairs import Taken
 from quintet.plan.kernels import read_kernels
@@ -22,7 +22,7 @@ from tests.test_fp8_benchmark import H200_BYTES
 
 @pytest.mark.parametrize("kernel", FUSED_EXPERTS)
 def test_the_sides_differ_by_the_kernel_and_fit_a_gpu(kernel: str) -> None:
-    (name, fused), (_, plain) = kernels.setups(kernels.arguments([]), kernel)
+    (name, fused), (_, plain) = expert_kernels.setups(expert_kernels.arguments([]), kernel)
     assert name == kernel
     assert fused.engine_recipe.megatron == {kernel: True}
     assert plain.engine_recipe.megatron == {}
@@ -45,25 +45,25 @@ def test_a_turn_counts_by_its_median_step_and_a_step_by_its_slowest_rank() -> No
     theirs = Taken()
     theirs.add([{"seconds": [1.1, 1.1, 1.1], "losses": [1.0] * 3, "peak_gib": 1.0}] * 2)
     theirs.add([{"seconds": [one, 1.0, one], "losses": [1.0] * 3, "peak_gib": 1.0} for one in (1.0, 1.8)])
-    assert kernels.ratios_of(ours, theirs) == pytest.approx([1.1, 0.9])
+    assert expert_kernels.ratios_of(ours, theirs) == pytest.approx([1.1, 0.9])
     assert theirs.losses[0] == 2.0
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, directory: Path, *sides: Taken) -> list[str]:
     """Run the benchmark as if a GPU had taken these turns; its arguments."""
-    monkeypatch.setattr(kernels, "in_turns", lambda pair, args: list(sides))
-    monkeypatch.setattr(kernels, "device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(expert_kernels, "in_turns", lambda pair, args: list(sides))
+    monkeypatch.setattr(expert_kernels, "device_name", lambda: "NVIDIA H200")
     (directory / "table.json").write_text("[]")
-    monkeypatch.setattr("sys.argv", ["benchmarks/kernels.py", "--write"])
+    monkeypatch.setattr("sys.argv", ["benchmarks/expert_kernels.py", "--write"])
     where = ["--out", str(directory / "out.json"), "--table", str(directory / "table.json")]
     return ["--kernel", "moe_permute_fusion", *where]
 
 
 def test_what_was_measured_is_written_where_runs_choose_by_it(tmp_path, monkeypatch, capsys) -> None:
     words = measured(monkeypatch, tmp_path, taken([1.0], [1.0]), taken([1.1], [1.06]))
-    assert kernels.main(words) == 0
+    assert expert_kernels.main(words) == 0
     assert read_kernels(tmp_path / "table.json") == []
-    assert kernels.main([*words, "--write"]) == 0
+    assert expert_kernels.main([*words, "--write"]) == 0
     (row,) = read_kernels(tmp_path / "table.json")
     assert (row.device, row.kernel, row.speedup, row.least) == (
         "NVIDIA H200",
@@ -72,7 +72,7 @@ def test_what_was_measured_is_written_where_runs_choose_by_it(tmp_path, monkeypa
         1.06,
     )
     assert row.experts == {"hidden_size": 2048, "experts": 128, "top_k": 8, "ffn_hidden_size": 768}
-    assert row.command == "python -m benchmarks.kernels --write"
+    assert row.command == "python -m benchmarks.expert_kernels --write"
     assert row.faster
     (record,) = json.loads((tmp_path / "out.json").read_text())
     tokens = setup_of("qwen3-30b-a3b", backend="transformer_engine").tokens_per_step
@@ -84,14 +84,14 @@ def test_what_was_measured_is_written_where_runs_choose_by_it(tmp_path, monkeypa
 def test_sides_that_compute_something_else_are_not_compared(tmp_path, monkeypatch) -> None:
     words = measured(monkeypatch, tmp_path, taken([1.0]), taken([1.1], loss=2.01))
     with pytest.raises(SystemExit, match=r"the first losses are 0.50% apart"):
-        kernels.main([*words, "--write"])
+        expert_kernels.main([*words, "--write"])
     assert read_kernels(tmp_path / "table.json") == []
     assert not (tmp_path / "out.json").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert kernels.main([]) == 1
+    assert expert_kernels.main([]) == 1
     assert "no GPU was found; --shape tiny-moe" in capsys.readouterr().err
 
 
@@ -107,6 +107,6 @@ def test_it_runs_dry() -> None:
         "--steps-per-turn",
         "1",
     )
-    printed = benchmark("kernels", *words)
+    printed = benchmark("expert_kernels", *words)
     assert "tiny-moe/portable/moe_permute_fusion: " in printed
     assert "nothing is recorded" in printed
