@@ -231,13 +231,13 @@ _ENGINE = [
     _above_zero("offload_params", "offload of parameters", "engine.offload_params"),
     _above_zero("offload_grads", "offload of gradients", "engine.offload_grads"),
     _above_zero("offload_optimizer", "offload of optimizer state", "engine.offload_optimizer"),
-]
-_LOOP = [
     *_one_of(
         "engine.fp8",
         fp8_tensorwise=("products in 8 bits with a scale a tensor", "tensorwise"),
         fp8_blockwise=("products in 8 bits with scales of blocks", "blockwise"),
     ),
+]
+_LOOP = [
     Feature(
         "shared_rollout",
         "a rollout on the engine's weights",

@@ -7,12 +7,13 @@ those. All cases follow from the two.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from quintet.packing import FP8_TOKENS
 from quintet.recipe import schema
 from quintet.recipe.megatron import FUSED_EXPERTS
 from tests.oracle.balance import AUX_WEIGHT, BIAS_RATE, Z_WEIGHT, Balance
@@ -100,6 +101,8 @@ class Case:
     """Whether kernels of TransformerEngine's choose experts and permute tokens."""
     mixed: bool = False
     """Dynamic context parallelism: blocks are cut otherwise in each round, by a table that leaves out no way (`ranks.recut`)."""
+    fp8: str = ""
+    """The recipe of FP8 that rows are padded for."""
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -109,6 +112,13 @@ class Case:
     @property
     def ranks(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a micro-batch on a rank; of one padded for FP8 no whole number of multiples."""
+        if self.fp8:
+            return FP8_TOKENS[self.fp8] * (self.tp if self.sp else 1) + TOKENS_PER_ROW
+        return TOKENS_PER_ROW // self.cp
 
     @property
     def name(self) -> str:
@@ -149,7 +159,8 @@ class Case:
                 etp=self.etp if moe else None,
             ),
             engine=schema.Engine(
-                tokens_per_microbatch_per_rank=TOKENS_PER_ROW // self.cp,
+                tokens_per_microbatch_per_rank=self.budget,
+                fp8=self.fp8 or None,  # type: ignore[arg-type]
                 distributed_optimizer=self.distributed_optimizer,
                 overlap_grad_reduce=self.overlap_grad_reduce,
                 backend=self.backend,
@@ -510,6 +521,43 @@ def overlap_cases(ranks: int, **fixed: Any) -> list[Case]:
     found += [Case("mimo", mtp=1, **how), Case("qwen3", lora=True, **how)]
     found += [Case("qwen3", **{**how, "pp": 2, "stages": "1.3"})] if ranks > 1 else []
     return [*found, *bf16("qwen3", ranks, **how)]
+
+
+_OFFLOAD = {"offload_params": True, "offload_grads": True, "offload_optimizer": True}
+_SHARDED = {"distributed_optimizer": True}
+PADDED_LAYOUTS = tuple(
+    replace(case, fp8=fp8)
+    for fp8, cases in {
+        "tensorwise": (
+            Case("qwen3", tp=2, sp=True, pp=2, vpp=2, **_SHARDED, **_OFFLOAD, optimizer="adam"),
+            Case("qwen3", head="value", cp=2, cp_comm="all_to_all", tp=2, sp=True, optimizer="sgd"),
+            Case("qwen3_moe", **_R, dp=2, ep=2, **_AUX, **_Z, **_SHARDED),
+            Case("qwen3_moe", **_O, tp=2, sp=True, cp=2, ep=2, etp=1, mixed=True, frozen=".mlp.gate"),
+            Case("qwen3", **_OVERLAP, dp=2, lr_multipliers=True),
+            Case("mimo", mtp=2, tp=2, sp=True, cp=2, mixed=True),
+            Case("deepseek_v3", pp=2, vpp=2, dp=2, ep=2, recompute="selective"),
+            Case("deepseek_v3", dp=2, ep=2, **_BIAS, **_BATCH, recompute="full"),
+            Case("gpt_oss", tp=2, sp=True, etp=2),
+            Case("qwen3-tied", stages="1.3", pp=2),
+            Case("qwen3", dtype="bf16", tp=2, sp=True),
+        ),
+        "blockwise": (
+            Case("qwen3", tp=2, sp=True, pp=2, vpp=2, **_SHARDED, optimizer="adam", lr_multipliers=True),
+            Case("qwen3", head="value", cp=2, tp=2, sp=True, optimizer="sgd", **_OFFLOAD),
+            Case("qwen3", cp=2, cp_comm="all_to_all", frozen=".o_proj"),
+            Case("qwen3_moe", **_R, dp=2, ep=2, **_AUX, **_Z),
+            Case("qwen3_moe", **_O, tp=2, sp=True, cp=2, ep=2, etp=1, mixed=True),
+            Case("mimo", mtp=2, dp=2, **_OVERLAP, **_SHARDED),
+            Case("deepseek_v3", mtp=2, pp=2, vpp=2, dp=2, ep=2, recompute="selective"),
+            Case("deepseek_v3", dp=2, ep=2, **_BIAS, **_BATCH, recompute="full"),
+            Case("gpt_oss", tp=2, sp=True, etp=2),
+            Case("qwen3-tied", stages="1.3", pp=2),
+            Case("qwen3", dtype="bf16", tp=2, sp=True),
+        ),
+    }.items()
+    for case in cases
+)
+"""Rows padded for FP8 in `make test`: each other feature with both recipes, but for what a GPU alone has."""
 
 
 def fast_cases() -> list[Case]:

@@ -19,7 +19,7 @@ from quintet.errors import UserError
 from quintet.models import family_of, read_shape
 from quintet.models.family import read_config
 from quintet.recipe.features import FEATURES
-from tests.oracle.cases import FAMILIES, REPLAYED, Case, fast_cases, gpu_cases, slow_cases
+from tests.oracle.cases import FAMILIES, PADDED_LAYOUTS, REPLAYED, Case, fast_cases, gpu_cases, slow_cases
 from tests.recipe.feature_sets import features_on, refused_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
@@ -37,8 +37,13 @@ TITLES = {one.id: one.name for one in FEATURES.values() if one.engine} | FROM_MO
 """Every feature of the training engine, in the order of the page."""
 
 
+FP8 = ("fp8_tensorwise", "fp8_blockwise")
+PROOF, PROVED = "python -m benchmarks.fp8 --prove", ("transformer_engine", "cpu_optimizer")
+"""What runs in 8 bits beside what no CPU has, and which."""
+
+
 class Cell(NamedTuple):
-    """What becomes of a pair. where: "test", "slow", "gpus", "refused" or, for a gap, "". text: a case, or the refusal."""
+    """What becomes of a pair. where: "test", "slow", "padded", "gpus", "refused" or, for a gap, "". text: a case, or the refusal."""
 
     where: str
     text: str
@@ -53,11 +58,18 @@ def matrix() -> dict[frozenset[str], Cell]:
             ("slow", "cpu", slow_cases()),
             ("gpus", "cuda", gpu_cases(GPUS, BACKENDS)),
         ]
-        ran: dict[frozenset[str], Cell] = {}
+        ran = {frozenset((fp8, one)): Cell("gpus", PROOF) for fp8 in FP8 for one in PROVED}
         for where, device, cases in runs:
             for case in cases:
                 for pair in combinations(sorted(on(case, paths[case.family], device)), 2):
                     ran.setdefault(frozenset(pair), Cell(where, case.name))
+        for case in PADDED_LAYOUTS:
+            fp8 = f"fp8_{case.fp8}"
+            for other in on(case, paths[case.family], "cpu") - {
+                fp8,
+                "fp32",
+            }:  # what GPUs round is not padding
+                ran.setdefault(frozenset((fp8, other)), Cell("padded", case.name))
         found = {}
         for first, second in combinations(TITLES, 2):
             pair = frozenset((first, second))
@@ -137,6 +149,9 @@ def page(cells: Mapping[frozenset[str], Cell]) -> str:
         "",
         "● run by `make test` · ○ run by `make test-slow` · G run on GPUs by `python -m tests.oracle --gpus 4` · × refused",
         "",
+        "Products in 8 bits: ◐ run by `make test` with the rows, plans and padding that they need, multiplied as without; G run in 8 bits",
+        f"on a GPU by `{PROOF}` ([fp8.md](fp8.md) says what has been seen).",
+        "",
         "| | | " + " | ".join(str(i) for i in range(1, len(TITLES) + 1)) + " |",
         "|" + "---|" * (len(TITLES) + 2),
     ]
@@ -151,7 +166,7 @@ def page(cells: Mapping[frozenset[str], Cell]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_MARKS = {"test": "●", "slow": "○", "gpus": "G", "refused": "×", "": "**?**"}
+_MARKS = {"test": "●", "slow": "○", "padded": "◐", "gpus": "G", "refused": "×", "": "**?**"}
 
 
 def gaps(cells: Mapping[frozenset[str], Cell]) -> Iterable[str]:
