@@ -41,13 +41,15 @@ LIMITS = {
     "laptop_real": "two cores, shared with whatever else the machine does.",
     "memory": "nothing here is a speed but `offload_s` and `reload_s`, which the link between GPU and host limits; the others say how near "
     "the formula of `quintet check` comes.",
-    "mtp": "vLLM's drafting itself: a model of 400M is so fast that a draft costs more than it saves, at every number of sequences; "
-    "`auto` then drafts nothing.",
+    "mtp": "the host: a step of a 400M model is as long as its launches, with drafts as without, so that tokens/s without drafts moved by a third "
+    "between runs; at 256 sequences, the verification of more tokens than a captured graph has.",
     "oracle": "no speed: how far results are from one transformers process.",
     "plan": "no speed: how near `quintet plan`, the baseline, comes. Measured memory has CUDA's contexts and what torch keeps in it, which is not "
     "planned; seconds are planned at the best.",
     "rollout": "the native back end, one kernel launched after the other for each token by the host; vLLM through quintet, vLLM itself "
     "(`bare`) within a few percent.",
+    "routes": "the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s. Replay leaves out the routers' own choice, launches among it, and is the "
+    "faster for that; at a model's full size of micro-batches both would take as long.",
     "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "
     "Planning is Python over a model's tensors, 18,867 of Qwen3-30B-A3B; that of before 2026-11-23 was of all ranks on each.",
 }

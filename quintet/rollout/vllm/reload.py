@@ -17,7 +17,8 @@ def models_of(runner: Any, speculative: Any) -> WorkerModels:
 
     Raises SyncMismatch where a model was to draft and there is none: vLLM would go on without.
     """
-    drafter = getattr(getattr(runner, "drafter", None), "model", None)
+    proposer = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)  # the second runner's
+    drafter = getattr(proposer, "model", None)
     models = WorkerModels(runner.get_model(), drafter if isinstance(drafter, torch.nn.Module) else None)
     if models.drafter is None and speculative is not None and speculative.use_eagle():  # MTP as well
         raise SyncMismatch(

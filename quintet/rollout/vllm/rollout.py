@@ -58,7 +58,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         compat.prepare(device)
         drafted = draft_length(recipe, model_dir, device)
         if device == "cuda":
-            print(runners.choose_runner(second_runner_lacks(recipe, drafted.draft_tokens)), flush=True)
+            print(runners.choose_runner(second_runner_lacks(recipe)), flush=True)
         self._mode = mode_of(recipe.rollout)
         arguments = engine_arguments(recipe, model_dir, device)
         if recipe.rollout.draft_tokens == "auto":

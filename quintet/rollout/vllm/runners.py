@@ -21,7 +21,8 @@ def choose_runner(lacks: str | None) -> str:
     """Choose vLLM's model runner for the engines made from now on; return a line that says which, and why.
 
     The second runner draws a token's noise in one kernel keyed by (seed, position); the first starts one a sequence (512 sequences
-    of a 1.5B model on an H200, vLLM alone: 47,700 tokens/s against 26,900). lacks: what of the recipe the second one cannot do, or None.
+    of a 1.5B model on an H200, vLLM alone: 47,700 tokens/s against 26,900), draws drafted tokens with the noise that it draws the policy's
+    with, and proposes them in captured graphs. lacks: what of the recipe the second one cannot do, or None.
     VLLM_USE_V2_MODEL_RUNNER in the environment decides instead, where it is set.
     """
     if _RUNNER_ASKED is not None:
@@ -75,7 +76,7 @@ def complete_runner(runner: Any) -> None:
         from vllm.v1.worker.workspace import reset_workspace_manager
 
         runner.compilation_config.static_forward_context.clear()
-        runner.model = None
+        runner.model = runner.speculator = None
         _ROPE_DICT.clear()
         reset_workspace_manager()
 

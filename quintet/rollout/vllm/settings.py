@@ -109,14 +109,12 @@ _TRIED_WITH_SECOND = {"enforce_eager", "hf_overrides", "load_format", "max_num_b
 """Options of rollout.vllm that change nothing of what the second model runner has to do."""
 
 
-def second_runner_lacks(recipe: schema.Recipe, drafted: int) -> str | None:
-    """Return what of a recipe vLLM's second model runner cannot do (0.20.2), None where it can do all. drafted: tokens drafted ahead."""
+def second_runner_lacks(recipe: schema.Recipe) -> str | None:
+    """Return what of a recipe vLLM's second model runner cannot do (0.20.2), None where it can do all."""
     if recipe.rollout.return_routes:
         return "rollout.return_routes"
     if placement_of(recipe).adapters_separate:
         return "rollout.adapter_sync=separate"
-    if drafted:
-        return "rollout.draft_tokens (not tried)"
     if "speculative_config" in recipe.rollout.vllm:
         return "rollout.vllm.speculative_config"
     other = sorted(recipe.rollout.vllm.keys() - _TRIED_WITH_SECOND)

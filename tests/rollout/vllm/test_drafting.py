@@ -327,6 +327,19 @@ def test_a_server_drafts_alike(start: Any, path: Any, rollout: Any) -> None:
     assert min(p_values(server, 1000, **CUTS[-1])) > SURE
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="vLLM for CPU has no second runner")
+def test_drafts_change_no_token_of_a_sample(start: Any, path: Any, rollout: Any) -> None:
+    """vLLM's second runner draws the policy's tokens with the same noise, drafted or not; those of other shapes of a batch may differ by a tie."""
+    plain = start("mimo", path, mode="server")
+    requests = [Request(p, samples=32, seed=n) for n, p in enumerate(PROMPTS)]
+    asked = Sampling(max_response_tokens=12)
+    rows = (
+        [s.response_ids for row in one.generate(requests, asked) for s in row] for one in (plain, rollout)
+    )
+    same = [a == b for a, b in zip(*rows, strict=True)]
+    assert sum(same) > 0.9 * len(same)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU, one vLLM a process can sleep")
 def test_speculation_that_vllm_leaves_out_is_found(
     start: Any, path: Any, monkeypatch: pytest.MonkeyPatch

@@ -180,7 +180,7 @@ def test_processes_that_do_not_start_are_told_with_where_to_look():
         ({"layout": {"pp": 2}}, "rollout.layout.pp > 1 (not tried)"),
         ({"lora": {"rank": 8}, "adapter_sync": "separate"}, "rollout.adapter_sync=separate"),
         ({"vllm": {"speculative_config": {"method": "ngram"}}}, "rollout.vllm.speculative_config"),
-        ({"draft_tokens": 1}, "rollout.draft_tokens (not tried)"),
+        ({"draft_tokens": 1}, None),
         ({"vllm": {"enforce_eager": True, "enable_dbo": True}}, "rollout.vllm.enable_dbo (not tried)"),
         ({"vllm": {"enforce_eager": True}}, None),
     ],
@@ -188,7 +188,7 @@ def test_processes_that_do_not_start_are_told_with_where_to_look():
 def test_the_second_runner_is_taken_where_it_can_do_all(monkeypatch, rollout, lacks):
     monkeypatch.setenv(runners.RUNNER, "left by an engine before")
     monkeypatch.setattr(runners, "_RUNNER_ASKED", None)
-    assert second_runner_lacks(recipe_of(**rollout), rollout.get("draft_tokens", 0)) == lacks
+    assert second_runner_lacks(recipe_of(**rollout)) == lacks
     line = runners.choose_runner(lacks)
     assert os.environ[runners.RUNNER] == ("0" if lacks else "1")
     assert line == (
