@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,13 +58,40 @@ def test_types_are_the_smallest():
     assert (expert_type(256), expert_type(257)) == (torch.uint8, torch.int16)
 
 
-def dispatched(
-    case: Case, path: Path, everywhere: bool = False
-) -> tuple[int, int, dict[tuple[int, int], int]]:
+@contextlib.contextmanager
+def dispatcher(engine: Any) -> Iterator[list[tuple[int, int, Any, Tensor]]]:
+    """What the token dispatcher is asked for inside: layer, number and `MicroBatch` of a row, and its map [T, experts]."""
+    from quintet.engine.layers.layer import PackedMoELayer
+
+    rows, heard = engine._pipeline.rows, []
+
+    def numbered(*args: Any) -> Any:
+        for number, (micro, row) in enumerate(rows(*args)):
+            row.number, row.micro = number, micro
+            yield micro, row
+
+    def compute(layer: Any, hidden: Tensor, row: Any) -> Any:
+        layer.row = row
+        return original_compute(layer, hidden, row)
+
+    def preprocess(layer: Any, hidden: Tensor, probs: Tensor, map: Tensor) -> Any:
+        heard.append((layer.layer_number - 1, layer.row.number, layer.row.micro, map.clone()))
+        return original_preprocess(layer, hidden, probs, map)
+
+    original_compute, original_preprocess = PackedMoELayer._compute, PackedMoELayer.preprocess
+    engine._pipeline.rows = numbered
+    PackedMoELayer._compute, PackedMoELayer.preprocess = compute, preprocess
+    try:
+        yield heard
+    finally:
+        engine._pipeline.rows = rows
+        PackedMoELayer._compute, PackedMoELayer.preprocess = original_compute, original_preprocess
+
+
+def dispatched(case: Case, path: Path, everywhere: bool = False) -> tuple[int, int, Counter[tuple[int, int]]]:
     """On one rank, in a log-prob pass and an update: how many choices of (token, layer) the dispatcher got that a rollout told of,
     how many of all were wrong, and how often it was asked by layer and micro-batch. everywhere: a mistake, tokens that no route is
     told of take what stands in its place."""
-    from quintet.engine.layers.layer import PackedMoELayer
     from quintet.engine.routes import BatchRoutes
 
     class Told(BatchRoutes):
@@ -74,46 +104,59 @@ def dispatched(
     mine, cells, samples = share(engine, 0, case.mixed)
     shape, mesh = engine.shape, engine.mesh
     told = routes(0, len(shape.moe_layers), shape.moe.experts, shape.moe.top_k)
-    rows, seen, wrong, asked = engine._pipeline.rows, 0, 0, {}
-
-    def numbered(*args: Any) -> Any:
-        for number, (micro, row) in enumerate(rows(*args)):
-            row.number, row.micro = number, micro
-            yield micro, row
-
-    def compute(layer: Any, hidden: Tensor, row: Any) -> Any:
-        layer.row = row
-        return original_compute(layer, hidden, row)
-
-    def preprocess(layer: Any, hidden: Tensor, probs: Tensor, map: Tensor) -> Any:
-        nonlocal seen, wrong
-        number, micro = layer.layer_number - 1, layer.row.micro
-        asked[number, layer.row.number] = asked.get((number, layer.row.number), 0) + 1
+    with dispatcher(engine) as heard:
+        engine.forward(mine, cells, TEMPERATURE, Told(mine["routes"]))
+        once = len(heard)
+        told_again = Told(mine["routes"])
+        engine.forward_backward(mine, cells, Objective("lm", trained_tokens(0)), TEMPERATURE, (), told_again)
+    seen = wrong = 0
+    for layer, _, micro, map in heard:
         slices, part = (mesh.sizes.tp, mesh.at("tp")) if case.sp else (1, 0)
         owners, positions = (t.chunk(slices)[part].tolist() for t in (micro.owner, micro.positions))
         for chosen, owner, position in zip(map, owners, positions, strict=True):
             if owner >= 0 and position < len(told[samples[owner]]):
-                want = told[samples[owner]][position][shape.moe_layers.index(number)]
+                want = told[samples[owner]][position][shape.moe_layers.index(layer)]
                 seen += 1
                 wrong += sorted(want.tolist()) != chosen.nonzero()[:, 0].tolist()
             else:
                 wrong += int(chosen.sum()) != shape.moe.top_k
-        return original_preprocess(layer, hidden, probs, map)
-
-    original_compute, original_preprocess = PackedMoELayer._compute, PackedMoELayer.preprocess
-    engine._pipeline.rows = numbered
-    PackedMoELayer._compute, PackedMoELayer.preprocess = compute, preprocess
-    try:
-        engine.forward(mine, cells, TEMPERATURE, Told(mine["routes"]))
-        once = dict(asked)
-        told_again = Told(mine["routes"])
-        engine.forward_backward(mine, cells, Objective("lm", trained_tokens(0)), TEMPERATURE, (), told_again)
-    finally:
-        PackedMoELayer._compute, PackedMoELayer.preprocess = original_compute, original_preprocess
-    assert set(once.values()) <= {1}
+    asked = Counter((layer, number) for layer, number, *_ in heard)
+    assert len(asked) == once
     mine_layers = moe_layers_of(engine.layout, shape, mesh.at("pp"))
     assert {layer for layer, _ in asked} == set(mine_layers)
     return seen, wrong, asked
+
+
+def dispatched_anew(case: Case, path: Path) -> tuple[int, int, int]:
+    """On one rank, in an update by other routers than those of the log-prob pass before: how often the dispatcher was asked by layer
+    and micro-batch, in how many tokens of a sample it got other experts than in that pass, and in how many it would have."""
+    from quintet.engine.routes import RecordedRoutes, ReplayedRoutes
+
+    engine, record = engine_of(case, path), RecordedRoutes()
+    mine, cells, _ = share(engine, 0, case.mixed)
+    objective = Objective("lm", trained_tokens(0))
+    with dispatcher(engine) as before:
+        engine.forward(mine, cells, TEMPERATURE, record)
+    with torch.no_grad():
+        for name, p in engine.model.named_parameters():
+            if name.endswith("router.weight"):
+                p.copy_(p.roll(1, 0))
+    with dispatcher(engine) as natural:
+        engine.forward(mine, cells, TEMPERATURE)
+    with dispatcher(engine) as after:
+        engine.forward_backward(mine, cells, objective, TEMPERATURE, (), ReplayedRoutes(record))
+    slices, part = (engine.mesh.sizes.tp, engine.mesh.at("tp")) if case.sp else (1, 0)
+    recorded = {(layer, number): map for layer, number, _, map in before}
+
+    def other(heard: list[tuple[int, int, Any, Tensor]]) -> int:
+        found = 0
+        for layer, number, micro, map in heard:
+            of_samples = micro.real.chunk(slices)[part]
+            found += int((map != recorded[layer, number])[of_samples].any(-1).sum())
+        return found
+
+    (asked,) = set(Counter((layer, number) for layer, number, *_ in after).values()) or {0}
+    return asked, other(after), other(natural)
 
 
 LAYOUTS = [
@@ -137,6 +180,21 @@ def test_the_dispatcher_gets_what_was_told(pool, tmp_path, case):
     shape_layers = 3 if case.family == "deepseek_v3" else 4
     tokens = sum(len(one) for one in routes(0, 1, 8, 2))
     assert sum(seen for seen, _, _ in found) == tokens * shape_layers * (3 if again else 2)
+
+
+RECORDED = [
+    *LAYOUTS,
+    Case("deepseek_v3", cp=2, cp_comm="all_to_all"),
+    Case("qwen3_moe", tp=2, sp=True, dp=2, ep=2, etp=2, recompute="full"),
+]
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=lambda case: case.name)
+def test_the_dispatcher_gets_what_was_recorded(pool, tmp_path, case):
+    """And would get other experts: the routers have changed since."""
+    found = pool.run(dispatched_anew, case.ranks, case, written(case, tmp_path))
+    assert [(asked, other) for asked, other, _ in found] == [(1 + (case.recompute != "none"), 0)] * case.ranks
+    assert all(natural > 0 for *_, natural in found)
 
 
 def test_tokens_without_routes_choose_by_themselves(pool, tmp_path):

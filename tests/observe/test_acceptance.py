@@ -34,3 +34,11 @@ def test_it_says_both_shares() -> None:
     watch({METRIC: 0.8, DRAFTED: 1000})
     warning = watch({METRIC: 0.25, DRAFTED: 1000}) or ""
     assert warning.startswith("warning: 25.0% of drafted tokens are accepted, 80.0% in the step before")
+
+
+def test_a_run_tells_it_among_its_steps(observe) -> None:
+    observer, printed = observe(width=200)
+    with observer:
+        for step, share in enumerate((0.8, 0.79, 0.2), start=1):
+            observer.step(step, {METRIC: share, DRAFTED: 1000, "loss": 1.0})
+            assert ("20.0% of drafted tokens" in printed.getvalue()) == (step == 3)

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from tests.oracle import balance_mistakes as wrong
+from tests.oracle import route_mistakes as routes
 from tests.oracle.cases import Case
 from tests.oracle.data import TEMPERATURE
 
@@ -208,75 +209,6 @@ def _in_another_bucket(original: Any, parameter: Any, *, copy: bool) -> None:
 def _one_norm(original: Any, optimizer: Any, name: str) -> Any:
     """The policy's norm and clipping are of all gradients."""
     return [p for other in ("", "mtp") for p in original(optimizer, other)] if name == "" else []
-
-
-def _told(original: Any, change: Callable[[torch.Tensor], torch.Tensor], *args: Any) -> Any:
-    """Routes of a row with `change` made to those that are prescribed."""
-    row = original(*args)
-    row.prescribed = change(row.prescribed)
-    return row
-
-
-def _one_late(original: Any, *args: Any) -> Any:
-    return _told(original, lambda told: told.roll(1, 0), *args)
-
-
-def _dense_counted(original: Any, *args: Any) -> Any:
-    """A rollout's layers are those with experts, and are found by their numbers in the model."""
-    return _told(original, lambda told: told.roll(-1, 1), *args)
-
-
-def _other_slice(original: Any, routes: Any, number: int, micro: Any, routers: Any) -> Any:
-    return original(routes, number, micro, routers._replace(part=routers.slices - 1 - routers.part))
-
-
-def _in_stripes(original: Any, micro: Any, *args: Any) -> Any:
-    """A field is cut into one stripe of each sequence a rank, where ids are cut in zigzag."""
-    held = [torch.arange(n // micro.cp) + micro.cp_rank * (n // micro.cp) for n in micro.lengths]
-    return original(replace(micro, positions=torch.cat(held)), *args)
-
-
-_NEWEST: dict[int, Any] = {}
-
-
-def _newest(original: Any, row: Any, layer: int) -> Any:
-    """What is computed again is told the routes of the micro-batch that passed last."""
-    if layer not in row.parted:
-        _NEWEST[layer] = row
-        return original(row, layer)
-    other = _NEWEST[layer]
-    at = torch.arange(len(row.prescribed)) % len(other.prescribed)
-    return original(replace(row, prescribed=other.prescribed[at], there=other.there[at]), layer)
-
-
-def _anew(original: Any, routes: Any, number: int, micro: Any, routers: Any) -> Any:
-    """The record is that of what tokens choose by now."""
-    row = original(routes, number, micro, routers)
-    row.there = torch.zeros_like(row.there)
-    return row
-
-
-def _eaten(original: Any, routes: Any, number: int, micro: Any, routers: Any) -> Any:
-    """A row of padding before all others has taken the first record."""
-    row, other = (original(routes, n, micro, routers) for n in (number, (number + 1) % len(routes._kept)))
-    row.prescribed = other.prescribed[torch.arange(len(row.prescribed)) % len(other.prescribed)]
-    return row
-
-
-def _weights_replayed(original: Any, *args: Any) -> Any:
-    values, chosen = original(*args)
-    return values.detach(), chosen
-
-
-def _in_order_of_weight(original: Any, *args: Any) -> Any:
-    """The first expert that is told is taken for the heaviest."""
-    values, chosen = original(*args)
-    return values.sort(-1, descending=True).values, chosen
-
-
-def _ahead_too(original: Any, row: Any, layer: int) -> Any:
-    """A drafting layer's router is answered as the last one of the model."""
-    return original(row, min(layer, row.layers[-1]))
 
 
 def _divided(original: Any, pipeline: Any, batch: Any, cells: Any, use: Any, *args: Any, **how: Any) -> None:
@@ -562,19 +494,19 @@ MISTAKES = {
         Case("qwen3_moe", replay="rollout"),
         ("outputs", "loss", "gradients"),
         "quintet.engine.routes:BatchRoutes._row",
-        _one_late,
+        routes.one_late,
     ),
     "dense layers are counted in routes": Mistake(
         Case("deepseek_v3", replay="rollout"),
         ("outputs", "loss", "gradients"),
         "quintet.engine.routes:BatchRoutes._row",
-        _dense_counted,
+        routes.dense_counted,
     ),
     "tp ranks have each other's slices of routes": Mistake(
         Case("qwen3_moe", tp=2, sp=True, etp=2, replay="rollout"),
         ("outputs", "loss", "gradients"),
         "quintet.engine.routes:BatchRoutes._row",
-        _other_slice,
+        routes.other_slice,
     ),
     "layers are numbered as on equal stages": Mistake(
         Case("qwen3", pp=2, stages="1.3"),
@@ -587,43 +519,55 @@ MISTAKES = {
         Case("qwen3_moe", cp=2, replay="rollout"),
         ("outputs", "loss", "gradients"),
         "quintet.engine.row:MicroBatch.cut",
-        _in_stripes,
+        routes.in_stripes,
     ),
     "recomputed layers take the newest micro-batch's routes": Mistake(
         Case("mixtral", pp=2, vpp=2, recompute="selective", replay="rollout"),
         ("gradients", "parameters"),
         "quintet.engine.routes:RowRoutes.of",
-        _newest,
+        routes.newest,
     ),
     "routes are recorded anew in each update": Mistake(
         Case("qwen3_moe", replay="old", optimizer="sgd"),
         ("losses", "parameters"),
         "quintet.engine.routes:ReplayedRoutes._row",
-        _anew,
+        routes.anew,
+    ),
+    "what is computed again overwrites the record": Mistake(
+        Case("qwen3_moe", replay="old", recompute="full", optimizer="sgd"),
+        ("norms", "parameters"),
+        "quintet.engine.routes:LayerRoutes.get_replay_topk",
+        routes.recorded_again,
+    ),
+    "the reference overwrites the record": Mistake(
+        Case("qwen3_moe", replay="old", optimizer="sgd"),
+        ("loss", "gradients", "parameters"),
+        "tests.oracle.ranks:Training._record",
+        routes.of_reference,
     ),
     "padding takes a record": Mistake(
         Case("deepseek_v3", pp=2, vpp=2, replay="old"),
         ("loss", "gradients"),
         "quintet.engine.routes:ReplayedRoutes._row",
-        _eaten,
+        routes.eaten,
     ),
     "weights of experts are replayed": Mistake(
         Case("qwen3_moe", replay="rollout"),
         ("gradients", "parameters"),
         "quintet.engine.routes:LayerRoutes.get_replay_topk",
-        _weights_replayed,
+        routes.weights_replayed,
     ),
     "routes are taken to be in order of weight": Mistake(
         Case("qwen3_moe", replay="rollout"),
         ("outputs", "gradients"),
         "quintet.engine.routes:LayerRoutes.get_replay_topk",
-        _in_order_of_weight,
+        routes.in_order_of_weight,
     ),
     "layers for multi-token prediction are told routes": Mistake(
         Case("deepseek_v3", mtp=2, replay="rollout"),
         ("gradients", "ahead"),
         "quintet.engine.routes:RowRoutes.of",
-        _ahead_too,
+        routes.ahead_too,
     ),
     "padding counts as load": Mistake(
         Case("deepseek_v3", tp=2, sp=True, etp=2, expert_bias=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -81,6 +82,25 @@ def test_detached_layers_give_nothing_else_a_gradient(pool: Pool, models: Path, 
     assert {name for name in moved if not of_layers(name)} == set()
 
 
+def scored(case: Case, path: Path) -> None:
+    """On one rank: a pass that only scores, by an engine whose layers ahead may not be entered."""
+    from quintet.engine.ahead import ahead_losses
+    from quintet.engine.layers.mtp import MtpLayer
+
+    engine = engine_of(case, path)
+    mine, cells, _ = share(engine, 0)
+    with mock.patch.object(MtpLayer, "forward", side_effect=AssertionError("entered")):
+        engine.forward(mine, cells, TEMPERATURE)
+        ahead = ahead_losses(engine.mtp, ahead_counts(0, engine.depths))
+        with pytest.raises(AssertionError, match="entered"):
+            engine.forward_backward(mine, cells, Objective("lm", 1), TEMPERATURE, ahead)
+
+
+def test_scoring_leaves_the_layers_out(pool: Pool, models: Path) -> None:
+    case = Case("mimo", mtp=2)
+    pool.run(scored, 1, case, written(case, models))
+
+
 def three_steps(case: Case, path: Path, settings: schema.Mtp) -> list[Piece]:
     """On one rank: weights after an Adam step on each batch."""
     from quintet.engine.ahead import ahead_losses
@@ -145,8 +165,6 @@ def test_layers_stay_as_they_are_beside_adapters(pool: Pool, models: Path) -> No
 
 def one_short_sample(case: Case, path: Path, skips: bool) -> dict[str, float]:
     """On one rank: a mini-batch of one target at the first depth and none at the second, on one rank of a cell."""
-    from unittest import mock
-
     from quintet.algorithms.aggregation import Tally
     from quintet.data.batch import make_batch, select
     from quintet.engine import pipeline

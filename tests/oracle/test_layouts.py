@@ -10,7 +10,7 @@ from tests.oracle.cases import Case, fast_cases, nightly_cases, slow_cases
 from tests.oracle.compare import broken, errors
 from tests.oracle.lora import written
 from tests.oracle.pool import Pool
-from tests.oracle.ranks import train
+from tests.oracle.ranks import Report, Training, train
 from tests.oracle.reference import reference
 
 
@@ -40,6 +40,30 @@ MIXED = [
 def test_cells_of_one_rank_beside_cells_of_all(pool: Pool, models: Path, case: Case) -> None:
     """The plan alone says who shares a row: nothing is read off layout.cp."""
     check(pool, models, case)
+
+
+LARGER = [
+    Case("mimo", mtp=2, pp=2, cp=2, mtp_detach=False),
+    Case("deepseek_v3", mtp=2, dp=2, ep=2, replay="rollout"),
+    Case("qwen3_moe", tp=2, sp=True, etp=2, replay="old", optimizer="sgd"),
+]
+
+
+def train_in_larger_rows(case: Case, path: Path) -> Report:
+    """As `train`, in micro-batches of four times as many tokens."""
+    engine = case.recipe(path).engine
+    larger = {"tokens_per_microbatch_per_rank": 4 * engine.tokens_per_microbatch_per_rank}
+    training = Training(case, path, engine=engine.model_copy(update=larger))
+    for batch in case.batches:
+        training.step(batch)
+    return training.finish()
+
+
+@pytest.mark.parametrize("case", LARGER, ids=lambda case: case.name)
+def test_other_micro_batches_equal_transformers(pool: Pool, models: Path, case: Case) -> None:
+    """Of what is counted and told by token: targets ahead, and routes."""
+    reports = pool.run(train_in_larger_rows, case.ranks, case, written(case, models))
+    assert not broken(case, errors(case, reports, reference(case)))
 
 
 @pytest.mark.slow
