@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quintet.models.fp8_blocks import BLOCK
 from quintet.models.hf_config import HfConfig
 from quintet.models.shape import MOST_LAYERS, ModelShape, Rope
@@ -27,9 +29,11 @@ def read_rope(config: HfConfig, share: float | None = None) -> Rope:
     parameters, legacy = config.section("rope_parameters"), config.section("rope_scaling")
     theta = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
     share = _share(config, (parameters, config, legacy), share)
-    merged = {**legacy.data, **parameters.data}
-    for key in ("rope_theta", "partial_rotary_factor"):
-        merged.pop(key, None)
+    kinds = [_kind(one.data) for one in (legacy, parameters)]
+    if all(kinds) and kinds[0] != kinds[1]:
+        # transformers 5 takes this one, which older tools write, and others read rope_parameters.
+        raise config.wrong("rope_scaling", "none beside rope_parameters, which says otherwise")
+    merged = {**_kind(legacy.data), **_kind(parameters.data)}
     where = parameters if set(parameters.data) - {"rope_theta", "partial_rotary_factor"} else legacy
     scaling = HfConfig(merged, config.where, where.prefix)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
@@ -45,6 +49,11 @@ def read_rope(config: HfConfig, share: float | None = None) -> Rope:
         numbers |= {key: scaling.number(key) for key in _YARN_OPTIONS if merged.get(key)}
         scaling.flag("truncate", True)
     return Rope(theta=theta, scaling={**merged, **numbers, "rope_type": kind}, share=share)
+
+
+def _kind(data: dict[str, Any]) -> dict[str, Any]:
+    """What a section says of the kind of embedding."""
+    return {key: value for key, value in data.items() if key not in ("rope_theta", "partial_rotary_factor")}
 
 
 def _share(config: HfConfig, places: tuple[HfConfig, ...], default: float | None) -> float:

@@ -118,7 +118,11 @@ _DOTTED = {
     "engine.replay_routes": "router_replay.mode actor.router_replay.mode megatron.router_replay.mode",
 }
 """Words that mean this only where they stand so."""
-VALUES = {"engine.replay_routes": {"R2": "old", "R3": "rollout", "disabled": "null"}}
+VALUES = {
+    "engine.replay_routes": {"R2": "old", "R3": "rollout", "disabled": "null"},
+    "engine.fp8": {"hybrid": "tensorwise", "e4m3": "blockwise"},
+    "model.dtype": {"bfloat16": "bf16", "float32": "fp32", "fp8": "bf16 with engine.fp8"},
+}
 """Key → what others call its values."""
 
 

@@ -64,7 +64,11 @@ def nearest_key(unknown: str) -> str:
 
     if (elsewhere := dotted_elsewhere(unknown)) is not None:
         return elsewhere
-    best = max(all_keys(), key=lambda key: (likeness(key), key.rpartition(".")[2] == word))
+    alike = [key for key in all_keys() if "." in key and key.rpartition(".")[2] == word]
+    if alike:
+        first = unknown.partition(".")[0]
+        return max(alike, key=lambda key: (key.partition(".")[0] == first, -key.count("."), likeness(key)))
+    best = max(all_keys(), key=likeness)
     return best if likeness(best) >= 0.85 else WORDS.get(word, best)
 
 
@@ -74,8 +78,10 @@ def _ratio(a: str, b: str) -> float:
 
 def expected(field: FieldInfo) -> str:
     """Return what a key accepts, in words: "a whole number greater than 0, or null"."""
-    if section_type(field) is not None:
-        return "a section (its keys, indented below it)" + (
+    if (section := section_type(field)) is not None:
+        keys = list(section.model_fields)
+        shown = ", ".join(keys[:5]) + " …" * (len(keys) > 5)
+        return f"a section (its keys, indented below it: {shown})" + (
             ", or null" if _optional(field.annotation) else ""
         )
     return _describe(field.annotation, list(field.metadata))

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from quintet.errors import UserError
 from quintet.install import shipped_recipe
 from quintet.recipe.elsewhere import VALUES, is_elsewhere
+from quintet.recipe.hub import SHAPES, are_shapes_alone
 from quintet.recipe.keys import RENAMED, all_keys, expected, has_kinds, leaf_keys, nearest_key, section_type
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules import Command, broken_rules
@@ -93,15 +94,24 @@ def _found(path: Path) -> Path:
     return path if path.exists() else shipped_recipe(path) or path
 
 
+def _of_model(path: Path) -> _Source:
+    """A recipe of nothing but a model's directory, or of a shape's name."""
+    return _Source("the recipe", {"model": {"path": str(path)}}, {("model", "path"): str(path)})
+
+
 def _read(path: Path) -> _Source:
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MOST_CHARACTERS + 1)  # of a longer one as much as tells that it is too long
     except FileNotFoundError:
-        raise UserError(f"recipe {path} does not exist (looked in {Path.cwd()})") from None
+        if are_shapes_alone() and (SHAPES / path / "config.json").is_file():
+            return _of_model(path)
+        shipped = Path("recipes", f"{path.stem}.yaml")
+        hint = f"; {shipped} came with quintet" if shipped_recipe(shipped) else ""
+        raise UserError(f"recipe {path} does not exist (looked in {Path.cwd()}){hint}") from None
     except IsADirectoryError:
         if (path / "config.json").is_file():
-            return _Source("the recipe", {"model": {"path": str(path)}}, {("model", "path"): str(path)})
+            return _of_model(path)
         files = [path / "checkpoint", path / "recipe.yaml"]
         found = " or ".join(str(file) for file in files if file.exists()) or "a YAML file"
         raise UserError(f"recipe {path} is a directory without a model; name {found}") from None
@@ -207,6 +217,8 @@ def _explain(details: ErrorDetails, source: _Source) -> str:
             ours = nearest_key(key)
             meant = VALUES.get(ours, {}).get(str(details["input"]))
             return f"{where}: unknown key {key}; in quintet it is {ours}{f'={meant}' if meant else ''}"
+        if ":" in path[-1]:
+            return f"{where}: unknown key {key}; a colon needs a space after it: {path[-1].replace(':', ': ', 1)}"
         return f"{where}: unknown key {key}; the nearest valid key is {nearest_key(key)}{_siblings(path)}"
     if details["type"] in ("value_error", "too_long", "string_too_long"):
         return f"{where}: {key} is {_shown(details['input'])}; {details['msg'].removeprefix('Value error, ')}"

@@ -101,6 +101,15 @@ def test_a_directory_with_a_config_is_enough(tmp_path, capsys):
     assert "7.6B parameters" in capsys.readouterr().out
 
 
+def test_a_shape_is_planned_by_its_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "Qwen2-7B", "cluster.ranks=4", "layout.tp=4"]) == 0
+    assert "7.6B parameters" in capsys.readouterr().out
+    assert main(["plan", "Qwen2-9B"]) == 2
+    assert "recipe Qwen2-9B does not exist" in capsys.readouterr().err
+    assert main(["check", "Qwen2-7B"]) == 2  # needs weights
+
+
 def test_an_unknown_name_is_told_with_those_that_are_known(capsys):
     assert main(["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "model.path=someone/Qwen9-1T"]) == 2
     assert (

@@ -47,6 +47,10 @@ def without(mapping: dict, key: str) -> dict:
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
             "rope_parameters.factor is missing",
         ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
+            "expected none beside rope_parameters, which says otherwise",
+        ),
         ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4}}, "expected more than low_freq_factor"),
         # Not sound.
         ({"num_hidden_layers": "two"}, 'num_hidden_layers is "two"; expected a whole number greater than 0'),

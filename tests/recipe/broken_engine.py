@@ -435,7 +435,10 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     (
         "blocks_halve",
         ["layout.dynamic_cp=true"],
-        ["layout.dynamic_cp=true needs layout.cp > 1", "set layout.dynamic_cp=false"],
+        [
+            "layout.dynamic_cp=true needs layout.cp > 1",
+            "set layout.cp to 2, 4 or more, or layout.dynamic_cp=false",
+        ],
     ),
     (
         "blocks_halve",
@@ -443,7 +446,7 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["layout.cp=6 is no power of two; use 4 or 8"],
     ),
     (
-        "blocks_halve",
+        "roles_layouts_are_layouts",
         ["algorithm.name=ppo", "critic.layout.cp=3", "critic.layout.dynamic_cp=true", "cluster.ranks=3"],
         ["critic.layout.cp=3 is no power of two; use 2 or 4, or critic.layout.dynamic_cp=false"],
     ),

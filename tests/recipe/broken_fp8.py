@@ -45,14 +45,16 @@ BROKEN_FP8: list[tuple[str, list[str], list[str]]] = [
         ["engine.fp8=tensorwise", "model.build.ffn_hidden_size=328", *ON_GPU, OWN],
         [
             "feed-forward (down) would be 128 × 328 on a rank of layout",
-            "multiples of 16",
-            "smaller layout.tp",
+            "multiples of 16; set engine.fp8=null",
         ],
     ),
     (
         "eight_bits_fit_the_matrices",
         ["engine.fp8=blockwise", "cluster.ranks=4", "layout.tp=4", "model.build.kv_heads=4", *ON_GPU, OWN],
-        ["attention's q, k and v would be 96 × 128", "multiples of 128", "or engine.fp8=tensorwise"],
+        [
+            "attention's q, k and v would be 96 × 128",
+            "multiples of 128; use a smaller layout.tp (of experts etp), or set engine.fp8=tensorwise",
+        ],
     ),
     (
         "eight_bits_fit_the_matrices",

@@ -154,6 +154,59 @@ def test_an_unknown_key_in_the_file_names_file_line_and_nearest_key(refuse) -> N
     assert "the nearest valid key is model.build.hidden_size" in message
 
 
+def test_a_problem_of_a_roles_layout_is_told_once(refuse) -> None:
+    said = refuse("algorithm.kl_coef=0.1", "reference.layout.dynamic_cp=true")
+    assert said.count("reference.layout.dynamic_cp=true needs reference.layout.cp > 1") == 1
+
+
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("engine.dynamic_cp", "layout.dynamic_cp"),
+        ("rollout.layout.dynamic_cp", "layout.dynamic_cp"),
+        ("critic.lr", "critic.optimizer.lr"),
+        ("sft.lr", "sft.optimizer.lr"),
+        ("model.frozen", "optimizer.frozen"),
+        ("critic.engine.z_loss", "engine.z_loss"),
+    ],
+)
+def test_of_keys_with_the_same_last_word_the_nearest_is_of_its_section_or_the_shortest(
+    refuse, unknown: str, nearest: str
+) -> None:
+    assert f"the nearest valid key is {nearest}" in refuse(f"{unknown}=1")
+
+
+def test_a_section_is_told_with_its_keys(refuse) -> None:
+    said = refuse("engine.aux_loss=0.001")
+    assert (
+        "engine.aux_loss is 0.001; expected a section (its keys, indented below it: per, weight), or null"
+        in said
+    )
+    assert "(its keys, indented below it: tp, sp, pp, vpp, stage_layers …)" in refuse("layout=4")
+
+
+@pytest.mark.parametrize(
+    ("override", "here"),
+    [
+        ("model.dtype=fp8", "(fp8 is bf16 with engine.fp8 here)"),
+        ("model.dtype=bfloat16", "(bfloat16 is bf16 here)"),
+        ("engine.fp8=e4m3", "(e4m3 is blockwise here)"),
+        ("engine.fp8=hybrid", "(hybrid is tensorwise here)"),
+    ],
+)
+def test_values_of_others_are_told_by_their_names_here(refuse, override: str, here: str) -> None:
+    assert here in refuse(override)
+
+
+def test_a_colon_without_a_space_is_told(refuse) -> None:
+    assert "a colon needs a space after it: per: batch" in refuse("engine.aux_loss={per:batch}")
+
+
+def test_a_recipe_without_its_directory_is_told_with_it() -> None:
+    with pytest.raises(UserError, match=r"does not exist .*; recipes/qwen2_7b_8_h20.yaml came with quintet"):
+        load_recipe("qwen2_7b_8_h20")
+
+
 def test_another_trainers_sections_are_told_key_by_key(refuse) -> None:
     """A section that no one knows is told once; one in another trainer's words by what each key is called here."""
     message = refuse(

@@ -43,12 +43,17 @@ def eight_bits_fit_the_matrices(facts: Facts) -> Iterator[Problem]:
         "critic.layout": recipe.critic.layout,
     }
     for section, layout in layouts.items():
-        for one in matrices(shape, layout) if layout is not None else ():
+        if layout is None:
+            continue
+        for one in matrices(shape, layout):
             if one.outputs % multiple or one.inputs % multiple:
+                ways = [f"use a smaller {section}.tp (of experts etp)"] * (
+                    max(layout.tp, layout.etp or 1) > 1
+                )
+                ways += ["set engine.fp8=tensorwise"] * (multiple > 16) + ["set engine.fp8=null"]
                 yield Problem(
                     f"engine.fp8={fp8}: {one.name} would be {one.outputs} × {one.inputs} on a rank of {section}, and both have to be "
-                    f"multiples of {multiple}; use a smaller {section}.tp (of experts etp)"
-                    f"{', or engine.fp8=tensorwise' if multiple > 16 else ''}, or engine.fp8=null",
+                    f"multiples of {multiple}; {', or '.join(ways)}",
                     f"{section}.tp",
                 )
                 break

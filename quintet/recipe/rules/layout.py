@@ -148,29 +148,21 @@ def _divisors(number: int) -> str:
 @rule
 def blocks_halve(facts: Facts) -> Iterator[Problem]:
     """Dynamic context parallelism cuts blocks of cp ranks into halves, and these again: cp is a power of two above 1."""
-    recipe = facts.recipe
-    own = {
-        "layout": recipe.layout,
-        "reference.layout": recipe.reference.layout,
-        "critic.layout": recipe.critic.layout,
-    }
-    for section, layout in own.items():
-        if layout is None or not layout.dynamic_cp:
-            continue
-        cp = layout.cp
-        if cp == 1:
-            yield Problem(
-                f"{section}.dynamic_cp=true needs {section}.cp > 1, the most ranks that share a micro-batch; set "
-                f"{section}.dynamic_cp=false",
-                f"{section}.cp",
-            )
-        elif cp & (cp - 1):
-            below = 1 << cp.bit_length() - 1
-            yield Problem(
-                f"{section}.dynamic_cp=true cuts blocks of {section}.cp ranks into groups of 1, 2, 4 and so on: {section}.cp={cp} "
-                f"is no power of two; use {below} or {2 * below}, or {section}.dynamic_cp=false",
-                f"{section}.cp",
-            )
+    layout = facts.recipe.layout
+    cp = layout.cp
+    if layout.dynamic_cp and cp == 1:
+        yield Problem(
+            "layout.dynamic_cp=true needs layout.cp > 1, the most ranks that share a micro-batch; set layout.cp to 2, 4 or more, or "
+            "layout.dynamic_cp=false",
+            "layout.cp",
+        )
+    elif layout.dynamic_cp and cp & (cp - 1):
+        below = 1 << cp.bit_length() - 1
+        yield Problem(
+            f"layout.dynamic_cp=true cuts blocks of layout.cp ranks into groups of 1, 2, 4 and so on: layout.cp={cp} is no power of "
+            f"two; use {below} or {2 * below}, or layout.dynamic_cp=false",
+            "layout.cp",
+        )
 
 
 @rule
