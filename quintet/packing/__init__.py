@@ -2,7 +2,7 @@
 
 from quintet.packing.align import FP8_TOKENS, Alignment, alignment, alignment_of, row_buckets
 from quintet.packing.buckets import length_buckets
-from quintet.packing.dynamic import plan_cells
+from quintet.packing.dynamic import plan_cells, smallest_fits
 from quintet.packing.measured import costs_of, fitting
 from quintet.packing.plan import (
     Cell,
@@ -36,6 +36,7 @@ __all__ = [
     "plan_times",
     "rank_cells",
     "row_buckets",
+    "smallest_fits",
     "split_evenly",
     "target_counts",
 ]

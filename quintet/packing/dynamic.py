@@ -141,15 +141,26 @@ def _levels(
     return found
 
 
+def smallest_fits(
+    tokens: int, cp: int, budget: int, alignment: Callable[[int], Alignment], *, dynamic: bool
+) -> tuple[int, int | None]:
+    """Return the smallest budget of a rank that a sample fits with cp ranks, and the smallest cp, by doubling, that it fits with this
+    budget; None where more ranks only pad more. dynamic: whether fewer than cp ranks may share a row."""
+
+    def needed(cp: int) -> int:
+        return min(alignment(size).row([tokens]) // size for size in (cell_sizes(cp) if dynamic else [cp]))
+
+    size = cp
+    while needed(size) > budget and size < tokens:
+        size *= 2
+    return needed(cp), size if needed(size) <= budget else None
+
+
 def _too_long(
     sample: int, tokens: int, cp: int, budget: int, alignment: Callable[[int], Alignment], key: str
 ) -> str:
-    needed = min(alignment(size).row([tokens]) // size for size in cell_sizes(cp))
-    size = cp
-    while size < tokens and alignment(size).row([tokens]) > alignment(size).room(budget * size):
-        size *= 2
-    fits = alignment(size).row([tokens]) <= alignment(size).room(budget * size)
-    larger = f", or {key}.cp={size}" if fits else ""
+    needed, size = smallest_fits(tokens, cp, budget, alignment, dynamic=True)
+    larger = "" if size is None else f", or {key}.cp={size}"
     return (
         f"sample {sample} has {tokens} tokens, {alignment(cp).row([tokens]) // cp} on each rank of the largest group with "
         f"alignment: more than engine.tokens_per_microbatch_per_rank={budget}. It fits with "

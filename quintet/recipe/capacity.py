@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
-from quintet.packing import alignment_of, cell_sizes
+from quintet.packing import alignment_of, smallest_fits
 from quintet.recipe.roles import layout_of
 from quintet.recipe.schema import Layout, Recipe
 
 
-def overflow(recipe: Recipe, tokens: int, roles: Iterable[str] = ()) -> str | None:
+def overflow(recipe: Recipe, tokens: int, roles: Iterable[str] = ()) -> tuple[str, str] | None:
     """Return None when a sample of `tokens` fits a micro-batch of the layout, padding included, and of those of these roles that have
-    one of their own; else why not.
+    one of their own; else why not, and the smallest settings that it fits.
 
-    The sentence continues "N tokens are …": "more than …" or "N with padding to a multiple of …, more than …".
+    The first continues "N tokens are …": "more than …" or "N with padding to a multiple of …, more than …".
     """
-    own = {f"{role}.layout": layout_of(recipe, role) for role in roles}
-    found = (
-        _overflow(recipe, tokens, key, layout) for key, layout in ({"layout": recipe.layout} | own).items()
-    )
-    return next((why for why in found if why is not None), None)
+    layouts = {"layout": recipe.layout} | {f"{role}.layout": layout_of(recipe, role) for role in roles}
+    budget = recipe.engine.tokens_per_microbatch_per_rank
+    needed = {key: _needed(recipe, one, tokens) for key, one in layouts.items()}
+    short = [key for key, (least, _) in needed.items() if least > budget]
+    if not short:
+        return None
+    fits = f"engine.tokens_per_microbatch_per_rank={max(least for least, _ in needed.values())}"
+    larger = [f"{key}.cp={needed[key][1]}" for key in short]
+    if all(needed[key][1] is not None for key in short):
+        fits += f" or {' and '.join(larger)}"
+    return _why(recipe, short[0], layouts[short[0]], tokens), fits
 
 
-def _overflow(recipe: Recipe, tokens: int, key: str, layout: Layout) -> str | None:
+def _needed(recipe: Recipe, layout: Layout, tokens: int) -> tuple[int, int | None]:
+    budget, fp8 = recipe.engine.tokens_per_microbatch_per_rank, recipe.engine.fp8
+    align = partial(alignment_of, layout, fp8=fp8)
+    return smallest_fits(tokens, layout.cp, budget, align, dynamic=layout.dynamic_cp)
+
+
+def _why(recipe: Recipe, key: str, layout: Layout, tokens: int) -> str:
     budget = recipe.engine.tokens_per_microbatch_per_rank
     aligned = alignment_of(layout, layout.cp, recipe.engine.fp8)
     room, taken = aligned.room(budget * layout.cp), aligned.row([tokens])
-    if taken <= room or (layout.dynamic_cp and _fits_smaller(recipe, layout, tokens)):
-        return None
     padded = f"{taken} with padding to a multiple of {aligned.total}, " if taken != tokens else ""
     usable = f" ({room} in whole multiples of {aligned.total})" if room != budget * layout.cp else ""
     each = f" × {key}.cp={layout.cp}" if layout.cp > 1 or key != "layout" else ""
     return f"{padded}more than engine.tokens_per_microbatch_per_rank={budget}{each}{usable}"
-
-
-def _fits_smaller(recipe: Recipe, layout: Layout, tokens: int) -> bool:
-    """Whether a group of fewer than layout.cp ranks holds it, whose rows are padded to less."""
-    budget, sizes = recipe.engine.tokens_per_microbatch_per_rank, cell_sizes(layout.cp)
-    aligned = {n: alignment_of(layout, n, recipe.engine.fp8) for n in sizes}
-    return any(aligned[n].row([tokens]) <= aligned[n].room(budget * n) for n in sizes)

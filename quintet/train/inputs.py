@@ -282,8 +282,10 @@ def _check_lengths(prompts: PromptSet, recipe: schema.Recipe, generated: int) ->
         if total in fit:
             continue
         fit.add(total)
-        if (why := overflow(recipe, total, roles_of(recipe) if generated else ())) is not None:
+        if (over := overflow(recipe, total, roles_of(recipe) if generated else ())) is not None:
+            why, fits = over
+            less = "lower rollout.max_response_tokens" if longest == generated else "take the row out"
             raise UserError(
                 f"{prompt.source}: {len(prompt.token_ids)} prompt tokens and up to {longest} of response are "
-                f"{total}, {why}. Raise the budget or layout.cp, or lower rollout.max_response_tokens"
+                f"{total}, {why}. It fits with {fits}; or {less}"
             )

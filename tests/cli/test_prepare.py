@@ -72,6 +72,24 @@ def test_a_sample_fits_with_the_padding_of_sequence_parallelism(model: Path, tmp
         prepare(recipe(model, layout={"tp": 2, "sp": True}, **fits), "train", tmp_path)
 
 
+def test_a_row_that_fits_no_micro_batch_is_told_with_what_it_fits(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "response": "2"}, {"prompt": "1+1=", "response": "1" * 150}]
+    file = tmp_path / "sft.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"task": "jsonl", "sft_path": str(file), "chat": False}
+    long = recipe(
+        model,
+        data=data,
+        cluster={"ranks": 2},
+        layout={"cp": 2, "dynamic_cp": True},
+        sft={"samples_per_step": 2},
+        engine={"tokens_per_microbatch_per_rank": 64},
+    )
+    said = r"sft.jsonl:2: .* are 155, .*per_rank=64 × layout.cp=2. It fits with engine.tokens_per_microbatch_per_rank=78 or layout.cp=4; or take the row out"
+    with pytest.raises(UserError, match=said):
+        prepare(long, "sft", tmp_path)
+
+
 def test_gpus_are_asked_for_before_a_run_directory(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

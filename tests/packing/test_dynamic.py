@@ -20,8 +20,10 @@ from quintet.packing import (
     CellCosts,
     Plan,
     alignment,
+    cell_sizes,
     plan_microbatches,
     plan_times,
+    smallest_fits,
 )
 from quintet.packing import dynamic as planner
 from quintet.packing.plan import PlanTime
@@ -366,6 +368,35 @@ def test_a_sample_that_fits_no_block_is_named_with_the_smallest_settings_that_it
     for cp, budget in ((4, 249), (8, 100)):
         with pytest.raises(UserError, match="sample 0 has 999"):
             plan_cells([999], cp=cp, budget=budget, **how)
+
+
+@given(
+    st.integers(1, 5000),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.integers(16, 600),
+    st.sampled_from([None, "tensorwise", "blockwise"]),
+    st.booleans(),
+)
+def test_the_smallest_settings_fit_and_smaller_ones_do_not(
+    tokens: int, cp: int, tp: int, budget: int, fp8: str | None, dynamic: bool
+) -> None:
+    def align(size: int) -> Alignment:
+        return alignment(tp=tp, sp=tp > 1, cp=size, fp8=fp8)
+
+    def fits(budget: int, cp: int) -> bool:
+        sizes = cell_sizes(cp) if dynamic else [cp]
+        return any(align(n).row([tokens]) <= align(n).room(budget * n) for n in sizes)
+
+    needed, larger = smallest_fits(tokens, cp, budget, align, dynamic=dynamic)
+    assert fits(needed, cp)
+    assert not fits(needed - 1, cp)
+    if larger is None:
+        assert not any(fits(budget, cp << n) for n in range(1, 14))
+    elif not fits(budget, cp):
+        assert larger > cp
+        assert fits(budget, larger)
+        assert not fits(budget, larger // 2)
 
 
 # the model of time

@@ -20,9 +20,10 @@ def samples_fit_a_microbatch(facts: Facts) -> Iterator[Problem]:
         f"data.max_prompt_tokens + rollout.max_response_tokens = {recipe.data.max_prompt_tokens} + "
         f"{recipe.rollout.max_response_tokens} = {longest}"
     )
-    if (why := overflow(recipe, longest, roles_of(recipe) if facts.command == "train" else ())) is not None:
+    if (over := overflow(recipe, longest, roles_of(recipe) if facts.command == "train" else ())) is not None:
+        why, fits = over
         yield Problem(
-            f"{text} is {why}: a whole sample must fit; raise the budget or layout.cp, or lower the lengths",
+            f"{text} is {why}: a whole sample must fit; set {fits}, or lower the lengths",
             "engine.tokens_per_microbatch_per_rank",
             "layout.cp",
         )
