@@ -122,7 +122,7 @@ class Proof:
         self.sequences = []
         if self._unreadable:
             most = self._recipe.data.max_prompt_tokens + self._recipe.rollout.max_response_tokens
-            self.sequences = sequences(self._shape.vocab_size, most)
+            self.sequences = sequences(self._shape.vocab_size, most, experts=self._shape.moe is not None)
             told = self._policy.all(Policy.score, phase="sync")(self.sequences)
             self._expected = next(one for one in told if one is not None)
 

@@ -151,7 +151,7 @@ def test_of_experts_in_bf16_few_tokens_may_be_far_off_and_stale_weights_not() ->
     with pytest.raises(SyncMismatch, match=r"did not load what it was brought.* up to 0\.02"):
         one.of_probe({"rollout-0": scores})  # all within the limits, but those of before
     moved = [[value - 0.1 for value in row] for row in scores]
-    with pytest.raises(SyncMismatch, match=r"of 504 fixed tokens .* 8 differ by more than 0\.25"):
+    with pytest.raises(SyncMismatch, match=r"of 960 fixed tokens .* 64 differ by more than 0\.25"):
         one.of_probe({"rollout-0": moved})
 
 

@@ -9,18 +9,19 @@ import pytest
 import torch
 
 from quintet.errors import SyncMismatch
-from quintet.sync.logprob_probe import SEQUENCES, Limits, Movement, check, limits, sequences
+from quintet.sync.logprob_probe import Limits, Movement, check, limits, sequences
 from tests.oracle.data import VOCAB
 from tests.oracle.models import save
 from tests.rollout.native_ranks import LAYOUTS, FileSource, change_live, own_rollout, swap_live, tensors
 
 
 def test_sequences_are_fixed_and_fit():
-    made = sequences(151936, 1000)
-    assert made == sequences(151936, 64)
-    assert [len(one) for one in made] == [64] * SEQUENCES
-    assert [len(one) for one in sequences(50, 20)] == [20] * SEQUENCES
-    assert all(0 <= token < 50 for one in sequences(50, 20) for token in one)
+    made = sequences(151936, 1000, experts=False)
+    assert made == sequences(151936, 64, experts=False)
+    assert [len(one) for one in made] == [64] * 8
+    assert [len(one) for one in sequences(50, 20, experts=False)] == [20] * 8
+    assert [len(one) for one in sequences(50, 20, experts=True)] == [16] * 64
+    assert all(0 <= token < 50 for one in sequences(50, 20, experts=True) for token in one)
 
 
 def test_the_message_says_where():
@@ -56,7 +57,7 @@ def told(path: Path, trained: dict[str, Any], layout: dict[str, Any], dtype: str
     held = {name: one.to(kind) if not name.endswith("bias") else one for name, one in tensors(path).items()}
     (wanted,) = rollout.receivers()
     rollout.update_weights(FileSource(held, wanted))
-    ids = sequences(VOCAB, 64)
+    ids = sequences(VOCAB, 64, experts=engine.shape.moe is not None)
     found = [engine_scores(engine, ids), rollout.score(ids)]
     names = {one.name for one in wanted}
     first, other = (f"model.layers.2.mlp.experts.{i}.down_proj.weight" for i in (1, 6))
@@ -94,7 +95,7 @@ def test_a_rollout_that_never_loads_is_found():
 
 
 def test_many_small_differences_are_no_rounding():
-    ids = sequences(VOCAB, 64)
+    ids = sequences(VOCAB, 64, experts=False)
     engine = [[-1.0] * (len(one) - 1) for one in ids]
     few = [[-1.0] * (len(one) - 2) + [-1.2] for one in ids]
     assert check(engine, few, ids, Limits(0.25), "rollout-0") == pytest.approx(0.2)
@@ -104,7 +105,7 @@ def test_many_small_differences_are_no_rounding():
 
 def test_a_router_may_send_few_tokens_elsewhere():
     """In bf16 with experts alone, and as far as it will; not many tokens, nor to what is no number."""
-    ids = sequences(VOCAB, 64)
+    ids = sequences(VOCAB, 64, experts=False)
     engine = [[-1.0] * (len(one) - 1) for one in ids]
 
     def sent(every: int, to: float) -> list[list[float]]:
@@ -130,11 +131,20 @@ def test_a_router_may_send_few_tokens_elsewhere():
         check(engine, sent(32, float("nan")), ids, parted, "rollout-0")
 
 
+def test_tokens_sent_elsewhere_may_spoil_what_comes_after_them():
+    """One token of a sequence moves all that attend to it: so in four sequences from their second token on."""
+    ids = sequences(VOCAB, 64, experts=True)
+    engine = [[-1.0] * (len(one) - 1) for one in ids]
+    spoilt = [[-3.0 if n < 4 else -1.01] * len(one) for n, one in enumerate(engine)]
+    parted = limits(None, "bf16", experts=True, quantized=False)
+    assert check(engine, spoilt, ids, parted, "rollout-0") == 2
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_mistakes_show_and_rounding_does_not(pool, tmp_path, case):
     family, trained, layout, dtype = CASES[case]
     world, sizes = LAYOUTS[layout]
-    ids = sequences(VOCAB, 64)
+    ids = sequences(VOCAB, 64, experts=family != "qwen3")
     within = limits(None, dtype, experts=family != "qwen3", quantized=False)
     ranks = pool.run(told, world, save(family, tmp_path), trained, sizes, dtype)
     engines = [rank[0] for rank in ranks if rank[0] is not None]

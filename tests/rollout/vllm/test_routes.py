@@ -204,11 +204,11 @@ def trained_on(
         return engines[dtype].forward(batch, cells, 1.0, routes).logprobs[on]
 
     replayed = {dtype: logprobs(dtype, BatchRoutes(batch["routes"])) for dtype in engines}
-    probed = {"probe": engine_scores(engines["bf16"], sequences(VOCAB, 64))}
+    probed = {"probe": engine_scores(engines["bf16"], sequences(VOCAB, 64, experts=True))}
     for shard in engines["bf16"].shard_map():
         if re.search(r"layers\.1\..*experts\.2\.(down_proj|w2)", shard.name):
             shard.view.data.neg_()
-    probed["other"] = engine_scores(engines["bf16"], sequences(VOCAB, 64))
+    probed["other"] = engine_scores(engines["bf16"], sequences(VOCAB, 64, experts=True))
     return {"natural": logprobs("fp32", None)} | replayed | probed
 
 
@@ -224,7 +224,7 @@ def test_with_replay_rounding_is_all_that_parts_trainer_and_vllm(
     prompts = [[(7 * n + 3 * k * k + k) % 61 for k in range(32)] for n in range(64)]
     asked = [Request(prompt, samples=2, seed=n) for n, prompt in enumerate(prompts)]
     rows = rollout.generate(asked, Sampling(max_response_tokens=32, ignore_end=True))
-    probed = rollout.score(sequences(VOCAB, 64))
+    probed = rollout.score(sequences(VOCAB, 64, experts=True))
     rollout.close()  # two engines in one process share its process groups
     samples = [sample for row in rows for sample in row]
     ids = [p + sample.response_ids for p, row in zip(prompts, rows, strict=True) for sample in row]
@@ -248,9 +248,11 @@ def test_with_replay_rounding_is_all_that_parts_trainer_and_vllm(
     assert on.mean() <= 1.3 * same.mean()
     assert off.mean() > 1.3 * on.mean()
     within = limits(None, "bf16", experts=True, quantized=False)
-    print(f"probe: {check(found['probe'], probed, sequences(VOCAB, 64), within, 'rollout-0'):.3f}")
+    print(
+        f"probe: {check(found['probe'], probed, sequences(VOCAB, 64, experts=True), within, 'rollout-0'):.3f}"
+    )
     with pytest.raises(SyncMismatch, match="does not compute"):
-        check(found["other"], probed, sequences(VOCAB, 64), within, "rollout-0")
+        check(found["other"], probed, sequences(VOCAB, 64, experts=True), within, "rollout-0")
 
 
 def test_what_is_computed_again_after_a_preemption_is_not_heard_again() -> None:
