@@ -26,7 +26,7 @@ def with_mtp(recipe: Recipe, whole: ModelShape) -> ModelShape:
         )
     if new is not None and there:
         raise UserError(
-            f"mtp.init_layers={new}: the model has {there} layers for multi-token prediction already; set mtp.init_layers=null to "
+            f"mtp.init_layers={new}: the model has layers for multi-token prediction already ({there}); set mtp.init_layers=null to "
             "take these"
         )
     if new is None and not there:

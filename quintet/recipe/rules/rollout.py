@@ -121,7 +121,7 @@ def drafts_can_be_made(facts: Facts) -> Iterator[Problem]:
     elif recipe.mtp is None:
         yield Problem(
             f"{said}: it is the layers for multi-token prediction that draft, and without the section mtp a run keeps none; set "
-            "mtp.train=true (or false, which leaves them as they are), or draft_tokens=0"
+            "mtp.train=true (or false, which leaves them as they are), where the model has none mtp.init_layers, or draft_tokens=0"
         )
     elif facts.shape is not None and facts.shape.mtp_layers:
         allowed, asked = draft_lengths(facts.shape.mtp_layers), recipe.rollout.draft_tokens
