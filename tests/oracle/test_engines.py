@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from tests.oracle.cases import Case
 from tests.oracle.compare import bounds, broken, errors, output_error
 from tests.oracle.lora import written
 from tests.oracle.pool import Pool
-from tests.oracle.ranks import evaluate_alone, train_together, train_watching_sends
+from tests.oracle.ranks import engine_of, evaluate_alone, train_together, train_watching_sends
 from tests.oracle.reference import reference
 
 FORWARD_ONLY = [
@@ -77,6 +79,41 @@ def waits_of_groups() -> set[float]:
     groups = [*vars(mesh.groups).values(), *mesh.cp_groups.values()]
     timeouts = [one._get_backend(torch.device("cpu")).options._timeout for one in groups if one is not None]
     return {one.total_seconds() for one in timeouts}
+
+
+def used_groups(path: Path) -> tuple[list[int], list[str], str]:
+    """Sizes of the groups that this rank communicates in while its engine is made, and of those that a row may be shared in; what the
+    engine says of them."""
+    from quintet.engine import build
+    from quintet.recipe import schema
+
+    used: list[Any] = []
+    real = torch.distributed.all_reduce
+
+    def noted(tensor: Any, *args: Any, **how: Any) -> Any:
+        used.append(how.get("group"))
+        return real(tensor, *args, **how)
+
+    case = Case("qwen3", cp=4, mixed=True)
+    with (
+        mock.patch.object(torch.distributed, "all_reduce", noted),
+        mock.patch.object(build, "_free_bytes", side_effect=iter([5 << 20, 2 << 20])),
+    ):
+        engine = engine_of(case, path, engine=schema.Engine(distributed_optimizer=False))
+    there = [group for group in engine.mesh.cp_groups.values() if group is not None]
+    assert engine._groups_bytes == 3 << 20
+    return (
+        [group.size() for group in there if group in used],
+        [str(g.size()) for g in there],
+        engine.describe(),
+    )
+
+
+def test_every_group_is_used_once_when_the_engine_is_made(pool: Pool, models: Path) -> None:
+    """Else NCCL would make its communicator in the middle of a backward pass; and what that took is told."""
+    for used, there, said in pool.run(used_groups, 4, written(Case("qwen3"), models)):
+        assert used == [2, 4]
+        assert f"groups of {', '.join(there)} ranks for a row" in said
 
 
 @pytest.mark.slow

@@ -1,0 +1,74 @@
+"""What leaves the controller for a step's samples: each is cut once for the ranks that share it, however many those are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quintet.controller.batch_ref import Placement
+from quintet.controller.messages import SampleInfo
+from quintet.controller.samples import Kept, Samples
+from quintet.controller.scatter import Scatterer
+from quintet.models import ModelShape
+from quintet.recipe import schema
+from quintet.rewards.result import RewardResult
+from tests.engine.test_shards import SHAPE
+
+
+class Told:
+    """Workers and rollouts that note what they are asked for."""
+
+    count = 2
+
+    def __init__(self) -> None:
+        self.cuts: list[list[list[list[Any]]]] = []
+        self.parts: list[Any] = []
+
+    def slice_samples(self, chosen: list[list[list[Any]]], layers: list[Any]) -> list[list[Any]]:
+        self.cuts.append(chosen)
+        return [[f"rollout {r}, part {n}" for n in range(len(parts))] for r, parts in enumerate(chosen)]
+
+    def each(self, verb: Any, protocol: Any, phase: str, coords: Any) -> Any:
+        return lambda parts, **how: self.parts.append(protocol.split(coords, parts))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("dp", "cp", "tp", "pp"), [(1, 4, 1, 1), (2, 4, 2, 1), (2, 2, 1, 2)])
+def test_samples_are_cut_once_a_block(dynamic: bool, dp: int, cp: int, tp: int, pp: int) -> None:
+    layout = schema.Layout(tp=tp, cp=cp, pp=pp, dynamic_cp=dynamic)
+    coords = [
+        {"tp": t, "cp": c, "dp": d, "pp": p}
+        for p in range(pp)
+        for d in range(dp)
+        for c in range(cp)
+        for t in range(tp)
+    ]
+    recipe = schema.Recipe(
+        cluster=schema.Cluster(ranks=len(coords)),
+        layout=layout,
+        engine=schema.Engine(tokens_per_microbatch_per_rank=128),
+    )
+    lengths = [9, 60, 200, 33, 17, 5]
+    infos = [SampleInfo(n, n - 3, "stop", "", None, None) for n in lengths]
+    samples = Samples(
+        [SimpleNamespace()] * 3,  # type: ignore[list-item]
+        [0, 0, 1, 1, 2, 2],
+        infos,
+        [Kept(n % 2, "call", n) for n in range(6)],
+        [RewardResult(float(n % 2)) for n in range(6)],
+    )
+    told, shape = Told(), SHAPE
+    assert isinstance(shape, ModelShape)
+    scatterer = Scatterer(told, recipe, shape, [Placement("policy", layout, coords)])  # type: ignore[arg-type]
+    scatterer.samples(samples, told)  # type: ignore[arg-type]
+    (cut,), (of_ranks,) = told.cuts, told.parts
+    assert [len(of_rollout) for of_rollout in cut] == [dp, dp]
+    assert sorted(at for of_rollout in cut for part in of_rollout for _, at in part) == list(range(6))
+    # Ranks of a block get the same references, and those of different blocks others.
+    blocks: dict[int, set[str]] = {}
+    for where, [(references, assignment)] in zip(coords, of_ranks, strict=True):
+        blocks.setdefault(where["dp"], set()).add(f"{references} {assignment}")
+    assert [len(found) for found in blocks.values()] == [1] * dp
+    assert len(set.union(*blocks.values())) == dp
