@@ -119,6 +119,7 @@ def test_experts_agree_grouped_and_one_by_one(
             "nothing is recorded",
         ),
         (["--shape", "tiny", "--prove"], "holds  tiny bf16, log-probs of an update: 0 of "),
+        (["--shape", "tiny", "--prove"], "holds  tiny-moe bf16, with routes that are told: 0 of "),
     ],
 )
 def test_it_runs_dry(words: list[str], said: str) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 
 from quintet.engine.weights import fp8 as blocks
-from quintet.errors import UserError
+from quintet.errors import SyncMismatch, UserError
 from quintet.models.shape import ModelShape, MoeShape
 from tests.engine.test_config import _megatron as _megatron
 from tests.engine.test_config import config
@@ -61,6 +64,75 @@ def test_an_engine_that_cannot_says_so(pool, tmp_path: Path) -> None:
     """Core alone would train on without a word."""
     (said,) = pool.run(asked, 1, save("qwen3", tmp_path / "model"))
     assert "engine.fp8=blockwise: the layers are portable here" in said
+
+
+def fake(version: str, can: bool = True, powers: bool = True) -> dict[str, Any]:
+    """TransformerEngine as a rank asks it: whether it is new enough, what this GPU can do, and how it scales blocks."""
+    state = SimpleNamespace(
+        is_fp8_available=lambda: (can, "Device compute capability 8.9 or higher required."),
+        is_fp8_block_scaling_available=lambda: (can, "FP8 block scaled GEMM requires Hopper."),
+    )
+    rule = SimpleNamespace(fp8_quant_fwd_weight=SimpleNamespace(power_2_scale=powers))
+    return {
+        "transformer_engine": SimpleNamespace(__version__=version),
+        "transformer_engine.common": SimpleNamespace(),
+        "transformer_engine.common.recipe": SimpleNamespace(Float8BlockScaling=lambda: rule),
+        "transformer_engine.pytorch": SimpleNamespace(),
+        "transformer_engine.pytorch.fp8": SimpleNamespace(FP8GlobalStateManager=state),
+    }
+
+
+@pytest.mark.parametrize(
+    ("fp8", "installed", "said"),
+    [
+        ("tensorwise", fake("2.5.0"), "engine.fp8=tensorwise needs TransformerEngine 2.6 or later"),
+        ("tensorwise", fake("2.8.0", can=False), "this GPU cannot: Device compute capability 8.9"),
+        ("blockwise", fake("2.8.0", can=False), "this GPU cannot: FP8 block scaled GEMM requires Hopper"),
+        ("blockwise", fake("2.8.0", powers=False), "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 has"),
+        ("tensorwise", fake("2.8.0", powers=False), None),
+        ("blockwise", fake("2.8.0"), None),
+    ],
+)
+def test_a_rank_whose_gpu_or_package_cannot_says_why(
+    fp8: str, installed: dict[str, Any], said: str | None
+) -> None:
+    from megatron.core import utils
+
+    from quintet.engine.fp8 import require
+
+    version = Version(installed["transformer_engine"].__version__)
+    with (
+        mock.patch.dict(sys.modules, installed),
+        mock.patch.object(utils, "get_te_version", return_value=version),
+        contextlib.nullcontext() if said is None else pytest.raises(UserError, match=said),
+    ):
+        require(fp8, "transformer_engine")
+
+
+@pytest.mark.parametrize("fp8", ["blockwise", "tensorwise", None])
+def test_a_sync_of_other_blocks_than_are_multiplied_by_is_refused(fp8: str | None) -> None:
+    """Each time that fingerprints are told, before they are."""
+    from quintet.controller import worker
+
+    def tell(*of: Any) -> str:
+        return "told"
+
+    rank = SimpleNamespace(
+        _exported=list,
+        placement=SimpleNamespace(adapters_separate=False),
+        recipe=SimpleNamespace(rollout=SimpleNamespace(quantization="fp8"), engine=SimpleNamespace(fp8=fp8)),
+        engine=SimpleNamespace(chunks=[]),
+        shape=SHAPE,
+        _indexer=SimpleNamespace(tell=tell),
+    )
+    rank._same_blocks = lambda: worker.PolicyWorker._same_blocks(rank)  # type: ignore[arg-type]
+    refused = pytest.raises(SyncMismatch, match=r"would multiply by other weights in 8 bits .*fc1.weight")
+    with (
+        mock.patch.object(worker, "other_blocks", return_value=["decoder.layers.0.mlp.linear_fc1.weight"]),
+        mock.patch.object(worker, "quantized_fingerprints", return_value=({}, {})),
+        refused if fp8 == "blockwise" else contextlib.nullcontext(),
+    ):
+        assert worker.PolicyWorker.fingerprints(rank) == "told"  # type: ignore[arg-type]
 
 
 def recomputed(path: Path, modules: list[str], outside: bool = False) -> tuple[list[str], list[str]]:
