@@ -1,4 +1,4 @@
-"""Whoever plans a row or packs one aligns it alike: all callers of the one function are known here, and what they say of FP8."""
+"""Whoever plans a row or packs one aligns it alike: all callers of the one function are known here, and what they say of its engine."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from quintet.recipe.rules.facts import shape_of_built
 
 ROOT = Path(quintet.__file__).parent
 SAYS = {
-    "controller/scatter.py": {"self._recipe.engine.fp8"},
-    "engine/pipeline.py": {"self._recipe.fp8"},
-    "plan/describe.py": {"recipe.engine.fp8"},
-    "recipe/capacity.py": {"recipe.engine.fp8"},
-    "sync/logprob_probe.py": {"engine.recipe.fp8"},
+    "controller/scatter.py": {"self._recipe.engine"},
+    "engine/pipeline.py": {"self._recipe"},
+    "plan/describe.py": {"recipe.engine"},
+    "recipe/capacity.py": {"recipe.engine"},
+    "sync/logprob_probe.py": {"engine.recipe"},
     "diagnose/oracle_model.py": {"None"},  # an engine in fp32
     "rollout/native/stage.py": {"None"},  # its weights are in model.dtype
 }
 """Each file that aligns rows: log-probs, updates, reference, critic, routes and layers for multi-token prediction all go through the
-first two; what it takes FP8 from."""
+first two; the section that it aligns by."""
 
 
 def said(file: Path) -> set[str]:
@@ -42,12 +42,12 @@ def said(file: Path) -> set[str]:
         if "alignment" in names:
             found.add("alignment")
         if "alignment_of" in names:
-            given = [one.value for one in node.keywords if one.arg == "fp8"] or node.args[2:]
+            given = [one.value for one in node.keywords if one.arg == "engine"] or node.args[2:]
             found |= {ast.unparse(one) for one in given} or {"nothing"}
     return found
 
 
-def test_every_caller_says_what_fp8_its_engine_has() -> None:
+def test_every_caller_says_which_engine_computes_its_rows() -> None:
     files = {file.relative_to(ROOT).as_posix(): said(file) for file in ROOT.rglob("*.py")}
     callers = {name: found for name, found in files.items() if found}
     assert callers.pop("packing/align.py") == {"alignment"}
@@ -74,17 +74,23 @@ def layouts(draw: st.DrawFn) -> schema.Layout:
     st.sampled_from([None, *FP8_TOKENS]),
     st.integers(1, 1200),
     st.lists(st.integers(1, 2000), min_size=4, max_size=12),
+    st.booleans(),
 )
 def test_what_is_planned_is_packed_within_the_budget(
-    policy: schema.Layout, reference: schema.Layout, fp8: str | None, budget: int, lengths: list[int]
+    policy: schema.Layout,
+    reference: schema.Layout,
+    fp8: str | None,
+    budget: int,
+    lengths: list[int],
+    few: bool,
 ) -> None:
-    """By any recipe of FP8, tp, sp, cp and dynamic cp, of the policy and of a role with a layout of its own: the planner's rows, packed by
+    """By any recipe of FP8, rows of any or of few sizes, tp, sp, cp and dynamic cp, of the policy and of a role with a layout of its own: the planner's rows, packed by
     the engine's alignment for the cell's own ranks, are whole multiples and within the budget; and the planner refuses what `quintet
     check` refuses."""
     recipe = schema.Recipe(
         layout=policy,
         reference=schema.Reference(layout=reference),
-        engine=schema.Engine(fp8=fp8, tokens_per_microbatch_per_rank=budget),  # type: ignore[arg-type]
+        engine=schema.Engine(fp8=fp8, tokens_per_microbatch_per_rank=budget, row_buckets=few),  # type: ignore[arg-type]
     )
     placements = [
         Placement(name, layout, [{}] * (2 * layout.tp * layout.cp))
@@ -97,7 +103,7 @@ def test_what_is_planned_is_packed_within_the_budget(
     assert ("policy" in found) is (overflow(recipe, max(lengths)) is None)
     for placement in placements:
         layout = placement.layout
-        packed = partial(alignment_of, layout, fp8=fp8)
+        packed = partial(alignment_of, layout, engine=recipe.engine)
         for cell in (
             (cell for row in found[placement.name].rounds for cell in row) if placement.name in found else ()
         ):

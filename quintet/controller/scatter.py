@@ -67,7 +67,7 @@ class Scatterer:
     def plan(self, lengths: list[int], placement: Placement) -> Plan:
         """Assign samples of these lengths to a placement's ranks and micro-batches."""
         layout = placement.layout
-        aligned = partial(alignment_of, layout, fp8=self._recipe.engine.fp8)
+        aligned = partial(alignment_of, layout, engine=self._recipe.engine)
         coupled = -(-(layout.etp or layout.tp) * layout.ep // layout.tp)  # neighbours with a layer's experts
         how: dict[str, Any] = {
             "dp": placement.dp,

@@ -65,7 +65,7 @@ class OracleModel:
         """Return what predicts the response's tokens: fp32 [tokens - prompt, vocabulary]. routes: prescribed, [tokens - 1,
         layers with experts, top-k], for all tokens but the last, which predicts nothing."""
         values, model = torch.tensor(ids), self._model
-        align = alignment_of(self._engine.layout, cp=1, fp8=None)
+        align = alignment_of(self._engine.layout, cp=1, engine=None)
         micro = pack(values, torch.tensor([0, len(ids)]), torch.zeros(len(ids)).bool(), [0], align)
         row = model.row(micro)
         self._routes = row.routes = RowRoutes(self._shape.moe_layers, keep=True)

@@ -117,7 +117,7 @@ class Pipeline:
         ends = offsets(batch)
         for number, (samples, cp, place) in enumerate(cells, 1):
             self.turn(f"micro-batch {number} of {len(cells)}{self._beside(cp)}")
-            align, distances = alignment_of(self._layout, cp, self._recipe.fp8), range(1, 2 + depths)
+            align, distances = alignment_of(self._layout, cp, self._recipe), range(1, 2 + depths)
             micro = pack(values, ends, trained, samples, align, cp, place, distances)
             self._check(micro, samples)
             row = self._chunks[0].row(micro, self._recipe.cp_comm)

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from math import lcm
 from typing import TYPE_CHECKING
 
 from quintet.errors import UserError
 
 if TYPE_CHECKING:
-    from quintet.recipe.schema import Layout
+    from quintet.recipe.schema import Engine, Layout
 
 # Multiples of tokens that TransformerEngine wants of the slice each rank feeds to a linear layer, by FP8 recipe.
 # One scale a tensor (tensorwise): cuBLAS wants leading dims of 16 bytes, and tokens are the leading dim of the weight
 # gradient's operands; megatron-core's `get_fp8_align_size` says the same. blockwise: tiles of 128; a slice that is not
 # whole tiles is gathered over tp in bf16 instead of FP8 (`Float8BlockQuantizer.is_quantizable`).
 FP8_TOKENS = {"tensorwise": 16, "blockwise": 128}
+ROW_WASTE = 0.125
+"""Most padding of a row to the next of its sizes, over its tokens (`engine.row_buckets`)."""
+ROW_SMALLEST = 0.125
+"""The smallest of these sizes, over the largest."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,9 @@ class Alignment:
         return -(-length // self.sequence) * self.sequence
 
     def row(self, lengths: Sequence[int]) -> int:
-        """Return how many tokens a row of these sequences takes, its own padding included; never 0."""
+        """Return how many tokens a row of these sequences takes, its own padding included; never 0. One of none is the smallest."""
+        if not lengths:
+            return self.total
         tokens = sum(self.padded(n) for n in lengths)
         tokens = max(-(-tokens // self.total) * self.total, self.total)
         at = bisect_left(self.buckets, tokens)
@@ -77,12 +84,18 @@ def alignment(*, tp: int = 1, sp: bool = False, cp: int = 1, fp8: str | None = N
     return Alignment(sequence, lcm(sequence, slices * (FP8_TOKENS[fp8] if fp8 else 1)))
 
 
-def alignment_of(layout: Layout, cp: int, fp8: str | None) -> Alignment:
-    """Return the alignment of a row that `cp` ranks of a layout share, whatever its own `layout.cp`. fp8: of the engine that
-    computes it, and no default: whoever plans a row or packs it says the same."""
-    return alignment(tp=layout.tp, sp=layout.sp, cp=cp, fp8=fp8)
+def alignment_of(layout: Layout, cp: int, engine: Engine | None) -> Alignment:
+    """Return the alignment of a row that `cp` ranks of a layout share, whatever its own `layout.cp`. engine: the recipe's section of the
+    engine that computes it, None of a native rollout's, and no default: whoever plans a row or packs it says the same."""
+    plain = alignment(tp=layout.tp, sp=layout.sp, cp=cp, fp8=engine.fp8 if engine else None)
+    top = engine.tokens_per_microbatch_per_rank * cp if engine and engine.row_buckets else 0
+    if top < plain.total:
+        return plain
+    sizes = row_buckets(top, total=plain.total, waste=ROW_WASTE, smallest=int(top * ROW_SMALLEST))
+    return replace(plain, buckets=sizes)
 
 
+@cache
 def row_buckets(top: int, *, total: int = 1, waste: float = 0.125, smallest: int = 0) -> tuple[int, ...]:
     """Return the row sizes, so that kernels, graphs and allocators see few shapes: ascending multiples of `total`, up to `top`.
 

@@ -220,7 +220,7 @@ def _kernels(recipe: Recipe, shape: ModelShape) -> str | None:
 
 def _rows(recipe: Recipe) -> str:
     layout, budget = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
-    aligned = alignment_of(layout, layout.cp, recipe.engine.fp8)
+    aligned = alignment_of(layout, layout.cp, recipe.engine)
     text = f"Micro-batches: up to {aligned.room(budget * layout.cp)} tokens"
     if layout.cp > 1:
         text += f" on {layout.cp} ranks"
@@ -229,6 +229,8 @@ def _rows(recipe: Recipe) -> str:
         padded.append(f"each sample padded to a multiple of {aligned.sequence}")
     if aligned.total > aligned.sequence:
         padded.append(f"the row to a multiple of {aligned.total}")
+    if aligned.buckets:
+        padded.append(f"the row to one of {len(aligned.buckets)} sizes from {aligned.buckets[0]}")
     fewer = "; less of both on fewer ranks" if layout.dynamic_cp else ""
     return f"{text}{', ' if padded else ''}{' and '.join(padded)}{fewer}."
 

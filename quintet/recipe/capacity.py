@@ -30,14 +30,14 @@ def overflow(recipe: Recipe, tokens: int, roles: Iterable[str] = ()) -> tuple[st
 
 
 def _needed(recipe: Recipe, layout: Layout, tokens: int) -> tuple[int, int | None]:
-    budget, fp8 = recipe.engine.tokens_per_microbatch_per_rank, recipe.engine.fp8
-    align = partial(alignment_of, layout, fp8=fp8)
+    budget = recipe.engine.tokens_per_microbatch_per_rank
+    align = partial(alignment_of, layout, engine=recipe.engine)
     return smallest_fits(tokens, layout.cp, budget, align, dynamic=layout.dynamic_cp)
 
 
 def _why(recipe: Recipe, key: str, layout: Layout, tokens: int) -> str:
     budget = recipe.engine.tokens_per_microbatch_per_rank
-    aligned = alignment_of(layout, layout.cp, recipe.engine.fp8)
+    aligned = alignment_of(layout, layout.cp, recipe.engine)
     room, taken = aligned.room(budget * layout.cp), aligned.row([tokens])
     padded = f"{taken} with padding to a multiple of {aligned.total}, " if taken != tokens else ""
     usable = f" ({room} in whole multiples of {aligned.total})" if room != budget * layout.cp else ""

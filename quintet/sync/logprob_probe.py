@@ -84,7 +84,7 @@ def engine_scores(engine: Engine, sequences: Sequence[list[int]]) -> Scores | No
 
     cp, place = engine.mesh.sizes.cp, engine.mesh.at("cp")
     budget = engine.recipe.tokens_per_microbatch_per_rank * cp
-    aligned = alignment_of(engine.layout, cp, engine.recipe.fp8)
+    aligned = alignment_of(engine.layout, cp, engine.recipe)
     together = max(budget // aligned.row([max(map(len, sequences))]), 1)
     order = list(range(len(sequences)))
     cells = [RankCell(order[i : i + together], cp, place) for i in range(0, len(order), together)]

@@ -75,7 +75,7 @@ def run_rank(path: Path, layout: dict[str, Any], **recipe: Any) -> dict[str, Any
     batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
     mesh, budget = engine.mesh, engine.recipe.tokens_per_microbatch_per_rank
     dp, cp = mesh.at("dp"), mesh.sizes.cp
-    align = alignment_of(engine.layout, cp, engine.recipe.fp8)
+    align = alignment_of(engine.layout, cp, engine.recipe)
     plan = plan_microbatches(LENGTHS, dp=mesh.sizes.dp, budget=budget, alignment=align, cp=cp)
     cells = rank_cells(plan.local(dp), mesh.at("cp"))
     mine = select(batch, plan.samples_of(dp))

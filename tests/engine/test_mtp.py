@@ -67,7 +67,7 @@ def _run(engine: Any, mine: list[int], found: dict[tuple[int, int], list[Tensor]
     from quintet.recipe import schema
 
     sizes, rank = engine.mesh.sizes, engine.mesh.at("cp")
-    align = alignment_of(engine.layout, sizes.cp, engine.recipe.fp8)
+    align = alignment_of(engine.layout, sizes.cp, engine.recipe)
     ids = [samples()[i] for i in mine]
     places = [(i, t) for i, one in zip(mine, ids, strict=True) for t in range(len(one))]
     batch = make_batch(ids, [2] * len(ids))

@@ -78,6 +78,7 @@ class Case:
     recompute: str = "none"
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
+    row_buckets: bool = False
     optimizer: str = "adamw"
     lr_multipliers: bool = False
     frozen: str = ""
@@ -163,6 +164,7 @@ class Case:
                 fp8=self.fp8 or None,  # type: ignore[arg-type]
                 distributed_optimizer=self.distributed_optimizer,
                 overlap_grad_reduce=self.overlap_grad_reduce,
+                row_buckets=self.row_buckets,
                 backend=self.backend,
                 cp_comm=self.cp_comm,
                 recompute=self.recompute,
@@ -512,7 +514,26 @@ OVERLAP_LAYOUTS = (
 
 def overlap_cases(ranks: int, **fixed: Any) -> list[Case]:
     """Every value of every axis beside gradients that are reduced during the backward pass, and each other feature once."""
-    how = {**_OVERLAP, **fixed}
+    return _beside_all(ranks, **_OVERLAP, **fixed)
+
+
+_SIZES = {"row_buckets": True}
+SIZES_LAYOUTS = (
+    Case("qwen3", **_SIZES, tp=2, sp=True, pp=2, vpp=2, distributed_optimizer=True),
+    Case("qwen3", **_SIZES, **_OVERLAP, cp=2, dp=2, mixed=True, recompute="full"),
+    Case("deepseek_v3", **_SIZES, mtp=2, cp=2, cp_comm="all_to_all", ep=2, recompute="selective"),
+    Case("deepseek_v3", **_SIZES, **_O, **_BIAS, **_Z, **_BATCH, tp=2, sp=True, etp=2),
+    Case("qwen3_moe", **_SIZES, **_R, **_AUX, dp=2, ep=2, optimizer="sgd"),
+)
+"""Rows of few sizes in `make test`, each up to twice as long as its sequences."""
+
+
+def sizes_cases(ranks: int, **fixed: Any) -> list[Case]:
+    """Every value of every axis beside rows of few sizes, and each other feature once."""
+    return _beside_all(ranks, **_SIZES, **fixed)
+
+
+def _beside_all(ranks: int, **how: Any) -> list[Case]:
     found = [*covering("qwen3", ranks, strength=1, **how), *covering("deepseek_v3", ranks, strength=1, **how)]
     families = ("qwen3_moe", "gpt_oss", "deepseek_v3-tied", "mimo", "glm4_moe", "qwen2")
     others = (_R, _O, {**_BIAS, **_Z, **_AUX}, {**_Z, **_BATCH}, _GATE)
@@ -540,10 +561,12 @@ PADDED_LAYOUTS = tuple(
             Case("gpt_oss", tp=2, sp=True, etp=2),
             Case("qwen3-tied", stages="1.3", pp=2),
             Case("qwen3", dtype="bf16", tp=2, sp=True),
+            Case("qwen3_moe", **_SIZES, dp=2, ep=2, **_Z),
         ),
         "blockwise": (
             Case("qwen3", tp=2, sp=True, pp=2, vpp=2, **_SHARDED, optimizer="adam", lr_multipliers=True),
             Case("qwen3", head="value", cp=2, tp=2, sp=True, optimizer="sgd", **_OFFLOAD),
+            Case("qwen3", **_SIZES, cp=2, mixed=True),
             Case("qwen3", cp=2, cp_comm="all_to_all", frozen=".o_proj"),
             Case("qwen3_moe", **_R, dp=2, ep=2, **_AUX, **_Z),
             Case("qwen3_moe", **_O, tp=2, sp=True, cp=2, ep=2, etp=1, mixed=True),
@@ -571,7 +594,7 @@ def fast_cases() -> list[Case]:
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
     found += [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
     every = [*MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS, *FROZEN_LAYOUTS, *STAGE_LAYOUTS]
-    return ordered([*found, *every, *OVERLAP_LAYOUTS])
+    return ordered([*found, *every, *OVERLAP_LAYOUTS, *SIZES_LAYOUTS])
 
 
 def slow_cases() -> list[Case]:
@@ -582,7 +605,7 @@ def slow_cases() -> list[Case]:
     ]
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
     found += [*lora_cases(4), *mtp_cases(4), *replay_cases(4), *balance_cases(4), *frozen_cases(4)]
-    found += [*stage_cases(4), *overlap_cases(4)]
+    found += [*stage_cases(4), *overlap_cases(4), *sizes_cases(4)]
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)
 
@@ -615,6 +638,7 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
             frozen_cases,
             stage_cases,
             overlap_cases,
+            sizes_cases,
         )
         for case in some(gpus, backend=backend)
     ]
@@ -633,7 +657,8 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
             found += bf16(family, gpus, backend=backend, frozen=".o_proj", **hybrid)
             if gpus > 1:
                 found += bf16(family, gpus, backend=backend, pp=2, vpp=1, stages="3.1", **hybrid)
-            found += bf16(family, gpus, backend=backend, **_OVERLAP, **hybrid)
+            for how in (_OVERLAP, _SIZES):
+                found += bf16(family, gpus, backend=backend, **how, **hybrid)
         if family == "deepseek_v3":
             for how in ({**_BIAS, **_Z, **_AUX}, _BATCH):
                 found += bf16(family, gpus, backend=backend, **how, **hybrid)

@@ -92,7 +92,7 @@ def told(
     objective = Objective("lm", int(sum(map(sum, map(loss_mask, lengths)))))
     for (micro, _), cell in zip(engine._pipeline.rows(mine, cells), cells, strict=True):
         sizes = [lengths[samples[i]] for i in cell.samples]
-        want = alignment_of(engine.layout, cell.cp, engine.recipe.fp8).row(sizes) // cell.cp
+        want = alignment_of(engine.layout, cell.cp, engine.recipe).row(sizes) // cell.cp
         assert micro.tokens == want, f"{micro.tokens} tokens on a rank, where the plan has {want}"
     turns: list[str] = []
     engine.tell_turns(turns.append)

@@ -25,12 +25,13 @@ def train_padded(case: Case, path: Path, unaware: str = "") -> ranks.Report:
     real = quintet.engine.pipeline.alignment_of
     modules = {"plan": ranks, "row": quintet.engine.pipeline}
 
-    def without(layout: Any, cp: int, fp8: str | None) -> Any:
+    def without(layout: Any, cp: int, engine: Any) -> Any:
         return real(layout, cp, None)
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(arithmetic, "require"))
         patches.enter_context(mock.patch.object(arithmetic, "fields", return_value={}))
+        patches.enter_context(mock.patch("quintet.packing.align.ROW_WASTE", ranks.ROW_WASTE))
         if unaware:
             patches.enter_context(mock.patch.object(modules[unaware], "alignment_of", without))
         training = ranks.Training(case, path)

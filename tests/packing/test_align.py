@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quintet.errors import UserError
 from quintet.packing import FP8_TOKENS, Alignment, alignment, alignment_of, row_buckets
 from quintet.packing.context import held_ranges
-from quintet.recipe.schema import Layout
+from quintet.recipe.schema import Engine, Layout
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=20)
 TP = st.sampled_from([1, 2, 3, 4, 8])
@@ -79,7 +79,24 @@ def test_a_row_is_aligned_for_the_ranks_that_share_it():
         Alignment(8, 8),
     ]
     assert alignment_of(Layout(tp=2, cp=4), 1, None) == Alignment()
-    assert alignment_of(Layout(tp=2, sp=True, cp=8), 8, "blockwise") == Alignment(16, 2048)
+    assert alignment_of(Layout(tp=2, sp=True, cp=8), 8, Engine(fp8="blockwise")) == Alignment(16, 2048)
+
+
+@given(TP, CP, st.integers(1, 40_000), st.sampled_from([None, "blockwise"]), LENGTHS)
+def test_rows_of_few_sizes_stay_within_the_budget(tp, cp, budget, fp8, lengths):
+    layout = Layout(tp=tp, sp=tp > 1, cp=cp)
+    how = {"tokens_per_microbatch_per_rank": budget, "fp8": fp8}
+    plain, few = (alignment_of(layout, cp, Engine(row_buckets=on, **how)) for on in (False, True))
+    assert (few.sequence, few.total, plain.buckets) == (plain.sequence, plain.total, ())
+    assert few.room(budget * cp) == plain.room(budget * cp)
+    assert len(few.buckets) <= 20
+    row, padded = plain.row(lengths), few.row(lengths)
+    if not lengths or row > plain.room(budget * cp):
+        assert padded == row
+    else:
+        assert padded in few.buckets
+        assert padded <= budget * cp
+        assert padded <= max(row * 1.125, few.buckets[0])
 
 
 def test_what_cannot_be_aligned_is_refused():

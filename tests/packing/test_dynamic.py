@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,13 +21,16 @@ from quintet.packing import (
     CellCosts,
     Plan,
     alignment,
+    alignment_of,
     cell_sizes,
     plan_microbatches,
     plan_times,
+    row_buckets,
     smallest_fits,
 )
 from quintet.packing import dynamic as planner
 from quintet.packing.plan import PlanTime
+from quintet.recipe.schema import Engine, Layout
 from tests.packing.test_plan import check, long_tail
 from tests.patience import processor_s
 
@@ -49,9 +53,12 @@ def mixes(draw: Callable[..., Any], coupled: bool = True) -> Mix:
     dp, cp, tp = draw(st.integers(1, 4)), draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([1, 2]))
     fp8 = draw(st.sampled_from([None, None, "tensorwise"]))
     budget = draw(st.sampled_from([64, 100, 256]))
+    few = draw(st.sampled_from([False, False, True]))
 
     def align(size: int) -> Alignment:
-        return alignment(tp=tp, sp=tp > 1, cp=size, fp8=fp8)
+        plain = alignment(tp=tp, sp=tp > 1, cp=size, fp8=fp8)
+        sizes = row_buckets(budget * size, total=plain.total, waste=0.5) if few else ()
+        return replace(plain, buckets=sizes)
 
     room = align(cp).room(budget * cp)
     longest = st.sampled_from([min(budget // 2, room), room])
@@ -377,18 +384,23 @@ def test_a_sample_that_fits_no_block_is_named_with_the_smallest_settings_that_it
     st.integers(16, 600),
     st.sampled_from([None, "tensorwise", "blockwise"]),
     st.booleans(),
+    st.booleans(),
 )
 def test_the_smallest_settings_fit_and_smaller_ones_do_not(
-    tokens: int, cp: int, tp: int, budget: int, fp8: str | None, dynamic: bool
+    tokens: int, cp: int, tp: int, budget: int, fp8: str | None, few: bool, dynamic: bool
 ) -> None:
-    def align(size: int) -> Alignment:
-        return alignment(tp=tp, sp=tp > 1, cp=size, fp8=fp8)
+    def align(size: int, budget: int = budget) -> Alignment:
+        engine = Engine(tokens_per_microbatch_per_rank=budget, fp8=fp8, row_buckets=few)
+        return alignment_of(Layout(tp=tp, sp=tp > 1, cp=size), size, engine)
 
     def fits(budget: int, cp: int) -> bool:
         sizes = cell_sizes(cp) if dynamic else [cp]
-        return any(align(n).row([tokens]) <= align(n).room(budget * n) for n in sizes)
+        return any(align(n, budget).row([tokens]) <= align(n, budget).room(budget * n) for n in sizes)
 
     needed, larger = smallest_fits(tokens, cp, budget, align, dynamic=dynamic)
+    if few and fits(budget, cp):  # padded to a size of this budget
+        assert needed <= budget
+        return
     assert fits(needed, cp)
     assert not fits(needed - 1, cp)
     if larger is None:

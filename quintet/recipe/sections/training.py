@@ -102,6 +102,9 @@ class Engine(Section):
     expert_bias_rate: NonNegativeFloat = 0.0
     """What each update adds to the stored bias of experts that got fewer tokens than the mean, and takes off the others' (DeepSeek-V3
     took 0.001); 0 leaves it (docs/balance.md)."""
+    row_buckets: bool = False
+    """Pad each row to the next of about 19 sizes, from an eighth of the token budget to all of it, so that kernels and the allocator see few
+    shapes (docs/layouts.md)."""
     overlap_grad_reduce: bool = False
     """Reduce gradients over dp and cp in buckets during the backward pass of a mini-batch's last micro-batch, instead of all after it."""
     offload_params: Fraction | Literal["auto"] = "auto"

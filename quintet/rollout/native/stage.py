@@ -24,7 +24,7 @@ class Stage:
     def __init__(self, model: PolicyModel, mesh: Mesh) -> None:
         self.model, self.mesh = model, mesh
         layout = schema.Layout(tp=mesh.sizes.tp, sp=model.config.sequence_parallel)
-        self.align = alignment_of(layout, cp=1, fp8=None)  # without FP8, whatever the trainer has
+        self.align = alignment_of(layout, cp=1, engine=None)  # without FP8, whatever the trainer has
 
     def forward(self, input_ids: Tensor, row: PackedRow) -> Tensor | None:
         """Return the hidden states [T, hidden] on the last stage, passed from stage to stage; None before it."""
