@@ -81,6 +81,18 @@ _REASONS = {
         enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool
         cuda_graph_retain_backward_graph cuda_graph_warmup_steps use_te_rng_tracker
     """,
+    (
+        "communication of tp and ep does not overlap with computing in this version; that of gradients does with "
+        "engine.overlap_grad_reduce"
+    ): """
+        tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
+        tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv
+        tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend overlap_moe_expert_parallel_comm moe_shared_expert_overlap
+        delay_wgrad_compute ep_overlap_early_attn_memory_release
+    """,
+    "tokens are sent to experts by megatron-core's alltoall dispatcher; DeepEP and HybridEP are not available in this version": """
+        moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
+    """,
     "decided by mtp and the model": "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",
     "decided by layout.dynamic_cp": "hybrid_context_parallel",
     "decided by engine.tokens_per_microbatch_per_rank": "max_seqlen_per_dp_cp_rank",

@@ -175,7 +175,7 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["engine.megatron.num_layers_in_first_pipeline_stage=1"],
         ["decided by layout.stage_layers"],
     ),
-    ("megatron_options_are_free", ["engine.megatron.tp_comm_overlap=true"], ["quintet's own layers"]),
+    ("megatron_options_are_free", ["engine.megatron.apply_rope_fusion=true"], ["quintet's own layers"]),
     (
         "megatron_options_are_free",
         ["engine.megatron.recompute_granularty=full"],
@@ -185,6 +185,16 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         "megatron_options_are_free",
         ["engine.megatron.deterministic_mod=true"],
         ["has no such field; did you mean deterministic_mode?"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["engine.megatron.tp_comm_overlap=true"],
+        ["communication of tp and ep does not overlap", "engine.overlap_grad_reduce"],
+    ),
+    (
+        "megatron_options_are_free",
+        ["@moe", "engine.megatron.moe_enable_deepep=true"],
+        ["sent to experts by megatron-core's alltoall dispatcher", "DeepEP"],
     ),
     (
         "megatron_options_are_free",
