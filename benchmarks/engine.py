@@ -39,6 +39,8 @@ from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.sides import Side, answer_stream
 
 SIDES = ("raw", "quintet")
+UNSEEN = 2
+"""Steps before the first that is measured, where those that are measured are to be new."""
 BACKENDS = {"te": "transformer_engine", "portable": "portable"}
 UNITS = {
     "mfu": "fraction",
@@ -117,7 +119,8 @@ class Turns:
             if self.args.sequential:
                 self._sides[name] = self._side(name)
                 self._ready(name)
-            warmup = self.setup.steps + 1 if fresh else 1
+            # Ragged rows are new to each measured step, as in a run; others have all been seen.
+            warmup = 1 if not fresh else UNSEEN if self.setup.ragged else self.setup.steps + 1
             side = self._sides[name]
             told = side.ask(do="burst", warmup=warmup, steps=self.args.steps_per_turn)
             self.measured[name].add(told, self.setup)
@@ -280,6 +283,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="natural",
         help="of experts: as the routers choose, or tokens dealt to them in turn",
     )
+    add(
+        "--ragged",
+        action="store_true",
+        help="rows of random lengths, others in each step, as in a run; leave --steps out",
+    )
     add("--cpu-fraction", type=float, default=0.0, help="share of the optimizer's state on the CPU")
     add(
         "--engine",
@@ -310,6 +318,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--profile needs sides that stay: leave --sequential out")
     if args.cpu_fraction and not args.worker and not device_name():
         parser.error("--cpu-fraction needs a GPU: on a CPU all of the optimizer is there")
+    if args.ragged:
+        args.steps = UNSEEN + args.rounds * (args.steps_per_turn + 1)
     if args.recompute_modules and args.recompute != "selective":
         parser.error("--recompute-modules is of --recompute selective")
     if args.balance == "forced" and MODELS[args.shape].shape.moe is None:
@@ -345,6 +355,7 @@ def main() -> None:
                 recompute_modules=args.recompute_modules,
                 layers=layers,
                 balance=args.balance,
+                ragged=args.ragged,
                 cpu_fraction=args.cpu_fraction,
                 engine=parse_engine(args.engine),
                 tokens=args.tokens,

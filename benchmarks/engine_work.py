@@ -16,6 +16,8 @@ from quintet.plan.cards import card_of
 from quintet.recipe import schema
 from quintet.recipe.yaml_text import read_yaml
 
+LEAST = 0.7
+"""Of a full row, what the shortest ragged one has."""
 TRAINED_FROM = 1
 """The first token of a sequence has no predecessor; all others are trained."""
 
@@ -165,7 +167,7 @@ class Setup:
     """One measurement: what is trained, where, and how. Travels to the workers as JSON.
 
     layers: of the model, where it is cut; None is all. balance: "forced" deals tokens to experts in turn instead of asking the router.
-    cpu_fraction: share of the optimizer on the CPU. engine: further keys of a recipe's section `engine`, of quintet's side alone.
+    ragged: rows of random lengths up to `tokens`, as a run has them, and not full ones. cpu_fraction: share of the optimizer on the CPU. engine: further keys of a recipe's section `engine`, of quintet's side alone.
     """
 
     model: str
@@ -176,6 +178,7 @@ class Setup:
     recompute_modules: list[str] | None = None
     layers: int | None = None
     balance: str = "natural"
+    ragged: bool = False
     cpu_fraction: float = 0.0
     engine: dict[str, Any] = field(default_factory=dict)
     tokens: int = 16384
@@ -215,17 +218,19 @@ class Setup:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks together."""
-        return self.tokens * self.size("cp") * self.microbatches * self.dp
+        """Of all ranks together; of ragged rows the mean over steps."""
+        return round(sum(sum(self.lengths(step)) for step in range(self.steps)) / self.steps)
 
     def rows(self, step: int) -> list[list[list[int]]]:
-        """Sequence lengths of a step: [dp rank][micro-batch][sequence]. A row takes `tokens` on each of its cp ranks."""
+        """Sequence lengths of a step: [dp rank][micro-batch][sequence]. A row takes `tokens` on each of its cp ranks; a ragged one
+        from `LEAST` of that."""
         generator = random.Random(f"{self.seed} {step}")
-        draw = MODELS[self.model].lengths.row
-        return [
-            [draw(self.tokens * self.size("cp"), generator) for _ in range(self.microbatches)]
-            for _ in range(self.dp)
-        ]
+        draw, full = MODELS[self.model].lengths.row, self.tokens * self.size("cp")
+
+        def row() -> list[int]:
+            return draw(generator.randint(int(LEAST * full), full) if self.ragged else full, generator)
+
+        return [[row() for _ in range(self.microbatches)] for _ in range(self.dp)]
 
     def lengths(self, step: int) -> Iterator[int]:
         """Lengths of all sequences of a step."""
@@ -252,6 +257,8 @@ class Setup:
             parts.append(f"layers{self.layers}")
         if self.balance != "natural":
             parts.append(f"balance-{self.balance}")
+        if self.ragged:
+            parts.append("ragged")
         if self.recompute != "none":
             parts.append("-".join(["recompute", self.recompute, *(self.recompute_modules or [])]))
         if self.cpu_fraction:

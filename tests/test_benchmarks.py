@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import plan, proof
+from benchmarks.engine import arguments as engine_arguments
 from benchmarks.engine import fitted
 from benchmarks.engine_work import MODELS, REAL, Setup, parse_engine, parse_layout, peak_flops, setup_of
 from benchmarks.fingerprints import experts, measure
@@ -139,6 +140,19 @@ def test_cases_are_named_by_what_differs() -> None:
     )
 
 
+def test_ragged_rows_are_within_the_budget_and_counted_as_they_are() -> None:
+    setup = setup_of("tiny", backend="portable", ragged=True, steps=5)
+    rows = [sum(row) for step in range(5) for rank in setup.rows(step) for row in rank]
+    assert len(set(rows)) > 10
+    assert min(rows) >= 0.7 * 128 - 1
+    assert max(rows) <= 128
+    assert setup.tokens_per_step == round(sum(rows) / 5)
+    assert setup.case() == "tiny/portable/ragged"
+    assert replace(setup, ragged=False).tokens_per_step == 4 * 128
+    args = engine_arguments(["--ragged", "--rounds", "2", "--steps-per-turn", "3"])
+    assert args.steps == 2 + 2 * (1 + 3)
+
+
 def test_a_setup_says_what_a_recipe_says() -> None:
     setup = setup_of(
         "tiny-moe", backend="portable", recompute="selective", engine=parse_engine(["z_loss=0.5"])
@@ -221,6 +235,7 @@ def test_engine_and_raw_loop_train_the_same_on_a_cpu() -> None:
     [
         ["--shape", "tiny", "--recompute", "selective", "--recompute-modules", "core_attn,mlp"],
         ["--shape", "tiny-moe", "--only", "quintet", "--balance", "forced", "--recompute", "selective"],
+        ["--shape", "tiny", "--ragged", "--engine", "row_buckets=true"],
         [
             "--shape",
             "tiny-moe",
