@@ -283,7 +283,8 @@ def test_generation_takes_what_was_recorded(tmp_path, backend, case):
 
 @pytest.mark.parametrize("context", [512, 4096])
 def test_one_sequence_takes_its_layers(tmp_path, context):
-    """Of another model and depth, in which next to nothing is read: what is predicted is the least, by a fifth at the most."""
+    """Of another model and depth, in which next to nothing is read: what is predicted is the least. By how much the host of a record was slower
+    than another is told apart by no record: the same case took 0.52 s and 0.69 s."""
     made = TINY | {
         "hidden_size": 1024,
         "intermediate_size": 4096,
@@ -293,7 +294,7 @@ def test_one_sequence_takes_its_layers(tmp_path, context):
     made |= {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768, "max_position_embeddings": 8192}
     found = decoding(tmp_path, made, "vllm", Samples(1, 1, context, 256, 256))
     recorded = 256 / value("mtp", f"400m/vllm/seqs1/context{context}/k0", "rollout_tokens_per_s")
-    assert 0.8 * recorded < found < recorded
+    assert 0.6 * recorded < found < recorded
 
 
 def test_tensor_parallelism_adds_sums():
