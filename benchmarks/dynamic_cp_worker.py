@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.dynamic_cp_work import Work, random_plan, work_of
 from benchmarks.engine_work import TRAINED_FROM
-from benchmarks.engine_worker import fill, join, timed
+from benchmarks.engine_worker import fill, join, timed_together
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
@@ -109,7 +109,7 @@ def _step(loop: Loop, rounds: list[list[list[Any]]], device: torch.device) -> di
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds, (loss, norm) = timed(lambda: loop.step(plan), device)
+    seconds, (loss, norm) = timed_together(lambda: loop.step(plan), device)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     return {"seconds": seconds, "loss": loss, "norm": norm, "peak_gib": peak / 2**30}
 
@@ -121,7 +121,7 @@ def links(mib: int, device: torch.device) -> float:
     whole = torch.empty(ranks * len(mine), device=device)
     spent = []
     for _ in range(4):
-        seconds, _ = timed(lambda: dist.all_gather_into_tensor(whole, mine), device)
+        seconds, _ = timed_together(lambda: dist.all_gather_into_tensor(whole, mine), device)
         spent.append(seconds)
     return (ranks - 1) * mine.nbytes / min(spent[1:]) / 1e9
 

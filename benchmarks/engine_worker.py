@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -25,6 +24,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from benchmarks.engine_work import TRAINED_FROM, Setup
+from benchmarks.timing import timed
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
@@ -180,16 +180,10 @@ def settle(device: torch.device) -> None:
     dist.barrier()
 
 
-def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+def timed_together(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     """Seconds and result of one step that all ranks begin together."""
     dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, result
+    return timed(call, device)
 
 
 def _burst(loop: Any, order: Any, command: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -199,7 +193,7 @@ def _burst(loop: Any, order: Any, command: dict[str, Any], device: torch.device)
         torch.cuda.reset_peak_memory_stats()
     found: dict[str, list[Any]] = {"steps": [], "seconds": [], "losses": [], "norms": []}
     for step in islice(order, command["steps"]):
-        second, (loss, norm) = timed(partial(loop.step, step), device)
+        second, (loss, norm) = timed_together(partial(loop.step, step), device)
         for name, value in zip(found, (step, second, loss, norm), strict=True):
             found[name].append(value)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
@@ -214,7 +208,7 @@ def _profile(loop: Any, step: int, device: torch.device) -> str:
     on_gpu = device.type == "cuda"
     loop.step(step)
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as found:
-        seconds, _ = timed(partial(loop.step, step), device)
+        seconds, _ = timed_together(partial(loop.step, step), device)
     events = [e for e in found.key_averages() if not e.is_user_annotation]
     host = [e for e in events if e.device_type == DeviceType.CPU]
     kernels = [(e.self_device_time_total, e) for e in events if e.device_type != DeviceType.CPU]

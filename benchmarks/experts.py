@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.records import RESULTS, merged, record, write_records
+from benchmarks.timing import timed
 
 AGREE = 0.02
 """Relative difference of gradients in bf16, by norm."""
@@ -52,17 +52,6 @@ def layer(args: argparse.Namespace, device: torch.device) -> tuple[Callable[[boo
         return [out, *torch.autograd.grad(out.float().square().mean(), (x, first, second))]
 
     return compute, rows
-
-
-def timed(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call that has the device to itself."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -98,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(args.repeats):
         for grouped, found in seconds.items():
-            found.append(timed(lambda grouped=grouped: compute(grouped), device))  # type: ignore[misc]
+            found.append(timed(partial(compute, grouped), device)[0])
     ours, theirs = (rows / statistics.median(one) for one in seconds.values())
     case = f"{args.experts}x{args.width}-hidden{args.hidden}-tokens{args.tokens}-top{args.top_k}/portable"
     print(

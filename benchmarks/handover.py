@@ -18,8 +18,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +82,14 @@ def link() -> dict[str, float]:
     """Return the GB/s of a pinned copy of 1 GiB from the device (`LEFT`) and to it (`BACK`), the best of five."""
     import torch
 
+    from benchmarks.timing import timed
+
     here = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     found = {}
     for what, to, source in ((LEFT, host, here), (BACK, here, host)):
-        seconds = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            to.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-        found[what] = here.numel() / 1e9 / min(seconds)
+        copy = partial(to.copy_, source, non_blocking=True)
+        found[what] = here.numel() / 1e9 / min(timed(copy, here.device)[0] for _ in range(5))
     return found
 
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.records import record, write_records
+from benchmarks.timing import timed
 from quintet.engine.layers.attention_backends import AttentionParams
 from quintet.rollout.native.cache import SlotCache
 
@@ -59,19 +61,9 @@ def pages(
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(len(q), HEADS, WIDTH)
 
 
-def timed(call, device: torch.device, repeats: int) -> float:
-    """Median milliseconds."""
-    samples = []
-    for i in range(repeats + 3):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if i >= 3:
-            samples.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(samples)
+def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """The median, after three calls that are not counted."""
+    return 1e3 * statistics.median([timed(call, device)[0] for _ in range(repeats + 3)][3:])
 
 
 def measure(sequences: int, context: int, device: torch.device, repeats: int) -> dict[str, float]:
@@ -104,7 +96,7 @@ def measure(sequences: int, context: int, device: torch.device, repeats: int) ->
     expected = calls["slots-masked"]()
     for name, call in calls.items():
         torch.testing.assert_close(call(), expected, rtol=2e-2, atol=2e-2, msg=lambda m, n=name: f"{n}: {m}")
-    return {name: timed(call, device, repeats) for name, call in calls.items()}
+    return {name: milliseconds(call, device, repeats) for name, call in calls.items()}
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ import gc
 import os
 import random
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.engine_work import MODELS, parse_layout
 from benchmarks.records import RESULTS, merged, record, write_records
+from benchmarks.timing import timed
 from quintet.data.batch import make_batch
 from quintet.engine.engine import Engine
 from quintet.engine.layers.specs import choose_backend
@@ -115,22 +115,13 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 def _offload(engine: Engine, on_gpu: bool) -> dict[str, float]:
     """The second time: the first allocates host memory."""
     found: dict[str, float] = {}
+    device = torch.device("cuda" if on_gpu else "cpu")
     for _ in range(2):
         before = torch.cuda.memory_allocated() if on_gpu else sum(_static(engine))
-        found["offload_s"] = _seconds(lambda: engine.offload(params=1.0, grads=1.0, optimizer=1.0), on_gpu)
+        found["offload_s"] = timed(lambda: engine.offload(params=1.0, grads=1.0, optimizer=1.0), device)[0]
         found["freed"] = before - (torch.cuda.memory_allocated() if on_gpu else sum(_static(engine)))
-        found["reload_s"] = _seconds(engine.reload, on_gpu)
+        found["reload_s"] = timed(engine.reload, device)[0]
     return found
-
-
-def _seconds(call: Any, on_gpu: bool) -> float:
-    if on_gpu:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if on_gpu:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def main() -> None:
