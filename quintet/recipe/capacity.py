@@ -23,9 +23,9 @@ def overflow(recipe: Recipe, tokens: int, roles: Iterable[str] = ()) -> tuple[st
     if not short:
         return None
     fits = f"engine.tokens_per_microbatch_per_rank={max(least for least, _ in needed.values())}"
-    larger = [f"{key}.cp={needed[key][1]}" for key in short]
-    if all(needed[key][1] is not None for key in short):
-        fits += f" or {' and '.join(larger)}"
+    ranks = {key: (cp or 0) * layouts[key].tp * layouts[key].pp for key, (_, cp) in needed.items()}
+    if all(ranks[key] and recipe.cluster.ranks % ranks[key] == 0 for key in short):
+        fits += " or " + " and ".join(f"{key}.cp={needed[key][1]}" for key in short)
     return _why(recipe, short[0], layouts[short[0]], tokens), fits
 
 

@@ -80,7 +80,7 @@ def test_a_row_that_fits_no_micro_batch_is_told_with_what_it_fits(model: Path, t
     long = recipe(
         model,
         data=data,
-        cluster={"ranks": 2},
+        cluster={"ranks": 4},
         layout={"cp": 2, "dynamic_cp": True},
         sft={"samples_per_step": 2},
         engine={"tokens_per_microbatch_per_rank": 64},

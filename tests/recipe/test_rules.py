@@ -166,7 +166,7 @@ BROKEN = [
         [
             "= 1533 is 1536 with padding to a multiple of 4",
             "=766 × layout.cp=2",
-            "set engine.tokens_per_microbatch_per_rank=768 or layout.cp=4, or lower the lengths",
+            "set engine.tokens_per_microbatch_per_rank=768, or lower the lengths",
         ],
     ),
     ("samples_fit_a_microbatch", ["model.build.max_position_embeddings=128"], ["128 positions"]),
