@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Mapping
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,9 @@ from quintet.errors import UserError
 from quintet.models import family_of, read_shape
 from quintet.models.family import read_config
 from quintet.recipe.features import FEATURES
+from quintet.recipe.rules.facts import Facts
+from quintet.recipe.rules.fp8 import eight_bits_are_the_same_on_both_sides
+from quintet.recipe.schema import Recipe
 from tests.oracle.cases import FAMILIES, PADDED_LAYOUTS, REPLAYED, Case, fast_cases, gpu_cases, slow_cases
 from tests.recipe.feature_sets import features_on, refused_pair
 
@@ -38,6 +41,7 @@ TITLES = {one.id: one.name for one in FEATURES.values() if one.engine} | FROM_MO
 
 
 FP8 = ("fp8_tensorwise", "fp8_blockwise")
+STEP = "python -m benchmarks.step --gpus 8 --shape qwen3-8b --fp8"
 PROOF, PROVED = "python -m benchmarks.fp8 --prove", ("transformer_engine", "cpu_optimizer")
 """What runs in 8 bits beside what no CPU has, and which."""
 
@@ -138,8 +142,8 @@ _IN_NO_FAMILY = {
 }
 
 
-def page(cells: Mapping[frozenset[str], Cell]) -> str:
-    """The matrix as Markdown."""
+def page(cells: Mapping[frozenset[str], Cell], loop: Mapping[frozenset[str], Cell]) -> str:
+    """The matrix as Markdown, and below it what 8 bits are beside the rest of a run."""
     lines = [
         "# Which features go together",
         "",
@@ -158,15 +162,55 @@ def page(cells: Mapping[frozenset[str], Cell]) -> str:
     for i, (one, title) in enumerate(TITLES.items(), start=1):
         marks = [_MARKS[cells[frozenset((one, other))].where] if one != other else "" for other in TITLES]
         lines.append(f"| {i} | {title} | " + " | ".join(marks) + " |")
+    lines += ["", "## Products in 8 bits beside the rest of a run", ""]
+    lines += [
+        "◐ run by `make test-slow`: steps on rows padded for 8 bits tell what they tell without, with a critic, a reference policy and a rollout of each",
+        f"kind. G run by `{STEP}`.",
+        "",
+        "| | with a scale a tensor | with scales of blocks |",
+        "|---|---|---|",
+    ]
+    for one in (one for one in FEATURES.values() if not one.engine):
+        marks = [_MARKS[loop[frozenset((fp8, one.id))].where] for fp8 in FP8]
+        lines.append(f"| {one.name} | {' | '.join(marks)} |")
     lines += ["", "## What is refused", "", "| | |", "|---|---|"]
     for first, second in combinations(TITLES, 2):
         cell = cells[frozenset((first, second))]
         if cell.where == "refused":
             lines.append(f"| {TITLES[first]} × {TITLES[second]} | {cell.text.replace('|', chr(92) + '|')} |")
+    for pair, cell in loop.items():
+        if cell.where == "refused":
+            (fp8,) = pair & set(FP8)
+            (other,) = pair - {fp8}
+            lines.append(f"| {FEATURES[fp8].name} × {FEATURES[other].name} | {cell.text} |")
     return "\n".join(lines) + "\n"
 
 
 _MARKS = {"test": "●", "slow": "○", "padded": "◐", "gpus": "G", "refused": "×", "": "**?**"}
+
+
+def beside_the_loop() -> dict[frozenset[str], Cell]:
+    """What becomes of products in 8 bits beside what is of the rollout and the loop."""
+    from tests.controller.test_padded import ROLLOUTS, recipe
+
+    ran = {
+        feature: Cell("padded", f"{name} rollout, a critic and a reference policy")
+        for name in ROLLOUTS
+        for feature in features_on(recipe(Path(), None, name))
+    }
+    found = {}
+    for fp8, one in product(FP8, (one.id for one in FEATURES.values() if not one.engine)):
+        refused = refused_pair(fp8, one) or (one == "fp8_rollout" and _by_rule(fp8)) or None
+        other = Cell("gpus", STEP) if one == "fp8_rollout" else ran.get(one, Cell("", ""))
+        found[frozenset((fp8, one))] = Cell("refused", refused) if refused else other
+    return found
+
+
+def _by_rule(fp8: str) -> str | None:
+    """With which sentence a rule refuses a rollout in 8 bits beside the trainer's."""
+    words = {"engine": {"fp8": fp8.removeprefix("fp8_")}, "rollout": {"quantization": "fp8"}}
+    facts = Facts(Recipe.model_validate(words), "train", None)
+    return next((one.message for one in eight_bits_are_the_same_on_both_sides(facts)), None)
 
 
 def gaps(cells: Mapping[frozenset[str], Cell]) -> Iterable[str]:
@@ -175,4 +219,4 @@ def gaps(cells: Mapping[frozenset[str], Cell]) -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(matrix()), encoding="utf-8")
+    PAGE.write_text(page(matrix(), beside_the_loop()), encoding="utf-8")
