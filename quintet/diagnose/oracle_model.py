@@ -73,7 +73,7 @@ class OracleModel:
             told = torch.as_tensor(routes).to(model.device)
             filler = told.new_zeros(micro.tokens - len(told), *told.shape[1:])
             row.routes.prescribed = torch.cat((told, filler))
-            row.routes.there = torch.arange(micro.tokens, device=model.device) < len(told)
+            row.routes.prescribed_to = torch.arange(micro.tokens, device=model.device) < len(told)
         hidden = model.for_head(model(micro.input_ids.to(model.device), row))
         rows = hidden[prompt - 1 : len(ids) - 1]
         return (rows @ model.head_weight().t()).float()[:, : self._shape.vocab_size]

@@ -55,26 +55,26 @@ class RouterLosses:
 class RowLoad:
     """What routers of these layers do with one micro-batch on this rank.
 
-    T of the row's tokens pass a router here, of which `there`, bool [T], are of samples. sample: [T] which of the row's, and `lengths`
+    T of the row's tokens pass a router here, of which `real`, bool [T], are of samples. sample: [T] which of the row's, and `lengths`
     [S], fp32, their tokens. groups: the ranks that share the row.
     """
 
     load: Load
     layers: Sequence[int]
-    there: Tensor
+    real: Tensor
     sample: Tensor
     lengths: Tensor
     groups: Sequence[dist.ProcessGroup]
     shares: dict[int, Tensor] = field(default_factory=dict)
     """By layer that was counted, what a token's probabilities [S, experts] are multiplied with in the loss of load."""
 
-    def take(self, layer: int, score: str, logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def count(self, layer: int, score: str, logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Count what a router chose, bool [T, experts], and return its weights [T, experts] with the gradient of its losses.
         score: what makes probabilities of its logits [T, experts], softmax or sigmoid."""
         if layer not in self.layers:
             return weights
         first = layer not in self.shares  # the second time is recomputation
-        chosen = chosen & self.there[:, None]
+        chosen = chosen & self.real[:, None]
         if first:
             self.shares[layer] = self._shares(layer, chosen)
             self.load.total[layer, :-2] += chosen.sum(0)
@@ -84,9 +84,9 @@ class RowLoad:
         aux, z = torch.zeros_like(logits[0, 0]), torch.zeros_like(logits[0, 0])
         if losses.aux:
             told = _probabilities(logits, score) * self.shares[layer][self.sample]
-            aux = (told * self.there[:, None]).sum()
+            aux = (told * self.real[:, None]).sum()
         if losses.z:
-            z = ((logits.logsumexp(-1) * self.there) ** 2).sum() / losses.tokens
+            z = ((logits.logsumexp(-1) * self.real) ** 2).sum() / losses.tokens
         if first:
             self.load.total[layer, -2:] += torch.stack((aux, z)).detach()
         attached: Tensor = _Attached.apply(weights, losses.aux * aux + losses.z * z)
@@ -146,13 +146,13 @@ class Load:
         """Return the next micro-batch's. group: the ranks that its row is cut over, by context parallelism."""
         samples = micro.owner[micro.owner >= 0].unique()  # the same on all ranks that share the row
         where = torch.searchsorted(samples, micro.owner.clamp(min=0)).clamp(max=max(len(samples) - 1, 0))
-        there, where = (t.chunk(routers.slices)[routers.part] for t in (micro.real, where))
+        real, where = (t.chunk(routers.slices)[routers.part] for t in (micro.real, where))
         lengths = torch.ones(max(len(samples), 1))
         if self.losses is not None and len(samples):
             lengths = self.losses.lengths[samples].float()
         groups = [one for one in (routers.group, group) if one is not None]
-        there, where, lengths = (upload(t, routers.device) for t in (there, where, lengths))
-        return RowLoad(self, routers.layers, there, where, lengths, groups)
+        real, where, lengths = (upload(t, routers.device) for t in (real, where, lengths))
+        return RowLoad(self, routers.layers, real, where, lengths, groups)
 
 
 @torch.no_grad()

@@ -34,13 +34,13 @@ class RowRoutes:
 
     T tokens pass a router here: of the row this rank's part, of that under sequence parallelism its slice.
     prescribed: [T, layers, top-k] experts, of any integer type, in the order of `layers`; None prescribes nothing.
-    there: bool [T], to which of the tokens; the others choose by themselves.
+    prescribed_to: bool [T], to which of the tokens; the others choose by themselves.
     keep: what was chosen is kept in `heard`.
     """
 
     layers: Sequence[int]
     prescribed: Tensor | None = None
-    there: Tensor | None = None
+    prescribed_to: Tensor | None = None
     keep: bool = False
     heard: dict[int, Tensor] = field(default_factory=dict)
     """By layer the experts [T, top-k] that tokens were sent to, in the smallest type that holds them."""
@@ -70,13 +70,13 @@ class LayerRoutes:
         values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         parted = torch.zeros((), dtype=torch.int64, device=scores.device)
         if row.prescribed is not None:
-            assert row.there is not None
+            assert row.prescribed_to is not None
             natural, told = chosen, row.prescribed[:, row.layers.index(self.layer)]
             if told.shape != natural.shape:
                 raise ValueError(
                     f"layer {self.layer}: routes {list(told.shape)} for choices {list(natural.shape)}"
                 )
-            chosen = torch.where(row.there[:, None], told.long(), natural)
+            chosen = torch.where(row.prescribed_to[:, None], told.long(), natural)
             values = scores.gather(1, chosen)
             parted = _differ(chosen, natural).sum()
         if self.layer not in row.parted:  # what is computed again in backward is not counted again
@@ -138,12 +138,12 @@ class Routes(ABC):
 
     def parted(self) -> dict[int, tuple[int, int]]:
         """Return of each layer how many tokens' own choice is another than was prescribed to them, and to how many it was."""
-        rows = [row for row in self._rows if row.there is not None]
+        rows = [row for row in self._rows if row.prescribed_to is not None]
         if not rows or not rows[0].layers:
             return {}
         layers = rows[0].layers
         counts = [
-            torch.stack([cast(Tensor, row.there).sum(), *(row.parted[layer] for layer in layers)])
+            torch.stack([cast(Tensor, row.prescribed_to).sum(), *(row.parted[layer] for layer in layers)])
             for row in rows
         ]
         tokens, *found = torch.stack(counts).sum(0).tolist()  # the one wait for the device
@@ -178,9 +178,9 @@ class ReplayedRoutes(Routes):
         self._kept = record.kept
 
     def _row(self, number: int, micro: MicroBatch, routers: Routers) -> RowRoutes:
-        there = micro.real.chunk(routers.slices)[routers.part]
+        real = micro.real.chunk(routers.slices)[routers.part]
         told = upload(self._kept[number], routers.device)
-        return RowRoutes(routers.layers, told, upload(there, routers.device))
+        return RowRoutes(routers.layers, told, upload(real, routers.device))
 
 
 class BatchRoutes(Routes):
@@ -201,5 +201,5 @@ class BatchRoutes(Routes):
             raise ValueError(
                 f"routes of {self._told.shape[2]} layers for a rank that has experts in the layers {list(routers.layers)}"
             )
-        told, there = micro.cut(self._told, 0, routers.slices, routers.part)
-        return RowRoutes(routers.layers, upload(told, routers.device), upload(there, routers.device))
+        told, known = micro.cut(self._told, 0, routers.slices, routers.part)
+        return RowRoutes(routers.layers, upload(told, routers.device), upload(known, routers.device))

@@ -107,8 +107,8 @@ class MicroBatch:
         slices, part: the cut after that over cp, which sequence parallelism makes: tp slices and this rank's.
         """
         owner, positions = (t.chunk(slices)[part] for t in (self.owner, self.positions))
-        at, there = _locate(owner, positions, cast(Any, field).offsets())
-        return _take(field.values(), at, there, fill), there
+        at, known = _locate(owner, positions, cast(Any, field).offsets())
+        return _take(field.values(), at, known, fill), known
 
 
 def pack(
@@ -174,13 +174,13 @@ def _locate(owner: Tensor, positions: Tensor, offsets: Tensor) -> tuple[Tensor, 
     return at, (owner >= 0) & (at < offsets[owner + 1])
 
 
-def _take(flat: Tensor, at: Tensor, there: Tensor, fill: Any) -> Tensor:
+def _take(flat: Tensor, at: Tensor, known: Tensor, fill: Any) -> Tensor:
     """Flat values at the row's tokens, and `fill` where there are none."""
     if not len(flat):
         return flat.new_full((len(at), *flat.shape[1:]), fill)
     # Faster than what a mask selects: all rows, then the few that are none.
-    out = flat.index_select(0, at.where(there, 0))
-    out[~there] = fill
+    out = flat.index_select(0, at.where(known, 0))
+    out[~known] = fill
     return out
 
 

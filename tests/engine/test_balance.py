@@ -30,8 +30,8 @@ def test_each_real_token_counts_once():
     row = RowLoad(load, (2,), torch.tensor([True, True, False]), torch.zeros(3).long(), torch.ones(1), [])
     weights = torch.rand(3, 4)
     for _ in range(2):  # as in recomputation
-        assert row.take(2, "softmax", torch.zeros(3, 4), weights, CHOSEN) is weights
-    row.take(4, "softmax", torch.zeros(3, 4), weights, CHOSEN)  # another's, as of multi-token prediction
+        assert row.count(2, "softmax", torch.zeros(3, 4), weights, CHOSEN) is weights
+    row.count(4, "softmax", torch.zeros(3, 4), weights, CHOSEN)  # another's, as of multi-token prediction
     assert load.total.tolist() == [[0] * 6] * 2 + [[1, 2, 1, 0, 0, 0]] + [[0] * 6] * 3
 
 

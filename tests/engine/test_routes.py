@@ -97,8 +97,8 @@ def dispatched(case: Case, path: Path, everywhere: bool = False) -> tuple[int, i
     class Told(BatchRoutes):
         def _row(self, *args: Any) -> RowRoutes:
             row = super()._row(*args)
-            assert row.there is not None
-            return replace(row, there=torch.ones_like(row.there)) if everywhere else row
+            assert row.prescribed_to is not None
+            return replace(row, prescribed_to=torch.ones_like(row.prescribed_to)) if everywhere else row
 
     engine = engine_of(case, path)
     mine, cells, samples = share(engine, 0, case.mixed)

@@ -10,7 +10,7 @@ import torch
 
 def padding_counted(original: Any, *args: Any) -> Any:
     row = original(*args)
-    row.there = torch.ones_like(row.there)
+    row.real = torch.ones_like(row.real)
     return row
 
 
@@ -78,11 +78,11 @@ def padded_lengths(original: Any, *args: Any) -> Any:
 
 
 def losses_on_padding(original: Any, row: Any, *args: Any) -> Any:
-    there, row.there = row.there, torch.ones_like(row.there)
+    real, row.real = row.real, torch.ones_like(row.real)
     try:
         return original(row, *args)
     finally:
-        row.there = there
+        row.real = real
 
 
 def not_required(original: Any, module: Any, arguments: Any, out: torch.Tensor) -> torch.Tensor:

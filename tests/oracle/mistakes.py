@@ -584,7 +584,7 @@ MISTAKES = {
     "what is computed again is counted again": Mistake(
         Case("deepseek_v3", pp=2, recompute="full", expert_bias=True, z_loss=True),
         ("balance",),
-        "quintet.engine.balance:RowLoad.take",
+        "quintet.engine.balance:RowLoad.count",
         wrong.recomputation_counted,
     ),
     "the bias follows one dp rank's counts": Mistake(
@@ -638,7 +638,7 @@ MISTAKES = {
     "padding is in the losses of routers": Mistake(
         Case("qwen3_moe", cp=2, z_loss=True),
         ("gradients", "balance"),
-        "quintet.engine.balance:RowLoad.take",
+        "quintet.engine.balance:RowLoad.count",
         wrong.losses_on_padding,
     ),
     "recomputed layers over a frozen embedding have no gradient": Mistake(

@@ -46,13 +46,15 @@ def newest(original: Any, row: Any, layer: int) -> Any:
         return original(row, layer)
     other = _NEWEST[layer]
     at = torch.arange(len(row.prescribed)) % len(other.prescribed)
-    return original(replace(row, prescribed=other.prescribed[at], there=other.there[at]), layer)
+    return original(
+        replace(row, prescribed=other.prescribed[at], prescribed_to=other.prescribed_to[at]), layer
+    )
 
 
 def anew(original: Any, routes: Any, number: int, micro: Any, routers: Any) -> Any:
     """The record is that of what tokens choose by now."""
     row = original(routes, number, micro, routers)
-    row.there = torch.zeros_like(row.there)
+    row.prescribed_to = torch.zeros_like(row.prescribed_to)
     return row
 
 

@@ -40,5 +40,5 @@ class Router(TopKRouter):
             self.router_replay = None
         if row is not None and row.load is not None:
             logits = logits.view(-1, self.num_experts)
-            weights = row.load.take(self.layer_number - 1, self.score_function, logits, weights, chosen)
+            weights = row.load.count(self.layer_number - 1, self.score_function, logits, weights, chosen)
         return weights, chosen
