@@ -145,15 +145,7 @@ class Controller:
         sample of each prompt, where something is known of them: who generates what, and in which order, follows from it
         (`dealing.deal`), and no token does.
         """
-        requests = [
-            Request(
-                prompt.token_ids,
-                samples_per_prompt,
-                _seed(f"{seed}/{i}/{prompt.id}"),
-                tuple(lengths[i]) if lengths is not None else None,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
+        requests = _requests(prompts, samples_per_prompt, seed, lengths)
         shares = deal(len(requests), self.rollouts.count, expected)
         total = len(requests) * samples_per_prompt
         owed = {n: [requests[number] for number in share] for n, share in enumerate(shares)}
@@ -185,6 +177,17 @@ class Controller:
             ]
             slots = self.recipe.rollout.sequences_per_rank
             self._slot_times.append(slot_time(times, slots, min(began.values())))
+        return self._gathered(prompts, finished, shares, call, samples_per_prompt)
+
+    def _gathered(
+        self,
+        prompts: Sequence[Prompt],
+        finished: FinishedGroups,
+        shares: Sequence[Sequence[int]],
+        call: str,
+        samples_per_prompt: int,
+    ) -> Samples:
+        """The samples of a call in the order of their prompts, and where each is kept. shares: by rollout the prompts that it had."""
         samples = Samples(list(prompts), [], [], [], [], leases=(Lease(call, self._dropped),))
         place = {number: (n, at) for n, share in enumerate(shares) for at, number in enumerate(share)}
         for number, (group, scoring) in enumerate(finished.in_order()):
@@ -301,6 +304,21 @@ class Controller:
         """Return the metrics of what rollouts counted since the last time."""
         slots, self._slot_times = self._slot_times, []
         return counted_metrics({} if self._handover is None else self.rollouts.counts(), slots)
+
+
+def _requests(
+    prompts: Sequence[Prompt], samples: int, seed: str, lengths: Sequence[Sequence[int]] | None
+) -> list[Request]:
+    """A request for so many samples of each prompt, whose noise is keyed by the call's seed, the prompt and its place."""
+    return [
+        Request(
+            prompt.token_ids,
+            samples,
+            _seed(f"{seed}/{i}/{prompt.id}"),
+            tuple(lengths[i]) if lengths is not None else None,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def _seed(text: str) -> int:
