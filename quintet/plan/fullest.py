@@ -43,6 +43,8 @@ def layers_of(recipe: Recipe) -> str:
         return f"{backend} layers"
     if device == "cpu":
         return "portable layers"
+    if recipe.engine.fp8 is not None:
+        return "transformer_engine layers"  # the only ones that have it
     if recipe.cluster.address is None:
         if importlib.util.find_spec("transformer_engine") is None:
             return "portable layers (TransformerEngine is not installed here)"

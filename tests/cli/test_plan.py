@@ -110,6 +110,20 @@ def test_a_shape_is_planned_by_its_name(tmp_path, capsys, monkeypatch):
     assert main(["check", "Qwen2-7B"]) == 2  # needs weights
 
 
+@pytest.mark.parametrize(("fp8", "each"), [("tensorwise", 2), ("blockwise", 2 + 8 / 128**2)])
+def test_eight_bits_are_planned_where_transformer_engine_is_not_installed(capsys, fp8, each):
+    """And count: two copies of the matrices of 28 layers, cut over two ranks."""
+
+    def train(*words):
+        assert main(["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), *words]) == 0
+        said = capsys.readouterr().out.splitlines()
+        return dict(zip(said[1].replace(" GiB", "").split()[-7:], said[2].split()[-7:], strict=True))["train"]
+
+    layer = 3584 * 128 * (2 * 28 + 2 * 4) + 3 * 3584 * 18944
+    more = float(train(f"engine.fp8={fp8}")) - float(train("engine.backend=transformer_engine"))
+    assert more == pytest.approx(28 * layer / 2 * each / GIB, abs=0.11)
+
+
 def test_an_unknown_name_is_told_with_those_that_are_known(capsys):
     assert main(["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "model.path=someone/Qwen9-1T"]) == 2
     assert (

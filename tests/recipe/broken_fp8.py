@@ -31,7 +31,7 @@ BROKEN_FP8: list[tuple[str, list[str], list[str]]] = [
         ["needs GPUs", "engine.fp8=null"],
     ),
     (
-        "eight_bits_need_transformer_engine",
+        "eight_bits_are_installed",
         ["engine.fp8=tensorwise", *ON_GPU, OWN],
         ["engine.fp8=tensorwise: TransformerEngine is not installed here"],
     ),

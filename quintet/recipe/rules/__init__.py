@@ -37,7 +37,12 @@ from quintet.recipe.schema import Recipe
 from quintet.recipe.time_limit import TimeUp, stop_the_clock
 from quintet.recipe.user_family import use_family
 
-OF_FILES = frozenset({"weights_are_there", "data_is_named", "reward_is_there", "rollouts_read_no_eight_bits"})
+OF_FILES = frozenset(
+    {
+        *("weights_are_there", "data_is_named", "reward_is_there", "rollouts_read_no_eight_bits"),
+        *("layers_are_installed", "eight_bits_are_installed"),
+    }
+)
 """Rules of files and of what is installed, which do not count while a model need be no more than a config.json."""
 
 __all__ = ["OF_FILES", "RULES", "Command", "Facts", "Problem", "broken_rules", "shape_of"]

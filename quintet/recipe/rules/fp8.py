@@ -23,7 +23,19 @@ def eight_bits_need_transformer_engine(facts: Facts) -> Iterator[Problem]:
             "engine.backend=transformer_engine, or engine.fp8=null",
             "engine.backend",
         )
-    elif recipe.cluster.address is None and importlib.util.find_spec("transformer_engine") is None:
+
+
+@rule
+def eight_bits_are_installed(facts: Facts) -> Iterator[Problem]:
+    """TransformerEngine is there, where this machine runs the ranks."""
+    recipe = facts.recipe
+    said = facts.said("engine.fp8")
+    here = said is not None and recipe.cluster.device != "cpu" and recipe.cluster.address is None
+    if (
+        here
+        and recipe.engine.backend != "portable"
+        and importlib.util.find_spec("transformer_engine") is None
+    ):
         yield Problem(
             f"{said}: TransformerEngine is not installed here, whose layers alone multiply in 8 bits; install "
             "transformer-engine[pytorch], or set engine.fp8=null"
