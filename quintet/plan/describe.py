@@ -89,8 +89,12 @@ def _routes(recipe: Recipe, shape: ModelShape) -> str:
     where = "recorded and kept on the ranks" if replay == "old" else "from the rollout to the ranks"
     return (
         f"Routes: {where}, {len(shape.moe_layers) * of_layer} bytes a token in {len(shape.moe_layers)} layers; of the longest samples "
-        f"{whole:.3g} GiB a step, {rank / parts:.3g} GiB on a rank."
+        f"{_little(whole)} GiB a step, {_little(rank / parts)} GiB on a rank."
     )
+
+
+def _little(gib: float) -> str:
+    return f"{gib:.3g}" if gib >= 0.001 else "less than 0.001"
 
 
 def _ahead(recipe: Recipe, layers: int) -> str:

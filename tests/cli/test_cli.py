@@ -279,6 +279,9 @@ def test_check_tells_what_replayed_routes_come_to(
     ):
         assert main(["check", recipe, *layout, *sizes, *replay]) == 0
         assert f"Routes: {says.format('8 bytes a token in 4 layers')}" in capsys.readouterr().err
+    monkeypatch.setattr("quintet.plan.describe._GIB", 1 << 30)
+    assert main(["check", recipe, *layout, *sizes, *told]) == 0
+    assert "less than 0.001 GiB a step, less than 0.001 GiB on a rank." in capsys.readouterr().err
 
 
 def test_check_tells_of_layers_for_multi_token_prediction(
