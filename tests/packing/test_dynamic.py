@@ -402,7 +402,7 @@ def test_the_smallest_settings_fit_and_smaller_ones_do_not(
         assert needed <= budget
         return
     assert fits(needed, cp)
-    assert not fits(needed - 1, cp)
+    assert needed == 1 or not fits(needed - 1, cp)
     if larger is None:
         assert not any(fits(budget, cp << n) for n in range(1, 14))
     elif not fits(budget, cp):
