@@ -3,6 +3,7 @@
     python -m benchmarks.rollout --gpus 1                  Qwen2.5-1.5B's shape on one GPU
     python -m benchmarks.rollout --gpus 2 --only native    one side alone, over two GPUs (tensor parallel)
     python -m benchmarks.rollout --gpus 1 --only vllm bare bare-first    vLLM behind quintet, and alone
+    python -m benchmarks.rollout --gpus 1 --only bare bare-silent           what log-probs cost
     python -m benchmarks.rollout --shape laptop --turns 5  a small model on a CPU, where vLLM for CPU is installed
     python -m benchmarks.rollout --tiny                    a dry run, on a CPU too
 
@@ -33,10 +34,10 @@ from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.sides import Side, answer_stream
 
-SIDES = ("native", "vllm", "vllm-first", "vllm-routes", "bare", "bare-first")
-"""quintet's back ends, vLLM also with its first model runner, and so with routes returned; and vLLM alone: at its best, and with its
-first model runner."""
-BASELINES = {"vllm": "bare", "native": "vllm"}
+SIDES = ("native", "vllm", "vllm-first", "vllm-routes", "bare", "bare-first", "bare-silent")
+"""quintet's back ends, vLLM also with its first model runner, and so with routes returned; and vLLM alone: at its best, with its first
+model runner, and at its best without log-probs."""
+BASELINES = {"vllm": "bare", "native": "vllm", "bare": "bare-silent"}
 """By side, whose value its record is compared with, if that was measured in the same run."""
 BLOCK = 32
 """Tokens of a block of vLLM's KV cache, where its size is given."""
@@ -50,23 +51,19 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def measure(
-    rollout: Any, case: Case, vocab_size: int, rounds: int, routes: bool = False
-) -> list[tuple[float, float]]:
+def measure(rollout: Any, case: Case, vocab_size: int, rounds: int, side: str) -> list[tuple[float, float]]:
     """What `one_round` tells of each round, after one that is not counted."""
     seconds = []
     for turn in range(rounds + 1):
-        seconds.append(one_round(rollout, case, vocab_size, turn, routes))
+        seconds.append(one_round(rollout, case, vocab_size, turn, side))
         counted = f"round {turn} of {rounds}" if turn else "not counted"
         say(f"  {case.name or 'one length'}: {seconds[-1][0]:.2f} s ({counted})")
     return seconds[1:]
 
 
-def one_round(
-    rollout: Any, case: Case, vocab_size: int, turn: int, routes: bool = False
-) -> tuple[float, float]:
+def one_round(rollout: Any, case: Case, vocab_size: int, turn: int, side: str) -> tuple[float, float]:
     """Seconds, and seconds of this process on its CPUs, of a call of `generate`. SystemExit for a response of another length
-    than was asked, or without routes where there are to be some. turn: draws other prompts and seeds."""
+    than was asked, or without log-probs or routes where the side has some. turn: draws other prompts and seeds."""
     from quintet.rollout import Request, Sampling
 
     sampling = Sampling(max_response_tokens=case.longest, ignore_end=True)
@@ -87,9 +84,10 @@ def one_round(
     made = [tuple(len(s.response_ids) for s in row) for row in samples]
     if made != asked:
         raise SystemExit("a response has another length than was asked")
-    if any(len(s.policy_logprobs) != len(s.response_ids) for row in samples for s in row):
+    told = 0 if side == "bare-silent" else 1  # of each token
+    if any(len(s.policy_logprobs) != told * len(s.response_ids) for row in samples for s in row):
         raise SystemExit("a response came without a log-prob for each token")
-    if routes and any(s.routes is None for row in samples for s in row):
+    if side == "vllm-routes" and any(s.routes is None for row in samples for s in row):
         raise SystemExit("a response came without routes")
     return seconds
 
@@ -164,7 +162,8 @@ def bare(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
         gpus=args.gpus,
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
         memory_fraction=args.memory_fraction,
-        second_runner=args.worker == "bare",
+        second_runner=args.worker != "bare-first",
+        logprobs=args.worker != "bare-silent",
     )
     return rollout, rollout.close
 
@@ -192,7 +191,7 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
         write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
         return
     stream = answer_stream() if args.in_turns else None
-    made = {"native": native, "bare": bare, "bare-first": bare}
+    made = {"native": native, "bare": bare, "bare-first": bare, "bare-silent": bare}
     rollout, end = made.get(args.worker, vllm)(args, model, cases)
     if stream is not None:
         print(json.dumps({"ready": True}), file=stream)
@@ -200,13 +199,12 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
             command = json.loads(line)
             if command["do"] == "quit":
                 break
-            routes = args.worker == "vllm-routes"
-            told = one_round(rollout, cases[command["case"]], config["vocab_size"], command["turn"], routes)
+            which = cases[command["case"]], config["vocab_size"], command["turn"]
+            told = one_round(rollout, *which, args.worker)
             print(json.dumps({"seconds": told[0]}), file=stream)
         end()
         return
-    routes = args.worker == "vllm-routes"
-    found = [measure(rollout, case, config["vocab_size"], args.rounds, routes) for case in cases]
+    found = [measure(rollout, case, config["vocab_size"], args.rounds, args.worker) for case in cases]
     if os.environ.get("RANK", "0") == "0":
         answer.write_text(json.dumps(found))
     end()

@@ -21,7 +21,7 @@ class BareVllm:
     """vLLM's own `LLM`, in this process, with a seed a request and the sampled tokens' log-probs.
 
     second_runner: with its second model runner and scheduling that runs ahead, its best options; otherwise the first, in turns
-    with the GPU, which is how it ran for quintet at first.
+    with the GPU, which is how it ran for quintet at first. logprobs: False leaves these out, to see what they cost.
     """
 
     def __init__(
@@ -34,7 +34,9 @@ class BareVllm:
         dtype: str,
         memory_fraction: float,
         second_runner: bool,
+        logprobs: bool = True,
     ) -> None:
+        self._logprobs = logprobs
         os.environ |= {
             "VLLM_USE_V2_MODEL_RUNNER": "1" if second_runner else "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -68,14 +70,16 @@ class BareVllm:
                         seed=request.seed * 64 + number,
                         max_tokens=limit,
                         ignore_eos=True,
-                        logprobs=0,
-                        flat_logprobs=True,
+                        logprobs=0 if self._logprobs else None,
+                        flat_logprobs=self._logprobs,
                         detokenize=False,
                     )
                 )
         done = self._llm.generate(prompts, params, use_tqdm=False)
+        outs = (one.outputs[0] for one in done)
         made = iter(
-            BareSample(list(one.outputs[0].token_ids), list(one.outputs[0].logprobs.logprobs)) for one in done
+            BareSample(list(one.token_ids), list(one.logprobs.logprobs) if self._logprobs else [])
+            for one in outs
         )
         return [[next(made) for _ in range(request.samples)] for request in requests]
 

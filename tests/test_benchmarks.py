@@ -333,6 +333,8 @@ def test_native_is_beside_vllm_and_vllm_beside_itself_alone() -> None:
         "qwen2.5-1.5b/2gpu/long-tail/vllm": (tail / 2, tail / 4),
         "qwen2.5-1.5b/2gpu/long-tail/bare": (tail / 4, None),
     }
+    silent = told(args, {"bare": seconds["bare"], "bare-silent": [[0.5], [2.0]]})
+    assert [one["baseline"] for one in silent if one["case"].endswith("bare")] == [2 * fixed, tail / 2]
     (alone, _) = told(args, {"native": seconds["native"]})
     assert alone["baseline"] is None
 
