@@ -34,13 +34,13 @@ from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.sides import Side, answer_stream
 
-SIDES = ("native", "vllm", "vllm-first", "vllm-routes", "bare", "bare-first", "bare-silent")
-"""quintet's back ends, vLLM also with its first model runner, and so with routes returned; and vLLM alone: at its best, with its first
-model runner, and at its best without log-probs."""
+SIDES = ("native", "vllm", "vllm-routes", "bare", "bare-first", "bare-silent")
+"""quintet's back ends, vLLM also with routes returned; and vLLM alone: at its best, with its first model runner, and at its best without
+log-probs."""
 BASELINES = {"vllm": "bare", "native": "vllm", "bare": "bare-silent"}
 """By side, whose value its record is compared with, if that was measured in the same run."""
-BLOCK = 32
-"""Tokens of a block of vLLM's KV cache, where its size is given."""
+CONFIG_ALONE = "qwen3-30b-a3b"
+"""The shape of which no weights are written to a disk: vLLM makes up its own."""
 ON_CPU = "laptop"
 """The shape that is measured on a CPU, whatever else there is."""
 
@@ -123,11 +123,8 @@ def vllm(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
 
     from quintet.recipe import schema
     from quintet.rollout.vllm import VllmRollout
-    from quintet.rollout.vllm.runners import RUNNER
 
     on_gpu = torch.cuda.is_available()
-    if args.worker == "vllm-first":
-        os.environ[RUNNER] = "0"
     recipe = schema.Recipe.model_validate(
         {
             "model": {"dtype": "bf16" if on_gpu else "fp32"},
@@ -139,9 +136,7 @@ def vllm(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
                 "sequences_per_rank": max(case.prompts * case.samples_per_prompt for case in cases),
                 "layout": {"tp": args.gpus},
                 "return_routes": args.worker == "vllm-routes",
-                "vllm": {"num_gpu_blocks_override": args.kv_tokens // BLOCK, "block_size": BLOCK}
-                if args.kv_tokens
-                else {},
+                "vllm": {"load_format": "dummy"} if args.shape == CONFIG_ALONE else {},
             },
         }
     )
@@ -188,7 +183,11 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
     if args.worker == "write":
         import torch
 
-        write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
+        if args.shape == CONFIG_ALONE:
+            model.mkdir()
+            (model / "config.json").write_text(json.dumps(config))
+        else:
+            write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
         return
     stream = answer_stream() if args.in_turns else None
     made = {"native": native, "bare": bare, "bare-first": bare, "bare-silent": bare}
@@ -221,7 +220,6 @@ def in_turns(
         model = Path(directory) / "model"
         options = ["--gpus", "1", *(["--tiny"] if args.shape == "tiny" else ["--shape", args.shape])]
         options += ["--memory-fraction", str(args.memory_fraction), "--model", str(model)]
-        options += ["--kv-tokens", str(args.kv_tokens)]
         run_side("write", 1, model, args, options)
         live = []
         for name in sides:
@@ -328,7 +326,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=RESULTS / "rollout.json", help="records are merged into this file")
     add("--memory-fraction", type=float, default=0.5, help="of the GPU, for vLLM (default 0.5)")
     add("--in-turns", action="store_true", help=argparse.SUPPRESS)
-    add("--kv-tokens", type=int, default=0, help=argparse.SUPPRESS)
     add("--worker", choices=("write", *SIDES), help=argparse.SUPPRESS)
     add("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -9,8 +9,8 @@ its first pass records (R2), and one with routes that came with the samples (R3)
 chose by themselves, so that experts have the same work in each. An overhead is of the two steps of a round: its median over rounds, with
 an interval that holds 95% of the medians of rounds drawn anew.
 
---rollout: vLLM through quintet's adapter generates the work of `benchmarks.rollout` and tells routes, in turns call by call with the same
-model runner of vLLM without; with --second, with the other runner, which it would take then (`rollout/vllm/beside-second`).
+--rollout: vLLM through quintet's adapter generates the work of `benchmarks.rollout` and tells routes, in turns call by call with one that
+tells none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import socket
 import statistics
 import time
@@ -226,37 +225,18 @@ def measure(work: Work, rounds: int) -> list[dict[str, Any]]:
     return made
 
 
-def kv_tokens(name: str) -> int:
-    """Return how many tokens vLLM's KV cache is to hold: all of a call's, or as many as it finds room for in /dev/shm for the routes of,
-    without which it dies."""
-    shape = family_of(CONFIGS[name]).shape_of(CONFIGS[name])
-    assert shape.moe is not None
-    wanted = max(
-        sum(case.prompt_tokens + n + 2 * rollout.BLOCK for lengths in case.response_tokens() for n in lengths)
-        for case in cases_of(name)
-    )
-    room = int(0.9 * shutil.disk_usage("/dev/shm").free) // (4 * shape.layers * shape.moe.top_k)
-    if room < wanted:
-        print(
-            f"/dev/shm has room for the routes of {room:,} tokens of {wanted:,}: fewer sequences run together"
-        )
-    return min(room, wanted)
-
-
-def measure_rollout(shape: str, rounds: int, memory_fraction: float, second: bool) -> list[dict[str, Any]]:
+def measure_rollout(shape: str, rounds: int, memory_fraction: float) -> list[dict[str, Any]]:
     """Let vLLM generate with routes and without, call by call; the records."""
     name = "tiny-moe" if shape == "tiny" else shape
-    options = ["--shape", name, "--memory-fraction", str(memory_fraction)]
-    args = rollout.arguments([*options, "--kv-tokens", str(kv_tokens(name))])
+    args = rollout.arguments(["--shape", name, "--memory-fraction", str(memory_fraction)])
     made = []
-    for ending, beside in (("", "vllm-first"), *([("beside-second", "vllm")] if second else [])):
-        found = rollout.in_turns(args, ("vllm-routes", beside), rounds)
-        for case, pairs in zip(cases_of(name), found, strict=True):
-            told = "/".join(part for part in ("rollout/vllm", case.name, ending) if part)
-            tokens_made = sum(sum(lengths) for lengths in case.response_tokens())
-            value, baseline = (tokens_made / statistics.median(side) for side in zip(*pairs, strict=True))
-            made.append(record("routes", told, "tokens_per_s", value, "tokens/s", baseline=baseline))
-            made += Overhead.of(pairs).records(told, "overhead")
+    found = rollout.in_turns(args, ("vllm-routes", "vllm"), rounds)
+    for case, pairs in zip(cases_of(name), found, strict=True):
+        told = "/".join(part for part in ("rollout/vllm", case.name) if part)
+        tokens_made = sum(sum(lengths) for lengths in case.response_tokens())
+        value, baseline = (tokens_made / statistics.median(side) for side in zip(*pairs, strict=True))
+        made.append(record("routes", told, "tokens_per_s", value, "tokens/s", baseline=baseline))
+        made += Overhead.of(pairs).records(told, "overhead")
     return made
 
 
@@ -275,10 +255,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--memory-fraction", type=float, default=0.4, help="of the GPU, for each of two vLLMs"
     )
-    parser.add_argument("--second", action="store_true", help="beside vLLM's second model runner as well")
     args = parser.parse_args(argv)
     if args.rollout:
-        made = measure_rollout(args.shape, args.rounds, args.memory_fraction, args.second)
+        made = measure_rollout(args.shape, args.rounds, args.memory_fraction)
     else:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

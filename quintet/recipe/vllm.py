@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from quintet.recipe.problem import Problem
 from quintet.recipe.reserved_options import decided_options
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.schema import Recipe, Rollout
 
 DECIDED = {
@@ -41,7 +42,6 @@ DECIDED = {
     "logprobs_mode": "it follows from rollout.temperature",
     "quantization": "it is rollout.quantization",
     "disable_log_stats": "counters of speculation come from them",
-    "scheduler_cls": "with rollout.return_routes it is quintet's own",
     "worker_cls": "weights are taken by quintet's extension of vLLM's worker",
     "worker_extension_cls": "weights are taken by quintet's own",
     "weight_transfer_config": "weights are taken by quintet's extension of vLLM's worker",
@@ -72,6 +72,27 @@ _DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation for which no model drafts."""
 
 
+_TRIED_WITH_SECOND = {
+    *("enforce_eager", "hf_overrides", "load_format", "max_num_batched_tokens", "block_size"),
+    "num_gpu_blocks_override",
+}
+"""Options of rollout.vllm that change nothing of what the second model runner has to do."""
+
+
+def second_runner_lacks(recipe: Recipe) -> str | None:
+    """Return what of a recipe vLLM's second model runner cannot do (0.20.2), None where it can do all."""
+    if placement_of(recipe).adapters_separate:
+        return "rollout.adapter_sync=separate"
+    if "speculative_config" in recipe.rollout.vllm:
+        return "rollout.vllm.speculative_config"
+    other = sorted(recipe.rollout.vllm.keys() - _TRIED_WITH_SECOND)
+    if other:
+        return f"rollout.vllm.{other[0]} (not tried)"
+    if placement_of(recipe).layout.pp > 1:
+        return "rollout.layout.pp > 1 (not tried)"
+    return None
+
+
 def drafts_refused(recipe: Recipe) -> Iterator[str]:
     """Yield what of a recipe keeps vLLM from drafting with the model's own layers: a sentence each, which `rollout.draft_tokens=n: ` goes
     before."""
@@ -97,7 +118,7 @@ def drafts_refused(recipe: Recipe) -> Iterator[str]:
         )
     if rollout.return_routes:
         yield (
-            "rollout.return_routes=true: routes of vLLM's drafter may stand in the place of the policy's; use one of them"
+            "rollout.return_routes=true: that vLLM tells the routes of tokens that it drafted was never seen; use one of them"
         )
     if rollout.min_p > 0:
         yield f"rollout.min_p={rollout.min_p}: vLLM drafts without min_p; use top_p or top_k"
@@ -143,11 +164,6 @@ def refusals(rollout: Rollout) -> Iterator[Problem]:
         yield Problem(
             "rollout.vllm.speculative_config with rollout.return_routes=true: routes of a token that was drafted and not taken may "
             "stand in the place of the one that was; use one of them"
-        )
-    if rollout.vllm.get("async_scheduling") and rollout.return_routes:
-        yield Problem(
-            "rollout.vllm.async_scheduling=true with rollout.return_routes=true: a request that loses its place while a step runs loses "
-            "that step's routes; remove it"
         )
     yield from _weights(rollout)
     layout = rollout.layout

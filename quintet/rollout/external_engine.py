@@ -8,7 +8,6 @@ weights and memory change hands.
 
 from __future__ import annotations
 
-import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -95,8 +94,6 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
 
     title: str
     """What errors call the engine."""
-    _routes_at_end = False
-    """Whether routes can be told only when all requests of a call are done."""
 
     def __init__(
         self,
@@ -147,39 +144,30 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
         by_request = [self._jobs(at, request, sampling) for at, request in enumerate(requests)]
         jobs = [(at, number) for at, some in enumerate(by_request) for number in range(len(some))]
         answers: list[dict[int, AnswerT]] = [{} for _ in requests]
-        times: dict[tuple[int, int], float] = {}
-        held_back = []
+        times: list[dict[int, float]] = [{} for _ in requests]
         with closing(self._run([job for some in by_request for job in some])) as told:
             for done, (job, answer) in enumerate(told, 1):
                 at, number = jobs[job]
-                answers[at][number], times[at, number] = answer, time.perf_counter()
+                answers[at][number], times[at][number] = answer, time.perf_counter()
                 self._progress(done)
-                if len(answers[at]) < len(by_request[at]):
-                    continue
-                if self._recipe.return_routes and self._routes_at_end:
-                    held_back.append(at)
-                else:
-                    ((_, samples),) = self._made({at: by_request[at]}, answers, times, sampling)
-                    yield at, samples
-        yield from self._made({at: by_request[at] for at in held_back}, answers, times, sampling)
+                if len(answers[at]) == len(by_request[at]):
+                    yield at, self._made(by_request[at], answers[at], times[at], sampling)
 
     def _made(
         self,
-        jobs: Mapping[int, list[JobT]],
-        answers: Sequence[Mapping[int, AnswerT]],
-        times: Mapping[tuple[int, int], float],
+        jobs: Sequence[JobT],
+        answers: Mapping[int, AnswerT],
+        times: Mapping[int, float],
         sampling: Sampling,
-    ) -> list[tuple[int, list[Sample]]]:
-        """The samples of requests that are done."""
-        places = [(at, number) for at, some in jobs.items() for number in range(len(some))]
-        told = [answers[at][number] for at, number in places]
+    ) -> list[Sample]:
+        """The samples of a request that is done."""
+        told = [answers[number] for number in range(len(jobs))]
         made = [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in told]
-        for sample, place in zip(made, places, strict=True):
-            sample.finished = times[place]
+        for number, sample in enumerate(made):
+            sample.finished = times[number]
         if self._recipe.return_routes and made:
-            self._add_routes(made, told, [len(job.prompt_ids) for some in jobs.values() for job in some])
-        samples = iter(made)
-        return [(at, list(itertools.islice(samples, len(some)))) for at, some in jobs.items()]
+            self._add_routes(made, told, [len(job.prompt_ids) for job in jobs])
+        return made
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Return the log-probs (temperature 1, nothing cut) of every token but the first of each sequence, given those before it."""

@@ -56,7 +56,7 @@ DRAFTS = [
     (
         "drafts_can_be_made",
         ["@mla", "mtp.init_layers=1", "rollout.backend=vllm", "rollout.draft_tokens=1", *_ROUTES],
-        ["routes of vLLM's drafter may stand in the place of the policy's"],
+        ["that vLLM tells the routes of tokens that it drafted was never seen"],
     ),
     (
         "drafts_can_be_made",

@@ -61,7 +61,7 @@ BROKEN_VLLM = [
     (
         "vllm_can_do_it",
         [V, "@moe", "rollout.return_routes=true", "rollout.vllm.async_scheduling=true"],
-        ["async_scheduling=true with rollout.return_routes=true", "loses its place"],
+        ["rollout.return_routes=true with rollout.vllm.async_scheduling (not tried)", "second model runner"],
     ),
     (
         "vllm_can_do_it",
@@ -69,7 +69,7 @@ BROKEN_VLLM = [
             *(V, "@moe", "cluster.device=cuda", "cluster.ranks=2", "rollout.layout.pp=2"),
             "rollout.return_routes=true",
         ],
-        ["rollout.layout.pp=2 with rollout.return_routes=true", "use pp=1"],
+        ["rollout.return_routes=true with rollout.layout.pp > 1 (not tried)", "remove one of the two"],
     ),
     (
         "vllm_can_do_it",

@@ -124,14 +124,14 @@ def test_who_stops_listening_gives_the_rest_up(make):
     assert rollout._engine.closed
 
 
-def test_groups_wait_for_routes_that_come_at_the_end(make):
+def test_routes_of_a_group_come_with_it(make):
     rollout = make(return_routes=True)
-    rollout._routes_at_end = True
     rollout._engine.order = lambda places: list(reversed(places))
-    for number, samples in rollout.stream(THREE, SHORT):
-        assert rollout._engine.closed
-        assert [sample.response_ids[0] for sample in samples] == [10 * number + 11] * 2
-        assert [sample.routes for sample in samples] == [1, 1]
+    groups = rollout.stream(THREE, SHORT)
+    number, samples = next(groups)
+    assert not rollout._engine.closed
+    assert [sample.response_ids[0] for sample in samples] == [10 * number + 11] * 2
+    assert [sample.routes for sample in samples] == [1, 1]
 
 
 def test_routes_are_asked_for_where_the_recipe_does(make):

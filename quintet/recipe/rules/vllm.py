@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from quintet.recipe.problem import Problem
 from quintet.recipe.reserved_options import unknown_here
 from quintet.recipe.rules.facts import Facts, rule
-from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, PLAIN_HEADS, refusals
+from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, PLAIN_HEADS, refusals, second_runner_lacks
 
 
 @rule
@@ -24,15 +24,11 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
             "rollout.vllm.enable_chunked_prefill=true: of a prompt that is cut over two steps vLLM for CPU cannot set a seed's "
             "generator back; remove it"
         )
-    if (
-        recipe.cluster.device != "cpu"
-        and recipe.rollout.return_routes
-        and layout is not None
-        and layout.pp > 1
-    ):
+    lacks = second_runner_lacks(recipe)
+    if recipe.cluster.device != "cpu" and recipe.rollout.return_routes and lacks is not None:
         yield Problem(
-            f"rollout.layout.pp={layout.pp} with rollout.return_routes=true: on GPUs each stage of vLLM's writes over the routes of the "
-            "others; use pp=1 and a larger rollout.layout.tp"
+            f"rollout.return_routes=true with {lacks}: on GPUs vLLM tells routes in its second model runner, which does not go with that; "
+            "remove one of the two, or set cluster.device=cpu where there are none"
         )
     shape = facts.shape
     if (

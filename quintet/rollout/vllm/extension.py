@@ -1,7 +1,7 @@
 """What vLLM's workers can do besides their own: vLLM mixes `Extension` into its worker class (`worker_extension_cls`).
 
 They are asked through vLLM, which carries bytes alone: the name of one of `VERBS` and its arguments, and back what it returns or
-raised. These are JSON of the types that the method declares.
+raised. These are JSON of the types that the method declares; routes are too many for that, see `routes.ToldRoutes`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
+import numpy as np
 import torch
 
 from quintet.errors import QuintetError, SyncFailure, SyncMismatch, UserError
 from quintet.rollout.base import Part
 from quintet.rollout.vllm import compat, runners
+from quintet.rollout.vllm.routes import ToldRoutes
+from quintet.rollout.vllm.slot_routes import SlotRoutes
 from quintet.rollout.vllm.worker import WeightWorker
 from quintet.typed import Typed, Words
 
@@ -64,6 +67,8 @@ class Extension(WeightWorker):
         if self.device.type != "cpu":
             torch.cuda.synchronize()  # a step that was scheduled ahead may still read what is about to go
             free = torch.cuda.mem_get_info()[0]
+            if isinstance(getattr(self, "_routes_heard", None), SlotRoutes):
+                self._routes_heard.release()  # type: ignore[union-attr]
             with runners.tables_kept(self.model_runner.kv_caches):
                 if level:
                     self.sleep(level)  # type: ignore[attr-defined]
@@ -101,7 +106,11 @@ class _Verb:
     def __init__(self, method: Callable[..., Any]) -> None:
         self.name = method.__name__
         types = get_type_hints(method, include_extras=True)
-        self.answer: Typed[Any] = Typed(types.pop("return"), f"what {self.name} returns")
+        answer = types.pop("return")
+        told = answer == dict[str, np.ndarray]
+        self.answer: Typed[Any] | ToldRoutes = (
+            ToldRoutes() if told else Typed(answer, f"what {self.name} returns")
+        )
         taken: Any = tuple[tuple(types.values())]  # type: ignore[misc]
         self.arguments: Typed[tuple[Any, ...]] = Typed(taken, f"what {self.name} takes")
 
@@ -111,6 +120,7 @@ VERBS = {
     for method in (
         Extension.begin_to_draft,
         Extension.fall_asleep,
+        Extension.keep_routes,
         Extension.listen_for_routes,
         Extension.read_fingerprints,
         Extension.read_frozen,
@@ -148,7 +158,7 @@ def message(
 def answers(verb: Callable[..., T], replies: list[bytes]) -> list[T]:
     """Return what the workers answered to a call of this method. Raises the first worker's error, with its traceback as the
     cause; QuintetError for what is no answer to it."""
-    found = []
+    found: list[T] = []
     for rank, reply in enumerate(replies):
         which, _, told = reply.partition(b"\n")
         if which == RAISED:
@@ -156,5 +166,6 @@ def answers(verb: Callable[..., T], replies: list[bytes]) -> list[T]:
             known = _ERRORS.get(raised.kind)
             error = known(raised.message) if known else RuntimeError(f"{raised.kind}: {raised.message}")
             raise error from RuntimeError(f"in vLLM's worker of rank {rank}:\n{raised.where}")
-        found.append(VERBS[verb.__name__].answer.load(told, f"vLLM's worker of rank {rank}"))
+        answer: Any = VERBS[verb.__name__].answer
+        found.append(answer.load(told, f"vLLM's worker of rank {rank}"))
     return found

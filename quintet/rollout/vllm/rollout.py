@@ -12,6 +12,7 @@ from pathlib import Path
 
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
+from quintet.recipe.vllm import second_runner_lacks
 from quintet.rollout.base import (
     Fingerprints,
     Part,
@@ -27,10 +28,10 @@ from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.extension import Extension
 from quintet.rollout.vllm.jobs import Answer, Engine
 from quintet.rollout.vllm.offline import OfflineEngine
-from quintet.rollout.vllm.routes import heard, routes_of
+from quintet.rollout.vllm.routes import ASKS, heard, routes_of
 from quintet.rollout.vllm.sampling import check, mode_of, parameters
 from quintet.rollout.vllm.server import ServerEngine
-from quintet.rollout.vllm.settings import draft_length, engine_arguments, second_runner_lacks
+from quintet.rollout.vllm.settings import draft_length, engine_arguments
 from quintet.rollout.vllm.weights import check as check_taken
 from quintet.rollout.vllm.weights import combine
 
@@ -58,7 +59,8 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         compat.prepare(device)
         drafted = draft_length(recipe, model_dir, device)
         if device == "cuda":
-            print(runners.choose_runner(second_runner_lacks(recipe)), flush=True)
+            needs = "rollout.return_routes" if recipe.rollout.return_routes else None
+            print(runners.choose_runner(second_runner_lacks(recipe), needs), flush=True)
         self._mode = mode_of(recipe.rollout)
         arguments = engine_arguments(recipe, model_dir, device)
         if recipe.rollout.draft_tokens == "auto":
@@ -68,8 +70,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
             engine: Engine = make(arguments)
         super().__init__(recipe, model_dir, engine, decode, progress)
         self._tp = int(arguments["tensor_parallel_size"])
-        self._routes_at_end = recipe.rollout.return_routes and device == "cpu"
-        if self._routes_at_end:
+        if recipe.rollout.return_routes and device == "cpu":
             self._engine.rpc(Extension.listen_for_routes)
         if arguments.get("speculative_config"):
             compat.stop_within_drafts()
@@ -87,7 +88,10 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         check(sampling, self._mode)
 
     def _to_write(self, request: Request, number: int, seed: int, sampling: Sampling) -> Job:
-        return Job(list(request.prompt_ids), parameters(sampling, request, number, seed))
+        asked = parameters(sampling, request, number, seed)
+        return Job(
+            list(request.prompt_ids), asked | ({"extra_args": ASKS} if self._recipe.return_routes else {})
+        )
 
     def _to_score(self, ids: list[int]) -> Job:
         asked = {
@@ -101,12 +105,10 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
 
     def _add_routes(self, samples: list[Sample], answers: list[Answer], prompts: list[int]) -> None:
         """What was given up before it was read to its last token but one has no routes."""
-        heard_here = heard(self._engine.rpc(Extension.take_routes), self._tp) if self._routes_at_end else {}
-        by_name = {compat.asked_as(name): routes for name, routes in heard_here.items()}
+        told = heard(self._engine.rpc(Extension.take_routes, [made.name for made in answers]), self._tp)
         for sample, made, prompt in zip(samples, answers, prompts, strict=True):
-            told = by_name.get(made.name, made.routes)
-            if told is not None and sample.finish != "abort":
-                sample.routes = routes_of(told, self._shape, prompt + len(sample.response_ids))
+            if made.name in told and sample.finish != "abort":
+                sample.routes = routes_of(told[made.name], self._shape, prompt + len(sample.response_ids))
 
     def _counts(self) -> dict[str, float]:
         return self._engine.counts()
@@ -126,7 +128,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         undefined, and nothing goes on, until the next ones have come."""
         with self._weights_arriving():
             check_taken(self._engine.rpc(Extension.take_weights, source.words()))
-            self._engine.forget_prefixes()
+            self._forget_prefixes()
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
         """Return fingerprints of the workers' live weights, and the names of tensors that vLLM keeps in another form."""
@@ -143,12 +145,18 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         self._engine.pause()
         if "kv_cache" in self._asleep:  # vLLM gives the weights up together with it
             self._engine.rpc(Extension.wake_part, "kv_cache")
-        self._engine.forget_prefixes()
+        self._forget_prefixes()
         deeper = "weights" not in self._asleep
         left = sum(self._engine.rpc(Extension.fall_asleep, level if deeper else 0))
         self._asleep |= parts_of(level)
         self._forgot = self._forgot or (deeper and level == 2)
         return left
+
+    def _forget_prefixes(self) -> None:
+        """Empty the prefix cache; requests that are held are read anew, and keep the routes that they have."""
+        if self._recipe.return_routes:
+            self._engine.rpc(Extension.keep_routes)
+        self._engine.forget_prefixes()
 
     def wake(self, part: Part) -> int:
         """Take memory again. After level 2 the weights are undefined until `update_weights`."""

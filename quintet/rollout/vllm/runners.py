@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from quintet.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -17,14 +19,21 @@ KEPT = "runner"
 """Tag of what the allocator of sleeping memory is to leave alone."""
 
 
-def choose_runner(lacks: str | None) -> str:
+def choose_runner(lacks: str | None, needs: str | None = None) -> str:
     """Choose vLLM's model runner for the engines made from now on; return a line that says which, and why.
 
     The second runner draws a token's noise in one kernel keyed by (seed, position); the first starts one a sequence (512 sequences
     of a 1.5B model on an H200, vLLM alone: 47,700 tokens/s against 26,900), draws drafted tokens with the noise that it draws the policy's
-    with, and proposes them in captured graphs. lacks: what of the recipe the second one cannot do, or None.
-    VLLM_USE_V2_MODEL_RUNNER in the environment decides instead, where it is set.
+    with, and proposes them in captured graphs. lacks: what of the recipe the second one cannot do, or None;
+    needs: what only the second does. VLLM_USE_V2_MODEL_RUNNER in the environment decides instead, where it is set. Raises UserError
+    where that takes the first for a recipe that needs the second.
     """
+    first = lacks is not None if _RUNNER_ASKED is None else _RUNNER_ASKED == "0"
+    if first and needs is not None:
+        raise UserError(
+            f"{needs}: vLLM does that in its second model runner alone, and {lacks or f'{RUNNER}=0 in the environment'} takes the "
+            "first; remove one of the two"
+        )
     if _RUNNER_ASKED is not None:
         return f"vLLM: model runner by {RUNNER}={_RUNNER_ASKED}"
     os.environ[RUNNER] = "0" if lacks else "1"

@@ -67,8 +67,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     else:
         arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
         if rollout.return_routes:
-            arguments |= {"enable_return_routed_experts": True, "async_scheduling": False}
-            arguments["scheduler_cls"] = f"{__package__}.first_routes.FirstRoutesScheduler"
+            arguments["worker_cls"] = f"{__package__}.gpu_worker.RoutesWorker"
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
     arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
@@ -103,26 +102,6 @@ def draft_length(recipe: schema.Recipe, model_dir: Path, device: str) -> Choice:
         recipe.data.max_prompt_tokens + rollout.max_response_tokens // 2,
         draft_lengths(read_shape(model_dir).mtp_layers),
     )
-
-
-_TRIED_WITH_SECOND = {"enforce_eager", "hf_overrides", "load_format", "max_num_batched_tokens", "block_size"}
-"""Options of rollout.vllm that change nothing of what the second model runner has to do."""
-
-
-def second_runner_lacks(recipe: schema.Recipe) -> str | None:
-    """Return what of a recipe vLLM's second model runner cannot do (0.20.2), None where it can do all."""
-    if recipe.rollout.return_routes:
-        return "rollout.return_routes"
-    if placement_of(recipe).adapters_separate:
-        return "rollout.adapter_sync=separate"
-    if "speculative_config" in recipe.rollout.vllm:
-        return "rollout.vllm.speculative_config"
-    other = sorted(recipe.rollout.vllm.keys() - _TRIED_WITH_SECOND)
-    if other:
-        return f"rollout.vllm.{other[0]} (not tried)"
-    if placement_of(recipe).layout.pp > 1:
-        return "rollout.layout.pp > 1 (not tried)"
-    return None
 
 
 def _kv_bytes(recipe: schema.Recipe, model_dir: Path, dtype: str) -> int:

@@ -15,7 +15,8 @@ from torch import Tensor
 from quintet.errors import QuintetError, SyncMismatch
 from quintet.models import read_shape
 from quintet.rollout import Request, Sampling
-from quintet.rollout.vllm.routes import KeepsFirstRoutes, Listener, routes_of
+from quintet.rollout.vllm.routes import ASKS, Listener, ToldRoutes, routes_of
+from quintet.rollout.vllm.slot_routes import SlotRoutes
 from quintet.sync.logprob_probe import check, engine_scores, limits, sequences
 from tests.oracle.cases import Case
 from tests.oracle.data import VOCAB
@@ -25,6 +26,9 @@ from tests.rollout.prompts import PROMPTS
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.greedy import made
 from tests.rollout.vllm.models import save
+
+MOST = 0 if DEVICE == "cpu" else 0.1
+"""Share of tokens that may go elsewhere than in transformers: in bf16 near ties differ."""
 
 
 def chosen_by_transformers(name: str, ids: list[int]) -> np.ndarray:
@@ -42,7 +46,8 @@ def chosen_by_transformers(name: str, ids: list[int]) -> np.ndarray:
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_routes_are_those_of_transformers(start: Any) -> None:
-    rollout = start("qwen3_moe", layout={"tp": 2}, return_routes=True)
+    tp = 2 if DEVICE == "cpu" else min(2, torch.cuda.device_count())
+    rollout = start("qwen3_moe", layout={"tp": tp}, return_routes=True)
     long = [k % 60 for k in range(30)]
     rows = rollout.generate(
         [Request(p, samples=3, seed=5) for p in [*PROMPTS, long]], Sampling(max_response_tokens=9)
@@ -50,8 +55,14 @@ def test_routes_are_those_of_transformers(start: Any) -> None:
     for prompt, samples in zip([*PROMPTS, long], rows, strict=True):
         for sample in samples:
             ids = prompt + sample.response_ids
-            assert sample.routes.dtype == np.int16
-            assert np.array_equal(np.sort(sample.routes, -1), chosen_by_transformers("qwen3_moe", ids))
+            assert sample.routes.dtype == (np.int16 if DEVICE == "cpu" else np.uint8)
+            assert parted(sample.routes, chosen_by_transformers("qwen3_moe", ids)) <= MOST
+
+
+def parted(routes: np.ndarray, want: np.ndarray) -> float:
+    """The share of tokens and layers that are sent to others than is wanted."""
+    assert routes.shape == want.shape
+    return float((np.sort(routes, -1) != want).any(-1).mean())
 
 
 @pytest.mark.vllm
@@ -74,7 +85,7 @@ def test_routes_of_preempted_requests_are_theirs(start: Any, monkeypatch: pytest
     assert len(preempted) >= 3
     for prompt, (sample,) in zip(prompts, rows, strict=True):
         want = chosen_by_transformers("qwen3_moe", prompt + sample.response_ids)
-        assert np.array_equal(np.sort(sample.routes, -1), want)
+        assert parted(sample.routes, want) <= MOST
 
 
 SMALL = {"num_gpu_blocks_override": 8, "block_size": 32}
@@ -85,8 +96,8 @@ SMALL = {"num_gpu_blocks_override": 8, "block_size": 32}
 @pytest.mark.timeout(900)
 def test_routes_are_of_the_forward_that_log_probs_are_of(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a request first loses its place, and again when all are held as for new weights, the first router's experts change numbers:
-    what is read anew goes to others. Its inputs depend on no router. On a GPU with vLLM's prefix cache and its own routes, on a CPU with
-    those that are heard."""
+    what is read anew goes to others. Its inputs depend on no router. On a GPU with vLLM's prefix cache and steps that are scheduled ahead:
+    what a step under way draws is kept by who loses its place, and thrown away by who is held."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     rollout = start("qwen3_moe", return_routes=True, vllm=SMALL)
@@ -94,8 +105,8 @@ def test_routes_are_of_the_forward_that_log_probs_are_of(start: Any, monkeypatch
     gate = core.model_executor.driver_worker.worker.model_runner.get_model().model.layers[0].mlp.gate
     preempt, schedule, computed, steps = Scheduler._preempt_request, Scheduler.schedule, {}, []
 
-    def turn(requests: list[Any]) -> None:
-        computed.update({tuple(one.prompt_token_ids): one.num_computed_tokens for one in requests})
+    def turn(tokens: dict[Any, int]) -> None:
+        computed.update({tuple(one.prompt_token_ids): n for one, n in tokens.items()})
         if DEVICE == "cpu":  # which holds the weight packed
             gate.register_forward_hook(lambda layer, args, out: (out[0].flip(-1), *out[1:]))
         else:
@@ -103,14 +114,14 @@ def test_routes_are_of_the_forward_that_log_probs_are_of(start: Any, monkeypatch
 
     def preempted(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if not computed:
-            turn([*self.running, request])
+            turn({one: one.num_computed_tokens for one in (*self.running, request)})
         return preempt(self, request, *args, **kwargs)
 
     def held(self: Any, *args: Any, **kwargs: Any) -> Any:
         steps.append(len(self.running))
         if len(steps) == 12:
-            turn(self.running)
-            assert self.reset_prefix_cache(reset_running_requests=True)
+            turn({one: one.num_tokens - 1 for one in self.running})
+            rollout._forget_prefixes()
         return schedule(self, *args, **kwargs)
 
     def wrong(first: int, count: int, before: int) -> float:
@@ -126,64 +137,146 @@ def test_routes_are_of_the_forward_that_log_probs_are_of(start: Any, monkeypatch
             other.append((np.sort(sample.routes[:, 0], -1) != want).any(-1).mean())
         return float(max(other))
 
-    most = 0 if DEVICE == "cpu" else 0.1  # in bf16 near ties differ
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "_preempt_request", preempted)
-        assert wrong(0, 6, before=0) <= most
+        assert wrong(0, 6, before=0) <= MOST
     assert sum(before > 28 for before in computed.values()) >= 2  # log-probs, too, are of before
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "schedule", held)
-        assert wrong(6, 2, before=1) <= most
+        assert wrong(6, 2, before=1) <= MOST
     assert steps[11] == 2
     assert min(list(computed.values())[-2:]) > 28
 
 
-class Slots:
-    """As vLLM's scheduler for GPUs: routes lie in slots that a request has until it loses its place or ends."""
+class SecondRunner:
+    """As vLLM's second model runner: what `SlotRoutes` looks at of it, and steps of which a request's token t is routed by the layers 1
+    and 3 to experts that `expert` tells of it."""
 
-    def __init__(self) -> None:
-        self.slots = np.zeros((16, 1, 2), np.int32)
-        self.of: dict[str, list[int]] = {}
+    def __init__(self, reserved: int = 12) -> None:
+        self.device, self.max_num_tokens = torch.device("cpu"), 32
+        self.kv_cache_config = SimpleNamespace(num_blocks=reserved)
+        self.req_states = SimpleNamespace(req_id_to_index={}, num_computed_tokens_np=np.zeros(4, np.int64))
+        table = SimpleNamespace(gpu=torch.zeros(4, 8, dtype=torch.int32))
+        self.block_tables = SimpleNamespace(
+            block_sizes=[1, 2],
+            block_tables=[None, table],
+            slot_mappings=torch.zeros(2, 32, dtype=torch.int64),
+        )
+        self.routes = SlotRoutes(self, 1, [3, 1], experts=64, top_k=2)
+        self._hear = {layer: self.routes.hear(layer) for layer in (1, 3)}
 
-    def _get_routed_experts(self, request: Any) -> np.ndarray:
-        return self.slots[self.of[request.request_id][: request.num_tokens - 1]]
+    def step(
+        self,
+        tokens: dict[str, tuple[int, int]],
+        expert: int,
+        *,
+        new: dict[str, tuple[list[int], int]] | None = None,
+        gone: tuple[str, ...] = (),
+        lost: tuple[str, ...] = (),
+        silent: bool = False,
+    ) -> None:
+        """tokens: first and count by request; new: blocks and tokens known of requests that get a place."""
+        states, tables = self.req_states, self.block_tables
+        asked = SimpleNamespace(extra_args=ASKS)
+        told = [
+            SimpleNamespace(req_id=name, sampling_params=asked, prefill_token_ids=[0] * known)
+            for name, (_, known) in (new or {}).items()
+        ]
+        if silent:
+            told = [
+                SimpleNamespace(**vars(one) | {"sampling_params": SimpleNamespace(extra_args=None)})
+                for one in told
+            ]
+        self.routes.begin_step(
+            SimpleNamespace(finished_req_ids=set(gone), preempted_req_ids=set(lost), scheduled_new_reqs=told)
+        )
+        for name in (*gone, *lost):
+            states.req_id_to_index.pop(name, None)
+        for name, (blocks, _) in (new or {}).items():
+            at = next(n for n in range(4) if n not in states.req_id_to_index.values())
+            states.req_id_to_index[name], states.num_computed_tokens_np[at] = at, 0
+            tables.block_tables[1].gpu[at, : len(blocks)] = torch.tensor(blocks)
+        row = 0
+        chosen = torch.zeros(32, 2, dtype=torch.int32)
+        for name, (first, count) in tokens.items():
+            at = states.req_id_to_index[name]
+            for t in range(first, first + count):
+                block = tables.block_tables[1].gpu[at, t // 2]
+                tables.slot_mappings[1, row] = 2 * block + t % 2
+                chosen[row] = torch.tensor([expert + t, expert])
+                row += 1
+            states.num_computed_tokens_np[at] = first + count
+        tables.slot_mappings[1, row:] = -1
+        for layer, hear in self._hear.items():
+            hear(chosen[: row + 1] + layer)  # captured graphs have more rows than a step has tokens
+        self.routes.end_step(row)
 
-    def _preempt_request(self, request: Any, timestamp: float) -> None:
-        del self.of[request.request_id]
-        request.num_computed_tokens = 0
 
-    def _free_request(self, request: Any) -> None:
-        del self.of[request.request_id]
-
-
-class FirstRoutesInSlots(KeepsFirstRoutes, Slots):
-    """What `first_routes` makes of vLLM's own."""
+def test_routes_lie_where_keys_do() -> None:
+    """Two requests in turns; one begins with two tokens of the other's that the prefix cache has."""
+    runner = SecondRunner()
+    runner.step({"a-x": (0, 3)}, 10, new={"a-x": ([5, 7], 3)})
+    runner.step({"b-y": (2, 1), "a-x": (3, 1)}, 20, new={"b-y": ([5, 2], 3)})
+    runner.step({"b-y": (3, 1), "a-x": (4, 1)}, 30)
+    runner.req_states.num_computed_tokens_np[0] = 5
+    told = runner.routes.take(["b", "never"])
+    assert list(told) == ["b"]
+    assert (told["b"].shape, told["b"].dtype) == ((4, 2, 2), np.uint8)
+    assert told["b"][:, 0].tolist() == [[11, 11], [12, 11], [23, 21], [34, 31]]
+    assert (told["b"][:, 1] == told["b"][:, 0] + 2).all()
+    # The other ends, and its places are another's before anybody asks.
+    runner.step({"c-z": (0, 2)}, 40, new={"c-z": ([5], 2)}, gone=("a-x", "b-y"))
+    assert runner.routes.take(["a", "b"])["a"][:, 0, 1].tolist() == [11, 11, 11, 21, 31]
+    assert runner.routes.take(["a"]) == {}
 
 
 def test_a_request_keeps_the_routes_of_its_first_forward() -> None:
-    """It loses its place twice, the second time before it is read as far as it was; another takes its slots."""
-    scheduler = FirstRoutesInSlots()
-    one = SimpleNamespace(request_id="one", num_tokens=5, num_computed_tokens=0)
+    """It loses its place twice, the second time before it is read as far as it was; another takes its slots. Of a token that was drawn
+    and thrown away the routes before it are of the forward that drew it anew."""
+    runner = SecondRunner()
+    runner.step({"a-x": (0, 3)}, 10, new={"a-x": ([1, 2], 3)})
+    runner.step({"a-x": (3, 1)}, 20)
+    runner.step({"b-y": (0, 4)}, 50, new={"b-y": ([1, 2], 4)}, lost=("a-x",))
+    runner.step({"a-x": (0, 2)}, 30, new={"a-x": ([3, 4, 6], 5)})
+    runner.step({"b-y": (4, 0)}, 60, lost=("a-x",))
+    runner.step({"a-x": (0, 5)}, 40, new={"a-x": ([3, 4, 6], 5)})
+    runner.routes.keep()  # all are about to be read anew
+    runner.routes.release()
+    # Token 4 was computed, and what it drew was thrown away: there are five tokens still.
+    runner.step({"a-x": (0, 5)}, 20, new={"a-x": ([8, 9, 10], 5)})
+    runner.step({"a-x": (5, 1)}, 30)
+    told = runner.routes.take(["a"])["a"]
+    assert told[:, 0, 1].tolist() == [11, 11, 11, 21, 21, 31]
+    runner.step({"b-y": (4, 0)}, 60, gone=("a-x",))
+    assert runner.routes.take(["a"]) == {}
+    assert "a" not in runner.routes._first
 
-    def step(slots: list[int], first: int, expert: int, upto: int) -> None:
-        scheduler.of["one"] = slots
-        scheduler.slots[slots[first:upto]] = [[[expert, expert + 1]]]
-        one.num_computed_tokens = upto
 
-    step([3, 4, 5, 6], 0, 1, 4)
-    one.num_tokens = 5
-    scheduler._preempt_request(one, 0.0)
-    scheduler.slots[3:6] = 9  # of another
-    step([7, 8, 9, 10], 0, 3, 2)
-    scheduler._preempt_request(one, 0.0)
-    step([0, 1, 2, 3, 4, 5], 0, 5, 5)
-    one.num_tokens = 7
-    step([0, 1, 2, 3, 4, 5], 5, 6, 6)
-    assert scheduler._get_routed_experts(one)[:, 0, 0].tolist() == [1, 1, 1, 1, 5, 6]
-    scheduler._free_request(one)
-    scheduler.of["one"] = [0, 1]  # a later request of that name
-    one.num_tokens = 3
-    assert scheduler._get_routed_experts(one)[:, 0, 0].tolist() == [5, 5]
+def test_who_asks_for_no_routes_costs_no_copy() -> None:
+    runner = SecondRunner()
+    runner.step({"a-x": (0, 3)}, 10, new={"a-x": ([1, 2], 3)}, silent=True)
+    runner.step({"b-y": (0, 1)}, 10, new={"b-y": ([3], 1)}, gone=("a-x",), silent=True)
+    assert not runner.routes._ended
+    assert not runner.routes._asked
+
+
+def test_a_router_that_is_never_asked_is_named() -> None:
+    routes = SecondRunner().routes
+    with pytest.raises(QuintetError, match=r"no router of the layers \[1, 3\]"):
+        routes.take([])
+
+
+def test_routes_travel_as_they_are() -> None:
+    wire = ToldRoutes()
+    made = {f"q{n}": np.arange(n * 6, dtype=np.uint8).reshape(n, 3, 2) for n in range(3)}
+    came = wire.load(wire.dump(made), "a worker")
+    assert list(came) == list(made)
+    assert all(np.array_equal(came[name], made[name]) and came[name].dtype == np.uint8 for name in made)
+    assert wire.load(wire.dump({}), "a worker") == {}
+    with pytest.raises(QuintetError, match="what came from a worker is not routes of requests"):
+        wire.load(wire.dump(made)[:-1], "a worker")
+    with pytest.raises(QuintetError, match="what came from a worker is not routes of requests"):
+        wire.load(b"{}", "a worker")
 
 
 def trained_on(
@@ -257,8 +350,11 @@ def test_with_replay_rounding_is_all_that_parts_trainer_and_vllm(
 
 def test_what_is_computed_again_after_a_preemption_is_not_heard_again() -> None:
     """A request of four tokens of prompt draws two, loses its place, and is computed anew from its first token."""
-    batch = SimpleNamespace(req_ids=["other", "a"], num_computed_tokens_cpu=[0, 0])
+    batch = SimpleNamespace(req_ids=["other-0", "a-0"], num_computed_tokens_cpu=[0, 0])
     runner = SimpleNamespace(input_batch=batch, query_start_loc=SimpleNamespace(np=[0, 1, 0]))
+    asked = SimpleNamespace(extra_args=ASKS)
+    runner.requests = {"other-0": SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None))}
+    runner.requests["a-0"] = SimpleNamespace(sampling_params=asked)
     listener = Listener(runner, [1, 3])
 
     def step(first: int, tokens: int, expert: int) -> None:
@@ -272,11 +368,12 @@ def test_what_is_computed_again_after_a_preemption_is_not_heard_again() -> None:
     step(5, 1, 30)
     step(0, 6, 40)  # other experts, by rounding
     step(6, 1, 50)
-    routes = listener.take()["a"][:7]
+    assert listener.take(["other"]) == {}
+    routes = listener.take(["a"])["a"][:7]
     assert routes[:, 0, 0].tolist() == [11, 11, 11, 11, 21, 31, 51]
     assert (routes[:, 1] == routes[:, 0] + 2).all()
     step(0, 2, 60)  # a request of another call may have the same name
-    assert listener.take()["a"][:2, 0, 0].tolist() == [61, 61]
+    assert listener.take(["a"])["a"][:2, 0, 0].tolist() == [61, 61]
 
 
 def test_routes_that_are_not_all_known_are_refused(tmp_path: Any) -> None:

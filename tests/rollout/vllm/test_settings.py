@@ -8,11 +8,12 @@ import pytest
 from pydantic import create_model
 
 from quintet.errors import UserError, WorkerFailure
+from quintet.recipe.vllm import second_runner_lacks
 from quintet.rollout import Sampling
 from quintet.rollout.draft_length import Measured
 from quintet.rollout.vllm import compat, runners, settings
 from quintet.rollout.vllm.sampling import check, mode_of
-from quintet.rollout.vllm.settings import draft_length, engine_arguments, second_runner_lacks
+from quintet.rollout.vllm.settings import draft_length, engine_arguments
 from tests.models.directory import QWEN3, write_model
 from tests.rollout.vllm.conftest import recipe_of
 
@@ -93,12 +94,8 @@ def test_routes_cost_the_prefix_cache_on_cpu_alone(arguments):
     assert not arguments("cpu", return_routes=True)["enable_prefix_caching"]
     made = arguments("cuda", return_routes=True)
     assert made["enable_prefix_caching"]
-    assert made["enable_return_routed_experts"]
-    assert (made["scheduler_cls"].rpartition(".")[2], made["async_scheduling"]) == (
-        "FirstRoutesScheduler",
-        False,
-    )
-    assert not {"scheduler_cls", "async_scheduling"} & set(arguments("cuda"))
+    assert made["worker_cls"].rpartition(".")[2] == "RoutesWorker"
+    assert "worker_cls" not in arguments("cuda")
 
 
 def test_adapters_alone_have_a_slot(arguments):
@@ -176,7 +173,7 @@ def test_processes_that_do_not_start_are_told_with_where_to_look():
     [
         ({}, None),
         ({"layout": {"tp": 2}, "quantization": "fp8"}, None),
-        ({"return_routes": True}, "rollout.return_routes"),
+        ({"return_routes": True}, None),
         ({"layout": {"pp": 2}}, "rollout.layout.pp > 1 (not tried)"),
         ({"lora": {"rank": 8}, "adapter_sync": "separate"}, "rollout.adapter_sync=separate"),
         ({"vllm": {"speculative_config": {"method": "ngram"}}}, "rollout.vllm.speculative_config"),
@@ -203,3 +200,5 @@ def test_the_users_runner_is_taken(monkeypatch):
     monkeypatch.setattr(runners, "_RUNNER_ASKED", "0")
     assert runners.choose_runner(None) == "vLLM: model runner by VLLM_USE_V2_MODEL_RUNNER=0"
     assert os.environ[runners.RUNNER] == "0"
+    with pytest.raises(UserError, match="second model runner alone, and VLLM_USE_V2_MODEL_RUNNER=0 in the"):
+        runners.choose_runner(None, "rollout.return_routes")
