@@ -184,6 +184,14 @@ def _over_vocabulary(statistics: Tensor, group: dist.ProcessGroup) -> tuple[Tens
     return top + log_total, target - top - log_total, log_total - moment / total, likeliest
 
 
+def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the log-prob of a token in each row, fp32 [n]. logits: [n, vocabulary], of which none is missing; tokens: int64 [n]."""
+    found = logits.new_empty((4, len(logits)), dtype=torch.float32)
+    _statistics(logits, tokens, logits.shape[1], 1.0, found)
+    top, total, _, at_token = found
+    return at_token - top - total.log()
+
+
 # One pass over logits z [n, vocabulary rows] forward, one backward. `targets` are relative to the slice and may lie
 # outside it; columns from `valid` on are padding.
 

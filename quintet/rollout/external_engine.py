@@ -120,9 +120,13 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
     def _to_score(self, ids: list[int]) -> JobT:
         """The job that asks for the log-probs of a sequence's tokens, at temperature 1."""
 
+    def _completed(self, answers: list[AnswerT], prompts: list[int]) -> list[AnswerT]:
+        """Return a request's answers with what the engine tells apart from them. prompts: tokens of each one's prompt."""
+        return answers
+
     @abstractmethod
-    def _add_routes(self, samples: list[Sample], answers: list[AnswerT], prompts: list[int]) -> None:
-        """Give samples the routes that the engine told. prompts: tokens of each one's prompt."""
+    def _routes_of(self, told: np.ndarray, tokens: int) -> np.ndarray:
+        """Return `Sample.routes` of a sequence of so many tokens, of what the engine told."""
 
     @abstractmethod
     def _counts(self) -> dict[str, float]:
@@ -161,12 +165,13 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
         sampling: Sampling,
     ) -> list[Sample]:
         """The samples of a request that is done."""
-        told = [answers[number] for number in range(len(jobs))]
+        prompts = [len(job.prompt_ids) for job in jobs]
+        told = self._completed([answers[number] for number in range(len(jobs))], prompts)
         made = [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in told]
-        for number, sample in enumerate(made):
+        for number, (sample, one) in enumerate(zip(made, told, strict=True)):
             sample.finished = times[number]
-        if self._recipe.return_routes and made:
-            self._add_routes(made, told, [len(job.prompt_ids) for job in jobs])
+            if self._recipe.return_routes and one.routes is not None:
+                sample.routes = self._routes_of(one.routes, prompts[number] + len(one.response_ids))
         return made
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:

@@ -243,3 +243,15 @@ def test_the_likeliest_token_is_told(limits) -> None:
     targets = torch.where(torch.arange(20) % 3 == 0, best, (best + 1) % VOCAB)
     top = log_probs_and_entropy(data["hidden"], data["weight"], targets, vocab, 0.7).top
     assert top.tolist() == [float(k % 3 == 0) for k in range(20)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_of_drawn_tokens_are_those_of_whole_logits(dtype):
+    """Tokens that were cut off have none of the probability."""
+    logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
+    tokens = torch.arange(7) * 40
+    logits[3, 200:] = -torch.inf
+    found = head.log_probs_of(logits, tokens)
+    assert found.dtype == torch.float32
+    wanted = logits.float().log_softmax(-1)[torch.arange(7), tokens]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

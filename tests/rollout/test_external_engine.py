@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -61,9 +62,11 @@ class CountingRollout(ExternalEngineRollout[Job, Answer]):
     def _to_score(self, ids):
         return Job(ids, {"most": 0})
 
-    def _add_routes(self, samples, answers, prompts):
-        for sample, prompt in zip(samples, prompts, strict=True):
-            sample.routes = prompt
+    def _completed(self, answers, prompts):
+        return [replace(one, routes=prompt) for one, prompt in zip(answers, prompts, strict=True)]
+
+    def _routes_of(self, told, tokens):
+        return told, tokens
 
     def _counts(self):
         return {"drafts": float(self._engine.tokens)}
@@ -131,11 +134,11 @@ def test_routes_of_a_group_come_with_it(make):
     number, samples = next(groups)
     assert not rollout._engine.closed
     assert [sample.response_ids[0] for sample in samples] == [10 * number + 11] * 2
-    assert [sample.routes for sample in samples] == [1, 1]
+    assert [sample.routes for sample in samples] == [(1, 3), (1, 3)]
 
 
 def test_routes_are_asked_for_where_the_recipe_does(make):
-    assert make(return_routes=True).generate([Request([1, 2])], SHORT)[0][0].routes == 2
+    assert make(return_routes=True).generate([Request([1, 2])], SHORT)[0][0].routes == (2, 4)
     assert make().generate([Request([1, 2])], SHORT)[0][0].routes is None
 
 

@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from quintet.errors import QuintetError, UserError
@@ -24,7 +25,6 @@ from quintet.rollout.base import (
     Fingerprints,
     Part,
     Request,
-    Sample,
     Sampling,
     Wanted,
     WeightSource,
@@ -82,10 +82,8 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
                 self._totals[name] += count
             yield place, made
 
-    def _add_routes(self, samples: list[Sample], answers: list[Answer], prompts: list[int]) -> None:
-        for sample, made, prompt in zip(samples, answers, prompts, strict=True):
-            if made.routes is not None:
-                sample.routes = routes_of(made.routes, self._shape, prompt + len(sample.response_ids))
+    def _routes_of(self, told: np.ndarray, tokens: int) -> np.ndarray:
+        return routes_of(told, self._shape, tokens)
 
     def _counts(self) -> dict[str, float]:
         return dict(self._totals)

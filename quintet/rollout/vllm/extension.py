@@ -1,7 +1,7 @@
 """What vLLM's workers can do besides their own: vLLM mixes `Extension` into its worker class (`worker_extension_cls`).
 
 They are asked through vLLM, which carries bytes alone: the name of one of `VERBS` and its arguments, and back what it returns or
-raised. These are JSON of the types that the method declares; routes are too many for that, see `routes.ToldRoutes`.
+raised. These are JSON of the types that the method declares; what is told of tokens is too much for that, see `told.ToldByRequest`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
-import numpy as np
 import torch
 
 from quintet.errors import QuintetError, SyncFailure, SyncMismatch, UserError
 from quintet.rollout.base import Part
 from quintet.rollout.vllm import compat, runners
-from quintet.rollout.vllm.routes import ToldRoutes
-from quintet.rollout.vllm.slot_routes import SlotRoutes
+from quintet.rollout.vllm.token_store import TokenStore
+from quintet.rollout.vllm.told import Told, ToldByRequest
 from quintet.rollout.vllm.worker import WeightWorker
 from quintet.typed import Typed, Words
 
@@ -67,8 +66,9 @@ class Extension(WeightWorker):
         if self.device.type != "cpu":
             torch.cuda.synchronize()  # a step that was scheduled ahead may still read what is about to go
             free = torch.cuda.mem_get_info()[0]
-            if isinstance(getattr(self, "_routes_heard", None), SlotRoutes):
-                self._routes_heard.release()  # type: ignore[union-attr]
+            store = getattr(self, "_store", None)
+            if isinstance(store, TokenStore):
+                store.release()
             with runners.tables_kept(self.model_runner.kv_caches):
                 if level:
                     self.sleep(level)  # type: ignore[attr-defined]
@@ -107,9 +107,8 @@ class _Verb:
         self.name = method.__name__
         types = get_type_hints(method, include_extras=True)
         answer = types.pop("return")
-        told = answer == dict[str, np.ndarray]
-        self.answer: Typed[Any] | ToldRoutes = (
-            ToldRoutes() if told else Typed(answer, f"what {self.name} returns")
+        self.answer: Typed[Any] | ToldByRequest = (
+            ToldByRequest() if answer == dict[str, Told] else Typed(answer, f"what {self.name} returns")
         )
         taken: Any = tuple[tuple(types.values())]  # type: ignore[misc]
         self.arguments: Typed[tuple[Any, ...]] = Typed(taken, f"what {self.name} takes")
@@ -120,11 +119,11 @@ VERBS = {
     for method in (
         Extension.begin_to_draft,
         Extension.fall_asleep,
-        Extension.keep_routes,
+        Extension.keep_told,
         Extension.listen_for_routes,
         Extension.read_fingerprints,
         Extension.read_frozen,
-        Extension.take_routes,
+        Extension.take_told,
         Extension.take_weights,
         Extension.wake_part,
         Extension.wanted_weights,

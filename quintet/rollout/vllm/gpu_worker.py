@@ -1,31 +1,53 @@
-"""vLLM's worker on a GPU where routes are asked for (`worker_cls`). vLLM alone imports this."""
+"""vLLM's worker on a GPU (`worker_cls`): its own, which writes down log-probs and routes of tokens. vLLM alone imports this."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.v1.worker.gpu_worker import Worker
 
-from quintet.rollout.vllm.slot_routes import SlotRoutes, of_worker
+from quintet.engine.head import log_probs_of
+from quintet.rollout.vllm.token_store import TokenStore, store_of
 
 
-class RoutesWorker(Worker):
-    """vLLM's own, which writes down the routes of requests (vLLM 0.20.2 tells none in its second model runner; test_routes.py, on a
-    GPU)."""
+class StoringWorker(Worker):
+    """vLLM 0.20.2 tells no routes in its second model runner, and log-probs token by token (test_routes.py, test_offline.py, on a GPU)."""
 
-    _routes_heard: SlotRoutes
+    _store: TokenStore
+    _logprobs: Tensor
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Make the KV cache, and listen to the routers before their graphs are captured."""
+        """Make the KV cache, and listen to routers and sampler before graphs are captured."""
         super().initialize_from_config(kv_cache_config)
-        runner = self.model_runner
-        self._routes_heard = of_worker(runner, runner.get_model(), kv_cache_config.kv_cache_groups)
+        runner: Any = self.model_runner
+        routes = bool(self.vllm_config.additional_config.get("routes"))
+        first = self.rank % self.parallel_config.tensor_parallel_size == 0
+        self._store = store_of(runner, kv_cache_config.kv_cache_groups, routes=routes, tells=first)
+        sampler = runner.sampler
+        sample, processed = sampler.sample, sampler.logprobs_mode == "processed_logprobs"
+
+        def heard(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+            drawn: tuple[Tensor, Tensor] = sample(logits, *args)
+            self._logprobs = log_probs_of(drawn[1] if processed else logits, drawn[0])
+            return drawn
+
+        sampler.sample = heard
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Compute a step, and put its routes in their places."""
-        self._routes_heard.begin_step(scheduler_output)
+        """Compute a step."""
+        self._store.begin_step(scheduler_output)
         made = super().execute_model(scheduler_output)
-        self._routes_heard.end_step(scheduler_output.total_num_scheduled_tokens)
+        self._store.end_forward(scheduler_output.total_num_scheduled_tokens)
+        return made
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Draw a step's tokens."""
+        state: Any = self.model_runner.execute_model_state
+        made = super().sample_tokens(grammar_output)
+        if state is not None:
+            self._store.end_draw(state.input_batch.logits_indices, self._logprobs)
         return made

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from quintet.errors import QuintetError
 from quintet.rollout import external_engine as served
 from quintet.rollout.external_engine import Job
 from quintet.rollout.vllm.sampling import told
+from quintet.rollout.vllm.told import LOGPROBS, ROUTES, Told
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,6 +50,15 @@ def answer(output: Any) -> Answer:
         told(one.logprobs)[: len(ids)],  # of all that a step accepted: see compat.stop_within_drafts
         one.finish_reason,
         told(output.prompt_logprobs),
-        one.routed_experts,
         name=output.request_id,
     )
+
+
+def completed(made: Answer, told: Told, prompt: int) -> Answer:
+    """Return an answer with what workers told of its tokens apart from it. prompt: tokens of its prompt. What was given up before it was
+    read to its last token but one has no routes."""
+    tokens = len(made.response_ids)
+    logprobs = (
+        told[LOGPROBS][prompt - 1 : prompt - 1 + tokens].tolist() if LOGPROBS in told else made.logprobs
+    )
+    return replace(made, logprobs=logprobs, routes=told.get(ROUTES) if made.finish != "abort" else None)

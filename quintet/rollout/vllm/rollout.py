@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.vllm import second_runner_lacks
@@ -17,7 +19,6 @@ from quintet.rollout.base import (
     Fingerprints,
     Part,
     Request,
-    Sample,
     Sampling,
     Wanted,
     WeightSource,
@@ -26,12 +27,13 @@ from quintet.rollout.base import (
 from quintet.rollout.external_engine import ExternalEngineRollout, Job, Progress
 from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.extension import Extension
-from quintet.rollout.vllm.jobs import Answer, Engine
+from quintet.rollout.vllm.jobs import Answer, Engine, completed
 from quintet.rollout.vllm.offline import OfflineEngine
-from quintet.rollout.vllm.routes import ASKS, heard, routes_of
+from quintet.rollout.vllm.routes import of_all_layers, routes_of
 from quintet.rollout.vllm.sampling import check, mode_of, parameters
 from quintet.rollout.vllm.server import ServerEngine
 from quintet.rollout.vllm.settings import draft_length, engine_arguments
+from quintet.rollout.vllm.told import ASKS
 from quintet.rollout.vllm.weights import check as check_taken
 from quintet.rollout.vllm.weights import combine
 
@@ -70,7 +72,9 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
             engine: Engine = make(arguments)
         super().__init__(recipe, model_dir, engine, decode, progress)
         self._tp = int(arguments["tensor_parallel_size"])
-        if recipe.rollout.return_routes and device == "cpu":
+        self._tells_logprobs = "worker_cls" not in arguments
+        self._stores = recipe.rollout.return_routes or not self._tells_logprobs
+        if self._stores and self._tells_logprobs:
             self._engine.rpc(Extension.listen_for_routes)
         if arguments.get("speculative_config"):
             compat.stop_within_drafts()
@@ -89,9 +93,11 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
 
     def _to_write(self, request: Request, number: int, seed: int, sampling: Sampling) -> Job:
         asked = parameters(sampling, request, number, seed)
-        return Job(
-            list(request.prompt_ids), asked | ({"extra_args": ASKS} if self._recipe.return_routes else {})
-        )
+        if not self._tells_logprobs:
+            asked |= {"logprobs": None, "flat_logprobs": False}
+        if self._stores:
+            asked["extra_args"] = ASKS
+        return Job(list(request.prompt_ids), asked)
 
     def _to_score(self, ids: list[int]) -> Job:
         asked = {
@@ -103,12 +109,18 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         }
         return Job(ids, asked)
 
-    def _add_routes(self, samples: list[Sample], answers: list[Answer], prompts: list[int]) -> None:
-        """What was given up before it was read to its last token but one has no routes."""
-        told = heard(self._engine.rpc(Extension.take_routes, [made.name for made in answers]), self._tp)
-        for sample, made, prompt in zip(samples, answers, prompts, strict=True):
-            if made.name in told and sample.finish != "abort":
-                sample.routes = routes_of(told[made.name], self._shape, prompt + len(sample.response_ids))
+    def _completed(self, answers: list[Answer], prompts: list[int]) -> list[Answer]:
+        if not self._stores:
+            return answers
+        found = self._engine.rpc(Extension.take_told, [made.name for made in answers])
+        told = of_all_layers(found, self._tp)
+        return [
+            completed(made, told.get(made.name, {}), prompt)
+            for made, prompt in zip(answers, prompts, strict=True)
+        ]
+
+    def _routes_of(self, told: np.ndarray, tokens: int) -> np.ndarray:
+        return routes_of(told, self._shape, tokens)
 
     def _counts(self) -> dict[str, float]:
         return self._engine.counts()
@@ -153,9 +165,9 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         return left
 
     def _forget_prefixes(self) -> None:
-        """Empty the prefix cache; requests that are held are read anew, and keep the routes that they have."""
-        if self._recipe.return_routes:
-            self._engine.rpc(Extension.keep_routes)
+        """Empty the prefix cache; requests that are held are read anew, and keep the log-probs and routes that they have."""
+        if self._stores:
+            self._engine.rpc(Extension.keep_told)
         self._engine.forget_prefixes()
 
     def wake(self, part: Part) -> int:

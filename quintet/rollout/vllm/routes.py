@@ -1,14 +1,11 @@
-"""The experts that each token was sent to.
+"""The experts that each token was sent to, where vLLM runs on a CPU: written down inside its worker, at the routers.
 
-Requests that ask for them (`ASKS`) have their routes written down inside vLLM's worker, at the routers, and told by name when they
-are done: on a CPU by `Listener`, on a GPU by `slot_routes.SlotRoutes`. On a CPU a token found in the prefix cache passes no router, so
-that cache is off there where routes are asked for.
+A token found in the prefix cache passes no router, so on CPU that cache is off where routes are asked for. On a GPU: see `token_store`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,52 +14,10 @@ from torch import Tensor
 from quintet.errors import QuintetError
 from quintet.models.shape import ModelShape
 from quintet.rollout.vllm.compat import asked_as
-from quintet.typed import Typed
+from quintet.rollout.vllm.told import ROUTES, Told, asks
 
 ROOM = 64
 """Tokens by which a request's memory grows at least."""
-ASKS = {"routes": True}
-"""Of vLLM's SamplingParams the `extra_args` of a request whose routes are wanted."""
-
-
-def asks(params: Any) -> bool:
-    """Return whether a request with these SamplingParams of vLLM wants its routes."""
-    return params is not None and (params.extra_args or {}).get("routes") is True
-
-
-@dataclass(frozen=True)
-class _Head:
-    """What is behind it, an array after the other: tokens by request, and what is alike in all."""
-
-    tokens: dict[str, int]
-    layers: int
-    top_k: int
-    dtype: str
-
-
-class ToldRoutes:
-    """Routes by request on their way to another process, in place of `Typed`: numbers as they lie in memory behind a line of JSON."""
-
-    what = "routes of requests"
-    _head: Typed[_Head] = Typed(_Head, what)
-
-    def dump(self, value: Mapping[str, np.ndarray]) -> bytes:
-        """Return the bytes of arrays [tokens, layers, top-k] of one type."""
-        sizes = {name: len(one) for name, one in value.items()}
-        some = next(iter(value.values()), np.empty((0, 0, 0), np.int16))
-        head = self._head.dump(_Head(sizes, some.shape[1], some.shape[2], some.dtype.name))
-        return b"".join([head, b"\n", *(np.ascontiguousarray(one).data for one in value.values())])
-
-    def load(self, data: bytes, source: str) -> dict[str, np.ndarray]:
-        """Return the arrays. Raises QuintetError naming `source`, where they came from, when they are not what the head says."""
-        line, _, numbers = data.partition(b"\n")
-        head = self._head.load(line, source)
-        ends = np.cumsum([0, *head.tokens.values()])
-        expected = int(ends[-1]) * head.layers * head.top_k
-        if head.dtype not in ("uint8", "int16") or len(numbers) != expected * np.dtype(head.dtype).itemsize:
-            raise QuintetError(f"what came from {source} is not {self.what}: {len(numbers)} bytes of {head}")
-        flat = np.frombuffer(numbers, head.dtype).reshape(int(ends[-1]), head.layers, head.top_k)
-        return {name: flat[ends[at] : ends[at + 1]] for at, name in enumerate(head.tokens)}
 
 
 class Listener:
@@ -89,10 +44,9 @@ class Listener:
             fresh = here[:, 0] < 0
             here[fresh] = rows[fresh]
 
-    def take(self, requests: Sequence[str]) -> dict[str, np.ndarray]:
-        """Return the routes, int16 [tokens, layers with experts, top-k], of those of these requests that have any, and forget them; -1
-        where a token was not seen."""
-        return {name: self._of.pop(name) for name in requests if name in self._of}
+    def take(self, requests: Sequence[str]) -> dict[str, Told]:
+        """Return the routes, int16, of those of these requests that have any, and forget them; -1 where a token was not seen."""
+        return {name: {ROUTES: self._of.pop(name)} for name in requests if name in self._of}
 
     def _room(self, request: str, tokens: int, top_k: int) -> np.ndarray:
         name = asked_as(request)
@@ -106,12 +60,15 @@ class Listener:
         return held
 
 
-def heard(workers: Sequence[Mapping[str, np.ndarray]], tp: int) -> dict[str, np.ndarray]:
-    """Return the routes of all layers, of what each worker heard: one stage after another, whose tp workers hear the same."""
+def of_all_layers(workers: Sequence[Mapping[str, Told]], tp: int) -> dict[str, Told]:
+    """Return what workers told, with the routes of all layers: one stage after another, whose tp workers hear the same."""
     stages = workers[::tp]
     if len(stages) == 1:
         return dict(stages[0])
-    return {request: np.concatenate([stage[request] for stage in stages], axis=1) for request in stages[0]}
+    return {
+        name: {ROUTES: np.concatenate([stage[name][ROUTES] for stage in stages], axis=1)}
+        for name in stages[0]
+    }
 
 
 def routes_of(told: np.ndarray, shape: ModelShape, tokens: int) -> np.ndarray:

@@ -44,10 +44,14 @@ def choose_runner(lacks: str | None, needs: str | None = None) -> str:
     )
 
 
+def takes_second() -> bool:
+    """Return whether engines made from now on have the second runner."""
+    return os.environ.get(RUNNER) == "1"
+
+
 def other_runner() -> str:
     """Return what to try where an engine does not start with the second runner; nothing where it ran the first."""
-    taken = os.environ.get(RUNNER) == "1"
-    return f" It ran its second model runner; {RUNNER}=0 takes the first." if taken else ""
+    return f" It ran its second model runner; {RUNNER}=0 takes the first." if takes_second() else ""
 
 
 @contextmanager

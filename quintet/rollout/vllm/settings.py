@@ -17,7 +17,7 @@ from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, draft_lengths
 from quintet.rollout.draft_length import Choice, choose, read_table
 from quintet.rollout.external_engine import longest
 from quintet.rollout.options import passed_through
-from quintet.rollout.vllm import compat
+from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.adapters import adapter_arguments
 from quintet.rollout.vllm.extension import Extension
 from quintet.rollout.vllm.fp8 import fp8_arguments
@@ -66,8 +66,6 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         )
     else:
         arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
-        if rollout.return_routes:
-            arguments["worker_cls"] = f"{__package__}.gpu_worker.RoutesWorker"
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
     arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
@@ -81,6 +79,12 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         if device == "cpu":
             most = rollout.sequences_per_rank * (1 + drafted)
             arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], most)
+    elif device == "cuda" and runners.takes_second():
+        # Of drafted tokens vLLM tells log-probs itself.
+        arguments |= {
+            "worker_cls": f"{__package__}.gpu_worker.StoringWorker",
+            "additional_config": {"routes": rollout.return_routes},
+        }
     if rollout.quantization == "fp8":
         fp8 = fp8_arguments(read_shape(model_dir))
         fp8["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | fp8["hf_overrides"]

@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,8 @@ from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import LoraSlots, pieces_on_disk
 from quintet.rollout.vllm.reload import Loading, load_again, models_of
 from quintet.rollout.vllm.routes import Listener
-from quintet.rollout.vllm.slot_routes import SlotRoutes
+from quintet.rollout.vllm.token_store import TokenStore
+from quintet.rollout.vllm.told import Told
 from quintet.rollout.vllm.weights import LoadReport, Reading, Weights
 from quintet.rollout.vllm.worker_models import WorkerModels
 
@@ -33,7 +33,7 @@ class WeightWorker:
     rank: int
     device: torch.device
     _weights_held: Weights | LoraSlots
-    _routes_heard: Listener | SlotRoutes
+    _store: Listener | TokenStore
 
     def take_weights(self, source: str) -> LoadReport:
         """Take what the source of these words has for this worker (its rank among tp · pp is the receiver's number). See
@@ -67,18 +67,17 @@ class WeightWorker:
     def listen_for_routes(self) -> None:
         """Begin to write down the experts of the tokens of requests that ask for them, on a CPU: see `routes`."""
         runner = self.model_runner
-        self._routes_heard = compat.listen_to_routers(
-            runner.get_model(), lambda layers: Listener(runner, layers)
-        )
+        self._store = compat.listen_to_routers(runner.get_model(), lambda layers: Listener(runner, layers))
 
-    def keep_routes(self) -> None:
-        """Keep the routes of requests under way, which are about to be read anew."""
-        if isinstance(self._routes_heard, SlotRoutes):
-            self._routes_heard.keep()
+    def keep_told(self) -> None:
+        """Keep what is told of requests under way, which are about to be read anew."""
+        store = getattr(self, "_store", None)
+        if isinstance(store, TokenStore):
+            store.keep()
 
-    def take_routes(self, requests: list[str]) -> dict[str, np.ndarray]:
-        """Return the routes of requests that are done, by the names that they were added by: see `routes.heard`."""
-        return self._routes_heard.take(requests)
+    def take_told(self, requests: list[str]) -> dict[str, Told]:
+        """Return what is told of requests that are done, by the names that they were added by."""
+        return self._store.take(requests)
 
     def read_frozen(self) -> LoadReport:
         """Read the weights that adapters are beside, before these come."""

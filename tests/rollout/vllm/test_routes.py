@@ -15,8 +15,10 @@ from torch import Tensor
 from quintet.errors import QuintetError, SyncMismatch
 from quintet.models import read_shape
 from quintet.rollout import Request, Sampling
-from quintet.rollout.vllm.routes import ASKS, Listener, ToldRoutes, routes_of
-from quintet.rollout.vllm.slot_routes import SlotRoutes
+from quintet.rollout.vllm.jobs import Answer, completed
+from quintet.rollout.vllm.routes import Listener, routes_of
+from quintet.rollout.vllm.token_store import TokenStore
+from quintet.rollout.vllm.told import ASKS, ToldByRequest
 from quintet.sync.logprob_probe import check, engine_scores, limits, sequences
 from tests.oracle.cases import Case
 from tests.oracle.data import VOCAB
@@ -149,12 +151,12 @@ def test_routes_are_of_the_forward_that_log_probs_are_of(start: Any, monkeypatch
 
 
 class SecondRunner:
-    """As vLLM's second model runner: what `SlotRoutes` looks at of it, and steps of which a request's token t is routed by the layers 1
-    and 3 to experts that `expert` tells of it."""
+    """As vLLM's second model runner: what `TokenStore` looks at of it, and steps in which token t of a request goes to the experts
+    `expert` + layer + t and `expert` + layer in layers 1 and 3, and what is drawn from it has the log-prob -`expert` - t."""
 
-    def __init__(self, reserved: int = 12) -> None:
+    def __init__(self) -> None:
         self.device, self.max_num_tokens = torch.device("cpu"), 32
-        self.kv_cache_config = SimpleNamespace(num_blocks=reserved)
+        self.kv_cache_config = SimpleNamespace(num_blocks=12)
         self.req_states = SimpleNamespace(req_id_to_index={}, num_computed_tokens_np=np.zeros(4, np.int64))
         table = SimpleNamespace(gpu=torch.zeros(4, 8, dtype=torch.int32))
         self.block_tables = SimpleNamespace(
@@ -162,8 +164,8 @@ class SecondRunner:
             block_tables=[None, table],
             slot_mappings=torch.zeros(2, 32, dtype=torch.int64),
         )
-        self.routes = SlotRoutes(self, 1, [3, 1], experts=64, top_k=2)
-        self._hear = {layer: self.routes.hear(layer) for layer in (1, 3)}
+        self.store = TokenStore(self, 1)
+        self._hear = self.store.routers([3, 1], experts=64, top_k=2)
 
     def step(
         self,
@@ -173,21 +175,16 @@ class SecondRunner:
         new: dict[str, tuple[list[int], int]] | None = None,
         gone: tuple[str, ...] = (),
         lost: tuple[str, ...] = (),
-        silent: bool = False,
+        asked: bool = True,
     ) -> None:
         """tokens: first and count by request; new: blocks and tokens known of requests that get a place."""
         states, tables = self.req_states, self.block_tables
-        asked = SimpleNamespace(extra_args=ASKS)
+        params = SimpleNamespace(extra_args=ASKS if asked else None)
         told = [
-            SimpleNamespace(req_id=name, sampling_params=asked, prefill_token_ids=[0] * known)
+            SimpleNamespace(req_id=name, sampling_params=params, prefill_token_ids=[0] * known)
             for name, (_, known) in (new or {}).items()
         ]
-        if silent:
-            told = [
-                SimpleNamespace(**vars(one) | {"sampling_params": SimpleNamespace(extra_args=None)})
-                for one in told
-            ]
-        self.routes.begin_step(
+        self.store.begin_step(
             SimpleNamespace(finished_req_ids=set(gone), preempted_req_ids=set(lost), scheduled_new_reqs=told)
         )
         for name in (*gone, *lost):
@@ -196,7 +193,7 @@ class SecondRunner:
             at = next(n for n in range(4) if n not in states.req_id_to_index.values())
             states.req_id_to_index[name], states.num_computed_tokens_np[at] = at, 0
             tables.block_tables[1].gpu[at, : len(blocks)] = torch.tensor(blocks)
-        row = 0
+        row, last = 0, []
         chosen = torch.zeros(32, 2, dtype=torch.int32)
         for name, (first, count) in tokens.items():
             at = states.req_id_to_index[name]
@@ -206,77 +203,95 @@ class SecondRunner:
                 chosen[row] = torch.tensor([expert + t, expert])
                 row += 1
             states.num_computed_tokens_np[at] = first + count
+            last.append((row - 1, -float(expert + first + count - 1)))
         tables.slot_mappings[1, row:] = -1
         for layer, hear in self._hear.items():
             hear(chosen[: row + 1] + layer)  # captured graphs have more rows than a step has tokens
-        self.routes.end_step(row)
+        self.store.end_forward(row)
+        rows, logprobs = zip(*last, strict=True)
+        self.store.end_draw(torch.tensor(rows), torch.tensor(logprobs))
 
 
-def test_routes_lie_where_keys_do() -> None:
+def test_what_is_told_of_tokens_lies_where_their_keys_do() -> None:
     """Two requests in turns; one begins with two tokens of the other's that the prefix cache has."""
     runner = SecondRunner()
     runner.step({"a-x": (0, 3)}, 10, new={"a-x": ([5, 7], 3)})
     runner.step({"b-y": (2, 1), "a-x": (3, 1)}, 20, new={"b-y": ([5, 2], 3)})
     runner.step({"b-y": (3, 1), "a-x": (4, 1)}, 30)
-    runner.req_states.num_computed_tokens_np[0] = 5
-    told = runner.routes.take(["b", "never"])
+    told = runner.store.take(["b", "never"])
     assert list(told) == ["b"]
-    assert (told["b"].shape, told["b"].dtype) == ((4, 2, 2), np.uint8)
-    assert told["b"][:, 0].tolist() == [[11, 11], [12, 11], [23, 21], [34, 31]]
-    assert (told["b"][:, 1] == told["b"][:, 0] + 2).all()
+    routes, logprobs = told["b"]["routes"], told["b"]["logprobs"]
+    assert (routes.shape, routes.dtype, logprobs.dtype) == ((4, 2, 2), np.uint8, np.float32)
+    assert routes[:, 0].tolist() == [[11, 11], [12, 11], [23, 21], [34, 31]]
+    assert (routes[:, 1] == routes[:, 0] + 2).all()
+    made = completed(Answer([1, 2], [], "stop", name="b"), told["b"], 3)
+    assert (made.logprobs, made.routes is routes) == ([-22, -33], True)
+    given_up = completed(Answer([1], [], "abort", name="b"), told["b"], 3)
+    assert (given_up.logprobs, given_up.routes) == ([-22], None)
     # The other ends, and its places are another's before anybody asks.
     runner.step({"c-z": (0, 2)}, 40, new={"c-z": ([5], 2)}, gone=("a-x", "b-y"))
-    assert runner.routes.take(["a", "b"])["a"][:, 0, 1].tolist() == [11, 11, 11, 21, 31]
-    assert runner.routes.take(["a"]) == {}
+    told = runner.store.take(["a", "b"])
+    assert told["a"]["routes"][:, 0, 1].tolist() == [11, 11, 11, 21, 31]
+    assert told["a"]["logprobs"][2:].tolist() == [-12, -23, -34]
+    assert runner.store.take(["a"]) == {}
 
 
-def test_a_request_keeps_the_routes_of_its_first_forward() -> None:
+def test_a_request_keeps_what_is_told_of_its_first_forward() -> None:
     """It loses its place twice, the second time before it is read as far as it was; another takes its slots. Of a token that was drawn
-    and thrown away the routes before it are of the forward that drew it anew."""
+    and thrown away, what it was drawn from is told of the forward that drew it anew."""
     runner = SecondRunner()
     runner.step({"a-x": (0, 3)}, 10, new={"a-x": ([1, 2], 3)})
     runner.step({"a-x": (3, 1)}, 20)
     runner.step({"b-y": (0, 4)}, 50, new={"b-y": ([1, 2], 4)}, lost=("a-x",))
     runner.step({"a-x": (0, 2)}, 30, new={"a-x": ([3, 4, 6], 5)})
-    runner.step({"b-y": (4, 0)}, 60, lost=("a-x",))
+    runner.step({"b-y": (4, 1)}, 60, lost=("a-x",))
     runner.step({"a-x": (0, 5)}, 40, new={"a-x": ([3, 4, 6], 5)})
-    runner.routes.keep()  # all are about to be read anew
-    runner.routes.release()
+    runner.store.keep()  # all are about to be read anew
+    runner.store.release()
     # Token 4 was computed, and what it drew was thrown away: there are five tokens still.
     runner.step({"a-x": (0, 5)}, 20, new={"a-x": ([8, 9, 10], 5)})
     runner.step({"a-x": (5, 1)}, 30)
-    told = runner.routes.take(["a"])["a"]
-    assert told[:, 0, 1].tolist() == [11, 11, 11, 21, 21, 31]
-    runner.step({"b-y": (4, 0)}, 60, gone=("a-x",))
-    assert runner.routes.take(["a"]) == {}
-    assert "a" not in runner.routes._first
+    told = runner.store.take(["a"])["a"]
+    assert told["routes"][:, 0, 1].tolist() == [11, 11, 11, 21, 21, 31]
+    assert told["logprobs"][2:].tolist() == [-12, -23, -24, -35]
+    runner.step({"b-y": (5, 1)}, 60, gone=("a-x",))
+    assert runner.store.take(["a"]) == {}
+    assert "a" not in runner.store._first
 
 
-def test_who_asks_for_no_routes_costs_no_copy() -> None:
+def test_who_asks_for_nothing_costs_no_copy() -> None:
     runner = SecondRunner()
-    runner.step({"a-x": (0, 3)}, 10, new={"a-x": ([1, 2], 3)}, silent=True)
-    runner.step({"b-y": (0, 1)}, 10, new={"b-y": ([3], 1)}, gone=("a-x",), silent=True)
-    assert not runner.routes._ended
-    assert not runner.routes._asked
+    runner.step({"a-x": (0, 3)}, 10, new={"a-x": ([1, 2], 3)}, asked=False)
+    runner.step({"b-y": (0, 1)}, 10, new={"b-y": ([3], 1)}, gone=("a-x",), asked=False)
+    assert not runner.store._ended
+    assert not runner.store._asked
 
 
 def test_a_router_that_is_never_asked_is_named() -> None:
-    routes = SecondRunner().routes
     with pytest.raises(QuintetError, match=r"no router of the layers \[1, 3\]"):
-        routes.take([])
+        SecondRunner().store.take([])
 
 
-def test_routes_travel_as_they_are() -> None:
-    wire = ToldRoutes()
-    made = {f"q{n}": np.arange(n * 6, dtype=np.uint8).reshape(n, 3, 2) for n in range(3)}
+def test_what_is_told_travels_as_it_is() -> None:
+    wire = ToldByRequest()
+    made = {
+        f"q{n}": {
+            "routes": np.arange(n * 6, dtype=np.uint8).reshape(n, 3, 2),
+            "logprobs": np.arange(n, dtype=np.float32),
+        }
+        for n in range(3)
+    }
     came = wire.load(wire.dump(made), "a worker")
     assert list(came) == list(made)
-    assert all(np.array_equal(came[name], made[name]) and came[name].dtype == np.uint8 for name in made)
+    for name, told in made.items():
+        assert list(came[name]) == list(told)
+        for what, one in told.items():
+            assert np.array_equal(came[name][what], one)
+            assert came[name][what].dtype == one.dtype
     assert wire.load(wire.dump({}), "a worker") == {}
-    with pytest.raises(QuintetError, match="what came from a worker is not routes of requests"):
-        wire.load(wire.dump(made)[:-1], "a worker")
-    with pytest.raises(QuintetError, match="what came from a worker is not routes of requests"):
-        wire.load(b"{}", "a worker")
+    for broken in (wire.dump(made)[:-1], b"{", b'{"q": {"routes": ["object", [1]]}}\n12345678'):
+        with pytest.raises(QuintetError, match="what came from a worker is not what is told of requests"):
+            wire.load(broken, "a worker")
 
 
 def trained_on(
@@ -369,11 +384,11 @@ def test_what_is_computed_again_after_a_preemption_is_not_heard_again() -> None:
     step(0, 6, 40)  # other experts, by rounding
     step(6, 1, 50)
     assert listener.take(["other"]) == {}
-    routes = listener.take(["a"])["a"][:7]
+    routes = listener.take(["a"])["a"]["routes"][:7]
     assert routes[:, 0, 0].tolist() == [11, 11, 11, 11, 21, 31, 51]
     assert (routes[:, 1] == routes[:, 0] + 2).all()
     step(0, 2, 60)  # a request of another call may have the same name
-    assert listener.take(["a"])["a"][:2, 0, 0].tolist() == [61, 61]
+    assert listener.take(["a"])["a"]["routes"][:2, 0, 0].tolist() == [61, 61]
 
 
 def test_routes_that_are_not_all_known_are_refused(tmp_path: Any) -> None:

@@ -94,8 +94,19 @@ def test_routes_cost_the_prefix_cache_on_cpu_alone(arguments):
     assert not arguments("cpu", return_routes=True)["enable_prefix_caching"]
     made = arguments("cuda", return_routes=True)
     assert made["enable_prefix_caching"]
-    assert made["worker_cls"].rpartition(".")[2] == "RoutesWorker"
-    assert "worker_cls" not in arguments("cuda")
+
+
+def test_the_second_runner_writes_down_what_it_draws(arguments, monkeypatch, tmp_path):
+    for runner, worker in (("1", "StoringWorker"), ("0", "")):
+        monkeypatch.setenv(runners.RUNNER, runner)
+        for routes in (True, False):
+            made = arguments("cuda", return_routes=routes)
+            assert made.get("worker_cls", "").rpartition(".")[2] == worker
+            assert made.get("additional_config") == ({"routes": routes} if worker else None)
+    monkeypatch.setenv(runners.RUNNER, "1")
+    assert "worker_cls" not in arguments("cpu")
+    drafting = engine_arguments(recipe_of(draft_tokens=1), write_model(tmp_path / "mimo", MIMO), "cuda")
+    assert "worker_cls" not in drafting
 
 
 def test_adapters_alone_have_a_slot(arguments):

@@ -1,0 +1,200 @@
+"""What vLLM's worker on a GPU writes down of tokens, by the slots of its KV cache: log-probs, and routes of experts.
+
+Behind each forward pass the numbers of its tokens go where their keys and values lie: the choice of every router, and the log-prob of the
+token that was drawn from there. So a token found in the prefix cache has the routes of the forward pass that its keys are of, and a drafted
+token that is not taken is written over, as its keys are. What is of a request comes to the host once, when it is done; by vLLM's own way
+each token's log-prob would pass through Python.
+
+Keys of a request that loses its place are computed anew, and its slots are given away: what was written of the tokens that it has is kept on
+the host, for these were drawn the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quintet.errors import QuintetError
+from quintet.rollout.vllm.compat import asked_as
+from quintet.rollout.vllm.told import LOGPROBS, ROUTES, Told, asks
+
+
+@dataclass
+class _Ended:
+    """What was written of a request that is done, on its way to the host; first: of tokens before it lost its place."""
+
+    rows: dict[str, Tensor]
+    copied: torch.cuda.Event | None
+    first: Told
+
+
+class TokenStore:
+    """What is written down of the tokens of one worker's requests.
+
+    runner: vLLM's second model runner, with its KV cache; group: which of its block tables holds all of a sequence; tells: whether this
+    worker is the one of its tensor-parallel ranks, which all know the same, that is asked.
+    """
+
+    def __init__(self, runner: Any, group: int, *, tells: bool = True) -> None:
+        self._runner, self._group, self._tells = runner, group, tells
+        self._columns: dict[str, Tensor] = {
+            LOGPROBS: torch.empty(0, dtype=torch.float32, device=runner.device)
+        }
+        """By what it is of a token, an empty tensor of its type and further dims."""
+        self._slots: dict[str, Tensor] = {}
+        self._step = torch.empty(0)
+        self._silent: set[int] = set()
+        self._asked: dict[str, str] = {}
+        """Requests under way that want it: by the name that they were added by, the worker's."""
+        self._first: dict[str, Told] = {}
+        self._ended: dict[str, _Ended] = {}
+
+    def routers(self, layers: Sequence[int], experts: int, top_k: int) -> dict[int, Callable[[Tensor], None]]:
+        """Begin to write down routes; return what the router of each of these layers is to call with its choice [tokens, top-k]. experts, top_k: of
+        a layer."""
+        dtype = torch.uint8 if experts <= 256 else torch.int16
+        size = (self._runner.max_num_tokens, len(layers), top_k)
+        # Captured graphs know where it is, so it is made once.
+        self._step = torch.zeros(size, dtype=dtype, device=self._runner.device)
+        self._columns[ROUTES] = self._step[:0]
+        self._silent = set(layers)
+
+        def of(place: int, layer: int) -> Callable[[Tensor], None]:
+            def hear(chosen: Tensor) -> None:
+                self._silent.discard(layer)
+                self._step[: len(chosen), place].copy_(chosen)
+
+            return hear
+
+        return {layer: of(place, layer) for place, layer in enumerate(sorted(layers))}
+
+    def begin_step(self, step: Any) -> None:
+        """Look at what vLLM's scheduler is about to do (its SchedulerOutput), before slots are given away."""
+        for name in step.finished_req_ids:
+            self._end(asked_as(name))
+        for name in step.preempted_req_ids or ():
+            self._keep(asked_as(name))
+        for new in step.scheduled_new_reqs:
+            name = asked_as(new.req_id)
+            if self._tells and asks(new.sampling_params):
+                self._asked[name] = new.req_id
+            if name in self._first:
+                # From the last of its tokens nothing was drawn that it still has.
+                known = len(new.prefill_token_ids) - 1
+                self._first[name] = {what: rows[:known] for what, rows in self._first[name].items()}
+
+    def end_forward(self, tokens: int) -> None:
+        """Put the routes of a step's tokens into their slots."""
+        if tokens and ROUTES in self._columns:
+            self._put(ROUTES, self._slots_of()[:tokens], self._step[:tokens])
+
+    def end_draw(self, rows: Tensor, logprobs: Tensor) -> None:
+        """Put the log-probs of drawn tokens into the slots of those that they were drawn from. rows: places of these in the step, [n]."""
+        self._put(LOGPROBS, self._slots_of()[rows], logprobs)
+
+    def keep(self) -> None:
+        """Keep what was written of all requests under way, which are about to lose their places."""
+        for name in self._asked:
+            self._keep(name)
+
+    def release(self) -> None:
+        """Give the memory of the slots back, whose requests are done or kept."""
+        self._slots.clear()
+
+    def take(self, requests: Sequence[str]) -> dict[str, Told]:
+        """Return what was written of those of these requests that asked for it, a row a token that was computed, and forget it. Raises
+        QuintetError where a router was never heard."""
+        if self._silent:
+            raise QuintetError(
+                f"vLLM asks no router of the layers {sorted(self._silent)} for its choice: there are no routes of it"
+            )
+        for name in requests:
+            self._end(name)  # vLLM tells its workers only with the next step
+        return {name: self._told(self._ended.pop(name)) for name in requests if name in self._ended}
+
+    def _told(self, ended: _Ended) -> Told:
+        if ended.copied is not None:
+            ended.copied.synchronize()
+        return over({what: rows.numpy() for what, rows in ended.rows.items()}, ended.first)
+
+    def _end(self, name: str) -> None:
+        if name not in self._asked:
+            return
+        rows = {what: one.to("cpu", non_blocking=True) for what, one in self._read(name).items()}
+        copied = None
+        if self._runner.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+        del self._asked[name]
+        self._ended[name] = _Ended(rows, copied, self._first.pop(name, {}))
+
+    def _keep(self, name: str) -> None:
+        if name in self._asked:
+            rows = {what: one.cpu().numpy() for what, one in self._read(name).items()}
+            self._first[name] = over(rows, self._first.get(name, {}))
+
+    def _read(self, name: str) -> dict[str, Tensor]:
+        """What is written of the tokens of a request that were computed, on the device."""
+        states, tables = self._runner.req_states, self._runner.block_tables
+        at = states.req_id_to_index.get(self._asked[name])
+        if at is None:  # it waits for a place
+            return {what: empty[:0] for what, empty in self._columns.items()}
+        computed, size = int(states.num_computed_tokens_np[at]), tables.block_sizes[self._group]
+        blocks = tables.block_tables[self._group].gpu[at, : -(-computed // size)].long()
+        slots = (blocks[:, None] * size + torch.arange(size, device=blocks.device)).flatten()[:computed]
+        return {
+            what: self._slots[what][slots] if what in self._slots else empty[:0]
+            for what, empty in self._columns.items()
+        }
+
+    def _slots_of(self) -> Tensor:
+        """The slots of the step's tokens."""
+        slots: Tensor = self._runner.block_tables.slot_mappings[self._group]
+        return slots
+
+    def _put(self, what: str, slots: Tensor, rows: Tensor) -> None:
+        if what not in self._slots:
+            size = self._runner.block_tables.block_sizes[self._group]
+            empty = self._columns[what]
+            self._slots[what] = empty.new_zeros(
+                self._runner.kv_cache_config.num_blocks * size, *empty.shape[1:]
+            )
+        self._slots[what][slots] = rows
+
+
+def over(rows: Mapping[str, np.ndarray], first: Told) -> Told:
+    """Return what is of a request's tokens, of which the first ones are known from an earlier time."""
+    out = {}
+    for what, now in rows.items():
+        before = first.get(what, now[:0])
+        out[what] = np.concatenate([before, now[len(before) :]]) if len(before) else now
+    return out
+
+
+def store_of(runner: Any, groups: Sequence[Any], *, routes: bool, tells: bool) -> TokenStore:
+    """Return what writes down log-probs, and with `routes` what all routers of the policy choose. groups: of vLLM's KV cache. Raises
+    QuintetError where no group holds all of a sequence."""
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoE
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    def keeps_all(spec: Any) -> bool:
+        layers = getattr(spec, "kv_cache_specs", {"": spec})
+        return all(isinstance(one, FullAttentionSpec) for one in layers.values())
+
+    whole = [at for at, one in enumerate(groups) if keeps_all(one.kv_cache_spec)]
+    if not whole:
+        raise QuintetError(
+            "vLLM keeps keys of all tokens in no layer of this model, by whose places log-probs and routes are written down"
+        )
+    store = TokenStore(runner, whole[0], tells=tells)
+    if routes:
+        found = {one.layer_id: one for one in runner.get_model().modules() if isinstance(one, FusedMoE)}
+        some = next(iter(found.values()))
+        for layer, hear in store.routers(list(found), some.global_num_experts, some.top_k).items():
+            found[layer].router.set_capture_fn(hear)
+    return store
