@@ -167,7 +167,8 @@ class Setup:
     """One measurement: what is trained, where, and how. Travels to the workers as JSON.
 
     layers: of the model, where it is cut; None is all. balance: "forced" deals tokens to experts in turn instead of asking the router.
-    ragged: rows of random lengths up to `tokens`, as a run has them, and not full ones. cpu_fraction: share of the optimizer on the CPU. engine: further keys of a recipe's section `engine`, of quintet's side alone.
+    ragged: rows of random lengths up to `tokens`, as a run has them, and not full ones. cpu_fraction: share of the optimizer on the CPU.
+    vocab_size: in place of the model's own. engine: further keys of a recipe's section `engine`, of quintet's side alone.
     """
 
     model: str
@@ -180,6 +181,7 @@ class Setup:
     balance: str = "natural"
     ragged: bool = False
     cpu_fraction: float = 0.0
+    vocab_size: int | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     tokens: int = 16384
     microbatches: int = 4
@@ -200,8 +202,8 @@ class Setup:
     @property
     def shape(self) -> ModelShape:
         config = MODELS[self.model].config
-        cut = {} if self.layers is None else {"num_hidden_layers": self.layers}
-        return family_of(config).shape_of(config | cut)
+        cut = {"num_hidden_layers": self.layers, "vocab_size": self.vocab_size}
+        return family_of(config).shape_of(config | {key: size for key, size in cut.items() if size})
 
     @property
     def engine_recipe(self) -> schema.Engine:

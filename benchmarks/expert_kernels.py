@@ -23,6 +23,7 @@ from benchmarks.engine import device_name
 from benchmarks.engine_work import MODELS, TINY, Setup, setup_of
 from benchmarks.pairs import Taken, in_turns
 from benchmarks.records import RESULTS, merged, record, write_records
+from benchmarks.room import card_bytes, depth_of
 from quintet.plan.kernels import TABLE, MeasuredKernel, experts_of, write_kernel
 from quintet.recipe.megatron import FUSED_EXPERTS
 
@@ -31,13 +32,17 @@ FITTING = {"qwen3-30b-a3b": 4}
 LOSS_APART = 2e-3
 
 
-def setups(args: argparse.Namespace, kernel: str) -> list[tuple[str, Setup]]:
-    """Both sides with their names: with the kernel, and without. Of a dry run neither has it."""
+def setups(args: argparse.Namespace, kernel: str, card: int | None = None) -> list[tuple[str, Setup]]:
+    """Both sides with their names: with the kernel, and without. Of a dry run neither has it. card: bytes of the GPU, None where they are not
+    known. SystemExit for a depth that it does not hold."""
     dry = args.shape in TINY
-    plain = replace(
-        setup_of(args.shape, backend="portable" if dry else "transformer_engine", tokens=args.tokens),
-        layers=args.layers or FITTING.get(args.shape),
-    )
+    plain = setup_of(args.shape, backend="portable" if dry else "transformer_engine", tokens=args.tokens)
+    if dry:
+        plain = replace(plain, layers=args.layers)
+    else:
+        whole = MODELS[args.shape].shape.layers
+        most = whole if args.sequential else FITTING.get(args.shape, whole)
+        plain = replace(plain, layers=depth_of([plain] * 2, args.layers, most, card, args.sequential))
     fused = plain if dry else replace(plain, engine={"megatron": {kernel: True}})
     return [(kernel, fused), ("without", plain)]
 
@@ -58,7 +63,7 @@ def row_of(setup: Setup, kernel: str, ratios: Sequence[float], made: dict[str, A
 
 def measure(args: argparse.Namespace, kernel: str) -> tuple[dict[str, Any], MeasuredKernel]:
     """Let both sides take turns, print what came out, and return the record and what runs choose by. SystemExit for losses that differ."""
-    pair = setups(args, kernel)
+    pair = setups(args, kernel, card_bytes())
     taken = in_turns(pair, args)
     ours, theirs = taken
     apart = abs(ours.losses[0] / theirs.losses[0] - 1)
@@ -91,7 +96,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     shapes = [name for name, model in MODELS.items() if model.shape.moe is not None]
     add("--shape", choices=shapes, default="qwen3-30b-a3b", help="whose experts the model has")
     add("--kernel", choices=FUSED_EXPERTS, action="append", help="may be repeated (default: all)")
-    add("--layers", type=int, help="depth (default: what fits an H200 twice)")
+    add("--layers", type=int, help="depth (default: what the card holds twice)")
     add("--tokens", type=int, help="tokens of a micro-batch (default 16384)")
     add("--rounds", type=int, default=5, help="how often each side takes its turn (default 5)")
     add("--steps-per-turn", type=int, default=3, help="measured steps of a turn (default 3)")

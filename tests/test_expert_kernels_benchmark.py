@@ -11,13 +11,11 @@ import torch
 from benchmarks import expert_kernels
 from benchmarks.engine_work import setup_of
 from benchmarks.pairs import Taken
+from benchmarks.room import needed
 from quintet.plan.kernels import read_kernels
-from quintet.plan.memory import rank_memory
-from quintet.plan.setup import Place, Setup
 from quintet.recipe.megatron import FUSED_EXPERTS
-from quintet.recipe.schema import Layout
 from tests.benchmark_runs import benchmark
-from tests.test_fp8_benchmark import H200_BYTES
+from tests.test_fp8_benchmark import H100_BYTES, H200_BYTES
 
 
 @pytest.mark.parametrize("kernel", FUSED_EXPERTS)
@@ -27,10 +25,18 @@ def test_the_sides_differ_by_the_kernel_and_fit_a_gpu(kernel: str) -> None:
     assert fused.engine_recipe.megatron == {kernel: True}
     assert plain.engine_recipe.megatron == {}
     assert fused.rows(0) == plain.rows(0)
-    plan = Setup(plain.shape, Layout(), 1, engine=plain.engine_recipe, backend="transformer_engine")
-    memory = rank_memory(plan, Place())
-    waiting = memory.parameters + memory.gradients + memory.optimizer
-    assert memory.peak + waiting < 0.95 * H200_BYTES
+    assert needed([fused, plain]) < 0.95 * H200_BYTES
+
+
+def test_a_smaller_card_has_fewer_layers() -> None:
+    kernel = FUSED_EXPERTS[0]
+    for words, layers in (([], 2), (["--tokens", "32768"], 1), (["--sequential"], 4)):
+        sides = expert_kernels.setups(expert_kernels.arguments(words), kernel, H100_BYTES)
+        assert [one.layers for _, one in sides] == [layers] * 2
+    with pytest.raises(
+        SystemExit, match=r"4 layers take 1\d\d GiB of a card of 79, .*: --layers 2 fits, --sequential"
+    ):
+        expert_kernels.setups(expert_kernels.arguments(["--layers", "4"]), kernel, H100_BYTES)
 
 
 def taken(*turns: list[float], loss: float = 2.0) -> Taken:

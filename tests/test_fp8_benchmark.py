@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import experts, fp8, fp8_proof, step
-from quintet.plan.memory import rank_memory
-from quintet.plan.setup import Place, Setup
+from benchmarks.room import needed
 from quintet.recipe import schema
 from quintet.recipe.fp8 import MULTIPLE, matrices
 from quintet.recipe.schema import Layout
 from tests.benchmark_runs import benchmark
 
-H200_BYTES = 139.8 * 2**30
+H200_BYTES = int(139.8 * 2**30)
+H100_BYTES = int(79.2 * 2**30)
 """As torch tells it."""
 
 
@@ -35,12 +37,16 @@ H200_BYTES = 139.8 * 2**30
             ["--gpus", "4", "--layout", "tp=2,sp=true", "--layers", "8", "--fp8", "tensorwise"],
             ["8b/gpus4-tp2-sp/layers8of36/tensorwise"],
         ),
+        (
+            ["--layers", "4", "8", "--fp8", "blockwise"],
+            ["8b/gpus1/layers4of36/blockwise", "8b/gpus1/layers8of36/blockwise"],
+        ),
         (["--shape", "tiny"], ["tiny/gpus1/bf16"]),
     ],
 )
 def test_cases_say_what_was_cut(words: list[str], cases: list[str]) -> None:
     args = fp8.arguments(words)
-    pairs = fp8.setups(args)
+    pairs = [pair for depths in fp8.setups(args) for pair in depths]
     assert [fp8.case(args.shape, ours) for ours, _ in pairs] == cases
     for ours, theirs in pairs:
         assert not theirs.engine
@@ -55,24 +61,139 @@ def test_cases_say_what_was_cut(words: list[str], cases: list[str]) -> None:
 @pytest.mark.parametrize(("shape", "gpus"), fp8.FITTING)
 def test_both_sides_fit_the_gpus(shape: str, gpus: int) -> None:
     words = ["--shape", shape, "--gpus", str(gpus), "--fp8", "blockwise"]
-    ((ours, theirs),) = fp8.setups(fp8.arguments(words))
-    peaks, rests = [], []
-    for one in (ours, theirs):
-        plan = Setup(
-            one.shape, Layout(**one.layout), gpus, engine=one.engine_recipe, backend="transformer_engine"
-        )
-        memory = rank_memory(plan, Place())
-        peaks.append(memory.peak)
-        rests.append(memory.parameters + memory.gradients + memory.optimizer)
-    assert max(peaks[0] + rests[1], peaks[1] + rests[0]) < 0.95 * H200_BYTES
+    (((ours, theirs),),) = fp8.setups(fp8.arguments(words), H200_BYTES)
+    assert ours.layers == theirs.layers == fp8.FITTING[shape, gpus]
+    assert needed([ours, theirs]) < 0.95 * H200_BYTES
 
 
 @pytest.mark.parametrize(
-    "words", [["--layers", "37"], ["--layers", "0"], ["--shape", "tiny", "--fp8", "blockwise"]]
+    ("words", "layers"),
+    [
+        ([], 2),
+        (["--sequential"], 7),
+        (["--tokens", "8192"], 3),
+        (["--shape", "30b-a3b"], 1),
+        (["--shape", "30b-a3b", "--sequential"], 4),
+        (["--sequential", "--recompute", "full", "--layers", "8"], 8),
+    ],
+)
+def test_a_smaller_card_has_fewer_layers(words: list[str], layers: int) -> None:
+    args = fp8.arguments([*words, "--fp8", "blockwise"])
+    (((ours, theirs),),) = fp8.setups(args, H100_BYTES)
+    assert ours.layers == theirs.layers == layers
+    assert needed([ours, theirs], args.sequential) <= 0.93 * H100_BYTES
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--layers", "8"],
+            "8 layers take 121 GiB of a card of 79, of which 93% count: --layers 2 fits, --seq",
+        ),
+        (
+            ["--layers", "2", "4"],
+            "4 layers take 84 GiB .*: --layers 2 fits, --sequential has one side at a time",
+        ),
+        (["--layers", "9", "--sequential"], "9 layers .*: --layers 7 fits; --tokens makes rows smaller"),
+        (["--shape", "30b-a3b", "--tokens", "262144"], "1 layers .*: no depth fits, --sequential"),
+    ],
+)
+def test_what_does_not_fit_the_card_is_said_before_it_is_started(words: list[str], said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        fp8.setups(fp8.arguments([*words, "--fp8", "blockwise"]), H100_BYTES)
+
+
+def test_all_layers_are_where_a_line_through_fewer_comes_to() -> None:
+    ((four, eight),) = fp8.setups(fp8.arguments(["--layers", "4", "8", "--fp8", "blockwise"]))
+    found = [
+        fp8.Found(pair, (0.3 + 0.1 * layers, 0.3 + 0.2 * layers), (1.0, 1.0))
+        for pair, layers in ((four, 4), (eight, 8))
+    ]
+    case, setup, seconds = fp8.fitted("8b", found)
+    assert case == "8b/gpus1/by-layers4-8of36/blockwise"
+    assert setup.shape.layers == 36
+    assert seconds == pytest.approx((0.3 + 3.6, 0.3 + 7.2))
+
+
+def test_an_aim_is_held_against_all_layers_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    (((cut, _),),) = fp8.setups(fp8.arguments(["--fp8", "blockwise"]))
+    fp8.tell("cut", "8b", cut, (1.0, 1.5))
+    assert "1.500x of bf16's" in (line := capsys.readouterr().out)
+    assert line.endswith("(aim: 1.42 of all layers)\n")
+    for seconds, said in ((1.5, "reached"), (1.4, "missed")):
+        fp8.tell("all", "8b", replace(cut, layers=None), (1.0, seconds))
+        assert capsys.readouterr().out.endswith(f"(aim: 1.42 of all layers, {said})\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--layers", "37"],
+        ["--layers", "0"],
+        ["--layers", "4", "4"],
+        ["--shape", "tiny", "--fp8", "blockwise"],
+        ["--shape", "tiny", "--fp8", "blockwise", "--prove"],
+    ],
 )
 def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit):
         fp8.arguments(words)
+
+
+def proof_claims() -> fp8_proof.Claims:
+    claims = fp8_proof.Claims()
+    claims.name, claims.case = "8b blockwise", "8b/gpus1/layers2/words4096/blockwise/proof"
+    return claims
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "held", "said"),
+    [
+        ([9.0, *[4.04] * 10], [9.0, *[4.0] * 10], True, "+1.00% beside bf16's 4.000; the text has 2.6"),
+        ([9.0, *[4.16] * 10], [9.0, *[4.0] * 10], False, "+4.00% beside bf16's 4.000"),
+        (
+            [9.0, *[8.9] * 10],
+            [9.0, *[8.9] * 10],
+            False,
+            "bf16 learnt too little to tell: 99% of its first loss",
+        ),
+        ([math.nan, *[4.0] * 10], [9.0, *[4.0] * 10], False, "a loss or gradient norm is not finite"),
+    ],
+)
+def test_the_proof_compares_losses_of_models_that_learn(
+    ours: list[float], theirs: list[float], held: bool, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claims, case = proof_claims(), fp8_proof.Case("8b", tiny=False)
+    pairs = [[(loss, 1.0) for loss in one] for one in (ours, theirs)]
+    fp8_proof.same_loss(case, *pairs, claims)
+    assert claims.held is held
+    line = capsys.readouterr().out
+    assert said in line
+    assert line.startswith("holds  8b blockwise, 50 steps: " if held else "FAILED 8b blockwise, 50 steps: ")
+    (made,) = claims.records
+    assert (made["bench"], made["case"], made["metric"]) == ("fp8", claims.case, "sft_loss")
+    assert (made["value"], made["baseline"]) == pytest.approx((ours[-1], theirs[-1]))
+
+
+def test_the_proof_has_fresh_text_at_each_step() -> None:
+    case = fp8_proof.Case("30b-a3b", tiny=False)
+    assert len(case.texts) == 50
+    assert case.plain.shape.vocab_size == 4096
+    starts = [tuple(rows[0][0][:32].tolist()) for rows in case.texts]
+    assert len(set(starts)) == 50
+    again = fp8_proof.texts(case.plain, 7)
+    assert [[one.tolist() for one in row] for row in again] == [
+        [one.tolist() for one in row] for row in case.texts[7]
+    ]
+
+
+def test_figures_that_are_none_are_told_and_not_kept() -> None:
+    claims = proof_claims()
+    claims.tell("recompute", "nan apart", False, ("recompute_apart", math.nan, "fraction"))
+    claims.tell("blocks", "other than sent: none", True, ("other_blocks", 0, "weights"))
+    assert [one["metric"] for one in claims.records] == ["other_blocks"]
+    assert not claims.held
 
 
 @pytest.mark.parametrize("eight", [True, False])
