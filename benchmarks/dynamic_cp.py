@@ -20,6 +20,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from benchmarks.dynamic_cp_work import (
 )
 from benchmarks.dynamic_cp_work import Side as Planned
 from benchmarks.records import RESULTS, command, commit, merged, record, write_records
+from benchmarks.room import GIB, card_bytes, deepest
 from benchmarks.sides import Side, answer_stream
 from quintet.packing import CellCosts, Plan
 from quintet.packing.measured import TABLE, MeasuredCosts, layer_of, write_measured
@@ -272,7 +274,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=["qwen3-8b", "qwen3-30b-a3b", "tiny", "tiny-moe"], default="qwen3-8b")
     add("--gpus", type=int, choices=[1, 2, 4, 8], default=4, help="ranks, one GPU each (default 4)")
-    add("--layers", type=int, help="of the model (default: 36 of 36 dense, 12 of 48 with experts)")
+    add(
+        "--layers",
+        type=int,
+        help="of the model (default: 36 of 36 dense, 12 of 48 with experts; on one GPU what it holds)",
+    )
     add("--samples", type=int, help="of a step (default: 64 with a tail to 32k, 256 of NVIDIA's)")
     add(
         "--most-tokens", type=int, help="that a rank has memory for, the largest budget tried (default 16384)"
@@ -316,6 +322,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def depth_on_one(args: argparse.Namespace, card: int | None) -> int | None:
+    """Return the model's depth: what was asked for, or on a single GPU of which the size is known the most that it holds; None is the shape's
+    own. SystemExit where it does not fit."""
+    if args.gpus > 1 or card is None or args.shape.startswith("tiny"):
+        return args.layers
+    work = work_of(args.shape, 1, args.layers, args.samples, args.most_tokens)
+    fits = deepest(lambda layers: replace(work, layers=layers).memory.peak, work.layers, card)
+    if fits == 0 or (args.layers and fits < args.layers):
+        raise SystemExit(
+            f"{work.layers} layers of {args.shape} take {work.memory.peak / GIB:.0f} GiB of a card of {card / GIB:.0f}: "
+            f"{f'--layers {fits} fits' if fits else '--most-tokens makes rows smaller'}"
+        )
+    return fits
+
+
 def ending_of(args: argparse.Namespace) -> str:
     """What cases' names end in where a run is not the usual one."""
     return "-old-logprobs" * args.old_logprobs + "-slow-links" * args.slow_links
@@ -336,6 +357,8 @@ def line_of(one: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, print the records, and keep them where asked."""
     args = arguments()
+    if not args.worker:
+        args.layers = depth_on_one(args, card_bytes())
     work = work_of(args.shape, args.gpus, args.layers, args.samples, args.most_tokens)
     if unknown := set(args.mix or []) - set(work.mixes):
         raise SystemExit(f"--mix: no {', '.join(sorted(unknown))}; there are {', '.join(work.mixes)}")

@@ -24,6 +24,9 @@ from quintet.packing import (
     plan_microbatches,
     plan_times,
 )
+from quintet.plan.memory import Memory, rank_memory
+from quintet.plan.setup import Place, Setup
+from quintet.recipe import schema
 
 LONG = Lengths(median=2048, sigma=1.2, shortest=64, longest=32768)
 """A log-normal body, with a tail that is cut at 32k."""
@@ -60,6 +63,15 @@ class Work:
     @property
     def model(self) -> ModelShape:
         return family_of(self.config).shape_of(self.config)
+
+    @property
+    def memory(self) -> Memory:
+        """What the plan says of a rank that computes full rows."""
+        engine = schema.Engine(recompute=self.recompute, tokens_per_microbatch_per_rank=self.most)  # type: ignore[arg-type]
+        layout = schema.Layout(**self.layout)
+        return rank_memory(
+            Setup(self.model, layout, self.gpus, engine=engine, backend="transformer_engine"), Place()
+        )
 
     @property
     def layout(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_steps import steps_of
+from benchmarks.gpu_steps import killed, steps_of
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.step import work_of, write_inputs
@@ -93,6 +93,23 @@ def measured(steps: list[dict[str, Any]], kind: str) -> dict[str, float]:
     return found | {f"{p}_s": statistics.median(one[f"seconds/{p}"] for one in rest) for p in phases}
 
 
+def run(words: list[str], limit_s: float) -> None:
+    """Run the recipe to its end. SystemExit where it fails, or takes longer: it is killed then, with all that it started."""
+    process = subprocess.Popen([sys.executable, "-m", "quintet", "train", *words], cwd=ROOT)
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        killed(process)
+        raise SystemExit(
+            f"the run was not done in {limit_s:.0f} s and was killed: --steps makes it shorter, --limit-s lets it run longer"
+        ) from None
+    except BaseException:
+        killed(process)
+        raise
+    if status:
+        raise SystemExit(f"the run ended with status {status}; see what it printed above")
+
+
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -102,9 +119,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(CONFIGS), default="qwen2.5-1.5b")
     parser.add_argument("--steps", type=int, default=3, help="after the first")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch a GPU")
+    parser.add_argument("--limit-s", type=float, default=500.0, help="a run that takes longer is killed")
+    parser.add_argument(
+        "--out", type=Path, default=FILE, help="records are merged into this file, with --write"
+    )
     parser.add_argument("--write", action="store_true", help="keep the records")
     parser.add_argument("--tiny", action="store_true", help="a dry run on a CPU")
     args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: the first step warms up and does not count; 1 or more after it")
     if args.tiny:
         args.shape, args.tokens = "tiny", 256
     return args
@@ -114,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     with tempfile.TemporaryDirectory(prefix="quintet-plan-") as directory:
         words = words_of(args, Path(directory))
-        subprocess.run([sys.executable, "-m", "quintet", "train", *words], cwd=ROOT, check=True)
+        run(words, args.limit_s)
         steps = steps_of(Path(directory) / "runs")
         device, device_bytes = _device(args)
         plan = planned(words, device, device_bytes)
@@ -128,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
         unit = "GiB" if metric.endswith("_gib") else "s"
         records.append(record("plan", case, metric, value, unit, baseline=said))
     if args.write and not args.tiny:
-        write_records(FILE, merged(FILE, records))
+        write_records(args.out, merged(args.out, records))
 
 
 def _device(args: argparse.Namespace) -> tuple[str, int | None]:

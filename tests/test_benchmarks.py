@@ -442,3 +442,14 @@ def test_what_is_planned_stands_beside_each_phase(tmp_path) -> None:
     slower = plan.planned([*words, "cluster.device=cuda", "model.dtype=bf16"], "NVIDIA L40S", 80 << 30)
     assert slower["train_s"] != known["train_s"]
     assert plan.planned(words, "a CPU", None)["train_s"] is None
+
+
+def test_a_run_that_fails_or_takes_too_long_ends_the_measurement(capfd) -> None:
+    with pytest.raises(SystemExit, match="the run ended with status 2; see what it printed above"):
+        plan.run(["no-such-recipe.yaml"], limit_s=60.0)
+    assert "no-such-recipe.yaml" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="was not done in 0 s and was killed: --steps makes it shorter"):
+        plan.run(["no-such-recipe.yaml"], limit_s=0.1)
+    with pytest.raises(SystemExit):
+        plan.arguments(["--steps", "0"])
+    assert "1 or more after it" in capfd.readouterr().err

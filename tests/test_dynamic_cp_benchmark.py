@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import dynamic_cp_step
-from benchmarks.dynamic_cp import Ran, arguments, ending_of, line_of, same
+from benchmarks.dynamic_cp import Ran, arguments, depth_on_one, ending_of, line_of, same
 from benchmarks.dynamic_cp_work import (
     NVIDIA,
     Side,
@@ -129,6 +129,34 @@ def test_one_gpu_is_told_what_it_cannot_measure(
         with pytest.raises(SystemExit):
             arguments(options)
         assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "gib", "layers"),
+    [
+        (["--gpus", "1"], 139.8, 24),
+        (["--gpus", "1"], 79.2, 10),
+        (["--gpus", "1", "--shape", "qwen3-30b-a3b"], 139.8, 9),
+        (["--gpus", "1", "--layers", "6"], 79.2, 6),
+        (["--gpus", "1"], None, None),
+        (["--gpus", "1", "--shape", "tiny"], 79.2, None),
+        (["--gpus", "4"], 79.2, None),
+    ],
+)
+def test_one_gpu_has_the_layers_that_it_holds(
+    options: list[str], gib: float | None, layers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert depth_on_one(arguments(options), gib and int(gib * 2**30)) == layers
+
+
+def test_more_layers_than_one_gpu_holds_are_refused() -> None:
+    for options, said in (
+        (["--layers", "36"], r"36 layers of qwen3-8b take 1\d\d GiB of a card of 79: --layers 10 fits"),
+        (["--most-tokens", "524288"], r"36 layers .*: --most-tokens makes rows smaller"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            depth_on_one(arguments(["--gpus", "1", *options]), int(79.2 * 2**30))
 
 
 @pytest.mark.parametrize(
