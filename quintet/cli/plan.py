@@ -64,6 +64,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _rank(text: str) -> int | str:
+    if text != "all" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is neither a rank, 0 or more, nor all")
     return text if text == "all" else int(text)
 
 

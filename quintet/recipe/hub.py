@@ -57,11 +57,15 @@ def shape_alone(path: Path) -> Path | None:
         return path if _ALONE.get() else None
     if (SHAPES / path.name / "config.json").is_file():
         return SHAPES / path.name
-    known = ", ".join(sorted(one.name for one in SHAPES.iterdir() if one.is_dir()))
     raise UserError(
-        f"model.path: {path} has no config.json (looked in {Path.cwd()}), and no shape of this name came with quintet ({known}); name a "
-        "directory with a config.json"
+        f"model.path: {path} has no config.json (looked in {Path.cwd()}), and no shape of this name came with quintet ({known_shapes()}); name "
+        "a directory with a config.json"
     )
+
+
+def known_shapes() -> str:
+    """Return the names of the shapes that came with quintet, with commas."""
+    return ", ".join(sorted(one.name for one in SHAPES.iterdir() if one.is_dir()))
 
 
 def keep_path(given: Any) -> Any:

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from quintet.errors import UserError
 from quintet.install import shipped_recipe
 from quintet.recipe.elsewhere import VALUES, is_elsewhere
-from quintet.recipe.hub import SHAPES, are_shapes_alone
+from quintet.recipe.hub import SHAPES, are_shapes_alone, known_shapes
 from quintet.recipe.keys import RENAMED, all_keys, expected, has_kinds, leaf_keys, nearest_key, section_type
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules import Command, broken_rules
@@ -57,7 +57,7 @@ def load_recipe(
     """Read, override and check a recipe.
 
     Args:
-        path: YAML file; a model's directory stands for a recipe of `model.path` alone; None begins with nothing but defaults.
+        path: YAML file; a model's directory, or the config.json in it, stands for a recipe of `model.path` alone; None begins with nothing but defaults.
         overrides: "dotted.key=value" each, in order; the value is YAML (`true`, `null`, `[a, b]`, `1e-6`).
         command: what the recipe is for; some keys are needed by some commands only.
 
@@ -108,6 +108,10 @@ def _read(path: Path) -> _Source:
             return _of_model(path)
         shipped = Path("recipes", f"{path.stem}.yaml")
         hint = f"; {shipped} came with quintet" if shipped_recipe(shipped) else ""
+        if "=" in str(path):
+            hint = "; overrides come after a recipe"
+        elif are_shapes_alone() and not hint and not path.suffix:
+            hint = f"; shapes that came with quintet are {known_shapes()}"
         raise UserError(f"recipe {path} does not exist (looked in {Path.cwd()}){hint}") from None
     except IsADirectoryError:
         if (path / "config.json").is_file():
@@ -124,6 +128,8 @@ def _read(path: Path) -> _Source:
         document.data = {}
     if not isinstance(document.data, dict):
         raise UserError(f"{path}: expected sections with keys, such as\n  model:\n    path: …")
+    if path.name == "config.json" and "architectures" in document.data:
+        return _of_model(path.parent)
     origins = {key: f"{path}:{line}" for key, line in document.lines.items()}
     return _Source(str(path), document.data, origins)
 

@@ -97,8 +97,9 @@ def test_what_does_not_fit_is_said_with_what_to_change(capsys):
 
 def test_a_directory_with_a_config_is_enough(tmp_path, capsys):
     shutil.copy(SHAPES / "Qwen2-7B" / "config.json", tmp_path / "config.json")
-    assert main(["plan", str(tmp_path), "cluster.ranks=4", "layout.tp=4"]) == 0
-    assert "7.6B parameters" in capsys.readouterr().out
+    for named in (tmp_path, tmp_path / "config.json"):
+        assert main(["plan", str(named), "cluster.ranks=4", "layout.tp=4"]) == 0
+        assert "7.6B parameters" in capsys.readouterr().out
 
 
 def test_a_shape_is_planned_by_its_name(tmp_path, capsys, monkeypatch):
@@ -106,7 +107,13 @@ def test_a_shape_is_planned_by_its_name(tmp_path, capsys, monkeypatch):
     assert main(["plan", "Qwen2-7B", "cluster.ranks=4", "layout.tp=4"]) == 0
     assert "7.6B parameters" in capsys.readouterr().out
     assert main(["plan", "Qwen2-9B"]) == 2
-    assert "recipe Qwen2-9B does not exist" in capsys.readouterr().err
+    assert (
+        f"recipe Qwen2-9B does not exist (looked in {tmp_path}); shapes that came with quintet are DeepSeek-V3, MiMo-7B-SFT, "
+        in capsys.readouterr().err
+    )
+    assert main(["plan", "model.path=Qwen2-7B"]) == 2
+    assert "does not exist (looked in " in (said := capsys.readouterr().err)
+    assert said.endswith("; overrides come after a recipe\n")
     assert main(["check", "Qwen2-7B"]) == 2  # needs weights
 
 
@@ -144,6 +151,13 @@ def test_weights_are_wanted_again_afterwards(capsys):
     assert main(["plan", one]) == 0
     assert main(["check", one]) == 2
     assert "model.path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", ["first", "-1", "1.0"])
+def test_a_rank_is_a_number_or_all(rank, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "Qwen2-7B", f"--build={rank}"])
+    assert f"argument --build: {rank} is neither a rank, 0 or more, nor all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "nan"])
