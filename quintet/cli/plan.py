@@ -72,6 +72,7 @@ def _rank(text: str) -> int | str:
 def run(arguments: argparse.Namespace) -> int:
     """Print the memory of each pipeline stage's fullest rank by phase. 0 it fits or is not compared, 2 it does not fit."""
     from quintet.plan.describe import in_units
+    from quintet.plan.fp8 import in_8_bits
     from quintet.plan.phases import advice, plan_stages
     from quintet.recipe import load_recipe
     from quintet.recipe.hub import shapes_alone
@@ -97,6 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"Fullest: stage {full.stage} in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB; "
         f"host memory of a node up to {max(one.host for one in stages) / GIB:.0f} GiB."
     )
+    if recipe.engine.fp8 is not None:
+        print(in_8_bits(recipe, shape))
     if arguments.gpu is not None:
         _predict(recipe, shape, arguments, limit)
     ranks, reported = PUBLISHED.get(Path(str(recipe.model.path)).name, (0, ""))
@@ -159,8 +162,10 @@ def _predict(recipe: Recipe, shape: ModelShape, arguments: argparse.Namespace, l
         share = mfu(parts, card, recipe.cluster.ranks)
         cells.append((name, f"{sum(one.seconds for one in parts):,.1f}", f"{share:.2f}" if share else ""))
     _print_table(("phase", "seconds", "MFU"), cells)
+    eight = "" if recipe.engine.fp8 is None else " Products in 8 bits are taken to last as long as in bf16."
     print(
         "At the best: nothing overlaps, and the trainer's exchanges of tp, cp and ep, uneven loads and work between phases are not counted."
+        f"{eight}"
     )
 
 

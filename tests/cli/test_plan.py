@@ -131,6 +131,26 @@ def test_eight_bits_are_planned_where_transformer_engine_is_not_installed(capsys
     assert more == pytest.approx(28 * layer / 2 * each / GIB, abs=0.11)
 
 
+def test_what_eight_bits_do_not_change_is_told(capsys):
+    """Seconds are those of bf16, and the line of `quintet check` stands beside them."""
+    words = ["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "--gpu", "H100"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert "8 bits" not in plain
+    assert main([*words, "engine.fp8=blockwise"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "Products in 8 bits, blockwise; in bf16 stay embedding, norms, attention's scores, head. At most 1."
+        in said
+    )
+    assert "Products in 8 bits are taken to last as long as in bf16." in said
+
+    def seconds(text: str) -> list[str]:
+        return [line for line in text.splitlines() if line.strip().startswith(("logprob ", "train "))]
+
+    assert seconds(said) == seconds(plain)
+
+
 def test_an_unknown_name_is_told_with_those_that_are_known(capsys):
     assert main(["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "model.path=someone/Qwen9-1T"]) == 2
     assert (
