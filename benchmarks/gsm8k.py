@@ -77,7 +77,10 @@ class Row:
     prompts: list[str]
     answers: list[str]
     responses: list[str]
-    metrics: dict[str, float]
+    response_tokens: float
+    """Mean of the sampled ones."""
+    truncated: float
+    """Share of all that the longest response cut off."""
     seconds: float
 
 
@@ -98,7 +101,7 @@ class Found:
         return {kind: paired_bootstrap(before.right[kind], after.right[kind]) for kind in KINDS}
 
 
-def row_of(lines: Sequence[Mapping[str, Any]], metrics: dict[str, float], seconds: float) -> Row:
+def row_of(lines: Sequence[Mapping[str, Any]], metrics: Mapping[str, float], seconds: float) -> Row:
     """Return an evaluation's row. lines: what it wrote to samples.jsonl, samples of a prompt one round of prompts after the other."""
     greedy = [one for one in lines if one["kind"] == "greedy"]
     sampled = [one for one in lines if one["kind"] == "eval"]
@@ -114,7 +117,8 @@ def row_of(lines: Sequence[Mapping[str, Any]], metrics: dict[str, float], second
         [one["prompt"] for one in greedy],
         [one["answer"] for one in greedy],
         [one["response"] for one in greedy],
-        metrics,
+        metrics["response_tokens"],
+        statistics.fmean(one["finish"] == "length" for one in lines),
         seconds,
     )
 
@@ -253,7 +257,8 @@ def records_of(found: Found, recipe: Recipe, args: argparse.Namespace) -> list[d
         for kind in KINDS:
             beside = None if before is None else statistics.fmean(before.right[kind])
             keep(name, f"{kind}_accuracy", statistics.fmean(row.right[kind]), "fraction", beside)
-        keep(name, "response_tokens", row.metrics["response_tokens"], "tokens")
+        keep(name, "response_tokens", row.response_tokens, "tokens")
+        keep(name, "truncated", row.truncated, "fraction")
         before = row
     for kind, gain in found.gains().items():
         for metric, value in (("gain", gain.mean), ("gain_low", gain.low), ("gain_high", gain.high)):
@@ -344,10 +349,10 @@ def words_of(args: argparse.Namespace, directory: Path) -> list[str]:
 
 def table(found: Found) -> str:
     """Return what is printed at the end."""
-    lines = [f"{'':10} {'greedy':>8} {'sampled':>8} {'tokens':>8}"]
+    lines = [f"{'':10} {'greedy':>8} {'sampled':>8} {'tokens':>8} {'truncated':>10}"]
     for name, row in found.rows.items():
         shares = " ".join(f"{statistics.fmean(row.right[kind]):8.2%}" for kind in KINDS)
-        lines.append(f"{name:10} {shares} {row.metrics['response_tokens']:8.0f}")
+        lines.append(f"{name:10} {shares} {row.response_tokens:8.0f} {row.truncated:10.1%}")
     for kind, gain in found.gains().items():
         lines.append(f"{kind}: {gain.mean:+.2%} ({gain.low:+.2%} to {gain.high:+.2%}), p = {gain.p:.5f}")
     lines += [f"  {part}: {seconds:.1f} s" for part, seconds in found.seconds.items()]
