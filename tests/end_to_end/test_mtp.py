@@ -51,14 +51,16 @@ def test_a_rollout_of_its_own_gets_the_layers_and_mismatch_is_diagnosed(tmp_path
 @pytest.mark.vllm
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_trained_layers_keep_their_acceptance_and_others_lose_theirs(tmp_path):
+@pytest.mark.parametrize("seed", [0, 1])
+def test_trained_layers_keep_their_acceptance_and_others_lose_theirs(tmp_path, seed):
     """By vLLM's own counter, at temperature 1, on the demo: after SFT, and after 60 steps of GRPO from there with each of the two."""
     built = ["model.build.family=mimo", "model.build.tied_embeddings=false", "mtp.init_layers=1"]
+    built += [f"run.seed={seed}"]
     tuned = run_directory(run("sft", DEMO[0], *built, f"run.dir={tmp_path}/sft", timeout_s=1200))
     rl = [
         *("model.build=null", f"model.path={tuned / 'checkpoint'}", "sft=null", "train.steps=61"),
         *("train.eval_prompts=0", "cluster.ranks=1", "rollout.backend=vllm", "rollout.draft_tokens=1"),
-        "rollout.memory_fraction=0.1",
+        *("rollout.memory_fraction=0.1", f"run.seed={seed}"),
     ]
 
     def accepted(train: str) -> list[float]:
