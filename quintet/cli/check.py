@@ -35,6 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
         ) from None
     if whole or recipe.data.task == "jsonl" or recipe.data.task == "gsm8k":
         notes += _prepare(recipe, command)
+    if command != "sft":
+        from quintet.cli.drafts import describe_drafts
+
+        notes += describe_drafts(recipe)
     if command in ("train", "sft"):
         from quintet.cli.saves import describe_saves
 

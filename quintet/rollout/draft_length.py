@@ -13,6 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from quintet.recipe import schema
+from quintet.recipe.rollout import placement_of
+from quintet.recipe.vllm import draft_lengths
+
 TABLE = Path(__file__).with_name("draft_speed.json")
 ASSUMED_ACCEPTANCE = 0.6
 """Of the first drafted token, where nothing is known of the model: low for layers that were trained with it."""
@@ -49,6 +53,18 @@ def read_table(path: Path = TABLE) -> list[Measured]:
     return [Measured(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
 
 
+def drafts_of(recipe: schema.Recipe, layers: int, device: str) -> Choice:
+    """Return how many tokens a rollout of a recipe drafts, and why: `rollout.draft_tokens`, or what was measured where it is auto.
+    layers: the model's, for multi-token prediction. device: as torch names it, or cpu."""
+    rollout = recipe.rollout
+    if rollout.draft_tokens != "auto":
+        return Choice(rollout.draft_tokens, f"rollout.draft_tokens={rollout.draft_tokens}")
+    samples = recipe.train.prompts_per_step * rollout.samples_per_prompt
+    sequences = min(rollout.sequences_per_rank, -(-samples // max(1, placement_of(recipe).copies)))
+    context = recipe.data.max_prompt_tokens + rollout.max_response_tokens // 2
+    return choose(read_table(), device, sequences, context, draft_lengths(layers))
+
+
 def choose(
     table: Iterable[Measured],
     device: str,
@@ -67,19 +83,23 @@ def choose(
     here = [one for one in table if one.device == device and one.draft_tokens in set(lengths)]
     what = f"{sequences} sequences of {context_tokens} tokens on {device}"
     found: dict[int, float] = {}
+    known = "nothing was measured"
+    if here:
+        ends = max(one.sequences for one in here), max(one.context_tokens for one in here)
+        known += ", the table ends at {} sequences and {} tokens".format(*ends)
     for length in sorted({one.draft_tokens for one in here}):
         corners = _corners([one for one in here if one.draft_tokens == length], sequences, context_tokens)
+        if corners:
+            known = f"none was measured faster, at an acceptance of {acceptance:.0%}"
         if corners and min(one.speedup for one in corners) > 1:
             found[length] = min(one.speedup_at(acceptance) for one in corners)
     best = max(found, key=lambda length: found[length], default=0)
-    if best and found[best] > 1:
-        return Choice(
-            best,
-            f"{best} drafted tokens: for {what} that was measured {found[best]:.2f} times as fast as none, at an acceptance of "
-            f"{acceptance:.0%}",
-        )
+    if not best or found[best] <= 1:
+        return Choice(0, f"no drafts: for {what} {known}")
     return Choice(
-        0, f"no drafts: for {what} " + ("none was measured faster" if here else "nothing was measured")
+        best,
+        f"{best} drafted tokens: for {what} that was measured {found[best]:.2f} times as fast as none, at an acceptance of "
+        f"{acceptance:.0%}",
     )
 
 

@@ -18,6 +18,7 @@ import pytest
 from quintet.cli import COMMANDS, main
 from quintet.errors import Stopped, SyncFailure, SyncMismatch, UserError, WorkerFailure
 from quintet.recipe import Recipe, dump_resolved, load_recipe
+from quintet.rollout.draft_length import Measured
 from quintet.runs.lock import LOCK, RunLock
 from tests.models.directory import QWEN3, QWEN3_MOE, write_model, write_tokenizer
 from tests.patience import BUSY
@@ -300,6 +301,30 @@ def test_check_tells_of_layers_for_multi_token_prediction(
     assert main(["check", recipe, *built]) == 0
     said = capsys.readouterr().err
     assert "built from nothing. Its 2 layers for multi-token prediction: new ones, trained." in said
+
+
+def test_check_tells_what_auto_drafts(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On each GPU of the table, as a rollout there would say it; on a CPU, which no table has."""
+    rows = [Measured("NVIDIA H200", n, 4096, 1, 0.8, speed) for n, speed in ((8, 1.5), (512, 1.4))]
+    rows += [Measured("NVIDIA B200", 8, 4096, 1, 0.8, 1.5)]
+    monkeypatch.setattr("quintet.rollout.draft_length.read_table", lambda: rows)
+    drafts = ["model.build.family=mimo", "mtp.init_layers=1", "rollout.backend=vllm"]
+    drafts += ["cluster.ranks=1", "rollout.draft_tokens=auto"]
+
+    def said(*overrides: str) -> list[str]:
+        assert main(["check", recipe, *drafts, *overrides]) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("Drafts: ")]
+
+    (both,) = said("cluster.device=auto")
+    assert re.search(r"\d+ sequences of \d+ tokens on NVIDIA B200 nothing was measured, the table ends", both)
+    assert "1 drafted tokens: for" in both
+    assert "on NVIDIA H200 that was measured 1.24 times as fast as none" in both
+    assert both.endswith("; none on other devices.")
+    (cpu,) = said("cluster.device=cpu")
+    assert cpu.endswith("tokens on cpu nothing was measured.")
+    assert said("rollout.draft_tokens=1") == []
 
 
 def test_check_tells_the_memory_of_the_most_demanding_optimizer(

@@ -86,7 +86,14 @@ def test_it_says_why() -> None:
         "2 drafted tokens: for 1 sequences of 512 tokens on NVIDIA H200 that was measured 1.80 times as fast as none, at an "
         "acceptance of 60%"
     )
-    assert choose(GRID, GPU, 256, 512, (1, 2)).why.endswith("on NVIDIA H200 none was measured faster")
+    assert choose(GRID, GPU, 256, 512, (1, 2)).why == (
+        "no drafts: for 256 sequences of 512 tokens on NVIDIA H200 none was measured faster, at an acceptance of 60%"
+    )
+    for sequences, context in ((300, 512), (8, 12288)):
+        assert choose(GRID, GPU, sequences, context, (1, 2)).why == (
+            f"no drafts: for {sequences} sequences of {context} tokens on NVIDIA H200 nothing was measured, the table ends "
+            "at 256 sequences and 4096 tokens"
+        )
     assert choose(GRID, "NVIDIA T4", 1, 512, (1, 2)).why.endswith("on NVIDIA T4 nothing was measured")
 
 
