@@ -37,7 +37,7 @@ _WORDS = {
     "mtp.detach": "detach_encoder",
     "rollout.draft_tokens": "num_speculative_tokens speculative_num_draft_tokens speculative_num_steps speculative_algorithm "
     "speculative_eagle_topk",
-    "mtp.init_layers": "mtp_num_layers",
+    "mtp.init_layers": "mtp_num_layers num_nextn_predict_layers num_mtp_layers",
     "algorithm.name": "adv_estimator advantage_estimator",
     "algorithm.clip_low": "epsilon cliprange clip_ratio clip_ratio_low eps_clip eps_clip_low",
     "algorithm.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
@@ -113,8 +113,8 @@ _DOTTED = {
     "reward.overlong_tokens": "overlong_buffer.len",
     "reward.overlong_penalty": "overlong_buffer.penalty_factor",
     "reward.function": "custom_reward_function.path custom_reward_function.name",
-    "mtp={}": "mtp.enable",
-    "rollout.draft_tokens": "mtp.enable_rollout mtp.method",
+    "mtp={}": "mtp.enable mtp.enabled",
+    "rollout.draft_tokens": "mtp.enable_rollout mtp.method rollout.speculative_config.method",
     "engine.replay_routes": "router_replay.mode actor.router_replay.mode megatron.router_replay.mode",
 }
 """Words that mean this only where they stand so."""

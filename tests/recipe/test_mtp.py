@@ -84,5 +84,18 @@ def test_names_of_others_are_hints(refuse, where, key) -> None:
     assert f"unknown key {where}.{key.partition('=')[0]}; in quintet it is {VERL[key]}" in said
 
 
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("mtp.enabled=true", "mtp={}"),
+        ("mtp.num_nextn_predict_layers=1", "mtp.init_layers"),
+        ("rollout.speculative_config.method=mtp", "rollout.draft_tokens"),
+    ],
+)
+def test_other_names_are_hints_too(refuse, key, ours) -> None:
+    said = refuse(*MIMO, "mtp.init_layers=1", key)
+    assert f"unknown key {key.partition('=')[0]}; in quintet it is {ours}" in said
+
+
 def test_what_a_hint_says_of_verls_switch_is_a_setting(load) -> None:
     assert load(*MIMO, "mtp={}", "mtp.init_layers=1").mtp.train
