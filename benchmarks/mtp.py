@@ -4,6 +4,7 @@
     python -m benchmarks.mtp --shape laptop         a small one on a CPU, where vLLM for CPU is installed
     python -m benchmarks.mtp --shape tiny --rounds 1    a dry run
     python -m benchmarks.mtp --table quintet/rollout/draft_speed.json    and what rollout.draft_tokens=auto reads
+    python -m benchmarks.mtp --sequences 8 64 256 --contexts 4096 16384    other places than the shape's
 
 The model is trained from scratch on a language in which three of four greedy drafts are accepted (`benchmarks.mtp_train`, which also
 tells what training the layer costs). Temperature 1, log-probs told, no end of sequence. Each draft length has an engine of its own;
@@ -42,9 +43,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=[0, 1, 2, 3],
         help="of drafts; 0, without any, is among them",
     )
-    parser.add_argument(
-        "--gpus", type=int, default=1, help="measure so many draft lengths at once, a GPU each"
-    )
+    for name, what in (("sequences", "decoded at once"), ("contexts", "tokens of a sequence, in the mean")):
+        parser.add_argument(
+            f"--{name}", type=int, nargs="+", help=f"{what}: the cases, in place of the shape's"
+        )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory-fraction", type=float, default=0.8)
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="of one draft length")
@@ -56,7 +58,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--table",
         type=Path,
-        help="rows of quintet/rollout/draft_speed.json go here, in place of this device's",
+        help="rows of quintet/rollout/draft_speed.json go here, in place of this device's at the same places",
     )
     parser.add_argument(
         "--model",
@@ -71,6 +73,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.rounds < 1:
         parser.error("--rounds: at least 1")
     return args
+
+
+def shape_of(args: argparse.Namespace) -> Shape:
+    """Return the shape that is measured, at the places that are asked for."""
+    return SHAPES[args.shape].at(args.sequences, args.contexts)
+
+
+def refuse_short(model: Path, shape: Shape) -> None:
+    """Refuse a model that was kept and has fewer positions than the longest sequence."""
+    needed: int = shape.build()["max_position_embeddings"]
+    positions: int = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    if positions < needed:
+        raise SystemExit(
+            f"{model} has {positions} positions, and these contexts need {needed}: name another --model, which is trained for them"
+        )
 
 
 def cases(shape: Shape) -> list[tuple[int, int]]:
@@ -115,7 +132,7 @@ def work(args: argparse.Namespace) -> None:
     from quintet.recipe import schema
     from quintet.rollout.vllm import VllmRollout, compat
 
-    shape, device = SHAPES[args.shape], "cuda" if torch.cuda.is_available() else "cpu"
+    shape, device = shape_of(args), "cuda" if torch.cuda.is_available() else "cpu"
     recipe = schema.Recipe.model_validate(
         {
             "model": {"dtype": "bf16" if device == "cuda" else "fp32"},
@@ -141,7 +158,9 @@ def work(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, model: Path, length: int) -> dict[str, Any]:
     """What `work` tells of one draft length; or has told before, of a model that was kept."""
-    told = model.with_name(f"{model.name}-drafts{length}.json")
+    places = {name: tuple(getattr(args, name) or ()) for name in ("sequences", "contexts")}
+    asked = "".join(f"-{name}{'-'.join(map(str, at))}" for name, at in places.items() if at)
+    told = model.with_name(f"{model.name}-drafts{length}{asked}.json")
     if not told.exists():
         options = {
             "shape": args.shape,
@@ -152,12 +171,17 @@ def run(args: argparse.Namespace, model: Path, length: int) -> dict[str, Any]:
         }
         answer = answer_of(
             args,
-            ["benchmarks.mtp", *(f"--{name}={value}" for name, value in options.items())],
+            ["benchmarks.mtp", *(f"--{name}={value}" for name, value in options.items()), *_words(places)],
             f"drafts of {length}",
         )
         told.write_text(json.dumps(answer))
     found: dict[str, Any] = json.loads(told.read_text())
     return found
+
+
+def _words(places: dict[str, tuple[int, ...]]) -> list[str]:
+    """Places on a command line."""
+    return [word for name, at in places.items() if at for word in (f"--{name}", *map(str, at))]
 
 
 def answer_of(args: argparse.Namespace, command: list[str], what: str) -> dict[str, Any]:
@@ -178,7 +202,8 @@ def answer_of(args: argparse.Namespace, command: list[str], what: str) -> dict[s
 
 def trained(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
     """Train the model; the records of that, printed."""
-    told = answer_of(args, ["benchmarks.mtp_train", "--shape", args.shape, "--model", str(model)], "training")
+    command = ["benchmarks.mtp_train", "--shape", args.shape, "--model", str(model)]
+    told = answer_of(args, command + _words({"contexts": tuple(args.contexts or ())}), "training")
     overhead = told["without"] / told["with"] - 1
     print(
         f"trained to a loss of {told['loss']:.3f}, {told['loss_ahead']:.3f} ahead (the language's entropy is {told['entropy']:.3f}): "
@@ -199,7 +224,7 @@ def measured(
     """Records, and rows of the table, of what each draft length's process told; prints them."""
     from quintet.rollout.draft_length import ASSUMED_ACCEPTANCE, Measured, choose
 
-    shape, records, rows, speeds = SHAPES[args.shape], [], [], {}
+    shape, records, rows, speeds = shape_of(args), [], [], {}
     device = told[0]["device"]
     for at, (count, context) in enumerate(cases(shape)):
         for length, one in sorted(told.items()):
@@ -241,6 +266,13 @@ def measured(
     return records, rows
 
 
+def with_rows(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a table with new ones in place of those of the same device, place and draft length."""
+    key = ("device", "sequences", "context_tokens", "draft_tokens")
+    new = {tuple(row[name] for name in key) for row in rows}
+    return [row for row in before if tuple(row[name] for name in key) not in new] + rows
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure all draft lengths, one after another."""
     args = arguments(argv)
@@ -254,6 +286,7 @@ def main(argv: list[str] | None = None) -> None:
         model = args.model or Path(directory) / "model"
         if not model.exists():
             records += trained(args, model)
+        refuse_short(model, shape_of(args))
         told = {}
         for length in [] if args.train_only else sorted(args.lengths):
             print(f"drafts of {length}", flush=True)
@@ -264,10 +297,8 @@ def main(argv: list[str] | None = None) -> None:
         records += generated
     if args.table is not None and rows:
         before = json.loads(args.table.read_text(encoding="utf-8")) if args.table.exists() else []
-        kept = [row for row in before if row["device"] != rows[0]["device"]]
-        args.table.write_text(
-            "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in kept + rows) + "\n]\n", encoding="utf-8"
-        )
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in with_rows(before, rows))
+        args.table.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     path = args.out or RESULTS / "mtp.json"
     if args.shape != "tiny" or args.out:
         write_records(path, records if args.out else merged(path, records))

@@ -48,9 +48,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="400m")
     parser.add_argument("--model", type=Path, required=True, help="a directory that is made")
+    parser.add_argument("--contexts", type=int, nargs="+", help="of what is generated later")
     args = parser.parse_args(argv)
     answers = answer_stream()
-    print(json.dumps(train(SHAPES[args.shape], args.model)), file=answers)
+    print(json.dumps(train(SHAPES[args.shape].at(None, args.contexts), args.model)), file=answers)
 
 
 def train(shape: Shape, path: Path) -> dict[str, float]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -67,6 +68,14 @@ class Shape:
     sequences: tuple[int, ...]
     contexts: tuple[int, ...]
     response: int
+
+    def at(self, sequences: Sequence[int] | None, contexts: Sequence[int] | None) -> Shape:
+        """Return the same model with other cases, those that are given."""
+        return replace(
+            self,
+            sequences=tuple(sequences or self.sequences),
+            contexts=tuple(contexts or self.contexts),
+        )
 
     def build(self) -> dict[str, Any]:
         """Return the recipe's section `model.build`."""

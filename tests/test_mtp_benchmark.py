@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from math import log
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.mtp import arguments, cases, measured
+from benchmarks.mtp import METRIC, arguments, cases, measured, refuse_short, shape_of, with_rows
 from benchmarks.mtp_work import LIKELY, SHAPES
-from benchmarks.records import check
+from benchmarks.records import RESULTS, check
 from quintet.models import check_weights, read_shape
+from quintet.rollout.draft_length import Measured, choose, read_table
 from tests.benchmark_runs import benchmark
 
 TINY = SHAPES["tiny"]
@@ -73,6 +76,70 @@ def test_records_and_rows_follow_from_seconds(capsys: pytest.CaptureFixture[str]
         (4, 0.75, 0.5),
     ]
     assert "none was measured faster" in capsys.readouterr().out
+
+
+RECORDS = {(one["case"], one["metric"]): one for one in json.loads((RESULTS / "mtp.json").read_text())}
+
+
+def recorded(row: Measured, what: str = METRIC) -> dict[str, Any]:
+    """The record of a draft length at a place of the table."""
+    name = f"400m/vllm/seqs{row.sequences}/context{row.context_tokens}"
+    return RECORDS[f"{name}/k{row.draft_tokens}", what]
+
+
+def test_the_table_that_auto_reads_is_what_the_records_say() -> None:
+    table = read_table()
+    drafted = [one for (case, what), one in RECORDS.items() if what == METRIC and re.search("/k[1-9]$", case)]
+    assert len(table) == len(drafted) > 0
+    for row in table:
+        one = recorded(row)
+        assert one["hardware"] == f"1 x {row.device}"
+        assert row.speedup == pytest.approx(one["value"] / one["baseline"], abs=6e-4)
+        assert 1 + row.accepted == pytest.approx(recorded(row, "accepted_length")["value"], abs=6e-4)
+
+
+def test_auto_is_nowhere_slower_than_no_drafts() -> None:
+    """At each place that was measured: what it takes is recorded, at 0.97 of the speed without drafts or more."""
+    table = read_table()
+    places = {(row.device, row.sequences, row.context_tokens) for row in table}
+    for device, sequences, context in places:
+        chosen = choose(table, device, sequences, context, (1, 2, 3)).draft_tokens
+        auto = RECORDS[f"400m/vllm/seqs{sequences}/context{context}/auto", METRIC]
+        assert auto["value"] == recorded(Measured(device, sequences, context, chosen, 0, 0))["value"]
+        assert auto["value"] >= 0.97 * auto["baseline"]
+
+
+def test_other_places_can_be_measured() -> None:
+    args = arguments(["--sequences", "16", "128", "--contexts", "12288"])
+    shape = shape_of(args)
+    assert cases(shape) == [(16, 12288), (128, 12288)]
+    assert shape.build()["max_position_embeddings"] >= 12288 + shape.response
+    assert shape_of(arguments([])) == SHAPES["400m"]
+
+
+def test_a_kept_model_with_too_few_positions_is_refused(tmp_path: Path) -> None:
+    shape = SHAPES["400m"]
+    (tmp_path / "config.json").write_text(json.dumps(shape.build()))
+    refuse_short(tmp_path, shape)
+    with pytest.raises(SystemExit, match="has 4608 positions, and these contexts need 16896"):
+        refuse_short(tmp_path, shape.at(None, [16384]))
+
+
+def test_new_rows_of_a_table_take_the_place_of_the_same_ones() -> None:
+    def row(device: str, context: int, speedup: float) -> dict[str, Any]:
+        return {
+            "device": device,
+            "sequences": 8,
+            "context_tokens": context,
+            "draft_tokens": 1,
+            "speedup": speedup,
+        }
+
+    before = [row("a", 512, 1.0), row("a", 4096, 1.1), row("b", 512, 1.2)]
+    after = with_rows(before, [row("a", 4096, 1.3), row("a", 16384, 1.4)])
+    assert [(one["device"], one["context_tokens"], one["speedup"]) for one in after] == [
+        *[("a", 512, 1.0), ("b", 512, 1.2), ("a", 4096, 1.3), ("a", 16384, 1.4)]
+    ]
 
 
 @pytest.mark.vllm
