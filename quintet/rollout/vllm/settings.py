@@ -13,8 +13,8 @@ from quintet.models.shape import ModelShape
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.rollout import placement_of
-from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, draft_lengths
-from quintet.rollout.draft_length import Choice, choose, read_table
+from quintet.recipe.vllm import CPU_EXPERTS, DECIDED
+from quintet.rollout.draft_length import Choice, drafts_of
 from quintet.rollout.external_engine import longest
 from quintet.rollout.options import passed_through
 from quintet.rollout.vllm import compat, runners
@@ -94,18 +94,8 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
 
 def draft_length(recipe: schema.Recipe, model_dir: Path, device: str) -> Choice:
     """Return how many tokens the model drafts, and why: `rollout.draft_tokens`, what was measured where it is auto. device: cpu or cuda."""
-    rollout = recipe.rollout
-    if rollout.draft_tokens != "auto":
-        return Choice(rollout.draft_tokens, f"rollout.draft_tokens={rollout.draft_tokens}")
-    copies = max(1, placement_of(recipe).copies)
-    samples = recipe.train.prompts_per_step * rollout.samples_per_prompt
-    return choose(
-        read_table(),
-        compat.device_name(device),
-        min(rollout.sequences_per_rank, -(-samples // copies)),
-        recipe.data.max_prompt_tokens + rollout.max_response_tokens // 2,
-        draft_lengths(read_shape(model_dir).mtp_layers),
-    )
+    named = compat.device_name(device) if recipe.rollout.draft_tokens == "auto" else device
+    return drafts_of(recipe, read_shape(model_dir).mtp_layers, named)
 
 
 def _kv_bytes(recipe: schema.Recipe, model_dir: Path, dtype: str) -> int:

@@ -10,8 +10,9 @@ from pydantic import create_model
 from quintet.errors import UserError, WorkerFailure
 from quintet.recipe.vllm import second_runner_lacks
 from quintet.rollout import Sampling
+from quintet.rollout import draft_length as draft_length_of
 from quintet.rollout.draft_length import Measured
-from quintet.rollout.vllm import compat, runners, settings
+from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.sampling import check, mode_of
 from quintet.rollout.vllm.settings import draft_length, engine_arguments
 from tests.models.directory import QWEN3, write_model
@@ -82,7 +83,7 @@ def test_auto_drafts_as_was_measured(tmp_path, monkeypatch):
         Measured("cpu", n, 64, k, 0.6 * k, speed)
         for n, k, speed in ((16, 1, 1.3), (16, 2, 1.1), (64, 1, 0.8))
     ]
-    monkeypatch.setattr(settings, "read_table", lambda: rows)
+    monkeypatch.setattr(draft_length_of, "read_table", lambda: rows)
     for sequences, length in ((16, 1), (17, 0)):
         chosen = draft_length(recipe_of(draft_tokens="auto", sequences_per_rank=sequences), model, "cpu")
         assert chosen.draft_tokens == length, chosen.why
