@@ -163,14 +163,18 @@ def bare(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
     return rollout, rollout.close
 
 
-def write_model(path: Path, config: dict[str, Any], dtype: str) -> None:
-    """Random weights of a config's shape, as a Hugging Face directory."""
+def write_model(path: Path, config: dict[str, Any], dtype: str, *, weights: bool = True) -> None:
+    """Random weights of a config's shape, as a Hugging Face directory; without weights its config alone."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     architecture = config["architectures"][0]
     made = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**config)
+    if not weights:
+        made.architectures = [architecture]
+        made.save_pretrained(path)
+        return
     # Drawing billions of numbers takes a CPU minutes.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = getattr(transformers, architecture)._from_config(made, dtype=getattr(torch, dtype))
@@ -183,11 +187,8 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
     if args.worker == "write":
         import torch
 
-        if args.shape == CONFIG_ALONE:
-            model.mkdir()
-            (model / "config.json").write_text(json.dumps(config))
-        else:
-            write_model(model, config, "bfloat16" if torch.cuda.is_available() else "float32")
+        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+        write_model(model, config, dtype, weights=args.shape != CONFIG_ALONE)
         return
     stream = answer_stream() if args.in_turns else None
     made = {"native": native, "bare": bare, "bare-first": bare, "bare-silent": bare}
