@@ -163,6 +163,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.shape == "tiny" and args.fp8:
         parser.error("--shape tiny is a dry run in bf16: leave --fp8 out")
     if args.prove:
+        kept = {"prove", "shape", "fp8", "out"}
+        if of_turns := [
+            one for one in vars(args) if one not in kept and getattr(args, one) != parser.get_default(one)
+        ]:
+            parser.error(
+                f"--prove is of one GPU and sizes of its own: leave --{', --'.join(of_turns).replace('_', '-')} out"
+            )
         return args
     args.shape = args.shape or "8b"
     most = MODELS[SHAPES[args.shape]].shape.layers
@@ -190,9 +197,13 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     if args.prove:
         return prove(args)
-    if args.shape != "tiny" and not device_name():
-        print("no GPU was found; --shape tiny tries the plumbing without one", file=sys.stderr)
-        return 1
+    if args.shape != "tiny":
+        if not device_name():
+            print("no GPU was found; --shape tiny tries the plumbing without one", file=sys.stderr)
+            return 1
+        if (there := gpus_here()) < args.gpus:
+            print(f"--gpus {args.gpus}: this machine has {there}", file=sys.stderr)
+            return 1
     for pairs in setups(args, card_bytes()):
         depths = []
         for pair in pairs:
@@ -205,6 +216,13 @@ def main(argv: list[str] | None = None) -> int:
             made = [record("fp8", name, "tokens_per_s", ours, UNITS["tokens_per_s"], baseline=theirs)]
             keep(args.out, made if whole.engine else [])
     return 0
+
+
+def gpus_here() -> int:
+    """The GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def keep(file: Path, made: list[dict[str, Any]]) -> None:

@@ -141,6 +141,22 @@ def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
         fp8.arguments(words)
 
 
+def test_the_proof_takes_no_options_of_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fp8.arguments(["--prove", "--shape", "8b", "--fp8", "blockwise"]).prove
+    with pytest.raises(SystemExit):
+        fp8.arguments(["--prove", "--gpus", "4", "--steps-per-turn", "1"])
+    assert "leave --gpus, --steps-per-turn out" in capsys.readouterr().err
+
+
+def test_more_gpus_than_there_are_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fp8, "device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(fp8, "gpus_here", lambda: 1)
+    assert fp8.main(["--gpus", "4"]) == 1
+    assert capsys.readouterr().err == "--gpus 4: this machine has 1\n"
+
+
 def proof_claims() -> fp8_proof.Claims:
     claims = fp8_proof.Claims()
     claims.name, claims.case = "8b blockwise", "8b/gpus1/layers2/words4096/blockwise/proof"
