@@ -137,10 +137,11 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     with tempfile.TemporaryDirectory(prefix="quintet-plan-") as directory:
         words = words_of(args, Path(directory))
-        run(words, args.limit_s)
-        steps = steps_of(Path(directory) / "runs")
         device, device_bytes = _device(args)
         plan = planned(words, device, device_bytes)
+        too_large(plan, device_bytes)
+        run(words, args.limit_s)
+        steps = steps_of(Path(directory) / "runs")
     kind = "host" if args.tiny else "device"
     records = []
     print(f"on {device}, memory of the {kind}:")
@@ -154,13 +155,27 @@ def main(argv: list[str] | None = None) -> None:
         write_records(args.out, merged(args.out, records))
 
 
+def too_large(plan: dict[str, float | None], device_bytes: int | None) -> None:
+    """SystemExit where a phase is planned to take more than the device has."""
+    for phase in PHASES:
+        said = plan[f"{phase}_gib"]
+        if device_bytes is not None and said is not None and said > device_bytes / GIB:
+            raise SystemExit(
+                f"{phase} is planned to take {said:.0f} GiB of a device of {device_bytes / GIB:.0f}, so the run is not started: give keys that "
+                "make it smaller (quintet plan RECIPE --gpu-gib says which), --tokens, or another --shape"
+            )
+
+
 def _device(args: argparse.Namespace) -> tuple[str, int | None]:
-    """The device's name and size, asked for after the run, since asking takes memory of it."""
+    """The device's name and size. A process of its own asks, since asking takes memory of the device."""
     if args.tiny:
         return "a CPU", None
-    import torch
-
-    return torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    ask = "import torch; one = torch.cuda.get_device_properties(0); print(one.total_memory, one.name)"
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        raise SystemExit("no GPU was found; --tiny is a dry run on a CPU")
+    size, _, name = asked.stdout.strip().partition(" ")
+    return name, int(size)
 
 
 if __name__ == "__main__":

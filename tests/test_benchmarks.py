@@ -453,3 +453,19 @@ def test_a_run_that_fails_or_takes_too_long_ends_the_measurement(capfd) -> None:
     with pytest.raises(SystemExit):
         plan.arguments(["--steps", "0"])
     assert "1 or more after it" in capfd.readouterr().err
+
+
+def test_a_run_that_is_planned_too_large_is_not_started() -> None:
+    said = dict.fromkeys([f"{phase}_gib" for phase in plan.PHASES], 60.0) | {"train_gib": 90.0}
+    plan.too_large(said, None)
+    plan.too_large(said, 140 << 30)
+    with pytest.raises(
+        SystemExit, match="train is planned to take 90 GiB of a device of 79, so the run is not started"
+    ):
+        plan.too_large(said, 79 << 30)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+def test_a_plan_without_a_gpu_is_a_dry_run() -> None:
+    with pytest.raises(SystemExit, match="no GPU was found; --tiny is a dry run on a CPU"):
+        plan._device(plan.arguments([]))

@@ -38,7 +38,7 @@ class MeasuredCosts:
 
 
 def layer_of(shape: ModelShape) -> dict[str, int]:
-    """Return what of a model the constants depend on: not its depth, in which all of a micro-batch's time grows alike."""
+    """Return what of a model the constants depend on: not its depth, in which a micro-batch's time grows alike but for embedding and head."""
     sizes = {name: getattr(shape, name) for name in ("hidden_size", "heads", "kv_heads", "head_dim")}
     return sizes | {"experts": shape.moe.experts if shape.moe else 0, "latent": int(shape.mla is not None)}
 
