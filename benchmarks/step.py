@@ -148,6 +148,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="quintet in 8 bits (engine.fp8=blockwise, rollout.quantization=fp8), beside itself in bf16 and not TRL",
     )
     add("--write", action="store_true", help="keep the records")
+    add("--out", type=Path, default=FILE, help="records are merged into this file, with --write")
     add("--tiny", action="store_true", help="a dry run on a CPU")
     add("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -216,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
             if args.case in (None, case.name or "one-length"):
                 made = measure(args, model, case)
                 if made and args.write:
-                    write_records(FILE, merged(FILE, made))
+                    write_records(args.out, merged(args.out, made))
 
 
 if __name__ == "__main__":
