@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -135,6 +136,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # and with it what it started
     with tempfile.TemporaryDirectory(prefix="quintet-plan-") as directory:
         words = words_of(args, Path(directory))
         device, device_bytes = _device(args)
