@@ -37,6 +37,8 @@ LIMITS = {
     "that move memory and compute little, and the host's launches share the rest, and no record tells them apart.",
     "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
     "kv_cache": "memory bandwidth: slots or pages are read once a token.",
+    "fp8": "what is not multiplied in 8 bits (attention, head, norms, optimizer), and rounding, which passes over memory: at a model's full depth "
+    "head and optimizer are a smaller part, so that more is gained than at 8 layers. `proof` is no speed: how far 8 bits are from bf16.",
     "laptop_grpo": "two cores, shared with whatever else the machine does.",
     "laptop_real": "two cores, shared with whatever else the machine does.",
     "memory": "nothing here is a speed but `offload_s` and `reload_s`, which the link between GPU and host limits; the others say how near "
@@ -48,7 +50,7 @@ LIMITS = {
     "planned; seconds are planned at the best.",
     "rollout": "the native back end, one kernel launched after the other for each token by the host; vLLM through quintet, vLLM itself "
     "(`bare`) within a few percent.",
-    "routes": "the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s. Replay leaves out the routers' own choice, launches among it, and is the "
+    "routes": "of training, the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s. Replay leaves out the routers' own choice, launches among it, and is the "
     "faster for that; at a model's full size of micro-batches both would take as long.",
     "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "
     "Planning is Python over a model's tensors, 18,867 of Qwen3-30B-A3B; that of before 2026-11-23 was of all ranks on each.",
