@@ -164,9 +164,8 @@ def measure_rollout(checks: Sequence[Check]) -> dict[str, Repeats]:
     # Both sides' keys and values lie on the card at the same time.
     args = rollout.arguments(["--memory-fraction", "0.4", *(["--tiny"] if tiny else [])])
     sides = ("native", "native") if tiny else ("vllm", "bare")
-    seconds = rollout.in_turns(args, sides, REPEATS)
     found = {}
-    for case, of_case in zip(rollout.cases_of(args.shape), seconds, strict=True):
+    for case, of_case in rollout.in_turns(args, sides, REPEATS):
         tokens = sum(sum(lengths) for lengths in case.response_tokens())
         name = "/".join(part for part in (args.shape, "1gpu", case.name, sides[0]) if part)
         found[name] = [(tokens / ours, tokens / theirs) for ours, theirs in of_case]

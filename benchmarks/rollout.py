@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -212,11 +212,9 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
 
 def in_turns(
     args: argparse.Namespace, sides: tuple[str, str], repeats: int
-) -> list[list[tuple[float, float]]]:
-    """Seconds of both sides by case and repeat: they live at the same time, one rank each, and take turns call by call, after a
+) -> Iterator[tuple[Case, list[tuple[float, float]]]]:
+    """Yield the seconds of both sides by repeat, a case after the other: they live at the same time, one rank each, and take turns call by call, after a
     call of each that is not counted. `args.memory_fraction` must leave room for both."""
-    cases = cases_of(args.shape)
-    found: list[list[tuple[float, float]]] = [[] for _ in cases]
     with tempfile.TemporaryDirectory(prefix="quintet-rollout-") as directory, ExitStack() as stack:
         model = Path(directory) / "model"
         options = ["--gpus", "1", *(["--tiny"] if args.shape == "tiny" else ["--shape", args.shape])]
@@ -230,12 +228,13 @@ def in_turns(
             side.answer()  # before the next one starts: vLLM looks at how much memory is free
             say(f"  {name} is ready")
             live.append(side)
-        for at, case in enumerate(cases):
+        for at, case in enumerate(cases_of(args.shape)):
+            found = []
             for turn in range(repeats + 1):
                 both = [side.ask(do="round", case=at, turn=turn)[0]["seconds"] for side in live]
                 say(f"  {case.name or 'one length'}: {both[0]:.2f} s beside {both[1]:.2f} s")
-                found[at] += [(both[0], both[1])] if turn else []
-    return found
+                found += [(both[0], both[1])] if turn else []
+            yield case, found
 
 
 def run_side(

@@ -10,21 +10,20 @@ chose by themselves, so that experts have the same work in each. An overhead is 
 an interval that holds 95% of the medians of rounds drawn anew.
 
 --rollout: vLLM through quintet's adapter generates the work of `benchmarks.rollout` and tells routes, in turns call by call with one that
-tells none.
+tells none. With --write records of each case are kept as it is done.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import resource
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -36,7 +35,7 @@ from benchmarks import rollout
 from benchmarks.engine_work import MODELS, REAL, SMALL, TRAINED_FROM, Lengths
 from benchmarks.engine_worker import OPTIMIZER, fill
 from benchmarks.records import RESULTS, merged, record, write_records
-from benchmarks.rollout_work import CONFIGS, cases_of
+from benchmarks.rollout_work import CONFIGS
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens, tokens
 from quintet.engine.engine import Engine
@@ -225,19 +224,16 @@ def measure(work: Work, rounds: int) -> list[dict[str, Any]]:
     return made
 
 
-def measure_rollout(shape: str, rounds: int, memory_fraction: float) -> list[dict[str, Any]]:
-    """Let vLLM generate with routes and without, call by call; the records."""
+def measure_rollout(shape: str, rounds: int, memory_fraction: float) -> Iterator[list[dict[str, Any]]]:
+    """Let vLLM generate with routes and without, call by call; the records of each case as it is done."""
     name = "tiny-moe" if shape == "tiny" else shape
     args = rollout.arguments(["--shape", name, "--memory-fraction", str(memory_fraction)])
-    made = []
-    found = rollout.in_turns(args, ("vllm-routes", "vllm"), rounds)
-    for case, pairs in zip(cases_of(name), found, strict=True):
+    for case, pairs in rollout.in_turns(args, ("vllm-routes", "vllm"), rounds):
         told = "/".join(part for part in ("rollout/vllm", case.name) if part)
         tokens_made = sum(sum(lengths) for lengths in case.response_tokens())
         value, baseline = (tokens_made / statistics.median(side) for side in zip(*pairs, strict=True))
-        made.append(record("routes", told, "tokens_per_s", value, "tokens/s", baseline=baseline))
-        made += Overhead.of(pairs).records(told, "overhead")
-    return made
+        made = [record("routes", told, "tokens_per_s", value, "tokens/s", baseline=baseline)]
+        yield made + Overhead.of(pairs).records(told, "overhead")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -256,8 +252,9 @@ def main(argv: list[str] | None = None) -> None:
         "--memory-fraction", type=float, default=0.4, help="of the GPU, for each of two vLLMs"
     )
     args = parser.parse_args(argv)
+    cases: Iterable[list[dict[str, Any]]]
     if args.rollout:
-        made = measure_rollout(args.shape, args.rounds, args.memory_fraction)
+        cases = measure_rollout(args.shape, args.rounds, args.memory_fraction)
     else:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -265,16 +262,21 @@ def main(argv: list[str] | None = None) -> None:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-        made = measure(work_of(args.shape, args.layers), args.rounds)
+        cases = [measure(work_of(args.shape, args.layers), args.rounds)]
         dist.destroy_process_group()
+    for made in cases:
+        tell(made)
+        if args.write:
+            file = RESULTS / "routes.json"
+            write_records(file, merged(file, made))
+
+
+def tell(made: list[dict[str, Any]]) -> None:
+    """Print records."""
     for one in made:
         beside = f", {one['value'] / one['baseline'] - 1:+.2%} beside none" if one["baseline"] else ""
         digits = ".4g" if one["unit"] in ("s", "ms", "%") else ",.1f"
         print(f"{one['case']} {one['metric']}: {one['value']:{digits}} {one['unit']}{beside}")
-    if args.write:
-        file = RESULTS / "routes.json"
-        write_records(file, merged(file, made))
-    print(json.dumps([one["case"] for one in made]))
 
 
 if __name__ == "__main__":

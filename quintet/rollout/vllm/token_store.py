@@ -84,9 +84,10 @@ class TokenStore:
             if self._tells and asks(new.sampling_params):
                 self._asked[name] = new.req_id
             if name in self._first:
-                # From the last of its tokens nothing was drawn that it still has.
-                known = len(new.prefill_token_ids) - 1
-                self._first[name] = {what: rows[:known] for what, rows in self._first[name].items()}
+                # From the last of its tokens nothing was drawn that it still has; from its prompt alone, nothing at all.
+                known = len(new.prefill_token_ids)
+                kept = known - 1 if known > len(new.prompt_token_ids) else 0
+                self._first[name] = {what: rows[:kept] for what, rows in self._first[name].items()}
 
     def end_forward(self, tokens: int) -> None:
         """Put the routes of a step's tokens into their slots."""

@@ -59,6 +59,7 @@ def test_routes_are_those_of_transformers(start: Any) -> None:
             ids = prompt + sample.response_ids
             assert sample.routes.dtype == (np.int16 if DEVICE == "cpu" else np.uint8)
             assert parted(sample.routes, chosen_by_transformers("qwen3_moe", ids)) <= MOST
+    rollout.close()  # two engines in one process share its process groups
 
 
 def parted(routes: np.ndarray, want: np.ndarray) -> float:
@@ -88,6 +89,7 @@ def test_routes_of_preempted_requests_are_theirs(start: Any, monkeypatch: pytest
     for prompt, (sample,) in zip(prompts, rows, strict=True):
         want = chosen_by_transformers("qwen3_moe", prompt + sample.response_ids)
         assert parted(sample.routes, want) <= MOST
+    rollout.close()
 
 
 SMALL = {"num_gpu_blocks_override": 8, "block_size": 32}
@@ -148,6 +150,7 @@ def test_routes_are_of_the_forward_that_log_probs_are_of(start: Any, monkeypatch
         assert wrong(6, 2, before=1) <= MOST
     assert steps[11] == 2
     assert min(list(computed.values())[-2:]) > 28
+    rollout.close()
 
 
 class SecondRunner:
@@ -181,7 +184,9 @@ class SecondRunner:
         states, tables = self.req_states, self.block_tables
         params = SimpleNamespace(extra_args=ASKS if asked else None)
         told = [
-            SimpleNamespace(req_id=name, sampling_params=params, prefill_token_ids=[0] * known)
+            SimpleNamespace(
+                req_id=name, sampling_params=params, prefill_token_ids=[0] * known, prompt_token_ids=[0] * 3
+            )
             for name, (_, known) in (new or {}).items()
         ]
         self.store.begin_step(
@@ -257,6 +262,16 @@ def test_a_request_keeps_what_is_told_of_its_first_forward() -> None:
     runner.step({"b-y": (5, 1)}, 60, gone=("a-x",))
     assert runner.store.take(["a"]) == {}
     assert "a" not in runner.store._first
+
+
+def test_what_is_read_anew_before_anything_was_drawn_is_of_the_second_time() -> None:
+    runner = SecondRunner()
+    runner.step({"a-x": (0, 2)}, 10, new={"a-x": ([1, 2], 3)})
+    runner.step({"b-y": (0, 3)}, 50, new={"b-y": ([3, 4], 3)}, lost=("a-x",))
+    runner.step({"a-x": (0, 3)}, 20, new={"a-x": ([5, 6], 3)})
+    told = runner.store.take(["a"])["a"]
+    assert told["routes"][:, 0, 1].tolist() == [21, 21, 21]
+    assert told["logprobs"][2] == -22
 
 
 def test_who_asks_for_nothing_costs_no_copy() -> None:
