@@ -3,6 +3,11 @@
 V = "rollout.backend=vllm"
 BROKEN_VLLM = [
     (
+        "vllm_reads_a_bias_of_experts",
+        [V, "@mla"],
+        ["its config.json names no topk_method", 'add "topk_method": "noaux_tc" there'],
+    ),
+    (
         "vllm_can_do_it",
         [
             V,

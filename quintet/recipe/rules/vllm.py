@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quintet.models.family import read_config
 from quintet.recipe.problem import Problem
 from quintet.recipe.reserved_options import unknown_here
 from quintet.recipe.rules.facts import Facts, rule
@@ -45,6 +46,24 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "rollout.quantization=fp8: vLLM multiplies 8 bits with bf16, not with model.dtype=fp32; set model.dtype=bf16, or "
             "rollout.quantization=null"
+        )
+
+
+@rule
+def vllm_reads_a_bias_of_experts(facts: Facts) -> Iterator[Problem]:
+    """vLLM (0.20.2, 0.32.0) makes DeepSeek-V3's bias of experts only where config.json names its routing, which transformers leaves out."""
+    path = facts.recipe.model.directory
+    if facts.recipe.rollout.backend != "vllm" or facts.read is None or path is None:
+        return
+    if (
+        facts.shape is not None
+        and facts.shape.family == "deepseek_v3"
+        and "topk_method" not in read_config(path)
+    ):
+        yield Problem(
+            f"rollout.backend=vllm with model.path={path}: its config.json names no topk_method, without which vLLM has no place for the "
+            'bias of experts and does not start; add "topk_method": "noaux_tc" there',
+            "model.path",
         )
 
 
