@@ -52,14 +52,10 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
 @rule
 def vllm_reads_a_bias_of_experts(facts: Facts) -> Iterator[Problem]:
     """vLLM (0.20.2, 0.32.0) makes DeepSeek-V3's bias of experts only where config.json names its routing, which transformers leaves out."""
-    path = facts.recipe.model.directory
-    if facts.recipe.rollout.backend != "vllm" or facts.read is None or path is None:
+    if facts.recipe.rollout.backend != "vllm" or facts.read is None or facts.read.family != "deepseek_v3":
         return
-    if (
-        facts.shape is not None
-        and facts.shape.family == "deepseek_v3"
-        and "topk_method" not in read_config(path)
-    ):
+    path = facts.recipe.model.directory
+    if path is not None and "topk_method" not in read_config(path):
         yield Problem(
             f"rollout.backend=vllm with model.path={path}: its config.json names no topk_method, without which vLLM has no place for the "
             'bias of experts and does not start; add "topk_method": "noaux_tc" there',
