@@ -42,6 +42,8 @@ DECIDED = {
     "logprobs_mode": "it follows from rollout.temperature",
     "quantization": "it is rollout.quantization",
     "disable_log_stats": "counters of speculation come from them",
+    "scheduler_cls": "it is quintet's own, which loses no token of a request that is held",
+    "additional_config": "it tells quintet's worker what to write down",
     "worker_cls": "weights are taken by quintet's extension of vLLM's worker",
     "worker_extension_cls": "weights are taken by quintet's own",
     "weight_transfer_config": "weights are taken by quintet's extension of vLLM's worker",

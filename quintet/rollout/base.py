@@ -85,7 +85,7 @@ class Sample:
     finish: str
     text: str = field(default="")
     routes: np.ndarray | None = None
-    """Chosen experts of a mixture-of-experts model where they are asked for, int16 [tokens - 1, layers, top-k]: those of each
+    """Chosen experts of a mixture-of-experts model where they are asked for, uint8 or int16 [tokens - 1, layers, top-k]: those of each
     token that was read, which is every token but the last, in no certain order. Layers are those with experts, in their
     order: layer 0 here is the first that has any."""
     finished: float = field(default=0.0, compare=False)

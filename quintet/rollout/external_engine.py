@@ -8,11 +8,12 @@ weights and memory change hands.
 
 from __future__ import annotations
 
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -32,10 +33,12 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """One response to write, or one sequence to score: a prompt, and the sampling parameters in the engine's words."""
+    """One response to write, or one sequence to score: a prompt, and the sampling parameters in the engine's words. name: no other job
+    of the rollout has it."""
 
     prompt_ids: list[int]
     parameters: dict[str, Any]
+    name: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
         self._held = self._closed = False
         self._forgot = False  # whether the weights are undefined
         self._counted: dict[str, float] = {}
+        self._numbers = itertools.count()
 
     # what each back end says in its own words
 
@@ -120,9 +124,12 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
     def _to_score(self, ids: list[int]) -> JobT:
         """The job that asks for the log-probs of a sequence's tokens, at temperature 1."""
 
-    def _completed(self, answers: list[AnswerT], prompts: list[int]) -> list[AnswerT]:
-        """Return a request's answers with what the engine tells apart from them. prompts: tokens of each one's prompt."""
+    def _completed(self, jobs: Sequence[JobT], answers: list[AnswerT]) -> list[AnswerT]:
+        """Return the answers to a request's jobs with what the engine tells apart from them."""
         return answers
+
+    def _forget(self, jobs: Sequence[JobT]) -> None:
+        """Drop what the engine keeps of jobs whose answers nobody waits for any more."""
 
     @abstractmethod
     def _routes_of(self, told: np.ndarray, tokens: int) -> np.ndarray:
@@ -149,13 +156,19 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
         jobs = [(at, number) for at, some in enumerate(by_request) for number in range(len(some))]
         answers: list[dict[int, AnswerT]] = [{} for _ in requests]
         times: list[dict[int, float]] = [{} for _ in requests]
-        with closing(self._run([job for some in by_request for job in some])) as told:
-            for done, (job, answer) in enumerate(told, 1):
-                at, number = jobs[job]
-                answers[at][number], times[at][number] = answer, time.perf_counter()
-                self._progress(done)
-                if len(answers[at]) == len(by_request[at]):
-                    yield at, self._made(by_request[at], answers[at], times[at], sampling)
+        awaited = dict(enumerate(by_request))
+        try:
+            with closing(self._run([job for some in by_request for job in some])) as told:
+                for done, (job, answer) in enumerate(told, 1):
+                    at, number = jobs[job]
+                    answers[at][number], times[at][number] = answer, time.perf_counter()
+                    self._progress(done)
+                    if len(answers[at]) == len(by_request[at]):
+                        yield at, self._made(awaited.pop(at), answers[at], times[at], sampling)
+        finally:
+            if given_up := [job for some in awaited.values() for job in some]:
+                with suppress(Exception):  # a dead engine's second error would hide its first
+                    self._forget(given_up)
 
     def _made(
         self,
@@ -165,13 +178,14 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
         sampling: Sampling,
     ) -> list[Sample]:
         """The samples of a request that is done."""
-        prompts = [len(job.prompt_ids) for job in jobs]
-        told = self._completed([answers[number] for number in range(len(jobs))], prompts)
+        told = self._completed(jobs, [answers[number] for number in range(len(jobs))])
         made = [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in told]
         for number, (sample, one) in enumerate(zip(made, told, strict=True)):
             sample.finished = times[number]
             if self._recipe.return_routes and one.routes is not None:
-                sample.routes = self._routes_of(one.routes, prompts[number] + len(one.response_ids))
+                sample.routes = self._routes_of(
+                    one.routes, len(jobs[number].prompt_ids) + len(one.response_ids)
+                )
         return made
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
@@ -182,7 +196,7 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
                     f"sequence {at} has {len(ids)} tokens; {self.title} was made for {self._longest - 1}: raise "
                     "data.max_prompt_tokens or rollout.max_response_tokens"
                 )
-        jobs = [self._to_score(list(ids)) for ids in sequences if len(ids) > 1]
+        jobs = [self._named(self._to_score(list(ids))) for ids in sequences if len(ids) > 1]
         done = dict(self._run(jobs))
         if any(one.finish == "abort" for one in done.values()):
             raise QuintetError("scoring was given up by `abort`: there are no log-probs")
@@ -201,7 +215,12 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
                 f"{self._longest} in all: raise data.max_prompt_tokens or rollout.max_response_tokens"
             )
         seeds = sample_seeds(request.seed, request.samples)
-        return [self._to_write(request, number, seed, sampling) for number, seed in enumerate(seeds)]
+        return [
+            self._named(self._to_write(request, number, seed, sampling)) for number, seed in enumerate(seeds)
+        ]
+
+    def _named(self, job: JobT) -> JobT:
+        return replace(job, name=f"q{next(self._numbers)}")
 
     def _run(self, jobs: list[JobT]) -> Generator[tuple[int, AnswerT]]:
         if self._asleep:

@@ -25,7 +25,7 @@ class Counting:
     def __init__(self):
         self.jobs, self.log, self.tokens, self.finish = [], [], 0, "length"
         self.order = list  # of places
-        self.closed = False
+        self.closed, self.forgotten = False, []
 
     def run(self, jobs):
         self.jobs += jobs
@@ -62,8 +62,12 @@ class CountingRollout(ExternalEngineRollout[Job, Answer]):
     def _to_score(self, ids):
         return Job(ids, {"most": 0})
 
-    def _completed(self, answers, prompts):
-        return [replace(one, routes=prompt) for one, prompt in zip(answers, prompts, strict=True)]
+    def _completed(self, jobs, answers):
+        return [replace(one, routes=len(job.prompt_ids)) for job, one in zip(jobs, answers, strict=True)]
+
+    def _forget(self, jobs):
+        assert self._engine.closed
+        self._engine.forgotten += [job.name for job in jobs]
 
     def _routes_of(self, told, tokens):
         return told, tokens
@@ -125,6 +129,10 @@ def test_who_stops_listening_gives_the_rest_up(make):
     assert not rollout._engine.closed
     groups.close()
     assert rollout._engine.closed
+    assert rollout._engine.forgotten == [job.name for job in rollout._engine.jobs[2:]]
+    rollout.generate(THREE, SHORT)
+    assert len(rollout._engine.forgotten) == 4
+    assert len({job.name for job in rollout._engine.jobs}) == 12
 
 
 def test_routes_of_a_group_come_with_it(make):

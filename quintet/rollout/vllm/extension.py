@@ -1,7 +1,7 @@
 """What vLLM's workers can do besides their own: vLLM mixes `Extension` into its worker class (`worker_extension_cls`).
 
 They are asked through vLLM, which carries bytes alone: the name of one of `VERBS` and its arguments, and back what it returns or
-raised. These are JSON of the types that the method declares; what is told of tokens is too much for that, see `told.ToldByRequest`.
+raised. These are JSON of the types that the method declares; what is told of tokens is too much for that, see `token_records.RecordsByRequest`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from quintet.errors import QuintetError, SyncFailure, SyncMismatch, UserError
 from quintet.rollout.base import Part
 from quintet.rollout.vllm import compat, runners
+from quintet.rollout.vllm.token_records import RecordsByRequest, TokenRecords
 from quintet.rollout.vllm.token_store import TokenStore
-from quintet.rollout.vllm.told import Told, ToldByRequest
 from quintet.rollout.vllm.worker import WeightWorker
 from quintet.typed import Typed, Words
 
@@ -107,8 +107,10 @@ class _Verb:
         self.name = method.__name__
         types = get_type_hints(method, include_extras=True)
         answer = types.pop("return")
-        self.answer: Typed[Any] | ToldByRequest = (
-            ToldByRequest() if answer == dict[str, Told] else Typed(answer, f"what {self.name} returns")
+        self.answer: Typed[Any] | RecordsByRequest = (
+            RecordsByRequest()
+            if answer == dict[str, TokenRecords]
+            else Typed(answer, f"what {self.name} returns")
         )
         taken: Any = tuple[tuple(types.values())]  # type: ignore[misc]
         self.arguments: Typed[tuple[Any, ...]] = Typed(taken, f"what {self.name} takes")
@@ -119,11 +121,12 @@ VERBS = {
     for method in (
         Extension.begin_to_draft,
         Extension.fall_asleep,
-        Extension.keep_told,
+        Extension.forget_records,
+        Extension.keep_records,
         Extension.listen_for_routes,
         Extension.read_fingerprints,
         Extension.read_frozen,
-        Extension.take_told,
+        Extension.take_records,
         Extension.take_weights,
         Extension.wake_part,
         Extension.wanted_weights,

@@ -1,4 +1,4 @@
-"""vLLM's worker on a GPU (`worker_cls`): its own, which writes down log-probs and routes of tokens. vLLM alone imports this."""
+"""vLLM's worker on a GPU (`worker_cls`), by its length apart from `compat`. vLLM alone imports this."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from quintet.rollout.vllm.token_store import TokenStore, store_of
 
 
 class StoringWorker(Worker):
-    """vLLM 0.20.2 tells no routes in its second model runner, and log-probs token by token (test_routes.py, test_offline.py, on a GPU)."""
+    """Compute as vLLM's own worker does, and write down log-probs and routes of tokens.
+
+    vLLM 0.20.2 tells no routes in its second model runner, and log-probs token by token, through Python (test_routes.py, test_offline.py,
+    on a GPU).
+    """
 
     _store: TokenStore
     _logprobs: Tensor
@@ -28,12 +32,12 @@ class StoringWorker(Worker):
         sampler = runner.sampler
         sample, processed = sampler.sample, sampler.logprobs_mode == "processed_logprobs"
 
-        def heard(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        def sample_and_keep(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
             drawn: tuple[Tensor, Tensor] = sample(logits, *args)
             self._logprobs = log_probs_of(drawn[1] if processed else logits, drawn[0])
             return drawn
 
-        sampler.sample = heard
+        sampler.sample = sample_and_keep
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any) -> Any:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from quintet.errors import QuintetError
 from quintet.rollout import external_engine as served
-from quintet.rollout.external_engine import Job
-from quintet.rollout.vllm.sampling import told
-from quintet.rollout.vllm.told import LOGPROBS, ROUTES, Told
+from quintet.rollout.external_engine import Answer, Job
+from quintet.rollout.vllm.sampling import own_logprobs
+from quintet.rollout.vllm.token_records import LOGPROBS, ROUTES, TokenRecords
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Answer(served.Answer):
-    """What became of a job, whose parameters are the arguments of vLLM's SamplingParams. name: of the request it was."""
-
-    name: str = ""
-
-
 class Engine(served.Engine[Job, Answer], Protocol):
-    """One vLLM engine, whichever way it is driven."""
+    """One vLLM engine, whichever way it is driven. Parameters of its jobs are the arguments of vLLM's SamplingParams."""
 
     def rpc(self, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call a method of `Extension` in all workers, between steps; their answers in the order of ranks."""
@@ -47,18 +40,17 @@ def answer(output: Any) -> Answer:
     ids = list(one.token_ids)
     return Answer(
         ids,
-        told(one.logprobs)[: len(ids)],  # of all that a step accepted: see compat.stop_within_drafts
+        own_logprobs(one.logprobs)[: len(ids)],  # of all that a step accepted: see compat.stop_within_drafts
         one.finish_reason,
-        told(output.prompt_logprobs),
-        name=output.request_id,
+        own_logprobs(output.prompt_logprobs),
     )
 
 
-def completed(made: Answer, told: Told, prompt: int) -> Answer:
-    """Return an answer with what workers told of its tokens apart from it. prompt: tokens of its prompt. What was given up before it was
+def completed(made: Answer, records: TokenRecords, prompt: int) -> Answer:
+    """Return an answer with what workers wrote down of its tokens. prompt: tokens of its prompt. What was given up before it was
     read to its last token but one has no routes."""
     tokens = len(made.response_ids)
     logprobs = (
-        told[LOGPROBS][prompt - 1 : prompt - 1 + tokens].tolist() if LOGPROBS in told else made.logprobs
+        records[LOGPROBS][prompt - 1 : prompt - 1 + tokens].tolist() if LOGPROBS in records else made.logprobs
     )
-    return replace(made, logprobs=logprobs, routes=told.get(ROUTES) if made.finish != "abort" else None)
+    return replace(made, logprobs=logprobs, routes=records.get(ROUTES) if made.finish != "abort" else None)

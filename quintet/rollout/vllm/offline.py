@@ -5,19 +5,18 @@ Stepping it here, rather than by vLLM's `LLM.generate`, is what lets another thr
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from quintet.rollout.external_engine import Job
+from quintet.rollout.external_engine import Answer, Job
 from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_request
 from quintet.rollout.vllm.extension import answers, message
-from quintet.rollout.vllm.jobs import Answer, answer
-from quintet.rollout.vllm.sampling import told
+from quintet.rollout.vllm.jobs import answer
+from quintet.rollout.vllm.sampling import own_logprobs
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,7 +33,6 @@ class OfflineEngine:
         self._counts = compat.StepCounts(self._engine)
         self._adapter = adapter_request() if arguments.get("enable_lora") else None
         self._apart = devices > 1
-        self._numbers = itertools.count()
         self._calls = threading.Lock()  # one call of `run` at a time
         # One thread at a time is in the engine. `run` is in it all the time, but for when others wait.
         self._turn = threading.Condition(threading.RLock())
@@ -46,10 +44,10 @@ class OfflineEngine:
 
     def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
         with self._calls, self._watch.named():
-            names = [f"q{next(self._numbers)}" for _ in jobs]
+            names = [job.name for job in jobs]
             try:
                 with self._turn:
-                    self._add(names, jobs)
+                    self._add(jobs)
                 yield from self._step_through(names)
             finally:
                 with self._turn:
@@ -59,15 +57,15 @@ class OfflineEngine:
                             self._engine.abort_request(list(self._under_way))
                         self._under_way.clear()
 
-    def _add(self, names: Sequence[str], jobs: Sequence[Job]) -> None:
+    def _add(self, jobs: Sequence[Job]) -> None:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        for name, job in zip(names, jobs, strict=True):
+        for job in jobs:
             params = SamplingParams(**job.parameters, output_kind=RequestOutputKind.FINAL_ONLY)
-            self._under_way.add(name)
+            self._under_way.add(job.name)
             prompt = TokensPrompt(prompt_token_ids=job.prompt_ids)
-            self._engine.add_request(name, prompt, params, lora_request=self._adapter)
+            self._engine.add_request(job.name, prompt, params, lora_request=self._adapter)
 
     def _step_through(self, names: Sequence[str]) -> Iterator[tuple[int, Answer]]:
         places = {name: place for place, name in enumerate(names)}
@@ -140,7 +138,7 @@ class OfflineEngine:
         with self._between_steps():
             for name in self._under_way:
                 ids, logprobs = compat.unfinished(self._engine, name)
-                self._aborted[name] = Answer(ids, told(logprobs), "abort", name=name)
+                self._aborted[name] = Answer(ids, own_logprobs(logprobs), "abort")
             self._engine.abort_request(list(self._under_way))
             self._under_way.clear()
 

@@ -7,7 +7,7 @@ sample depends on the drafts' length as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +24,16 @@ from quintet.rollout.base import (
     WeightSource,
     parts_of,
 )
-from quintet.rollout.external_engine import ExternalEngineRollout, Job, Progress
+from quintet.rollout.external_engine import Answer, ExternalEngineRollout, Job, Progress
 from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.extension import Extension
-from quintet.rollout.vllm.jobs import Answer, Engine, completed
+from quintet.rollout.vllm.jobs import Engine, completed
 from quintet.rollout.vllm.offline import OfflineEngine
 from quintet.rollout.vllm.routes import of_all_layers, routes_of
 from quintet.rollout.vllm.sampling import check, mode_of, parameters
 from quintet.rollout.vllm.server import ServerEngine
 from quintet.rollout.vllm.settings import draft_length, engine_arguments
-from quintet.rollout.vllm.told import ASKS
+from quintet.rollout.vllm.token_records import ASKS
 from quintet.rollout.vllm.weights import check as check_taken
 from quintet.rollout.vllm.weights import combine
 
@@ -109,15 +109,19 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         }
         return Job(ids, asked)
 
-    def _completed(self, answers: list[Answer], prompts: list[int]) -> list[Answer]:
+    def _completed(self, jobs: Sequence[Job], answers: list[Answer]) -> list[Answer]:
         if not self._stores:
             return answers
-        found = self._engine.rpc(Extension.take_told, [made.name for made in answers])
-        told = of_all_layers(found, self._tp)
+        found = self._engine.rpc(Extension.take_records, [job.name for job in jobs])
+        records = of_all_layers(found, self._tp)
         return [
-            completed(made, told.get(made.name, {}), prompt)
-            for made, prompt in zip(answers, prompts, strict=True)
+            completed(made, records.get(job.name, {}), len(job.prompt_ids))
+            for job, made in zip(jobs, answers, strict=True)
         ]
+
+    def _forget(self, jobs: Sequence[Job]) -> None:
+        if self._stores:
+            self._engine.rpc(Extension.forget_records, [job.name for job in jobs])
 
     def _routes_of(self, told: np.ndarray, tokens: int) -> np.ndarray:
         return routes_of(told, self._shape, tokens)
@@ -167,7 +171,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
     def _forget_prefixes(self) -> None:
         """Empty the prefix cache; requests that are held are read anew, and keep the log-probs and routes that they have."""
         if self._stores:
-            self._engine.rpc(Extension.keep_told)
+            self._engine.rpc(Extension.keep_records)
         self._engine.forget_prefixes()
 
     def wake(self, part: Part) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from quintet.errors import QuintetError
 from quintet.models.shape import ModelShape
 from quintet.rollout.vllm.compat import asked_as
-from quintet.rollout.vllm.told import ROUTES, Told, asks
+from quintet.rollout.vllm.token_records import ROUTES, TokenRecords, asks
 
 ROOM = 64
 """Tokens by which a request's memory grows at least."""
@@ -44,9 +44,14 @@ class Listener:
             fresh = here[:, 0] < 0
             here[fresh] = rows[fresh]
 
-    def take(self, requests: Sequence[str]) -> dict[str, Told]:
+    def take(self, requests: Sequence[str]) -> dict[str, TokenRecords]:
         """Return the routes, int16, of those of these requests that have any, and forget them; -1 where a token was not seen."""
         return {name: {ROUTES: self._of.pop(name)} for name in requests if name in self._of}
+
+    def forget(self, requests: Sequence[str]) -> None:
+        """Forget the routes of these requests."""
+        for name in requests:
+            self._of.pop(name, None)
 
     def _room(self, request: str, tokens: int, top_k: int) -> np.ndarray:
         name = asked_as(request)
@@ -60,8 +65,8 @@ class Listener:
         return held
 
 
-def of_all_layers(workers: Sequence[Mapping[str, Told]], tp: int) -> dict[str, Told]:
-    """Return what workers told, with the routes of all layers: one stage after another, whose tp workers hear the same."""
+def of_all_layers(workers: Sequence[Mapping[str, TokenRecords]], tp: int) -> dict[str, TokenRecords]:
+    """Return what workers wrote down, with the routes of all layers: one stage after another, whose tp workers hear the same."""
     stages = workers[::tp]
     if len(stages) == 1:
         return dict(stages[0])

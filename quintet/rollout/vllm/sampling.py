@@ -52,7 +52,7 @@ def parameters(sampling: Sampling, request: Request, number: int, seed: int) -> 
     }
 
 
-def told(logprobs: Any) -> list[float]:
+def own_logprobs(logprobs: Any) -> list[float]:
     """Return the tokens' own log-probs out of vLLM's flat form, in which each position begins with its own token. The first of a
     prompt has none."""
     if logprobs is None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from quintet.rollout.external_engine import Job
+from quintet.rollout.external_engine import Answer, Job
 from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_request
 from quintet.rollout.vllm.extension import answers, message
-from quintet.rollout.vllm.jobs import Answer, answer
+from quintet.rollout.vllm.jobs import answer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,7 +30,6 @@ class ServerEngine:
         with ProcessWatchdog.over_children("vLLM") as self._watch:
             self._engine = self._do(_start(arguments))
         self._adapter = adapter_request() if arguments.get("enable_lora") else None
-        self._numbers = itertools.count()
         self._under_way: set[str] = set()
 
     def _do(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -61,17 +59,16 @@ class ServerEngine:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(**job.parameters, output_kind=RequestOutputKind.FINAL_ONLY)
-        name = f"q{next(self._numbers)}"
-        self._under_way.add(name)
+        self._under_way.add(job.name)
         try:
             async for output in self._engine.generate(
-                TokensPrompt(prompt_token_ids=job.prompt_ids), params, name, lora_request=self._adapter
+                TokensPrompt(prompt_token_ids=job.prompt_ids), params, job.name, lora_request=self._adapter
             ):
                 if output.finished:
                     return answer(output)
         finally:
-            self._under_way.discard(name)
-        raise RuntimeError(f"vLLM ended request {name} without an answer")
+            self._under_way.discard(job.name)
+        raise RuntimeError(f"vLLM ended request {job.name} without an answer")
 
     def rpc(self, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         with self._watch.named():
@@ -86,7 +83,7 @@ class ServerEngine:
 
     def pause(self) -> None:
         with self._watch.named():
-            self._do(self._engine.pause_generation(mode="keep"))
+            self._do(self._engine.pause_generation(mode="keep", clear_cache=False))
 
     def resume(self) -> None:
         with self._watch.named():

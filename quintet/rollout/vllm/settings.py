@@ -66,6 +66,8 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         )
     else:
         arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
+        if rollout.vllm.get("async_scheduling") is not False:
+            arguments["scheduler_cls"] = f"{__package__}.scheduler.WholeScheduler"
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
     arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
@@ -79,8 +81,8 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         if device == "cpu":
             most = rollout.sequences_per_rank * (1 + drafted)
             arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], most)
-    elif device == "cuda" and runners.takes_second():
-        # Of drafted tokens vLLM tells log-probs itself.
+    elif device == "cuda" and runners.takes_second() and layout.pp == 1:
+        # Of drafted tokens, and where stages share the layers, vLLM tells log-probs itself.
         arguments |= {
             "worker_cls": f"{__package__}.gpu_worker.StoringWorker",
             "additional_config": {"routes": rollout.return_routes},

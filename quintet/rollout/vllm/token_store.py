@@ -1,4 +1,5 @@
-"""What vLLM's worker on a GPU writes down of tokens, by the slots of its KV cache: log-probs, and routes of experts.
+"""What vLLM's worker on a GPU writes down of tokens, by the slots of its KV cache: log-probs, and routes of experts. A part of `compat` by
+what it knows of vLLM, apart by its length.
 
 Behind each forward pass the numbers of its tokens go where their keys and values lie: the choice of every router, and the log-prob of the
 token that was drawn from there. So a token found in the prefix cache has the routes of the forward pass that its keys are of, and a drafted
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from quintet.errors import QuintetError
 from quintet.rollout.vllm.compat import asked_as
-from quintet.rollout.vllm.told import LOGPROBS, ROUTES, Told, asks
+from quintet.rollout.vllm.token_records import LOGPROBS, ROUTES, TokenRecords, asks
 
 
 @dataclass
@@ -30,7 +31,7 @@ class _Ended:
 
     rows: dict[str, Tensor]
     copied: torch.cuda.Event | None
-    first: Told
+    first: TokenRecords
 
 
 class TokenStore:
@@ -51,7 +52,7 @@ class TokenStore:
         self._silent: set[int] = set()
         self._asked: dict[str, str] = {}
         """Requests under way that want it: by the name that they were added by, the worker's."""
-        self._first: dict[str, Told] = {}
+        self._first: dict[str, TokenRecords] = {}
         self._ended: dict[str, _Ended] = {}
 
     def routers(self, layers: Sequence[int], experts: int, top_k: int) -> dict[int, Callable[[Tensor], None]]:
@@ -65,11 +66,11 @@ class TokenStore:
         self._silent = set(layers)
 
         def of(place: int, layer: int) -> Callable[[Tensor], None]:
-            def hear(chosen: Tensor) -> None:
+            def write(chosen: Tensor) -> None:
                 self._silent.discard(layer)
                 self._step[: len(chosen), place].copy_(chosen)
 
-            return hear
+            return write
 
         return {layer: of(place, layer) for place, layer in enumerate(sorted(layers))}
 
@@ -107,21 +108,28 @@ class TokenStore:
         """Give the memory of the slots back, whose requests are done or kept."""
         self._slots.clear()
 
-    def take(self, requests: Sequence[str]) -> dict[str, Told]:
+    def take(self, requests: Sequence[str]) -> dict[str, TokenRecords]:
         """Return what was written of those of these requests that asked for it, a row a token that was computed, and forget it. Raises
         QuintetError where a router was never heard."""
         if self._silent:
             raise QuintetError(
-                f"vLLM asks no router of the layers {sorted(self._silent)} for its choice: there are no routes of it"
+                f"vLLM asks no router of the layers {sorted(self._silent)} for its choice, as one kernel routes and computes there: no "
+                "routes of them can be replayed; use engine.replay_routes=old or null, and rollout.return_routes=false"
             )
         for name in requests:
             self._end(name)  # vLLM tells its workers only with the next step
-        return {name: self._told(self._ended.pop(name)) for name in requests if name in self._ended}
+        return {name: self._records_of(self._ended.pop(name)) for name in requests if name in self._ended}
 
-    def _told(self, ended: _Ended) -> Told:
+    def forget(self, requests: Sequence[str]) -> None:
+        """Forget what was written of these requests, and write no more of them."""
+        for name in requests:
+            for kept in (self._asked, self._first, self._ended):
+                kept.pop(name, None)
+
+    def _records_of(self, ended: _Ended) -> TokenRecords:
         if ended.copied is not None:
             ended.copied.synchronize()
-        return over({what: rows.numpy() for what, rows in ended.rows.items()}, ended.first)
+        return with_first({what: rows.numpy() for what, rows in ended.rows.items()}, ended.first)
 
     def _end(self, name: str) -> None:
         if name not in self._asked:
@@ -137,7 +145,7 @@ class TokenStore:
     def _keep(self, name: str) -> None:
         if name in self._asked:
             rows = {what: one.cpu().numpy() for what, one in self._read(name).items()}
-            self._first[name] = over(rows, self._first.get(name, {}))
+            self._first[name] = with_first(rows, self._first.get(name, {}))
 
     def _read(self, name: str) -> dict[str, Tensor]:
         """What is written of the tokens of a request that were computed, on the device."""
@@ -168,7 +176,7 @@ class TokenStore:
         self._slots[what][slots] = rows
 
 
-def over(rows: Mapping[str, np.ndarray], first: Told) -> Told:
+def with_first(rows: Mapping[str, np.ndarray], first: TokenRecords) -> TokenRecords:
     """Return what is of a request's tokens, of which the first ones are known from an earlier time."""
     out = {}
     for what, now in rows.items():
@@ -190,12 +198,18 @@ def store_of(runner: Any, groups: Sequence[Any], *, routes: bool, tells: bool) -
     whole = [at for at, one in enumerate(groups) if keeps_all(one.kv_cache_spec)]
     if not whole:
         raise QuintetError(
-            "vLLM keeps keys of all tokens in no layer of this model, by whose places log-probs and routes are written down"
+            "vLLM keeps keys of all tokens in no layer of this model, by whose places log-probs and routes are written down; "
+            "VLLM_USE_V2_MODEL_RUNNER=0 in the environment takes the runner that tells log-probs itself"
         )
     store = TokenStore(runner, whole[0], tells=tells)
     if routes:
         found = {one.layer_id: one for one in runner.get_model().modules() if isinstance(one, FusedMoE)}
+        if not found:
+            raise QuintetError(
+                "rollout.return_routes=true: vLLM computes this model without its layers of experts, whose routers would be asked; use "
+                "rollout.return_routes=false"
+            )
         some = next(iter(found.values()))
-        for layer, hear in store.routers(list(found), some.global_num_experts, some.top_k).items():
-            found[layer].router.set_capture_fn(hear)
+        for layer, write in store.routers(list(found), some.global_num_experts, some.top_k).items():
+            found[layer].router.set_capture_fn(write)
     return store

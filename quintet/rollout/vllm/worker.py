@@ -19,8 +19,8 @@ from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import LoraSlots, pieces_on_disk
 from quintet.rollout.vllm.reload import Loading, load_again, models_of
 from quintet.rollout.vllm.routes import Listener
+from quintet.rollout.vllm.token_records import TokenRecords
 from quintet.rollout.vllm.token_store import TokenStore
-from quintet.rollout.vllm.told import Told
 from quintet.rollout.vllm.weights import LoadReport, Reading, Weights
 from quintet.rollout.vllm.worker_models import WorkerModels
 
@@ -69,15 +69,19 @@ class WeightWorker:
         runner = self.model_runner
         self._store = compat.listen_to_routers(runner.get_model(), lambda layers: Listener(runner, layers))
 
-    def keep_told(self) -> None:
-        """Keep what is told of requests under way, which are about to be read anew."""
+    def keep_records(self) -> None:
+        """Keep what is written down of the tokens of requests under way, which are about to be read anew."""
         store = getattr(self, "_store", None)
         if isinstance(store, TokenStore):
             store.keep()
 
-    def take_told(self, requests: list[str]) -> dict[str, Told]:
-        """Return what is told of requests that are done, by the names that they were added by."""
+    def take_records(self, requests: list[str]) -> dict[str, TokenRecords]:
+        """Return what is written down of the tokens of requests that are done, by the names that they were added by."""
         return self._store.take(requests)
+
+    def forget_records(self, requests: list[str]) -> None:
+        """Forget what is written down of requests that were given up."""
+        self._store.forget(requests)
 
     def read_frozen(self) -> LoadReport:
         """Read the weights that adapters are beside, before these come."""

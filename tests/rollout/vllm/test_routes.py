@@ -17,8 +17,8 @@ from quintet.models import read_shape
 from quintet.rollout import Request, Sampling
 from quintet.rollout.vllm.jobs import Answer, completed
 from quintet.rollout.vllm.routes import Listener, routes_of
+from quintet.rollout.vllm.token_records import ASKS, RecordsByRequest
 from quintet.rollout.vllm.token_store import TokenStore
-from quintet.rollout.vllm.told import ASKS, ToldByRequest
 from quintet.sync.logprob_probe import check, engine_scores, limits, sequences
 from tests.oracle.cases import Case
 from tests.oracle.data import VOCAB
@@ -168,7 +168,7 @@ class SecondRunner:
             slot_mappings=torch.zeros(2, 32, dtype=torch.int64),
         )
         self.store = TokenStore(self, 1)
-        self._hear = self.store.routers([3, 1], experts=64, top_k=2)
+        self._write = self.store.routers([3, 1], experts=64, top_k=2)
 
     def step(
         self,
@@ -210,8 +210,8 @@ class SecondRunner:
             states.num_computed_tokens_np[at] = first + count
             last.append((row - 1, -float(expert + first + count - 1)))
         tables.slot_mappings[1, row:] = -1
-        for layer, hear in self._hear.items():
-            hear(chosen[: row + 1] + layer)  # captured graphs have more rows than a step has tokens
+        for layer, write in self._write.items():
+            write(chosen[: row + 1] + layer)  # captured graphs have more rows than a step has tokens
         self.store.end_forward(row)
         rows, logprobs = zip(*last, strict=True)
         self.store.end_draw(torch.tensor(rows), torch.tensor(logprobs))
@@ -229,9 +229,9 @@ def test_what_is_told_of_tokens_lies_where_their_keys_do() -> None:
     assert (routes.shape, routes.dtype, logprobs.dtype) == ((4, 2, 2), np.uint8, np.float32)
     assert routes[:, 0].tolist() == [[11, 11], [12, 11], [23, 21], [34, 31]]
     assert (routes[:, 1] == routes[:, 0] + 2).all()
-    made = completed(Answer([1, 2], [], "stop", name="b"), told["b"], 3)
+    made = completed(Answer([1, 2], [], "stop"), told["b"], 3)
     assert (made.logprobs, made.routes is routes) == ([-22, -33], True)
-    given_up = completed(Answer([1], [], "abort", name="b"), told["b"], 3)
+    given_up = completed(Answer([1], [], "abort"), told["b"], 3)
     assert (given_up.logprobs, given_up.routes) == ([-22], None)
     # The other ends, and its places are another's before anybody asks.
     runner.step({"c-z": (0, 2)}, 40, new={"c-z": ([5], 2)}, gone=("a-x", "b-y"))
@@ -282,13 +282,27 @@ def test_who_asks_for_nothing_costs_no_copy() -> None:
     assert not runner.store._asked
 
 
+def test_what_nobody_waits_for_is_forgotten() -> None:
+    """One request that is done, one that ends with the next step, one that lost its place."""
+    runner = SecondRunner()
+    for place, name in enumerate("abc"):
+        runner.step({f"{name}-x": (0, 3)}, 10, new={f"{name}-x": ([2 * place, 2 * place + 1], 3)})
+    runner.step({"b-x": (3, 1)}, 20, gone=("a-x",), lost=("c-x",))
+    assert (list(runner.store._ended), list(runner.store._first)) == (["a"], ["c"])
+    runner.store.forget(["a", "b", "c", "never"])
+    runner.step({"d-x": (0, 3)}, 30, new={"d-x": ([0, 1], 3)}, gone=("b-x", "c-x"))
+    assert not runner.store._ended
+    assert not runner.store._first
+    assert runner.store.take(["a", "b", "c"]) == {}
+
+
 def test_a_router_that_is_never_asked_is_named() -> None:
     with pytest.raises(QuintetError, match=r"no router of the layers \[1, 3\]"):
         SecondRunner().store.take([])
 
 
 def test_what_is_told_travels_as_it_is() -> None:
-    wire = ToldByRequest()
+    wire = RecordsByRequest()
     made = {
         f"q{n}": {
             "routes": np.arange(n * 6, dtype=np.uint8).reshape(n, 3, 2),
@@ -305,7 +319,7 @@ def test_what_is_told_travels_as_it_is() -> None:
             assert came[name][what].dtype == one.dtype
     assert wire.load(wire.dump({}), "a worker") == {}
     for broken in (wire.dump(made)[:-1], b"{", b'{"q": {"routes": ["object", [1]]}}\n12345678'):
-        with pytest.raises(QuintetError, match="what came from a worker is not what is told of requests"):
+        with pytest.raises(QuintetError, match="what came from a worker is not the records of tokens"):
             wire.load(broken, "a worker")
 
 
@@ -402,8 +416,9 @@ def test_what_is_computed_again_after_a_preemption_is_not_heard_again() -> None:
     routes = listener.take(["a"])["a"]["routes"][:7]
     assert routes[:, 0, 0].tolist() == [11, 11, 11, 11, 21, 31, 51]
     assert (routes[:, 1] == routes[:, 0] + 2).all()
-    step(0, 2, 60)  # a request of another call may have the same name
-    assert listener.take(["a"])["a"]["routes"][:2, 0, 0].tolist() == [61, 61]
+    step(0, 2, 60)
+    listener.forget(["a", "never"])
+    assert listener.take(["a"]) == {}
 
 
 def test_routes_that_are_not_all_known_are_refused(tmp_path: Any) -> None:

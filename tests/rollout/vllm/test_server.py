@@ -8,11 +8,14 @@ import time
 import pytest
 
 from quintet.rollout import Request, Sampling
+from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.threads import Call
 
 pytestmark = pytest.mark.vllm
 
 LONG = Sampling(max_response_tokens=32, ignore_end=True)
+ROUNDING = 1e-4 if DEVICE == "cpu" else 0.05
+"""Of a log-prob beside other sequences, whose number takes other kernels."""
 
 
 @pytest.fixture(scope="module", params=["server", "offline"])
@@ -29,6 +32,10 @@ def responses(rows):
     return [[s.response_ids for s in row] for row in rows]
 
 
+def logprobs(rows):
+    return [logprob for row in rows for s in row for logprob in s.policy_logprobs]
+
+
 def test_samples_do_not_depend_on_company(rollout):
     together = rollout.generate(many(6), LONG)
     alone = [rollout.generate([request], LONG)[0] for request in many(6)]
@@ -37,7 +44,7 @@ def test_samples_do_not_depend_on_company(rollout):
 
 
 def test_pause_holds_and_resume_goes_on(rollout):
-    whole = responses(rollout.generate(many(60), LONG))
+    whole = rollout.generate(many(60), LONG)
     call = Call(rollout.generate, many(60), LONG)
     call.wait_for_some()
     rollout.pause()
@@ -49,8 +56,25 @@ def test_pause_holds_and_resume_goes_on(rollout):
     time.sleep(0.2)
     assert not second.ended
     rollout.resume()
-    assert responses(call.result()) == whole
-    assert responses(second.result()) == whole[:1]
+    assert responses(call.result()) == responses(whole)
+    assert logprobs(call.result()) == pytest.approx(logprobs(whole), abs=ROUNDING)
+    assert responses(second.result()) == responses(whole[:1])
+
+
+def test_a_sleeping_cache_changes_no_sample(rollout):
+    """Requests are read anew, with the tokens they have: none is lost, and each has its own log-prob."""
+    whole = rollout.generate(many(60), LONG)
+    call = Call(rollout.generate, many(60), LONG)
+    for _ in range(3):
+        call.wait_for_some()
+        rollout.pause()
+        rollout.sleep(0)
+        rollout.wake("kv_cache")
+        assert not call.ended
+        rollout.resume()
+        time.sleep(0.05)
+    assert responses(call.result()) == responses(whole)
+    assert logprobs(call.result()) == pytest.approx(logprobs(whole), abs=ROUNDING)
 
 
 def test_abort_ends_what_is_under_way(rollout):

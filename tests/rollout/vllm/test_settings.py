@@ -25,7 +25,9 @@ MIMO = QWEN3 | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers"
 def arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(compat, "require", lambda: "0.32.0")
     monkeypatch.setattr(
-        compat, "engine_fields", lambda: frozenset({"enforce_eager", "hf_overrides", "load_format"})
+        compat,
+        "engine_fields",
+        lambda: frozenset({"async_scheduling", "enforce_eager", "hf_overrides", "load_format"}),
     )
     model = write_model(tmp_path / "model")
     return lambda device="cuda", **rollout: engine_arguments(recipe_of(**rollout), model, device)
@@ -108,6 +110,13 @@ def test_the_second_runner_writes_down_what_it_draws(arguments, monkeypatch, tmp
     assert "worker_cls" not in arguments("cpu")
     drafting = engine_arguments(recipe_of(draft_tokens=1), write_model(tmp_path / "mimo", MIMO), "cuda")
     assert "worker_cls" not in drafting
+    assert "worker_cls" not in arguments("cuda", layout={"pp": 2})
+
+
+def test_on_a_gpu_no_request_that_is_held_loses_a_token(arguments):
+    assert arguments("cuda")["scheduler_cls"].endswith(".WholeScheduler")
+    assert "scheduler_cls" not in arguments("cuda", vllm={"async_scheduling": False})
+    assert "scheduler_cls" not in arguments("cpu")
 
 
 def test_adapters_alone_have_a_slot(arguments):
