@@ -122,6 +122,11 @@ def drafts_refused(recipe: Recipe) -> Iterator[str]:
         yield (
             "rollout.return_routes=true: that vLLM tells the routes of tokens that it drafted was never seen; use one of them"
         )
+    if not rollout.sync_proof:
+        yield (
+            "rollout.sync_proof=false: nothing would tell of layers that draft with the weights before the last sync's; use "
+            "rollout.sync_proof=true"
+        )
     if rollout.min_p > 0:
         yield f"rollout.min_p={rollout.min_p}: vLLM drafts without min_p; use top_p or top_k"
     if t not in (0, 1):

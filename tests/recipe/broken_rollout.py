@@ -22,6 +22,7 @@ _NOT = [
         "names another; remove one of them",
     ),
     (["rollout.draft_tokens=1", "rollout.min_p=0.1"], "vLLM drafts without min_p"),
+    (["rollout.draft_tokens=1", "rollout.sync_proof=false"], "nothing would tell of layers that draft"),
     (
         ["rollout.draft_tokens=auto", "rollout.temperature=0.7"],
         "draft_tokens=auto: rollout.temperature=0.7: log-probs",

@@ -20,7 +20,12 @@ from quintet.models.table import Names, decoder_weights
 from quintet.sync.proof import exported_weights_unchanged, mismatch, tensor_classes
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 
-SHAPES = {"model.embed_tokens.weight": (12, 8), "model.norm.weight": (8,), "a.experts.up": (3, 4, 6)}
+SHAPES = {
+    "model.embed_tokens.weight": (12, 8),
+    "model.norm.weight": (8,),
+    "a.experts.up": (3, 4, 6),
+    "model.mtp_layers.0.input_proj.weight": (4, 6),
+}
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -53,6 +58,7 @@ WHOLE = {name: [whole(name)] for name in SHAPES}
 CUT = {
     "model.embed_tokens.weight": cut("model.embed_tokens.weight", 0, 4),
     "model.norm.weight": [whole("model.norm.weight")] * 4,
+    "model.mtp_layers.0.input_proj.weight": cut("model.mtp_layers.0.input_proj.weight", 1, 2),
     "a.experts.up": [
         (e, *inner[1:]) for e, inner in itertools.product([(0, 1), (1, 2), (2, 3)], cut("a.experts.up", 2, 2))
     ],

@@ -16,7 +16,7 @@ from quintet.errors import QuintetError, SyncMismatch
 from quintet.models import read_shape
 from quintet.rollout import Request, Sampling
 from quintet.rollout.vllm.jobs import Answer, completed
-from quintet.rollout.vllm.routes import Listener, routes_of
+from quintet.rollout.vllm.routes import Listener, of_all_layers, routes_of
 from quintet.rollout.vllm.token_records import ASKS, RecordsByRequest
 from quintet.rollout.vllm.token_store import TokenStore
 from quintet.sync.logprob_probe import check, engine_scores, limits, sequences
@@ -47,9 +47,10 @@ def chosen_by_transformers(name: str, ids: list[int]) -> np.ndarray:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_routes_are_those_of_transformers(start: Any) -> None:
-    tp = 2 if DEVICE == "cpu" else min(2, torch.cuda.device_count())
-    rollout = start("qwen3_moe", layout={"tp": tp}, return_routes=True)
+@pytest.mark.parametrize(("mode", "tp"), [("offline", 2), ("server", 1)])
+def test_routes_are_those_of_transformers(start: Any, mode: str, tp: int) -> None:
+    tp = tp if DEVICE == "cpu" else min(tp, torch.cuda.device_count())
+    rollout = start("qwen3_moe", layout={"tp": tp}, mode=mode, return_routes=True)
     long = [k % 60 for k in range(30)]
     rows = rollout.generate(
         [Request(p, samples=3, seed=5) for p in [*PROMPTS, long]], Sampling(max_response_tokens=9)
@@ -419,6 +420,15 @@ def test_what_is_computed_again_after_a_preemption_is_not_heard_again() -> None:
     step(0, 2, 60)
     listener.forget(["a", "never"])
     assert listener.take(["a"]) == {}
+
+
+def test_stages_of_vllm_tell_their_layers_one_after_another() -> None:
+    def worker(first: int, layers: int) -> dict[str, dict[str, np.ndarray]]:
+        return {"a": {"routes": np.arange(first, first + layers).reshape(1, layers, 1).repeat(3, 0)}}
+
+    workers = [worker(0, 2), worker(0, 2), worker(2, 1), worker(2, 1)]
+    assert of_all_layers(workers, tp=2)["a"]["routes"].tolist() == [[[0], [1], [2]]] * 3
+    assert of_all_layers(workers[:2], tp=2) == workers[0]
 
 
 def test_routes_that_are_not_all_known_are_refused(tmp_path: Any) -> None:
