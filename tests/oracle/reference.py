@@ -60,7 +60,9 @@ from tests.oracle.models import (  # noqa: F401  (the same)
 
 NORM_FLOOR = 1e-6
 """Errors are relative to the reference's norm plus this. No gradient's norm is below 1000 of it."""
-MARGIN = 100.0
+MARGIN = 50.0
+WIDE_MARGIN = 2 * MARGIN
+"""Of seeds that are looked for: on a processor with other kernels the same error is up to twice as large."""
 
 
 @dataclass(frozen=True)
@@ -399,10 +401,10 @@ def _gap(scores: Tensor, k: int) -> Tensor:
     return best[:, k - 1] - best[:, k]
 
 
-def check_margin(name: str, trained: _Run, exact: _Run) -> float:
+def check_margin(name: str, trained: _Run, exact: _Run, least: float = MARGIN) -> float:
     """The smallest gap of a run over its scores' numeric error, which the same run in float64 tells.
 
-    Raises AssertionError when it is less than MARGIN.
+    Raises AssertionError when it is less than `least`.
     """
     pairs = [
         (a, b)
@@ -411,7 +413,7 @@ def check_margin(name: str, trained: _Run, exact: _Run) -> float:
     ]
     error = max((a - b).abs().max().item() for a, b in pairs)
     margin = smallest_gap(trained) / error
-    assert margin >= MARGIN, (
+    assert margin >= least, (
         f"{name}: a routing choice is only {margin:.0f} times the numeric error from a tie"
     )
     return margin
@@ -423,7 +425,7 @@ def smallest_gap(run: _Run) -> float:
 
 
 def _search(name: str, adapters: bool, tries: int = 1500) -> None:
-    """Print seeds of the weights, or of adapters beside them, with a wide gap on BF16_BATCH that keep MARGIN in training with
+    """Print seeds of the weights, or of adapters beside them, with a wide gap on BF16_BATCH that keep WIDE_MARGIN in training with
     every head and optimizer."""
     which = "adapter_seed" if adapters else "seed"
     wide: list[tuple[float, int]] = []
@@ -439,9 +441,8 @@ def _search(name: str, adapters: bool, tries: int = 1500) -> None:
             runs = [_Run(name, *kind, adapters, **{which: seed}, dtype=dtype) for dtype in dtypes]
             for run in runs:
                 run.train(range(len(BATCHES)))
-            try:
-                margins.append(check_margin(name, *runs))
-            except AssertionError:
+            margins.append(check_margin(name, *runs, least=0.0))
+            if margins[-1] < WIDE_MARGIN:
                 break
         else:
             found = f"gap {gap:.3f} on the bf16 batch, margin {min(margins):.0f}"
