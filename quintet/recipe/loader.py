@@ -74,8 +74,9 @@ def load_recipe(
     except ValidationError as error:
         found = [_of_its_key(details, source) for details in error.errors(include_url=False)]
         wrong: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
-        for one in (one for details in found for one in _whole(details, source)):
-            wrong.setdefault(one["loc"], []).append(one)
+        for details in found:
+            for one in _whole(details, source):
+                wrong.setdefault(one["loc"], []).append(one)
         # The nearest key of an unknown one takes milliseconds, and of thousands only those that are told are looked for.
         told = [_explain(one, source) for ones in list(wrong.values())[:_MOST_TOLD] for one in ones]
         told = list(dict.fromkeys(told))

@@ -84,14 +84,12 @@ def choose(
     what = f"{sequences} sequences of {context_tokens} tokens on {device}"
     found: dict[int, float] = {}
     known = "nothing was measured"
-    ends = (
-        max((one.sequences for one in here), default=0),
-        max((one.context_tokens for one in here), default=0),
-    )
-    if here and (sequences > ends[0] or context_tokens > ends[1]):
-        known += f", the table ends at {ends[0]} sequences and {ends[1]} tokens"
-    elif here:
-        known = "the places around were not all measured"
+    if here:
+        most, longest = max(one.sequences for one in here), max(one.context_tokens for one in here)
+        if sequences > most or context_tokens > longest:
+            known += f", the table ends at {most} sequences and {longest} tokens"
+        else:
+            known = "the places around were not all measured"
     for length in sorted({one.draft_tokens for one in here}):
         corners = _corners([one for one in here if one.draft_tokens == length], sequences, context_tokens)
         if corners:

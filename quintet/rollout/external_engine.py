@@ -183,9 +183,8 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
         for number, (sample, one) in enumerate(zip(made, told, strict=True)):
             sample.finished = times[number]
             if self._recipe.return_routes and one.routes is not None:
-                sample.routes = self._routes_of(
-                    one.routes, len(jobs[number].prompt_ids) + len(one.response_ids)
-                )
+                prompt = len(jobs[number].prompt_ids)
+                sample.routes = self._routes_of(one.routes, prompt + len(one.response_ids))
         return made
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
@@ -215,9 +214,8 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
                 f"{self._longest} in all: raise data.max_prompt_tokens or rollout.max_response_tokens"
             )
         seeds = sample_seeds(request.seed, request.samples)
-        return [
-            self._named(self._to_write(request, number, seed, sampling)) for number, seed in enumerate(seeds)
-        ]
+        jobs = (self._to_write(request, number, seed, sampling) for number, seed in enumerate(seeds))
+        return [self._named(job) for job in jobs]
 
     def _named(self, job: JobT) -> JobT:
         return replace(job, name=f"q{next(self._numbers)}")

@@ -57,13 +57,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     if layout.tp * layout.pp > 1:
         arguments["distributed_executor_backend"] = "mp"
     if device == "cpu":
-        # vLLM's own choice is a share of the machine, for every rank anew; and compiling takes longer than it saves.
-        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _kv_bytes(recipe, model_dir, dtype)}
-        # A prompt is read in one step: of one cut over two, vLLM sets the seed's generator back, which none on a CPU can be.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(
-            _BATCHED_TOKENS, longest(recipe), rollout.sequences_per_rank
-        )
+        arguments |= _cpu_arguments(recipe, model_dir, dtype)
     else:
         arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
         if rollout.vllm.get("async_scheduling") is not False:
@@ -98,6 +92,17 @@ def draft_length(recipe: schema.Recipe, model_dir: Path, device: str) -> Choice:
     """Return how many tokens the model drafts, and why: `rollout.draft_tokens`, what was measured where it is auto. device: cpu or cuda."""
     named = compat.device_name(device) if recipe.rollout.draft_tokens == "auto" else device
     return drafts_of(recipe, read_shape(model_dir).mtp_layers, named)
+
+
+def _cpu_arguments(recipe: schema.Recipe, model_dir: Path, dtype: str) -> dict[str, Any]:
+    return {
+        # Compiling takes longer than it saves; vLLM's own choice of memory is a share of the machine, for every rank anew.
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": _kv_bytes(recipe, model_dir, dtype),
+        # A prompt is read in one step: of one cut over two, vLLM sets the seed's generator back, which none on a CPU can be.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_BATCHED_TOKENS, longest(recipe), recipe.rollout.sequences_per_rank),
+    }
 
 
 def _kv_bytes(recipe: schema.Recipe, model_dir: Path, dtype: str) -> int:
