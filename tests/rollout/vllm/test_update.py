@@ -162,11 +162,13 @@ def test_the_kv_cache_sleeps_alone(rollout):
     rollout.pause()
     rollout.sleep(0)
     rollout.sleep(0)
-    assert kv_bytes(rollout) < awake or rollout._recipe.mode == "server"
+    asleep = kv_bytes(rollout)
+    assert asleep < awake or rollout._recipe.mode == "server"
     assert not call.ended
     update(rollout, weights_of(MODEL, seed=OTHER))
     rollout.wake("kv_cache")
-    assert kv_bytes(rollout) == awake
+    # A device counts besides what torch keeps of the new weights on their way, and kernels that were loaded.
+    assert abs(kv_bytes(rollout) - awake) <= 0.02 * (awake - asleep)
     rollout.resume()
     assert {s.finish for (s,) in call.result()} == {"length"}
     other = greedy_by_transformers(MODEL, 8, seed=OTHER)
