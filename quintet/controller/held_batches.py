@@ -54,6 +54,10 @@ class HeldMiniBatch:
         """Return the positions of the samples that this rank tells of: those of the cells it is the first rank of."""
         return {i for cell in self.cells if cell.first for i in cell.samples}
 
+    def counted_tokens(self) -> Tensor:
+        """Return whether each token [tokens] is of such a sample."""
+        return torch.isin(sample_ids(self.batch), torch.tensor(sorted(self.counted()), dtype=torch.int64))
+
     def replayed(self) -> dict[int, int]:
         """Return the samples to be told once they are trained on, and told by this rank: number and position."""
         here = self.counted()

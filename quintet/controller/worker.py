@@ -180,11 +180,16 @@ class PolicyWorker(Worker):
         temperature: float,
         routes: RouteUse | None = None,
     ) -> None:
-        """Set a field to the log-probs, or values, of a whole batch's trained tokens; 0 for samples of other ranks' cells."""
-        engine = self.roles.use(role)
+        """Set a field to the log-probs, or values, of a whole batch's trained tokens, whoever of the dp rank computed them. Collective over
+        cp."""
+        engine, mesh = self.roles.use(role), self.roles.mesh(placement)
         for one in self.batches[batch, placement]:
             outputs = engine.forward(one.batch, one.cells, temperature, one.routes(routes))
-            set_tokens(one.batch, field, _scores(outputs, one.batch))
+            found = _scores(outputs, one.batch)
+            if mesh.sizes.dynamic_cp:  # samples of other ranks' cells are 0 here
+                found *= one.counted_tokens()
+                dist.all_reduce(found, group=mesh.groups.cp)
+            set_tokens(one.batch, field, found)
 
     def advantages(self, *, batch: str, placement: str, function: Advantages) -> None:
         """Set what `function` makes of rewards and scores."""

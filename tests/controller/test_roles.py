@@ -23,16 +23,23 @@ from tests.oracle.pool import Pool, PoolError
 
 
 def recipe_of(
-    path: Path, critic: dict[str, Any] | None, lora: schema.Lora | None = None, **engine: float
+    path: Path,
+    critic: dict[str, Any] | None,
+    lora: schema.Lora | None = None,
+    policy: dict[str, Any] | None = None,
+    **engine: float,
 ) -> schema.Recipe:
     return schema.Recipe(
         cluster=schema.Cluster(ranks=2, device="cpu"),
+        layout=schema.Layout(**policy or {}),
         model=schema.Model(path=path),
         rollout=schema.Rollout(layout=schema.RolloutLayout(tp=1), samples_per_prompt=2),
         algorithm=schema.Algorithm(name="ppo", kl_coef=0.05, kl_in="reward", kl_estimator="k1"),
         critic=schema.Critic(layout=None if critic is None else schema.Layout(**critic)),
         lora=lora,
-        engine=schema.Engine(tokens_per_microbatch_per_rank=32, distributed_optimizer=False, **engine),
+        engine=schema.Engine(
+            **{"tokens_per_microbatch_per_rank": 32, "distributed_optimizer": False} | engine  # type: ignore[arg-type]
+        ),
         optimizer=schema.Optimizer(lr=1e-2, eps=1e-4),
         train=schema.Train(mini_batches_per_step=2, prompts_per_step=6, steps=3),
     )
@@ -86,6 +93,20 @@ def test_a_critic_of_another_layout(
     critic: dict[str, Any],
 ) -> None:
     found, controller = two_steps(ray_cluster, recipe_of(model_dir, critic, offload_optimizer=1.0))
+    with controller.workers:
+        assert found == pytest.approx(of_one_layout, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_advantages_of_a_rank_are_of_its_neighbours_cells_too(
+    ray_cluster: Cluster,
+    model_dir: Path,  # noqa: F811
+    of_one_layout: list[float],
+) -> None:
+    """Values and log-probs are known of all of a dp rank's samples, whichever of its ranks computed them: whitening counts them all."""
+    cells = {"cp": 2, "dynamic_cp": True}
+    recipe = recipe_of(model_dir, None, policy=cells, tokens_per_microbatch_per_rank=16)
+    found, controller = two_steps(ray_cluster, recipe)
     with controller.workers:
         assert found == pytest.approx(of_one_layout, rel=1e-4, abs=1e-6)
 
