@@ -64,8 +64,8 @@ class Scatterer:
         layout = self._placements[0].layout
         return costs_of(self._shape, layout.tp, self._device)[1] if layout.dynamic_cp else ""
 
-    def plan(self, lengths: list[int], placement: Placement) -> Plan:
-        """Assign samples of these lengths to a placement's ranks and micro-batches."""
+    def plan(self, lengths: list[int], placement: Placement, names: Sequence[int] | None = None) -> Plan:
+        """Assign samples of these lengths to a placement's ranks and micro-batches. names: their numbers in the batch, for errors."""
         layout = placement.layout
         aligned = partial(alignment_of, layout, engine=self._recipe.engine)
         coupled = -(-(layout.etp or layout.tp) * layout.ep // layout.tp)  # neighbours with a layer's experts
@@ -75,6 +75,7 @@ class Scatterer:
             "budget": self._recipe.engine.tokens_per_microbatch_per_rank,
             "multiple": layout.pp if layout.vpp > 1 else 1,
             "key": "layout" if placement.name == "policy" else f"{placement.name}.layout",
+            "names": names,
         }
         if layout.dynamic_cp:
             return plan_cells(
@@ -203,7 +204,7 @@ class Scatterer:
         rounds: list[dict[str, int]] = [{} for _ in minis]
         metrics: dict[str, float] = {}
         for placement in self._placements if samples is not None else self._placements[:1]:
-            plans = [self.plan([lengths[i] for i in mini], placement) for mini in minis]
+            plans = [self.plan([lengths[i] for i in mini], placement, mini) for mini in minis]
             sent = [send(mini, plan, placement) for mini, plan in zip(minis, plans, strict=True)]
             receive = self._workers.each(
                 Policy.receive, megatron_pp_as_dp, phase="scatter", coords=placement.coords

@@ -39,7 +39,7 @@ PARTS = 1, 2, 4, 6, 8, 12, 16
 """The limits that are tried: of the mean of what a rank has to do, such a part."""
 FEW = 16
 """Of so many samples each one's time at each size is tried as the limit."""
-NEAR = 1.01
+NEAR = 1.02
 """Of the bound: no further limit is tried once a plan takes no longer."""
 MORE_ROUNDS = 2
 """How often rounds are added to what the tightest packing needs, before samples are placed by that."""
@@ -77,12 +77,14 @@ def plan_cells(
     coupled: int = 1,
     fill: float = 0.0,
     key: str = "layout",
+    names: Sequence[int] | None = None,
 ) -> Plan:
     """Assign samples to cells of 1, 2, 4 … cp ranks, as is modelled to take least time.
 
     lengths: tokens of each sample. dp: blocks of cp ranks, cp a power of two. budget: most tokens of a micro-batch on one rank,
     padding included. alignment: of a row, by the number of ranks that share it. multiple: the count of rounds is a multiple
-    of it. coupled, fill: as in `plan_times`. key: the layout's in the recipe.
+    of it. coupled, fill: as in `plan_times`. key: the layout's in the recipe. names: numbers that errors call the samples by, if not
+    by their places.
 
     Raises UserError naming a sample that does not fit a whole block, and the smallest settings that it fits.
     """
@@ -91,7 +93,8 @@ def plan_cells(
     levels = _levels([lengths[i] for i in order], cp, budget, alignment, costs)
     unfit = min(level.first for level in levels)
     if unfit:
-        raise UserError(_too_long(order[0], lengths[order[0]], cp, budget, alignment, key))
+        name = order[0] if names is None else names[order[0]]
+        raise UserError(_too_long(name, lengths[order[0]], dp * cp, cp, budget, alignment, key))
     bound = _bound(levels, lengths, dp * cp, budget, costs.fixed, multiple, fill)
 
     def add(plan: Plan) -> float:
@@ -119,6 +122,9 @@ def plan_cells(
     for classes in _choices(levels, (bound - costs.fixed) or 1.0):
         if any(time <= NEAR * bound for (time, _), _ in found[static is not None :]):
             break
+        work = sum(level.size * sum(level.cost[at] for at in samples) for level, samples in classes)
+        if found and work / (dp * cp) > min(time for (time, _), _ in found):
+            continue  # evenly spread it would take longer than a plan that was found
         for table in _tables(classes, dp * cp, multiple, coupled):
             add(Plan([_cells(row, order, dp * cp) for row in table], cp))
     (time, _), best = min(found, key=lambda one: one[0])  # of two as fast, the one with less work
@@ -157,10 +163,16 @@ def smallest_fits(
 
 
 def _too_long(
-    sample: int, tokens: int, cp: int, budget: int, alignment: Callable[[int], Alignment], key: str
+    sample: int,
+    tokens: int,
+    ranks: int,
+    cp: int,
+    budget: int,
+    alignment: Callable[[int], Alignment],
+    key: str,
 ) -> str:
     needed, size = smallest_fits(tokens, cp, budget, alignment, dynamic=True)
-    larger = "" if size is None else f", or {key}.cp={size}"
+    larger = "" if size is None or ranks % size else f", or {key}.cp={size}"
     return (
         f"sample {sample} has {tokens} tokens, {alignment(cp).row([tokens]) // cp} on each rank of the largest group with "
         f"alignment: more than engine.tokens_per_microbatch_per_rank={budget}. It fits with "

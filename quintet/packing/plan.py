@@ -132,6 +132,7 @@ def plan_microbatches(
     multiple: int = 1,
     lockstep: bool = True,
     key: str = "layout",
+    names: Sequence[int] | None = None,
 ) -> Plan:
     """Assign samples to ranks and micro-batches.
 
@@ -140,7 +141,8 @@ def plan_microbatches(
     relative to the rest, per token of length (cost of a sample = n + quadratic * n^2). multiple: the count of
     micro-batches is a multiple of it (interleaved pipelines need one of pp); empty ones fill up. lockstep: whether
     ranks wait for each other in every micro-batch, as with experts spread over them; without it long samples are
-    balanced better over ranks, and worse over the k-th micro-batches. key: the layout's in the recipe.
+    balanced better over ranks, and worse over the k-th micro-batches. key: the layout's in the recipe. names: numbers that errors call
+    the samples by, if not by their places.
 
     Raises UserError naming a sample that does not fit the budget on its own.
     """
@@ -148,7 +150,7 @@ def plan_microbatches(
     for i, n in enumerate(lengths):
         if alignment.row([n]) > room:
             raise UserError(
-                f"sample {i} has {n} tokens, {alignment.row([n]) // cp} on each rank with alignment: more than "
+                f"sample {i if names is None else names[i]} has {n} tokens, {alignment.row([n]) // cp} on each rank with alignment: more than "
                 f"engine.tokens_per_microbatch_per_rank={budget}. Raise the budget, shorten "
                 f"rollout.max_response_tokens or data.max_prompt_tokens, or raise {key}.cp"
             )

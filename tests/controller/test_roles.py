@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quintet.cluster.cluster import Cluster
+from quintet.cluster.progress import turn
 from quintet.controller.controller import Controller
 from quintet.controller.engines import Engines
 from quintet.errors import WorkerFailure
@@ -172,3 +173,13 @@ def step_without_gradients(recipe: schema.Recipe, path: Path) -> None:
 def test_a_step_needs_gradients(pool: Pool, model_dir: Path) -> None:  # noqa: F811
     with pytest.raises(PoolError, match="critic: optimizer_step without forward_backward"):
         pool.run(step_without_gradients, 2, recipe_of(model_dir, None), model_dir)
+
+
+def tells_turns(recipe: schema.Recipe, path: Path) -> bool:
+    engines = Engines(recipe, trained_shape(path), path, "train", "fp32")
+    told = [engines[role]._pipeline.turn for role in ("policy", "critic")]  # type: ignore[union-attr]
+    return told == [turn, turn]
+
+
+def test_every_role_tells_which_micro_batch_it_comes_to(pool: Pool, model_dir: Path) -> None:  # noqa: F811
+    assert pool.run(tells_turns, 2, recipe_of(model_dir, None), model_dir) == [True, True]

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from quintet.controller import scatter
 from quintet.controller.batch_ref import Placement
 from quintet.controller.messages import SampleInfo
 from quintet.controller.samples import Kept, Samples
 from quintet.controller.scatter import Scatterer
+from quintet.errors import UserError
 from quintet.models import ModelShape
+from quintet.packing import CellCosts
 from quintet.recipe import schema
 from quintet.rewards.result import RewardResult
 from tests.engine.test_shards import SHAPE
@@ -72,3 +75,51 @@ def test_samples_are_cut_once_a_block(dynamic: bool, dp: int, cp: int, tp: int, 
         blocks.setdefault(where["dp"], set()).add(f"{references} {assignment}")
     assert [len(found) for found in blocks.values()] == [1] * dp
     assert len(set.union(*blocks.values())) == dp
+
+
+@pytest.mark.parametrize(
+    ("layout", "coupled", "fill", "multiple"),
+    [
+        ({"cp": 4}, 1, 0.0, 1),
+        ({"cp": 2, "ep": 4}, 4, 0.0, 1),
+        ({"cp": 2, "tp": 2, "sp": True, "ep": 4, "etp": 1}, 2, 0.0, 1),
+        ({"cp": 2, "tp": 2, "sp": True, "ep": 2}, 2, 0.0, 1),
+        ({"cp": 2, "pp": 2}, 1, 1.0, 1),
+        ({"cp": 2, "pp": 4, "vpp": 2}, 1, 1.5, 4),
+    ],
+)
+def test_cells_are_planned_for_who_waits_for_whom(
+    layout: dict[str, Any], coupled: int, fill: float, multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts' ranks for each other in every micro-batch, a pipeline for its costliest; interleaved stages take rounds by the pp."""
+    made, measured, asked = schema.Layout(**layout, dynamic_cp=True), CellCosts(fixed=7.0), []
+    monkeypatch.setattr(scatter, "costs_of", lambda *of: asked.append(of) or (measured, ""))
+    monkeypatch.setattr(scatter, "plan_cells", lambda lengths, **how: how)
+    ranks = 2 * made.tp * made.cp * made.pp
+    coords = [
+        {"tp": n % made.tp, "dp": n // made.tp // made.cp % 2, "pp": n // (ranks // made.pp)}
+        for n in range(ranks)
+    ]
+    recipe = schema.Recipe(cluster=schema.Cluster(ranks=ranks), layout=made)
+    placement = Placement("critic", made, coords)
+    scatterer = Scatterer(Told(), recipe, SHAPE, [placement], "a device")  # type: ignore[arg-type]
+    how: Any = scatterer.plan([3, 4], placement, [5, 6])
+    assert (how["coupled"], how["fill"], how["multiple"]) == (coupled, fill, multiple)
+    assert (how["dp"], how["cp"], how["key"], how["names"]) == (2, made.cp, "critic.layout", [5, 6])
+    assert how["costs"] is measured
+    assert asked == [(SHAPE, made.tp, "a device")]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_sample_that_fits_nowhere_is_named_by_its_number_in_the_batch(dynamic: bool) -> None:
+    layout = schema.Layout(cp=2, dynamic_cp=dynamic)
+    recipe = schema.Recipe(
+        cluster=schema.Cluster(ranks=2),
+        layout=layout,
+        engine=schema.Engine(tokens_per_microbatch_per_rank=128),
+    )
+    placement = Placement("policy", layout, [{"tp": 0, "dp": 0, "pp": 0}] * 2)
+    scatterer = Scatterer(Told(), recipe, SHAPE, [placement])  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="sample 3 has 999 tokens") as told:
+        scatterer.plan([30, 999], placement, [2, 3])
+    assert "cp=" not in str(told.value)  # there are two ranks

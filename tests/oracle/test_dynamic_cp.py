@@ -154,6 +154,8 @@ def test_every_cut_after_every_other(pool: Pool, models: Path, case: Case) -> No
     "case",
     [
         Case("qwen3", pp=2, cp=4, mixed=True),
+        # With two ranks there is one group: backward by that of another row could not show.
+        Case("qwen3", pp=2, cp=4, cp_comm="all_to_all", mixed=True),
         Case("deepseek_v3", pp=2, cp=4, ep=4, recompute="selective", mixed=True),
         Case("qwen3", pp=2, vpp=2, cp=2, dp=2, mixed=True),
     ],

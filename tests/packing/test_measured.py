@@ -28,7 +28,7 @@ def table(tmp_path, monkeypatch):
 def test_a_row_counts_where_device_and_layer_fit_whatever_the_depth(table):
     costs, told = costs_of(replace(DENSE, layers=12), 1, "NVIDIA H200")
     assert costs == CellCosts(300.0, 2e-5, (0.03, 0.05))
-    assert "measured on NVIDIA H200 (a command, 2026-11-23)" in told
+    assert "measured on NVIDIA H200 in bf16 with all_gather (a command, 2026-11-23)" in told
 
 
 @pytest.mark.parametrize(
