@@ -164,7 +164,9 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
                     answers[at][number], times[at][number] = answer, time.perf_counter()
                     self._progress(done)
                     if len(answers[at]) == len(by_request[at]):
-                        yield at, self._made(awaited.pop(at), answers[at], times[at], sampling)
+                        made = self._made(awaited[at], answers[at], times[at], sampling)
+                        del awaited[at]
+                        yield at, made
         finally:
             if given_up := [job for some in awaited.values() for job in some]:
                 with suppress(Exception):  # a dead engine's second error would hide its first

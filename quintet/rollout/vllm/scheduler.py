@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 
@@ -21,3 +23,13 @@ class WholeScheduler(AsyncScheduler):
             for request, is_drawing in running:
                 request.discard_latest_async_tokens = is_drawing
         return emptied
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Take what a step came to. Of a step whose tokens are thrown away, what became of its drafts is too: vLLM 0.20.2 would take the
+        rejected ones off what the request has read since."""
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        for name in list(drafted):
+            request = self.requests.get(name)
+            if request is not None and request.discard_latest_async_tokens:
+                del drafted[name]
+        return super().update_from_output(scheduler_output, model_runner_output)

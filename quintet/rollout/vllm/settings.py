@@ -60,8 +60,13 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         arguments |= _cpu_arguments(recipe, model_dir, dtype)
     else:
         arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
-        if rollout.vllm.get("async_scheduling") is not False:
-            arguments["scheduler_cls"] = f"{__package__}.scheduler.WholeScheduler"
+        # With more stages than two, vLLM 0.20.2 takes wrong tokens into requests that it preempts with steps of theirs under way.
+        ahead = rollout.vllm.get("async_scheduling", layout.pp <= 2) is not False
+        arguments |= (
+            {"scheduler_cls": f"{__package__}.scheduler.WholeScheduler"}
+            if ahead
+            else {"async_scheduling": False}
+        )
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
     arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)

@@ -37,3 +37,22 @@ def test_a_token_is_thrown_away_where_one_is_under_way(monkeypatch: pytest.Monke
     assert scheduler.reset_prefix_cache(reset_running_requests=True)
     assert asked == [(False, False), (True, False)]
     assert [one.discard_latest_async_tokens for one in requests] == [True, False, True, False]
+
+
+def test_drafts_of_a_step_that_is_thrown_away_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three requests one was emptied while its step was under way, and one is gone."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from quintet.rollout.vllm.scheduler import WholeScheduler
+
+    def its(self: Any, step: Any, made: Any) -> tuple[dict[str, list[int]], Any]:
+        return step.scheduled_spec_decode_tokens, made
+
+    monkeypatch.setattr(AsyncScheduler, "update_from_output", its)
+    scheduler: Any = object.__new__(WholeScheduler)
+    scheduler.requests = {
+        name: SimpleNamespace(discard_latest_async_tokens=emptied)
+        for name, emptied in (("goes on", False), ("emptied", True))
+    }
+    step = SimpleNamespace(scheduled_spec_decode_tokens={"goes on": [1], "emptied": [2], "gone": [3]})
+    assert scheduler.update_from_output(step, "made") == ({"goes on": [1], "gone": [3]}, "made")

@@ -119,6 +119,14 @@ def test_on_a_gpu_no_request_that_is_held_loses_a_token(arguments):
     assert "scheduler_cls" not in arguments("cpu")
 
 
+def test_with_more_than_two_stages_no_step_is_scheduled_ahead(arguments):
+    assert arguments("cuda", layout={"pp": 2})["scheduler_cls"].endswith(".WholeScheduler")
+    made = arguments("cuda", layout={"pp": 4})
+    assert made["async_scheduling"] is False
+    assert "scheduler_cls" not in made
+    assert arguments("cuda", layout={"pp": 4}, vllm={"async_scheduling": True})["async_scheduling"] is True
+
+
 def test_adapters_alone_have_a_slot(arguments):
     lora = {"rank": 20, "alpha": 20, "targets": ["layers.0.*.q_proj", "o_proj"]}
     made = arguments(lora=lora, adapter_sync="separate")
