@@ -8,18 +8,20 @@ boxes with its views, and over all ranks the boxes with the Hugging Face tensors
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from quintet.errors import UserError
 from quintet.models import ModelShape, Weight
 from quintet.models.family import table_of
-from quintet.models.mcore import Box, overlapping, volume
+from quintet.models.mcore import Box, box_sizes, overlapping, volume
 from quintet.plan.fullest import setup_of
 from quintet.plan.parameters import chunks as planned_chunks
 from quintet.recipe import schema
@@ -90,7 +92,7 @@ def _build(recipe: schema.Recipe, shape: ModelShape, rank: int, found: Built) ->
     from quintet.engine.weights.shards import global_tensors, shard_map
 
     layout, dtype = recipe.layout, torch.float32 if recipe.model.dtype == "fp32" else torch.bfloat16
-    engine = recipe.engine.model_copy(update={"backend": "portable"})
+    engine = recipe.engine.without_fp8.model_copy(update={"backend": "portable"})
     mesh = build.mesh_of(layout, recipe.cluster.ranks)
     with torch.device("meta"):
         models = build.build_chunks(shape, layout, mesh, dtype, engine)
@@ -104,7 +106,7 @@ def _build(recipe: schema.Recipe, shape: ModelShape, rank: int, found: Built) ->
         found.wrong += _differences(where, planned, held)
     shards = shard_map(models, shape, mesh)
     for one in shards:
-        if one.view.numel() != volume(one.box):
+        if not _is_box(tuple(one.view.shape), one.box):
             found.wrong.append(
                 f"rank {rank}: {one.name} has a view of {tuple(one.view.shape)} for the box {one.box}"
             )
@@ -119,6 +121,12 @@ def _build(recipe: schema.Recipe, shape: ModelShape, rank: int, found: Built) ->
             f"rank {rank}: {held_here:,} elements of parameters, and shards of {mapped:,} with {spare:,} of the vocabulary's padding"
         )
     found.parameters[rank], found.shards[rank] = held_here, len(shards)
+
+
+def _is_box(shape: tuple[int, ...], box: Box) -> bool:
+    """Whether a view of this shape is the box's, whose dims it may cut into several: heads and what each has."""
+    ends = set(accumulate(shape, operator.mul))
+    return math.prod(shape) == volume(box) and ends.issuperset(accumulate(box_sizes(box), operator.mul))
 
 
 def _planned(recipe: schema.Recipe, shape: ModelShape, stage: int) -> list[dict[str, int]]:

@@ -37,6 +37,16 @@ elif mistake == "experts of another rank":
     from quintet.engine.mesh import Mesh
     at = Mesh.at
     Mesh.at = lambda self, axis: 0 if axis == "ep" else at(self, axis)
+elif mistake == "a matrix transposed":
+    import torch
+    import quintet.engine.build as build
+    made = build.build_chunks
+    def build_chunks(*args):
+        chunks = made(*args)
+        layer = chunks[0].decoder.layers[0].self_attention.linear_proj
+        layer.weight = torch.nn.Parameter(layer.weight.data.T.contiguous())
+        return chunks
+    build.build_chunks = build_chunks
 sys.exit(main(words))
 """
 
@@ -54,6 +64,13 @@ def test_every_rank_of_a_recipe(tmp_path):
     assert code == 0, said
     assert said.count(": 3,807,910,400 parameters in 339 shards") == 8
     assert "Together they hold each of 339 tensors once." in said
+
+
+def test_a_recipe_in_8_bits():
+    """Nothing is multiplied on the meta device: weights are those of bf16."""
+    code, said = plan(str(RECIPES / "qwen2_7b_8_h20.yaml"), "engine.fp8=blockwise", "--build", "0")
+    assert code == 0, said
+    assert "As planned, and as the shard map says." in said
 
 
 SMALL = [
@@ -85,6 +102,7 @@ def test_one_rank_of_other_layouts(layout):
     [
         ("stages planned as equal", ["layout.pp=2", "layout.stage_layers=[13,15]", "--build", "0"], "decoder.layers.13."),
         ("heads counted whole", ["--build", "0"], "decoder.layers.0.self_attention.linear_qkv.weight has"),
+        ("a matrix transposed", ["--build", "0"], "model.layers.0.self_attn.o_proj.weight has a view of (1792, 3584)"),
     ],
 )  # fmt: skip
 def test_a_plan_that_is_wrong_is_found(mistake, words, shown):
