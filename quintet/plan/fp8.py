@@ -48,7 +48,7 @@ def in_8_bits(recipe: Recipe, shape: ModelShape) -> str:
     gain = most_gain(recipe, shape)
     text = (
         f"Products in 8 bits, {recipe.engine.fp8}; in bf16 stay {', '.join(unquantized(shape))}. At most {gain:.2f}× as fast, counted "
-        "from dims for an H100; no speed of it has been measured from here yet (docs/fp8.md)."
+        "from dims for an H100; docs/fp8.md tells what was measured."
     )
     if gain >= LITTLE:
         return text

@@ -10,6 +10,8 @@ from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 
+GIB = 1 << 30
+
 PREFILL_TOKENS = 16384
 """Most prompt tokens in one prefill row of a native rollout."""
 
@@ -32,6 +34,25 @@ def rollout_bytes(recipe: schema.Recipe, setup: Setup, device_bytes: int | None)
     slots = rollout.sequences_per_rank
     per_stage = -(-shape.layers // layout.pp)
     return weights, slots * longest * per_stage * token_bytes(shape, layout.tp, setup.width, latent=vllm)
+
+
+def without_room(recipe: schema.Recipe, setup: Setup, device_bytes: int) -> str | None:
+    """Return why a rollout with an engine of its own has no room for the longest sample beside its weights; None where it has."""
+    rollout, placement = recipe.rollout, placement_of(recipe)
+    if rollout.backend == "native":
+        return None
+    weights, _ = rollout_bytes(recipe, setup, None)
+    layers = -(-setup.shape.layers // placement.layout.pp)
+    longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
+    sample = longest * layers * token_bytes(setup.shape, placement.layout.tp, setup.width, latent=True)
+    share = int(rollout.memory_fraction * device_bytes)
+    if weights + sample <= share:
+        return None
+    return (
+        f"weights of {weights / GIB:.1f} GiB and {sample / GIB:.1f} of cache for the longest sample are more than "
+        f"rollout.memory_fraction={rollout.memory_fraction:g} of a device, {share / GIB:.1f}; take a larger rollout.layout.tp or "
+        "rollout.memory_fraction"
+    )
 
 
 def token_bytes(shape: ModelShape, tp: int, width: int, *, latent: bool) -> int:

@@ -95,6 +95,18 @@ def test_what_does_not_fit_is_said_with_what_to_change(capsys):
     assert "generate:" not in said  # vLLM takes its share of what there is
 
 
+def test_a_rollout_whose_weights_are_more_than_its_share_is_told(capsys):
+    words = ["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "--gpu-gib", "89"]
+    assert main([*words, "rollout.layout.tp=1", "rollout.memory_fraction=0.08"]) == 2
+    said = capsys.readouterr().out
+    assert re.search(
+        r"generate: weights of 14\.\d GiB and 0\.\d of cache .* are more than rollout.memory_fraction=0\.08 .*, 7\.1; take a",
+        said,
+    )
+    assert main([*words, "rollout.layout.tp=1", "rollout.memory_fraction=0.5"]) == 0
+    assert "generate:" not in capsys.readouterr().out
+
+
 def test_a_directory_with_a_config_is_enough(tmp_path, capsys):
     shutil.copy(SHAPES / "Qwen2-7B" / "config.json", tmp_path / "config.json")
     for named in (tmp_path, tmp_path / "config.json"):

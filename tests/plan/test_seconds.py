@@ -170,6 +170,27 @@ def test_layers_that_predict_ahead_are_trained_alone():
     assert 1.02 < one["train"].flops / other["train"].flops < 1.04
 
 
+def test_a_batch_whose_experts_are_counted_beforehand_takes_a_pass_more():
+    """Of three in updates, and no use: what is computed counts the same."""
+    times = []
+    for words in (
+        (),
+        ("engine.aux_loss={per: sequence, weight: 0.001}",),
+        ("engine.aux_loss={per: batch, weight: 0.001}",),
+    ):
+        recipe, shape = loaded(
+            str(RECIPES / "qwen3_235b_a22b_32_h20.yaml"),
+            "engine.recompute=none",
+            "optimizer.cpu_fraction=0",
+            *words,
+        )
+        times.append(plan_seconds(recipe, shape, CARDS["H20"], samples_of(recipe, (200, 1960)))["train"])
+    without, of_sequences, of_batch = times
+    assert of_sequences == without
+    assert of_batch.seconds == pytest.approx(4 / 3 * without.seconds)
+    assert of_batch.flops == without.flops
+
+
 def test_mfu_is_of_all_ranks(tiny):
     recipe, shape = tiny("layout.pp=1", "train.mini_batches_per_step=1", "optimizer.cpu_fraction=0")
     times = plan_seconds(recipe, shape, CARD, samples_of(recipe))
