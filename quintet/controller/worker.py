@@ -308,8 +308,9 @@ class PolicyWorker(Worker):
         if self.placement.adapters_separate:
             shards = [*split_adapters(self.engine.shard_map())[0], *shards]
         if self.recipe.rollout.quantization == "fp8":
-            self._same_blocks()
-            return self._indexer.tell(*quantized_fingerprints(shards, self.shape, build.device()))
+            told = self._indexer.tell(*quantized_fingerprints(shards, self.shape, build.device()))
+            self._same_blocks()  # it raises on some ranks, which have met the others by now
+            return told
         return self._indexer.tell(shard_fingerprints(shards), {one.name: one.shape for one in shards})
 
     def _same_blocks(self) -> None:
