@@ -158,7 +158,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sequential", action="store_true", help="start a side anew for each turn: for what fits only once")
     add("--timeout-s", type=float, default=300.0, help="longest silence of a rank (default 300)")
     add("--prove", action="store_true", help="run benchmarks/fp8_proof.py instead, of --shape and --fp8")
-    add("--out", type=Path, default=RESULTS / "fp8_h200.json", help="records are merged into this file")
+    add("--out", type=Path, default=RESULTS / "fp8.json", help="records are merged into this file")
     args = parser.parse_args(argv)
     if args.shape == "tiny" and args.fp8:
         parser.error("--shape tiny is a dry run in bf16: leave --fp8 out")

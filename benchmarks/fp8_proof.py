@@ -5,7 +5,7 @@
     python -m benchmarks.fp8_proof --tiny       on a CPU, in bf16: the plumbing
 
 The models have 4,096 words in place of 151,936: embedding and head are not computed in 8 bits, and only take time and memory.
-Prints a line a claim, with its figure; exit status 1 if one does not hold; `--out FILE` merges the figures into a file of records:
+Prints a line a claim, with its figure; exit status 1 if one does not hold; the figures become records:
 
 - 50 steps on fresh text of a language of known entropy (`mtp_work.Language`) have finite losses and gradient norms, bf16 has learnt a tenth
   of its first loss or more, and the mean loss of the last ten, of text that no step has trained on yet, is within 2% of bf16's, from the same
@@ -37,7 +37,7 @@ from typing import Any
 
 from benchmarks.engine_work import TINY, Setup, setup_of
 from benchmarks.mtp_work import Language
-from benchmarks.records import merged, record, write_records
+from benchmarks.records import RESULTS, merged, record, write_records
 
 STEPS, LR = 50, 1e-4
 WORDS = 4096
@@ -316,7 +316,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fp8", choices=RECIPES, action="append", help="may be repeated (default: both)")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, in bf16: the plumbing")
     parser.add_argument(
-        "--out", type=Path, help="records are merged into this file; without it none are kept"
+        "--out",
+        type=Path,
+        help="records are merged into this file (default: benchmarks/results/fp8.json)",
     )
     args = parser.parse_args(argv)
     if args.tiny and (args.shape or args.fp8 or args.out):
@@ -343,8 +345,9 @@ def main(argv: list[str] | None = None) -> int:
     claims = Claims()
     for shape in TINY if args.tiny else args.shape or CASES:
         prove(shape, (None,) if args.tiny else args.fp8 or RECIPES, claims, args.tiny)
-        if args.out:
-            write_records(args.out, merged(args.out, claims.records))
+        if not args.tiny:
+            out = args.out or RESULTS / "fp8.json"
+            write_records(out, merged(out, claims.records))
     dist.destroy_process_group()
     return int(not claims.held)
 

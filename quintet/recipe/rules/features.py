@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from quintet.install import with_extra
+from quintet.recipe.elsewhere import WORDS
 from quintet.recipe.features import FEATURES
 from quintet.recipe.megatron import (
     FREE,
@@ -63,7 +64,8 @@ def megatron_options_are_free(facts: Facts) -> Iterator[Problem]:
         if known and name not in known:
             near = next(iter(difflib.get_close_matches(name, known, 1)), None)
             free = f"did you mean {near}?" if near in FREE else None
-            close = free or (f"{near} is {why_refused(near)}" if near else "remove it")
+            other = f"{near} is {why_refused(near)}" if near else "remove it"
+            close = f"it is {why_refused(name)}" if name in WORDS else free or other
             yield Problem(f"{key}: megatron-core's TransformerConfig has no such field; {close}")
         elif name not in FREE:
             yield Problem(f"{key}: {why_refused(name)}; remove it")

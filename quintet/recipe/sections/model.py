@@ -91,7 +91,8 @@ class Layout(Section):
     pp: Ranks = 1
     """Pipeline parallel: stages of equally many layers, or of as many as stage_layers says."""
     vpp: Ranks = 1
-    """Virtual pipeline stages (model chunks) a rank: the interleaved schedule. Needs pp > 1; pp * vpp divides the layers."""
+    """Virtual pipeline stages (model chunks) a rank: the interleaved schedule. Needs pp > 1; pp * vpp divides the layers, or
+    stage_layers says how many each has."""
     stage_layers: Annotated[list[NonNegativeInt], Field(min_length=1, max_length=MOST_LAYERS)] | None = None
     """Layers of each of the pp pipeline stages (with vpp of each of the pp * vpp chunks), in the model's order; null is equally many.
     The first and the last may have none, and hold the embedding and the head alone (docs/layouts.md)."""
