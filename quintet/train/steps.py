@@ -14,12 +14,12 @@ from quintet.rewards.result import RewardResult
 
 @dataclass
 class Update:
-    """What a role's optimizer steps on one step's samples came to: the loss is the mean over mini-batches, norm and rate are the
-    last's."""
+    """What a role's optimizer steps on one step's samples came to: loss and gradient norm are means over mini-batches, the rate is
+    the last's."""
 
     tally: Tally = field(default_factory=Tally)
     losses: list[float] = field(default_factory=list)
-    grad_norm: float = 0.0
+    norms: list[float] = field(default_factory=list)
     lr: float = 0.0
     replayed: dict[int, TrainedTokens] = field(default_factory=dict)
     """The step's first samples as they were trained on, by number."""
@@ -33,11 +33,16 @@ class Update:
     def loss(self) -> float:
         return sum(self.losses) / len(self.losses)
 
+    @property
+    def grad_norm(self) -> float:
+        return sum(self.norms) / len(self.norms)
+
     def add(self, told: Sequence[MiniBatchTold], stepped: OptimizerTold) -> None:
         """Count a mini-batch."""
         self.losses.append(sum(one.loss for one in told))
         self.tally.merge(one.tally for one in told)
-        self.grad_norm, self.lr = stepped.grad_norm, stepped.lr
+        self.norms.append(stepped.grad_norm)
+        self.lr = stepped.lr
         for one in told:
             self.replayed |= one.replayed
             self.parted = joined(self.parted, one.parted)

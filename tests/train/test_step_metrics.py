@@ -87,6 +87,14 @@ def test_the_load_of_experts_is_of_all_mini_batches() -> None:
     assert update.metrics == even | {"experts/z_loss": 4.0}
 
 
+def test_loss_and_gradient_norm_are_means_over_mini_batches() -> None:
+    """A norm that only the first had is seen."""
+    update = Update()
+    for loss, norm, lr in ((1.0, 9.0, 2e-3), (3.0, 1.0, 1e-3)):
+        update.add([MiniBatchTold(loss, Tally())], OptimizerTold(norm, lr))
+    assert (update.loss, update.grad_norm, update.lr) == (2.0, 5.0, 1e-3)
+
+
 def test_accuracy_is_of_what_the_reward_calls_correct(samples: Samples) -> None:
     """Partial credit, penalties and large rewards are rewards; a sample of which nothing is said is not correct."""
     said = [(5.0, True), (5.0, False), (-1.0, None), (0.25, None)]
