@@ -187,7 +187,7 @@ class PolicyWorker(Worker):
             outputs = engine.forward(one.batch, one.cells, temperature, one.routes(routes))
             found = _scores(outputs, one.batch)
             if mesh.sizes.dynamic_cp:  # samples of other ranks' cells are 0 here
-                found *= one.counted_tokens()
+                found = torch.where(one.counted_tokens(), found, 0.0)
                 dist.all_reduce(found, group=mesh.groups.cp)
             set_tokens(one.batch, field, found)
 
