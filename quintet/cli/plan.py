@@ -73,7 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the memory of each pipeline stage's fullest rank by phase. 0 it fits or is not compared, 2 it does not fit."""
     from quintet.plan.describe import in_units
     from quintet.plan.fp8 import in_8_bits
-    from quintet.plan.phases import advice, cannot_generate, plan_stages
+    from quintet.plan.fullest import setup_of
+    from quintet.plan.phases import advice, plan_stages
+    from quintet.plan.rollout import without_room
     from quintet.recipe import load_recipe
     from quintet.recipe.hub import shapes_alone
     from quintet.recipe.rules import shape_of
@@ -122,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{phase}: {one.device[phase] / GIB:.1f} GiB on stage {one.stage} are more than {arguments.gpu_gib:g}; take "
             f"{advice(recipe, phase)}"
         )
-    if (narrow := cannot_generate(recipe, shape, limit)) is not None:
+    if (narrow := without_room(recipe, setup_of(recipe, shape), limit)) is not None:
         print(f"generate: {narrow}")
     return MISFIT if over or narrow else 0
 

@@ -39,7 +39,7 @@ PARTS = 1, 2, 4, 6, 8, 12, 16
 """The limits that are tried: of the mean of what a rank has to do, such a part."""
 FEW = 16
 """Of so many samples each one's time at each size is tried as the limit."""
-NEAR = 1.02
+NEAR = 1.01
 """Of the bound: no further limit is tried once a plan takes no longer."""
 MORE_ROUNDS = 2
 """How often rounds are added to what the tightest packing needs, before samples are placed by that."""
@@ -93,7 +93,7 @@ def plan_cells(
     levels = _levels([lengths[i] for i in order], cp, budget, alignment, costs)
     unfit = min(level.first for level in levels)
     if unfit:
-        name = order[0] if names is None else names[order[0]]
+        name = (names or range(len(lengths)))[order[0]]
         raise UserError(_too_long(name, lengths[order[0]], dp * cp, cp, budget, alignment, key))
     bound = _bound(levels, lengths, dp * cp, budget, costs.fixed, multiple, fill)
 

@@ -147,10 +147,10 @@ def plan_microbatches(
     Raises UserError naming a sample that does not fit the budget on its own.
     """
     room = alignment.room(budget * cp)
-    for i, n in enumerate(lengths):
+    for name, n in zip(names or range(len(lengths)), lengths, strict=True):
         if alignment.row([n]) > room:
             raise UserError(
-                f"sample {i if names is None else names[i]} has {n} tokens, {alignment.row([n]) // cp} on each rank with alignment: more than "
+                f"sample {name} has {n} tokens, {alignment.row([n]) // cp} on each rank with alignment: more than "
                 f"engine.tokens_per_microbatch_per_rank={budget}. Raise the budget, shorten "
                 f"rollout.max_response_tokens or data.max_prompt_tokens, or raise {key}.cp"
             )

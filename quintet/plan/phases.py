@@ -17,7 +17,7 @@ from quintet.plan.activations import kept_in_layer
 from quintet.plan.fullest import memories, resting, setup_of
 from quintet.plan.memory import CHUNK_LOGITS_BYTES, Memory, rank_memory
 from quintet.plan.offload import shares_away
-from quintet.plan.rollout import rollout_bytes, without_room
+from quintet.plan.rollout import rollout_bytes
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
 from quintet.recipe.offload import KINDS, share_asked
@@ -112,11 +112,6 @@ def _scoring(setup: Setup, stage: int, layers: Sequence[int]) -> int:
     widest = max((kept_in_layer(setup, layer, whole=True) for layer in layers), default=0)
     logits = setup.tokens * -(-setup.shape.vocab_size // setup.layout.tp) * setup.width
     return max(widest, 2 * min(logits, CHUNK_LOGITS_BYTES[setup.device]) if stage == setup.last else 0)
-
-
-def cannot_generate(recipe: schema.Recipe, shape: ModelShape, device_bytes: int) -> str | None:
-    """Return why the rollout's engine has no room in its share of a device; None where it has."""
-    return without_room(recipe, replace(setup_of(recipe, shape), optimizer=recipe.optimizer), device_bytes)
 
 
 def advice(recipe: schema.Recipe, phase: str) -> str:

@@ -38,13 +38,11 @@ def rollout_bytes(recipe: schema.Recipe, setup: Setup, device_bytes: int | None)
 
 def without_room(recipe: schema.Recipe, setup: Setup, device_bytes: int) -> str | None:
     """Return why a rollout with an engine of its own has no room for the longest sample beside its weights; None where it has."""
-    rollout, placement = recipe.rollout, placement_of(recipe)
+    rollout = recipe.rollout
     if rollout.backend == "native":
         return None
-    weights, _ = rollout_bytes(recipe, setup, None)
-    layers = -(-setup.shape.layers // placement.layout.pp)
-    longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
-    sample = longest * layers * token_bytes(setup.shape, placement.layout.tp, setup.width, latent=True)
+    weights, cache = rollout_bytes(recipe, setup, None)
+    sample = cache // rollout.sequences_per_rank
     share = int(rollout.memory_fraction * device_bytes)
     if weights + sample <= share:
         return None

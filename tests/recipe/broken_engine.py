@@ -103,6 +103,11 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     ("megatron_options_are_free", ["engine.megatron.num_moe_experts=8"], ["decided by the model"]),
     (
         "megatron_options_are_free",
+        ["engine.megatron.freeze_moe_router=true"],
+        ["decided by optimizer.frozen"],
+    ),
+    (
+        "megatron_options_are_free",
         ["engine.megatron.fp4=e2m1"],
         ["engine.megatron.fp4: not available in this version", "ignore the field without a word"],
     ),

@@ -59,14 +59,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     if device == "cpu":
         arguments |= _cpu_arguments(recipe, model_dir, dtype)
     else:
-        arguments |= {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
-        # With more stages than two, vLLM 0.20.2 takes wrong tokens into requests that it preempts with steps of theirs under way.
-        ahead = rollout.vllm.get("async_scheduling", layout.pp <= 2) is not False
-        arguments |= (
-            {"scheduler_cls": f"{__package__}.scheduler.WholeScheduler"}
-            if ahead
-            else {"async_scheduling": False}
-        )
+        arguments |= _gpu_arguments(rollout, layout.pp)
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
     arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
@@ -97,6 +90,14 @@ def draft_length(recipe: schema.Recipe, model_dir: Path, device: str) -> Choice:
     """Return how many tokens the model drafts, and why: `rollout.draft_tokens`, what was measured where it is auto. device: cpu or cuda."""
     named = compat.device_name(device) if recipe.rollout.draft_tokens == "auto" else device
     return drafts_of(recipe, read_shape(model_dir).mtp_layers, named)
+
+
+def _gpu_arguments(rollout: schema.Rollout, stages: int) -> dict[str, Any]:
+    made = {"gpu_memory_utilization": rollout.memory_fraction, "enable_sleep_mode": True}
+    # With more stages than two, vLLM 0.20.2 takes wrong tokens into requests that it preempts with steps of theirs under way.
+    if rollout.vllm.get("async_scheduling", stages <= 2) is False:
+        return made | {"async_scheduling": False}
+    return made | {"scheduler_cls": f"{__package__}.scheduler.WholeScheduler"}
 
 
 def _cpu_arguments(recipe: schema.Recipe, model_dir: Path, dtype: str) -> dict[str, Any]:

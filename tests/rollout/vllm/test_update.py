@@ -167,8 +167,9 @@ def test_the_kv_cache_sleeps_alone(rollout):
     assert not call.ended
     update(rollout, weights_of(MODEL, seed=OTHER))
     rollout.wake("kv_cache")
-    # A device counts besides what torch keeps of the new weights on their way, and kernels that were loaded.
-    assert abs(kv_bytes(rollout) - awake) <= 0.02 * (awake - asleep)
+    # A device counts all else too: the store of log-probs comes back with the next step, and new weights were on their way.
+    slack = 0 if DEVICE == "cpu" else 0.02 * (awake - asleep)
+    assert abs(kv_bytes(rollout) - awake) <= slack
     rollout.resume()
     assert {s.finish for (s,) in call.result()} == {"length"}
     other = greedy_by_transformers(MODEL, 8, seed=OTHER)
