@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from quintet.models import ModelShape
 from quintet.plan.activations import workspace
 from quintet.plan.fullest import kinds_of, memories, setup_of
-from quintet.plan.rollout import PREFILL_TOKENS, rollout_bytes
+from quintet.plan.rollout import PREFILL_TOKENS, bytes_under_way, rollout_bytes
 from quintet.recipe.offload import KINDS, NAMES, most_shares, on_auto, shares_asked
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command
@@ -163,6 +163,13 @@ def _moments(recipe: Recipe, shape: ModelShape, command: Command) -> list[Moment
     native = recipe.rollout.backend == "native"
     fixed, share = (_native(recipe, shape), 0.0) if native else (0, recipe.rollout.memory_fraction)
     found = [Moment("generating", of(list(held)), fixed, share)]
+    if not placement_of(recipe).shares_weights:
+        # Beside a rollout without its cache the policy's parameters are read: what else may be away is.
+        setup = setup_of(recipe, shape)
+        movable = of(list(held))
+        movable["params"] -= kinds["policy"]["params"]
+        held_too = kinds["policy"]["params"] + rollout_bytes(recipe, setup, None)[0]
+        found.append(Moment("bringing weights", movable, held_too + bytes_under_way(recipe, setup)))
     for role, ranks in held.items() if len(held) > 1 else ():
         what = "log-probs of the reference policy" if role == "reference" else f"training the {role}"
         others = [one for one in held if one != role]

@@ -17,7 +17,7 @@ from quintet.plan.activations import kept_in_layer
 from quintet.plan.fullest import memories, resting, setup_of
 from quintet.plan.memory import CHUNK_LOGITS_BYTES, Memory, rank_memory
 from quintet.plan.offload import shares_away
-from quintet.plan.rollout import rollout_bytes
+from quintet.plan.rollout import bytes_under_way, rollout_bytes
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
 from quintet.recipe.offload import KINDS, share_asked
@@ -80,7 +80,6 @@ def _stage(
     colocated = recipe.rollout.placement == "colocated"
     weights, cache = generating if colocated else (0, 0)
     stays = resting(memory, shares)
-    buckets = 2 * min(recipe.rollout.bucket_mib << 20, setup.shape.parameter_count * setup.width)
     device = {
         "load": memory.static,
         "generate": stays + weights + cache if colocated else memory.static,
@@ -88,7 +87,7 @@ def _stage(
         "logprob": memory.static + memory.copies // 2 + _scoring(setup, stage, layers),
         "train": memory.peak,
         # Parameters travel before the rest comes back, beside a rollout without its cache.
-        "sync": max(stays, memory.parameters) + weights + buckets,
+        "sync": resting(memory, shares | {"params": 0.0}) + weights + bytes_under_way(recipe, setup),
         "save": memory.static,
     }
     asleep = weights if colocated and placement_of(recipe).sleep_level == 1 else 0

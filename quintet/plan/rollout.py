@@ -1,4 +1,4 @@
-"""Memory of a rollout on one rank: its weights, and its KV cache."""
+"""Memory of a rollout on one rank: its weights, its KV cache, and the buckets in which new weights come."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def rollout_bytes(recipe: schema.Recipe, setup: Setup, device_bytes: int | None)
     slots = rollout.sequences_per_rank
     per_stage = -(-shape.layers // layout.pp)
     return weights, slots * longest * per_stage * token_bytes(shape, layout.tp, setup.width, latent=vllm)
+
+
+def bytes_under_way(recipe: schema.Recipe, setup: Setup) -> int:
+    """Return the bytes of two buckets, which is how new weights travel: one fills while the other is sent."""
+    return 2 * min(recipe.rollout.bucket_mib << 20, setup.shape.parameter_count * setup.width)
 
 
 def without_room(recipe: schema.Recipe, setup: Setup, device_bytes: int) -> str | None:

@@ -148,7 +148,7 @@ def test_what_auto_comes_to_goes_with_the_rest(made: Recipe, family: str, comman
 
 def test_gradients_leave_first_and_parameters_last() -> None:
     offload = Offload(recipe(), SHAPES["qwen3"], "train")
-    ((held, _),) = [(one.movable, one) for one in offload.moments]
+    held = offload.moments[0].movable
     found = [offload.shares(total * GIB) for total in range(8, 300)]
     assert not any(found[-1].values())
     assert found[0] == {"grads": 1.0, "optimizer": 1.0, "params": 1.0}
@@ -167,10 +167,11 @@ def test_roles_that_rest_make_room_for_the_one_that_computes() -> None:
     alone, beside = Offload(one, small, "train"), Offload(both, small, "train")
     assert [one.name for one in beside.moments] == [
         "generating",
+        "bringing weights",
         "training the policy",
         "training the critic",
     ]
-    most = max(one.needs(0) for one in beside.moments[1:])
+    most = max(one.needs(0) for one in beside.moments[2:])
     total = next(n * GIB for n in range(8, 400) if most + spare(n * GIB) <= n * GIB)
     assert not any(beside.shares(total).values())
     assert not any(alone.shares(total - 10 * GIB).values())
@@ -191,6 +192,26 @@ def test_by_hand() -> None:
     assert shares["grads"] == 1.0
     assert shares["params"] == 0.0
     assert shares["optimizer"] == pytest.approx((14 * held - room) / (12 * held), abs=0.011)
+
+
+def test_room_for_weights_on_their_way() -> None:
+    """One rank with adapters, on a device that holds all while it generates: as the parameters travel they are there twice, and half a
+    GiB of buckets, so what may leave does; where it does not suffice, that is said."""
+    shape = SHAPES["qwen3"]
+    made = recipe(
+        cluster={"device": "cuda", "ranks": 1},
+        engine={"backend": "portable"},
+        lora={"rank": 8},
+        rollout={"backend": "vllm", "memory_fraction": 0.2},
+    )
+    offload = Offload(made, shape, "train")
+    bringing = offload.moments[1]
+    twice = 2 * 2 * shape.parameter_count + GIB // 2
+    assert bringing.needs(0) == pytest.approx(twice, rel=0.02)
+    total = next(n * GIB for n in range(8, 100) if offload.moments[0].needs(n * GIB) + spare(n * GIB) <= n * GIB)
+    assert bringing.needs(total) + spare(total) > total
+    assert offload.lacking(total, offload.shares(total)) > 0
+    assert "bringing weights" in offload.reason(total)
 
 
 @pytest.mark.parametrize(
