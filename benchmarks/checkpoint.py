@@ -35,6 +35,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint_work import recut, write_model
 from benchmarks.engine_work import MODELS
 from benchmarks.memory import MeanNll
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from quintet.data.batch import make_batch
 from quintet.engine.engine import Engine
@@ -290,10 +291,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=list(MODELS), default="qwen2.5-1.5b")
     parser.add_argument(
         "--state-layers",
-        type=int,
+        type=positive_int,
         help=f"layers of the training state (default: all; {LAYERS_ON_CPU} on a CPU)",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="loads of each kind; the median counts")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=3, help="loads of each kind; the median counts"
+    )
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to measure; 55 GB for 1.5B")
     parser.add_argument("--out", type=Path, default=RESULTS / "checkpoint.json")
     parser.add_argument("--tiny", action="store_true", help="a dry run; writes no records")

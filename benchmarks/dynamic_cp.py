@@ -39,6 +39,7 @@ from benchmarks.dynamic_cp_work import (
     work_of,
 )
 from benchmarks.dynamic_cp_work import Side as Planned
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, command, commit, merged, record, write_records
 from benchmarks.room import GIB, card_bytes, deepest
 from benchmarks.sides import Side, answer_stream
@@ -273,19 +274,26 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--shape", choices=["qwen3-8b", "qwen3-30b-a3b", "tiny", "tiny-moe"], default="qwen3-8b")
-    add("--gpus", type=int, choices=[1, 2, 4, 8], default=4, help="ranks, one GPU each (default 4)")
+    add("--gpus", type=positive_int, choices=[1, 2, 4, 8], default=4, help="ranks, one GPU each (default 4)")
     add(
         "--layers",
-        type=int,
+        type=positive_int,
         help="of the model (default: 36 of 36 dense, 12 of 48 with experts; on one GPU what it holds)",
     )
-    add("--samples", type=int, help="of a step (default: 64 with a tail to 32k, 256 of NVIDIA's)")
+    add("--samples", type=positive_int, help="of a step (default: 64 with a tail to 32k, 256 of NVIDIA's)")
     add(
-        "--most-tokens", type=int, help="that a rank has memory for, the largest budget tried (default 16384)"
+        "--most-tokens",
+        type=positive_int,
+        help="that a rank has memory for, the largest budget tried (default 16384)",
     )
     add("--mix", action="append", help="of lengths: tail32k or nvidia; may be repeated (default: both)")
-    add("--turns", type=int, default=5, help="how often the sides take their turn (default 5)")
-    add("--calibration-turns", type=int, default=2, help="of each micro-batch that is timed (default 2)")
+    add("--turns", type=positive_int, default=5, help="how often the sides take their turn (default 5)")
+    add(
+        "--calibration-turns",
+        type=positive_int,
+        default=2,
+        help="of each micro-batch that is timed (default 2)",
+    )
     add("--slow-links", action="store_true", help="GPUs reach each other as nodes do")
     add(
         "--old-logprobs",
@@ -298,7 +306,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="whole GRPO steps besides, the best dynamic plan beside the best static one",
     )
     add("--memory-fraction", type=float, default=0.4, help="of a GPU, for vLLM in whole steps (default 0.4)")
-    add("--plans", type=int, help="run so many random plans instead")
+    add("--plans", type=positive_int, help="run so many random plans instead")
     add("--timeout-s", type=float, default=300.0, help="longest silence of a rank (default 300)")
     add(
         "--write",

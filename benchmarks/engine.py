@@ -27,14 +27,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.engine_work import (
+    MICROBATCHES,
     MODELS,
     TINY,
     Setup,
     parse_engine,
-    parse_layout,
     peak_flops,
     setup_of,
 )
+from benchmarks.options import parse_layout, positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.sides import Side, answer_stream
 
@@ -218,6 +219,13 @@ def records_of(case: str, found: Metrics, versions: dict[str, str]) -> list[dict
     return [one | {"versions": one["versions"] | versions} for one in made]
 
 
+def keep(out: Path, found: list[dict[str, Any]]) -> None:
+    """Merge records into a file, and say so."""
+    if found:
+        write_records(out, merged(out, found))
+        print(f"  written to {out}")
+
+
 def check_same_work(measured: dict[str, Measured]) -> None:
     """SystemExit unless the sides' first losses and gradient norms are the same up to the rounding of bf16: from the
     same weights they then trained the same tokens."""
@@ -253,7 +261,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=list(MODELS), default="qwen2.5-1.5b", help="whose sizes the model has")
     add("--backend", choices=list(BACKENDS), action="append", help="may be repeated (default: both)")
-    add("--gpus", type=int, default=1, help="ranks, one GPU each, on this machine (default 1)")
+    add("--gpus", type=positive_int, default=1, help="ranks, one GPU each, on this machine (default 1)")
     add(
         "--layout",
         type=parse_layout,
@@ -273,7 +281,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--layers",
-        type=int,
+        type=positive_int,
         nargs="+",
         help="cut the model to so many; several: each, and a line to all of them",
     )
@@ -296,11 +304,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="a further key of a recipe's section engine, of quintet's side alone; may be repeated",
     )
-    add("--tokens", type=int, help="tokens of a micro-batch on a rank (default: the shape's, 16384)")
-    add("--microbatches", type=int, default=4, help="micro-batches of a step on a rank (default 4)")
-    add("--steps", type=int, default=3, help="different steps, trained over and over (default 3)")
-    add("--rounds", type=int, default=3, help="how often each side takes its turn (default 3)")
-    add("--steps-per-turn", type=int, default=3, help="measured steps of a turn (default 3)")
+    add("--tokens", type=positive_int, help="tokens of a micro-batch on a rank (default: the shape's, 16384)")
+    add(
+        "--microbatches",
+        type=positive_int,
+        default=MICROBATCHES,
+        help=f"micro-batches of a step on a rank (default {MICROBATCHES})",
+    )
+    add("--steps", type=positive_int, default=3, help="different steps, trained over and over (default 3)")
+    add("--rounds", type=positive_int, default=3, help="how often each side takes its turn (default 3)")
+    add("--steps-per-turn", type=positive_int, default=3, help="measured steps of a turn (default 3)")
     add("--only", choices=SIDES, help="one side alone; writes no records")
     add(
         "--sequential",
@@ -324,6 +337,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--recompute-modules is of --recompute selective")
     if args.balance == "forced" and MODELS[args.shape].shape.moe is None:
         parser.error(f"--balance forced is of experts, and {args.shape} has none")
+    if len({*(args.layers or ())}) < len(args.layers or ()):
+        parser.error("--layers: name each depth once")
     return args
 
 
@@ -364,20 +379,17 @@ def main() -> None:
             )
             for layers in args.layers or [None]
         ]
-        found, measured = [], []
+        measured = []
         for setup in setups:
             metrics, versions = measure(setup, names, args)
             measured.append(metrics)
-            found += records_of(setup.case(), metrics, versions)
+            keep(args.out, records_of(setup.case(), metrics, versions))
         if len(setups) > 1:
             whole, metrics = fitted(setups, measured)
             case = f"{whole.case()}/by-layers{'-'.join(str(one.layers) for one in setups)}"
             print(f"{case}: all {whole.shape.layers} layers, by a line through these")
             tell(metrics)
-            found += records_of(case, metrics, versions)
-        if found:
-            write_records(args.out, merged(args.out, found))
-            print(f"  written to {args.out}")
+            keep(args.out, records_of(case, metrics, versions))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from benchmarks.options import layout_name
 from quintet.models import ModelShape, family_of
 from quintet.plan.cards import card_of
 from quintet.recipe import schema
 from quintet.recipe.yaml_text import read_yaml
 
+MICROBATCHES = 4
+"""Of a step on a rank, unless options say otherwise."""
 LEAST = 0.7
 """Of a full row, what the shortest ragged one has."""
 TRAINED_FROM = 1
@@ -184,7 +187,7 @@ class Setup:
     vocab_size: int | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     tokens: int = 16384
-    microbatches: int = 4
+    microbatches: int = MICROBATCHES
     steps: int = 3
     seed: int = 0
 
@@ -248,15 +251,20 @@ class Setup:
         seen = sum(n * n / 2 for n in lengths) / sum(lengths)  # keys a query sees, on average
         return sum(lengths) * self.shape.flops_per_token(seen)
 
+    def own_size(self) -> list[str]:
+        """What a record's case says of a step whose size is not the model's own."""
+        sizes = {"tokens": MODELS[self.model].tokens, "microbatches": MICROBATCHES}
+        return [f"{name}{getattr(self, name)}" for name, own in sizes.items() if getattr(self, name) != own]
+
     def case(self) -> str:
         """The record's case."""
         short = {"transformer_engine": "te"}.get(self.backend, self.backend)
         parts = [self.model, short]
         if self.layout or self.gpus > 1:
-            sizes = [k if v is True else f"{k}{v}" for k, v in self.layout.items() if v]
-            parts.append("-".join([f"gpus{self.gpus}", *sizes]))
+            parts.append("-".join(filter(None, [f"gpus{self.gpus}", layout_name(self.layout)])))
         if self.layers is not None:
             parts.append(f"layers{self.layers}")
+        parts += self.own_size()
         if self.balance != "natural":
             parts.append(f"balance-{self.balance}")
         if self.ragged:
@@ -268,15 +276,6 @@ class Setup:
         keys = self.engine | self.engine.get("megatron", {})
         parts += [f"{key}-{value}".lower() for key, value in keys.items() if key != "megatron"]
         return "/".join(parts)
-
-
-def parse_layout(text: str) -> dict[str, Any]:
-    """ "tp=2,sp=true" → {"tp": 2, "sp": True}."""
-    out: dict[str, Any] = {}
-    for item in filter(None, text.split(",")):
-        key, _, value = item.partition("=")
-        out[key.strip()] = value.strip().lower() == "true" if key.strip() == "sp" else int(value)
-    return out
 
 
 def parse_engine(keys: list[str]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.engine import device_name
 from benchmarks.engine_work import MODELS, TINY, Setup, setup_of
+from benchmarks.options import positive_int
 from benchmarks.pairs import Taken, in_turns
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.room import card_bytes, depth_of
@@ -96,17 +97,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     shapes = [name for name, model in MODELS.items() if model.shape.moe is not None]
     add("--shape", choices=shapes, default="qwen3-30b-a3b", help="whose experts the model has")
     add("--kernel", choices=FUSED_EXPERTS, action="append", help="may be repeated (default: all)")
-    add("--layers", type=int, help="depth (default: what the card holds twice)")
-    add("--tokens", type=int, help="tokens of a micro-batch (default 16384)")
-    add("--rounds", type=int, default=5, help="how often each side takes its turn (default 5)")
-    add("--steps-per-turn", type=int, default=3, help="measured steps of a turn (default 3)")
+    add("--layers", type=positive_int, help="depth (default: what the card holds twice)")
+    add("--tokens", type=positive_int, help="tokens of a micro-batch (default 16384)")
+    add("--rounds", type=positive_int, default=5, help="how often each side takes its turn (default 5)")
+    add("--steps-per-turn", type=positive_int, default=3, help="measured steps of a turn (default 3)")
     add("--sequential", action="store_true", help="start a side anew for each turn: for what fits only once")
     add("--timeout-s", type=float, default=300.0, help="longest silence of a rank (default 300)")
     add("--write", action="store_true", help="put what was measured where runs choose by it")
     add(
         "--out",
         type=Path,
-        default=RESULTS / "expert_kernels_h200.json",
+        default=RESULTS / "expert_kernels.json",
         help="records are merged into this file",
     )
     add("--table", type=Path, default=TABLE, help=argparse.SUPPRESS)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.timing import timed
 
@@ -62,10 +63,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     sizes = {"experts": 128, "hidden": 2048, "width": 768, "tokens": 16384, "top_k": 8}
     for name, value in sizes.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
-    parser.add_argument("--repeats", type=int, default=20)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=positive_int, default=value, help=f"default {value}"
+        )
+    parser.add_argument("--repeats", type=positive_int, default=20)
     parser.add_argument("--tiny", action="store_true", help="a dry run on a CPU; nothing is recorded")
-    parser.add_argument("--out", type=Path, default=RESULTS / "experts_h200.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "experts.json")
     args = parser.parse_args(argv)
     if args.tiny:
         args.experts, args.hidden, args.width, args.tokens, args.top_k, args.repeats = 8, 32, 16, 64, 2, 2

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.engine import device_name
-from benchmarks.engine_work import MODELS, Setup, parse_layout, setup_of
+from benchmarks.engine_work import MODELS, Setup, setup_of
+from benchmarks.options import parse_layout, positive_int
 from benchmarks.pairs import in_turns
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.room import card_bytes, depth_of
@@ -57,6 +58,7 @@ def case(shape: str, setup: Setup) -> str:
         parts.append(f"layers{setup.layers}of{whole}")
     if setup.recompute != "none":
         parts.append(f"recompute-{setup.recompute}")
+    parts += setup.own_size()
     return "/".join([*parts, setup.engine.get("fp8") or "bf16"])
 
 
@@ -142,19 +144,19 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=list(SHAPES), help="whose sizes the model has (default 8b; of --prove both)")
     add("--fp8", choices=["blockwise", "tensorwise"], action="append", help="may be repeated (default: both)")
-    add("--gpus", type=int, default=1, help="ranks, one GPU each, on this machine (default 1)")
+    add("--gpus", type=positive_int, default=1, help="ranks, one GPU each, on this machine (default 1)")
     add("--layout", type=parse_layout, default={}, help="mesh axes, such as tp=2,sp=true,ep=2")
     add(
         "--layers",
-        type=int,
+        type=positive_int,
         nargs="+",
         help="depth (default: what the card holds twice, with --sequential once); several: each, and a line to all layers",
     )
     add("--recompute", choices=["none", "full"], default="none")
-    add("--tokens", type=int, help="tokens of a micro-batch on a rank (default 16384)")
-    add("--microbatches", type=int, default=4, help="of a step on a rank (default 4)")
-    add("--rounds", type=int, default=3, help="how often each side takes its turn (default 3)")
-    add("--steps-per-turn", type=int, default=3, help="measured steps of a turn (default 3)")
+    add("--tokens", type=positive_int, help="tokens of a micro-batch on a rank (default 16384)")
+    add("--microbatches", type=positive_int, default=4, help="of a step on a rank (default 4)")
+    add("--rounds", type=positive_int, default=3, help="how often each side takes its turn (default 3)")
+    add("--steps-per-turn", type=positive_int, default=3, help="measured steps of a turn (default 3)")
     add("--sequential", action="store_true", help="start a side anew for each turn: for what fits only once")
     add("--timeout-s", type=float, default=300.0, help="longest silence of a rank (default 300)")
     add("--prove", action="store_true", help="run benchmarks/fp8_proof.py instead, of --shape and --fp8")

@@ -77,7 +77,7 @@ TINY = (
     Check("rollout", "tiny/1gpu/long-tail/native", "tokens_per_second", "tokens/s"),
     Check("sync", "tiny/2cpu", "gb_s", "GB/s"),
 )
-FILES = {"engine": "engine_h200.json", "rollout": "rollout.json", "sync": "sync_h200.json"}
+FILES = {"engine": "engine.json", "rollout": "rollout.json", "sync": "sync.json"}
 """Where the records of a part are."""
 
 

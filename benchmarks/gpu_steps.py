@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import positive_int
 from benchmarks.records import ROOT
 
 SAVED_EVERY = 5
@@ -112,8 +113,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_steps", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--gpus", type=positive_int, default=1)
+    parser.add_argument("--steps", type=positive_int, default=20)
     parser.add_argument("--tiny", action="store_true", help="native generation, on a CPU")
     parser.add_argument("overrides", nargs="*", help="key=value for the recipe")
     args = parser.parse_args(argv)

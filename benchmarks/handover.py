@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_steps import steps_of
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 
 FILE = RESULTS / "handover.json"
@@ -119,7 +120,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key=value")
     add("--recipe", type=Path, default=ROOT / "recipes" / "vllm_one_gpu.yaml")
-    add("--steps", type=int, default=6, help=f"after {UNCOUNTED} (default 6)")
+    add("--steps", type=positive_int, default=6, help=f"after {UNCOUNTED} (default 6)")
     add("--write", action="store_true", help="keep the records")
     add("--tiny", action="store_true", help="a dry run on a CPU")
     args = parser.parse_args(argv)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.laptop_cases import ALPHABET, CASES, MODEL, Case
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, ROOT, merged, record, versions, write_records
 
 FILE = RESULTS / "laptop_grpo.json"
@@ -144,10 +145,10 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=["quintet", "trl"], help="one side alone; writes no records")
     parser.add_argument(
-        "--rounds", type=int, default=2, help="how often the two sides take turns (default 2)"
+        "--rounds", type=positive_int, default=2, help="how often the two sides take turns (default 2)"
     )
     parser.add_argument(
-        "--cores", type=int, default=os.cpu_count(), help="cores for either side (default: all)"
+        "--cores", type=positive_int, default=os.cpu_count(), help="cores for either side (default: all)"
     )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

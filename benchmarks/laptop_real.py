@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.laptop_cases import Case
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 
 FILE = RESULTS / "laptop_real.json"
@@ -145,10 +146,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="directory (tools/smollm2.py makes one)")
-    parser.add_argument("--tokens", type=int, default=160, help="of each response (default 160)")
-    parser.add_argument("--steps", type=int, default=2, help="measured, after one that is not (default 2)")
-    parser.add_argument("--rounds", type=int, default=1, help="how often the sides take turns (default 1)")
-    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="for either side (default: all)")
+    parser.add_argument("--tokens", type=positive_int, default=160, help="of each response (default 160)")
+    parser.add_argument(
+        "--steps", type=positive_int, default=2, help="measured, after one that is not (default 2)"
+    )
+    parser.add_argument(
+        "--rounds", type=positive_int, default=1, help="how often the sides take turns (default 1)"
+    )
+    parser.add_argument(
+        "--cores", type=positive_int, default=os.cpu_count(), help="for either side (default: all)"
+    )
     parser.add_argument("--side", choices=["quintet", "transformers"], help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="print, and write no records")
     args = parser.parse_args()

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.engine_work import MODELS, parse_layout
+from benchmarks.engine_work import MODELS
+from benchmarks.options import parse_layout, positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.timing import timed
 from quintet.data.batch import make_batch
@@ -210,7 +211,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", choices=RECOMPUTE, nargs="+", default=list(RECOMPUTE))
     parser.add_argument("--layout", default="", help="such as tp=2,sp=true; the rest is dp")
     parser.add_argument(
-        "--tokens", type=int, help="of the micro-batch on a rank; the model's own unless given"
+        "--tokens", type=positive_int, help="of the micro-batch on a rank; the model's own unless given"
     )
     parser.add_argument("--cpu-fraction", type=float, default=0.0)
     parser.add_argument("--tiny", action="store_true", help="a tiny model; no records are written")

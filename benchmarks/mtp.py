@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mtp_work import SHAPES, Shape
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 
 METRIC, UNIT = "rollout_tokens_per_s", "tokens/s"
@@ -45,9 +46,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     for name, what in (("sequences", "decoded at once"), ("contexts", "tokens of a sequence, in the mean")):
         parser.add_argument(
-            f"--{name}", type=int, nargs="+", help=f"{what}: the cases, in place of the shape's"
+            f"--{name}", type=positive_int, nargs="+", help=f"{what}: the cases, in place of the shape's"
         )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive_int, default=3)
     parser.add_argument("--memory-fraction", type=float, default=0.8)
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="of one draft length")
     parser.add_argument(
@@ -70,8 +71,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if 0 not in args.lengths or min(args.lengths) < 0 or len({*args.lengths}) < len(args.lengths):
         parser.error("--lengths: name 0, which the others are compared with, and each length once")
-    if args.rounds < 1:
-        parser.error("--rounds: at least 1")
     return args
 
 

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.engine_work import REAL, TRAINED_FROM
 from benchmarks.mtp_work import SHAPES, Shape
+from benchmarks.options import positive_int
 from benchmarks.sides import answer_stream
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="400m")
     parser.add_argument("--model", type=Path, required=True, help="a directory that is made")
-    parser.add_argument("--contexts", type=int, nargs="+", help="of what is generated later")
+    parser.add_argument("--contexts", type=positive_int, nargs="+", help="of what is generated later")
     args = parser.parse_args(argv)
     answers = answer_stream()
     print(json.dumps(train(SHAPES[args.shape].at(None, args.contexts), args.model)), file=answers)

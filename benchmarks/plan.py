@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_steps import killed, steps_of
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.step import work_of, write_inputs
@@ -116,10 +117,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpus", type=positive_int, default=1)
     parser.add_argument("--shape", choices=sorted(CONFIGS), default="qwen2.5-1.5b")
-    parser.add_argument("--steps", type=int, default=3, help="after the first")
-    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch a GPU")
+    parser.add_argument("--steps", type=positive_int, default=3, help="after the first")
+    parser.add_argument("--tokens", type=positive_int, default=16384, help="of a micro-batch a GPU")
     parser.add_argument("--limit-s", type=float, default=500.0, help="a run that takes longer is killed")
     parser.add_argument(
         "--out", type=Path, default=FILE, help="records are merged into this file, with --write"
@@ -127,8 +128,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help="keep the records")
     parser.add_argument("--tiny", action="store_true", help="a dry run on a CPU")
     args = parser.parse_args(argv)
-    if args.steps < 1:
-        parser.error(f"--steps {args.steps}: the first step warms up and does not count; 1 or more after it")
     if args.tiny:
         args.shape, args.tokens = "tiny", 256
     return args

@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.compare import compare
 from benchmarks.engine_work import MODELS
+from benchmarks.options import positive_int
 from benchmarks.records import record, write_records
 from quintet.engine.weights.fingerprint import Fingerprints
 from quintet.models import ModelShape, family_named
@@ -144,8 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--copies", type=int, default=16, help="of the rollout (16)")
-    parser.add_argument("--rounds", type=int, default=5, help="the median of so many is told (5)")
+    parser.add_argument("--copies", type=positive_int, default=16, help="of the rollout (16)")
+    parser.add_argument("--rounds", type=positive_int, default=5, help="the median of so many is told (5)")
     parser.add_argument("--out", type=Path, help="write benchmark records to this file")
     arguments = parser.parse_args()
     run = Run(MODELS["qwen3-30b-a3b"].shape, arguments.copies)

@@ -30,6 +30,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.sides import Side, answer_stream
@@ -308,17 +309,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--shape", choices=[name for name in CONFIGS if name != "tiny"], default="qwen2.5-1.5b")
-    add("--gpus", type=int, default=1, help="GPUs of one rollout, tensor parallel (default 1)")
+    add("--gpus", type=positive_int, default=1, help="GPUs of one rollout, tensor parallel (default 1)")
     add(
         "--tiny",
         action="store_true",
         help="a dry run with tiny sizes, on a CPU where there is no GPU; writes no records",
     )
     add("--only", nargs="+", choices=SIDES, help="these sides alone (default native and vllm)")
-    add("--rounds", type=int, default=3, help="measured calls of each case a turn (default 3)")
+    add("--rounds", type=positive_int, default=3, help="measured calls of each case a turn (default 3)")
     add(
         "--turns",
-        type=int,
+        type=positive_int,
         default=1,
         help="how often each side is started, in turns with the other (default 1)",
     )

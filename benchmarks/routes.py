@@ -34,6 +34,7 @@ import torch.distributed as dist
 from benchmarks import rollout
 from benchmarks.engine_work import MODELS, REAL, SMALL, TRAINED_FROM, Lengths
 from benchmarks.engine_worker import OPTIMIZER, fill
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS
 from quintet.controller.objective import sft_objective
@@ -241,9 +242,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=["qwen3-30b-a3b", "tiny"], default="qwen3-30b-a3b")
     parser.add_argument(
-        "--layers", type=int, default=6, help="of its 48; 6 fit a GPU of 141 GB with their optimizer"
+        "--layers", type=positive_int, default=6, help="of its 48; 6 fit a GPU of 141 GB with their optimizer"
     )
-    parser.add_argument("--rounds", type=int, default=40, help="in each of which every side has its turn")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=40, help="in each of which every side has its turn"
+    )
     parser.add_argument(
         "--write", action="store_true", help="keep the records in benchmarks/results/routes.json"
     )

@@ -27,11 +27,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, ROOT, merged, record, versions, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 
 FILE = RESULTS / "step.json"
 WARMUP_STEPS = 2
+OWN: dict[str, Any] = {"tokens": 16384, "backend": "transformer_engine", "memory_fraction": 0.3, "trl": ""}
+"""What a record's case says of other values."""
 LETTERS = string.ascii_lowercase
 TRL_SETTINGS = {"": ["--micro-batches", "32"], "long-tail": ["--micro-batches", "64", "--recompute"]}
 """What fits a GPU of 80 GB beside vLLM; a sample's row is as long as the longest of its micro-batch."""
@@ -133,15 +136,20 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--gpus", type=int, default=1)
+    add("--gpus", type=positive_int, default=1)
     add("--shape", default="qwen2.5-1.5b", choices=sorted(CONFIGS))
     add("--only", choices=["quintet", "trl"], help="one side alone; writes no records")
     add("--case", choices=["one-length", "long-tail"], help="one case alone")
-    add("--steps", type=int, default=3, help=f"timed steps, after {WARMUP_STEPS}")
-    add("--tokens", type=int, default=16384, help="of a micro-batch a GPU, quintet's side")
-    add("--backend", default="transformer_engine", choices=["transformer_engine", "portable"])
-    add("--trl", default="", help="options of trl_baseline.py in place of its settings here")
-    add("--memory-fraction", type=float, default=0.3, help="of the GPU, for vLLM on either side")
+    add("--steps", type=positive_int, default=3, help=f"timed steps, after {WARMUP_STEPS}")
+    add("--tokens", type=positive_int, default=OWN["tokens"], help="of a micro-batch a GPU, quintet's side")
+    add("--backend", default=OWN["backend"], choices=["transformer_engine", "portable"])
+    add("--trl", default=OWN["trl"], help="options of trl_baseline.py in place of its settings here")
+    add(
+        "--memory-fraction",
+        type=float,
+        default=OWN["memory_fraction"],
+        help="of the GPU, for vLLM on either side",
+    )
     add(
         "--fp8",
         action="store_true",
@@ -195,6 +203,9 @@ def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str,
     place = f"{args.shape}/{args.gpus}gpu" + (f"/{case.name}" if case.name else "")
     if args.fp8:
         place += "/blockwise"
+    for option, own in OWN.items():
+        if (value := getattr(args, option)) != own and not args.tiny:
+            place += f"/{option}-{value}".replace(" ", "").replace("_", "-")
     units = {"samples_per_s": "samples/s", "generate_s_median": "s", "train_s_median": "s"}
     units["controller_share"] = "fraction"
     return [

@@ -28,7 +28,8 @@ import psutil
 import torch
 
 from benchmarks.compare import compare
-from benchmarks.engine_work import MODELS, parse_layout
+from benchmarks.engine_work import MODELS
+from benchmarks.options import layout_name, parse_layout, positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.sync_work import Setup, Took, serve
 from quintet.sync.source import ChannelSource
@@ -36,6 +37,7 @@ from quintet.sync.source import ChannelSource
 GB, GIB = 1e9, float(1 << 30)
 TIMEOUT_S = 540
 SAMPLED_S = 0.002
+BUCKET_MIB = 256
 
 
 class Processes:
@@ -163,9 +165,21 @@ def layouts(model: str, gpus: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"tp": 2, "sp": True}, {}
 
 
+def case_of(setup: Setup) -> str:
+    """The record's case: what is not the model's own on so many GPUs is named."""
+    train, rollout = layouts(setup.model, setup.ranks)
+    parts = [f"{setup.model}/{setup.ranks}{'gpu' if setup.device == 'cuda' else 'cpu'}"]
+    for side, layout, own in (("train", setup.train, train), ("rollout", setup.rollout, rollout)):
+        if layout != own:
+            parts.append(f"{side}-{layout_name(layout) or 'dp'}")
+    if setup.bucket_mib != BUCKET_MIB:
+        parts.append(f"buckets{setup.bucket_mib}")
+    return "/".join(parts + ["whole"] * setup.whole)
+
+
 def measure(setup: Setup, rounds: int, serial_rounds: int) -> list[dict[str, Any]]:
     """One model: the records."""
-    case = f"{setup.model}/{setup.ranks}{'gpu' if setup.device == 'cuda' else 'cpu'}" + "/whole" * setup.whole
+    case = case_of(setup)
     records: list[dict[str, Any]] = []
 
     def tell(metric: str, value: float, unit: str, baseline: float | None = None) -> None:
@@ -228,16 +242,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", choices=[m for m in MODELS if m != "tiny"])
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpus", type=positive_int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a dry run")
     parser.add_argument("--whole", action="store_true", help="receivers want full tensors")
     parser.add_argument("--train", type=parse_layout, help="the training layout, such as tp=2,sp=true")
     parser.add_argument("--rollout", type=parse_layout, help="the rollout's layout")
-    parser.add_argument("--bucket-mib", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--serial-rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS / "sync_h200.json")
+    parser.add_argument("--bucket-mib", type=positive_int, default=BUCKET_MIB)
+    parser.add_argument("--rounds", type=positive_int, default=5)
+    parser.add_argument("--serial-rounds", type=positive_int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS / "sync.json")
     args = parser.parse_args()
     models = ["tiny"] if args.tiny else args.model or ["qwen2.5-1.5b", "qwen3-8b", "qwen3-30b-a3b"]
     for model in models:

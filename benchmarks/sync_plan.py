@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from benchmarks.engine_work import MODELS
+from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from quintet.engine.mesh import Mesh, Sizes
 from quintet.engine.weights.reshard import without_collections
@@ -163,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--ranks", type=positive_int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--write", action="store_true", help="write records")
     parser.add_argument("--out", type=Path, default=RESULTS / "sync_plan_cpu.json")
     args = parser.parse_args()

@@ -14,10 +14,11 @@ import torch
 from benchmarks import plan, proof
 from benchmarks.engine import arguments as engine_arguments
 from benchmarks.engine import fitted
-from benchmarks.engine_work import MODELS, REAL, Setup, parse_engine, parse_layout, peak_flops, setup_of
+from benchmarks.engine_work import MODELS, REAL, Setup, parse_engine, peak_flops, setup_of
 from benchmarks.fingerprints import experts, measure
 from benchmarks.fingerprints import items as fingerprinted
 from benchmarks.laptop_cases import CASES, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT
+from benchmarks.options import parse_layout
 from benchmarks.records import RESULTS, command, merged, read_records, record, write_records
 from benchmarks.rollout import arguments, records_of
 from benchmarks.rollout_work import CONFIGS, LONG_TAIL, cases_of
@@ -25,6 +26,8 @@ from benchmarks.routes import Overhead
 from benchmarks.step import main as time_steps
 from benchmarks.step import work_of as step_work
 from benchmarks.step import write_inputs
+from benchmarks.sync import case_of
+from benchmarks.sync_work import Setup as SyncSetup
 from quintet.data.tokenizer import load_tokenizer
 from tests.benchmark_runs import benchmark
 
@@ -136,6 +139,25 @@ def test_cases_are_named_by_what_differs() -> None:
     assert cut.case() == (
         "qwen3-30b-a3b/portable/layers12/balance-forced/recompute-selective-moe_act/cpu0.5/z_loss-0.1/a-true"
     )
+    short = setup_of("qwen2.5-1.5b", backend="portable", tokens=8192, microbatches=8)
+    assert short.case() == "qwen2.5-1.5b/portable/tokens8192/microbatches8"
+    sync = SyncSetup("qwen3-30b-a3b", "cuda", 4, {"ep": 4}, {"tp": 4, "sp": True}, False, 256)
+    assert case_of(sync) == "qwen3-30b-a3b/4gpu"
+    sync = replace(sync, train={"tp": 2, "sp": True}, rollout={}, bucket_mib=64, whole=True)
+    assert case_of(sync) == "qwen3-30b-a3b/4gpu/train-tp2-sp/rollout-dp/buckets64/whole"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many"])
+def test_a_count_is_a_whole_number_of_at_least_1(text: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        engine_arguments(["--rounds", text])
+    assert f"{text} is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_a_depth_is_named_once(capsys) -> None:
+    with pytest.raises(SystemExit):
+        engine_arguments(["--layers", "2", "2"])
+    assert "name each depth once" in capsys.readouterr().err
 
 
 def test_ragged_rows_are_within_the_budget_and_counted_as_they_are() -> None:
@@ -450,9 +472,6 @@ def test_a_run_that_fails_or_takes_too_long_ends_the_measurement(capfd) -> None:
     assert "no-such-recipe.yaml" in capfd.readouterr().err
     with pytest.raises(SystemExit, match="was not done in 0 s and was killed: --steps makes it shorter"):
         plan.run(["no-such-recipe.yaml"], limit_s=0.1)
-    with pytest.raises(SystemExit):
-        plan.arguments(["--steps", "0"])
-    assert "1 or more after it" in capfd.readouterr().err
 
 
 def test_a_run_that_is_planned_too_large_is_not_started() -> None:

@@ -87,7 +87,7 @@ def _stage(
         "logprob": memory.static + memory.copies // 2 + _scoring(setup, stage, layers),
         "train": memory.peak,
         # Parameters travel before the rest comes back, beside a rollout without its cache.
-        "sync": resting(memory, shares | {"params": 0.0}) + weights + bytes_under_way(recipe, setup),
+        "sync": resting(memory, {**shares, "params": 0.0}) + weights + bytes_under_way(recipe, setup),
         "save": memory.static,
     }
     asleep = weights if colocated and placement_of(recipe).sleep_level == 1 else 0

@@ -33,9 +33,9 @@ from quintet.recipe.roles import roles_of
 from quintet.recipe.rollout import RolloutPlacement, placement_of
 
 PEAK_SHARE = 0.53
-"""Of the card's FLOP/s, that passes of packed rows reach on one rank (engine_h200.json: mfu of qwen2.5-1.5b/te)."""
+"""Of the card's FLOP/s, that passes of packed rows reach on one rank (engine.json: mfu of qwen2.5-1.5b/te)."""
 BANDWIDTH_SHARE = 0.87
-"""Of the memory's, that reading and writing reaches (sync_h200.json: copy_rate, both ways)."""
+"""Of the memory's, that reading and writing reaches (sync.json: copy_rate, both ways)."""
 DECODE_LAYER_S = {"vllm": 60e-6, "sglang": 60e-6, "native": 1.14e-3}
 """A layer of a decode step but for what it reads and multiplies: launches and small kernels (rollout.json: qwen2.5-1.5b/1gpu, all at once
 and long-tail; mtp.json: 400m/vllm/seqs1). What a step takes besides its layers is in it. SGLang's was not measured."""
@@ -45,9 +45,9 @@ ALL_REDUCE_S, ALL_REDUCE_BYTE_S = 9e-6, 19e-12
 """Of a sum over tp ranks of a node, whatever it is of, and for a byte that a rank sends; up to 1 MiB of vLLM's kernel on 2 to 8 H100s,
 measured in https://github.com/sgl-project/sglang/pull/2904."""
 SYNC_RATE = 44e9
-"""Bytes a second that a rollout's rank is sent (sync_h200.json: qwen3-30b-a3b/2gpu); a 400 Gb/s link between nodes gives as much."""
+"""Bytes a second that a rollout's rank is sent (sync.json: qwen3-30b-a3b/2gpu); a 400 Gb/s link between nodes gives as much."""
 OFFLOAD_RATE = 50e9
-"""Bytes a second between a GPU and its host (memory_h200.json: parameters_gib and optimizer_gib over offload_s, reload_s)."""
+"""Bytes a second between a GPU and its host (memory.json: parameters_gib and optimizer_gib over offload_s, reload_s)."""
 HOST_RATE = 200e9
 """Bytes a second of a node's host memory while it updates weights. Assumed, not measured."""
 

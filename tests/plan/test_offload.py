@@ -208,7 +208,9 @@ def test_room_for_weights_on_their_way() -> None:
     bringing = offload.moments[1]
     twice = 2 * 2 * shape.parameter_count + GIB // 2
     assert bringing.needs(0) == pytest.approx(twice, rel=0.02)
-    total = next(n * GIB for n in range(8, 100) if offload.moments[0].needs(n * GIB) + spare(n * GIB) <= n * GIB)
+    total = next(
+        n * GIB for n in range(8, 100) if offload.moments[0].needs(n * GIB) + spare(n * GIB) <= n * GIB
+    )
     assert bringing.needs(total) + spare(total) > total
     assert offload.lacking(total, offload.shares(total)) > 0
     assert "bringing weights" in offload.reason(total)
