@@ -103,7 +103,7 @@ def figures(
         for name, value in shares_of(steps).items()
     ]
     for what, moves in moves_of(log).items():
-        counted = moves[UNCOUNTED:] or moves
+        counted = moves[-len(steps) :]
         name = re.sub(r"\W+", "_", what)
         found.append((f"{name}_s", statistics.median(seconds for seconds, _ in counted), "s", None))
         kind = what.partition(":")[0]

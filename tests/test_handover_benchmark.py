@@ -41,8 +41,8 @@ def test_what_is_told_leaves_the_first_steps_out_and_stands_beside_the_link() ->
     assert found["train_s"] == (0.5, "s", None)
     # 0.25, 0.125 and a third: what is in no phase, and the scatter, of each step
     assert found["controller_share"] == (pytest.approx(0.25), "fraction", None)
-    assert found["training_state_left_grads_optimizer_s"] == (0.75, "s", None)
-    assert found["training_state_left_grads_optimizer_gb_s"] == (30.0, "GB/s", 55.0)
+    assert found["training_state_left_grads_optimizer_s"] == (1.0, "s", None)
+    assert found["training_state_left_grads_optimizer_gb_s"] == (20.0, "GB/s", 55.0)
     assert found["training_state_is_back_gb_s"] == (50.0, "GB/s", 60.0)
     assert found["rollouts_woke_weights_s"] == (pytest.approx(0.1), "s", None)
     assert "rollouts_woke_weights_gb_s" not in found

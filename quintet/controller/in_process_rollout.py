@@ -32,7 +32,7 @@ class InProcessRollout(NativeRollout):
     ) -> None:
         self._engine, self._recipe = engine, recipe
         self._copy: Offloader | None = None
-        model, mesh, update = engine.model, engine.mesh, lambda: None
+        model, mesh, update = engine.model, engine.mesh, lambda: 0
         placement = placement_of(recipe)
         if not placement.shares_weights:
             layout = schema.Layout(tp=placement.layout.tp, pp=placement.layout.pp)
@@ -53,7 +53,7 @@ class InProcessRollout(NativeRollout):
             return_routes=recipe.rollout.return_routes,
         )
 
-    def _transfer(self, model: PolicyModel, mesh: Mesh) -> Callable[[], None]:
+    def _transfer(self, model: PolicyModel, mesh: Mesh) -> Callable[[], int]:
         """What brings the engine's weights to the copy's; with adapters, the frozen rest comes once, now."""
         engine, targets = self._engine, shard_map([model], self._engine.shape, mesh)
         sources, dtype, device = engine.shard_map(), engine.dtype, build.device()

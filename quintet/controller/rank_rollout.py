@@ -109,11 +109,10 @@ class RankRollout:
         """Return who takes weights in this process, and what, packed (`WANTED`): see `Rollout.receivers`."""
         return [None if one is None else WANTED.dump(one) for one in self._backend.receivers()]
 
-    def update_weights(self, source: WeightSource | None) -> None:
-        """Take new weights; from None, those of the engine in this process."""
-        self._backend.update_weights(
-            cast(WeightSource, source)
-        )  # None comes to the native one in the trainer alone
+    def update_weights(self, source: WeightSource | None) -> int:
+        """Take new weights: see `Rollout.update_weights`; from None, those of the engine in this process."""
+        # None comes to the native one in the trainer alone.
+        return self._backend.update_weights(cast(WeightSource, source))
 
     def fingerprints(self) -> RankFingerprints:
         """Return those of the live weights, and what cannot be read back: see `Rollout.fingerprints`."""

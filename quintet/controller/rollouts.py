@@ -13,6 +13,7 @@ from quintet.controller.messages import SampleInfo
 from quintet.controller.sample_store import Place
 from quintet.controller.verbs import Rollout
 from quintet.controller.weight_check import Proof
+from quintet.observe.memory import GIB
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.rollout import Part, Request, Sampling
@@ -234,8 +235,8 @@ class InProcessRolloutGroup(Rollouts):
         if not self._travel:  # the proof is that both are one storage
             return {}
         began = time.perf_counter()
-        self._workers.all(Rollout.update_weights, phase="sync")(None)
-        told = {"sync/seconds": time.perf_counter() - began}
+        came = sum(self._workers.all(Rollout.update_weights, phase="sync")(None))
+        told = {"sync/seconds": time.perf_counter() - began, "sync/gib": came / GIB}
         return told | self._proof.of(self._fingerprints)
 
     def _fingerprints(self, beside: PendingCall[Any]) -> dict[str, list[RankFingerprints]]:

@@ -178,8 +178,8 @@ class Rollout(Protocol):
         """Return who takes weights in this process, one entry a device: the parts it wants, or None for whole tensors."""
         ...
 
-    def update_weights(self, source: WeightSource) -> None:
-        """Take new weights. What was computed with the old ones, the prefix cache, is forgotten; requests that are held go on
+    def update_weights(self, source: WeightSource) -> int:
+        """Take new weights, and return their bytes, 0 where the source counts them. What was computed with the old ones, the prefix cache, is forgotten; requests that are held go on
         from the tokens they have, whose log-probs stay those of the old weights."""
         ...
 

@@ -24,6 +24,7 @@ def look(s: Session, when: str) -> None:
             title=when,
             scored=False,
         )
+        s.controller.counted()  # of training's steps alone
     for prompt, made in zip(prompts, samples.generated, strict=True):
         cut = made.finish == "length" or len(made.text) > LOOK_CHARACTERS
         begins, ends = made.text[:LOOK_CHARACTERS], prompt.text[-LOOK_CHARACTERS:]

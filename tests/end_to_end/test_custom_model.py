@@ -74,7 +74,7 @@ def generate_and_save(path: Path, out: Path, layout: dict[str, Any]) -> list[int
     )
     engine.load_hf(path)
     engine.save_hf(out, path)
-    rollout = NativeRollout(engine.model, engine.mesh, slots=4, decode=str, update=lambda: None)
+    rollout = NativeRollout(engine.model, engine.mesh, slots=4, decode=str, update=lambda: 0)
     sampling = Sampling(temperature=0, max_response_tokens=TOKENS)
     return rollout.generate([Request(PROMPT)], sampling)[0][0].response_ids
 

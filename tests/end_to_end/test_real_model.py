@@ -109,7 +109,7 @@ def beside_transformers(path: Path, prompts: list[list[int]], tokens: int) -> di
     engine = made(path)
     state = theirs.state_dict()
     other = [one.name for one in engine.shard_map() if not torch.equal(one.read(), state[one.name])]
-    rollout = NativeRollout(engine.model, engine.mesh, slots=4, decode=str, update=lambda: None)
+    rollout = NativeRollout(engine.model, engine.mesh, slots=4, decode=str, update=lambda: 0)
     sampling = Sampling(temperature=0, max_response_tokens=tokens, ignore_end=True)
     ours = [row[0] for row in rollout.generate([Request(one) for one in prompts], sampling)]
     continued, gap = [], 0.0

@@ -156,8 +156,11 @@ def test_steps_are_recorded_in_full(resharded):
     assert [line["step"] for line in steps] == [1, 2]
     wanted = {"reward/mean", "response_tokens/mean", "mismatch/kl_k3", "grad_norm", "lr", "tokens_per_s"}
     wanted |= {"seconds/generate", "seconds/train", "memory/host_gib", "entropy", "well_formed"}
+    weights = directory / "checkpoint" / "model.safetensors"
     for line in steps:
         assert wanted <= set(line)
+        # To each of the two whole copies; a file has a header, and a tied head once.
+        assert line["sync/gib"] * 2**30 == pytest.approx(2 * weights.stat().st_size, rel=0.1)
         # Rollout (dp 2) and trainer (tp 2) hold the same weights: fp32 rounding is all that parts them.
         assert abs(line["mismatch/kl_k3"]) < 1e-9
         assert line["mismatch/logprob_gap_max"] < 1e-4

@@ -46,7 +46,7 @@ def generate(
     engine.load_hf(path)
     out = []
     for requests, sampling, slots in runs:
-        rollout = NativeRollout(engine.model, engine.mesh, slots=slots, decode=text, update=lambda: None)
+        rollout = NativeRollout(engine.model, engine.mesh, slots=slots, decode=text, update=lambda: 0)
         out.append(rollout.generate(requests, sampling))
     if not recheck:
         return out

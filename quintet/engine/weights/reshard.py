@@ -193,11 +193,13 @@ class Resharder:
             return Turns(rank, world, [getting], types, all_units(held), bucket_mib << 20)
 
         (self.rounds,) = agreed_rounds(run_on_all_or_raise(plan), held[rank].sources)
+        self._bytes = sum(one.view.numel() * types(one.name).itemsize for one in targets)
 
-    def run(self) -> None:
-        """Copy every target's content from the sources."""
+    def run(self) -> int:
+        """Copy every target's content from the sources; bytes that came to this rank's targets."""
         for one in self.rounds:
             one.run(self._read, self._write, self._device)
+        return self._bytes
 
     def _read(self, t: Transfer) -> Tensor:
         return self._sources(t.source_index, t.box)

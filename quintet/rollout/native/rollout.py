@@ -44,7 +44,7 @@ class NativeRollout(Rollout):
     """One rank of the native back end.
 
     slots: most sequences at once. decode: token ids → text, needed for stop strings and texts. update: what brings the
-    engine's weights where both are in one process; with it weights stay on the device, for the engine owns them or fills
+    engine's weights where both are in one process, and returns their bytes; with it weights stay on the device, for the engine owns them or fills
     them at any time. Without it the model is the rollout's own, and has no weights until a source brings them.
     return_routes: samples tell the chosen experts.
     """
@@ -56,7 +56,7 @@ class NativeRollout(Rollout):
         *,
         slots: int,
         decode: Callable[[list[int]], str],
-        update: Callable[[], None] | None = None,
+        update: Callable[[], int] | None = None,
         progress: Callable[[int], None] = lambda done: None,
         return_routes: bool = False,
     ) -> None:
@@ -178,8 +178,8 @@ class NativeRollout(Rollout):
         """Return the parts that this rank's model holds; nobody takes weights where `update` brings them."""
         return [] if self._update is not None else [self._weights.wanted()]
 
-    def update_weights(self, source: WeightSource | None = None) -> None:
-        """Take new weights: from a source, or, with `update`, without one.
+    def update_weights(self, source: WeightSource | None = None) -> int:
+        """Take new weights: from a source, or, with `update`, without one; bytes that `update` brought.
 
         Raises SyncMismatch naming a tensor that did not arrive whole: the weights are undefined until the next ones have.
         """
@@ -187,13 +187,12 @@ class NativeRollout(Rollout):
         self._awake("weights")
         if self._update is None and source is not None:
             self._weights.take(source)
-        elif self._update is not None and source is None:
-            self._update()
-        else:
-            raise RuntimeError(
-                "this rollout's weights come "
-                + ("from a source" if self._update is None else "without a source")
-            )
+            return 0
+        if self._update is not None and source is None:
+            return self._update()
+        raise RuntimeError(
+            "this rollout's weights come " + ("from a source" if self._update is None else "without a source")
+        )
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
         """Return fingerprints of this rank's live weights; all can be read back."""

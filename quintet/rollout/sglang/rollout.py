@@ -95,7 +95,7 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
         its part."""
         return [None]
 
-    def update_weights(self, source: WeightSource) -> None:
+    def update_weights(self, source: WeightSource) -> int:
         """Take new weights. The prefix cache is emptied; requests that are held go on with the new weights. After an error
         the weights are undefined, and nothing goes on, until the next ones have come."""
         device = torch.device("cuda", torch.cuda.current_device())
@@ -107,6 +107,7 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
                 self._engine.load(bucket.flat, bucket.entries)
                 self._taken.update(name for name, *_ in bucket.entries)
             self._engine.forget_prefixes()
+        return 0
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
         """Return no fingerprints: SGLang joins tensors as it loads them, and tells checksums of the joined ones alone."""

@@ -137,7 +137,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         wanted = self._engine.rpc(Extension.wanted_weights)
         return wanted if self._recipe.quantization is None else [None] * len(wanted)
 
-    def update_weights(self, source: WeightSource) -> None:
+    def update_weights(self, source: WeightSource) -> int:
         """Take new weights. The prefix cache is emptied; requests that are held go on with the new weights: they keep
         the tokens they have, with the log-probs that the old ones gave these. Raises
         SyncMismatch naming tensors that did not come, or that vLLM's model has no place for; after any error the weights are
@@ -145,6 +145,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         with self._weights_arriving():
             check_taken(self._engine.rpc(Extension.take_weights, source.words()))
             self._forget_prefixes()
+        return 0
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:
         """Return fingerprints of the workers' live weights, and the names of tensors that vLLM keeps in another form."""
