@@ -251,6 +251,23 @@ def test_recipes_for_gpus_say_the_memory_that_they_take(described, monkeypatch, 
     assert told is None or recipe.stem.startswith("mimo") or (said and said[1] == told[1]), told
 
 
+PLANNED = re.compile(r"is planned to take ([\d.]+) s at the best, ([\d.]+) of them generating \(quintet plan (.+?)\)")
+
+
+@pytest.mark.parametrize(
+    "recipe", [one for one in FOR_GPUS if "planned to take" in one.read_text()], ids=lambda path: path.stem
+)
+def test_recipes_say_the_seconds_that_are_planned(monkeypatch, capsys, recipe):
+    from quintet.cli import main
+
+    monkeypatch.chdir(ROOT)
+    header = re.sub(r"\n# ?", " ", recipe.read_text().partition("\nrun:")[0])
+    step, generating, words = PLANNED.findall(header)[0]
+    assert main(["plan", *words.split()]) == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"^ *(?:generate|step) +([\d.,]+)", said, re.MULTILINE) == [generating, step]
+
+
 @pytest.fixture
 def interrupted(described, tmp_path, monkeypatch):
     """The directory that docs/checkpoints.md speaks of: its recipe, and a run of it that got as far as step 60."""

@@ -206,8 +206,8 @@ COMMAND = Command(
     description="""\
 Print how much memory the fullest rank of each pipeline stage takes in each phase of a step: load, generate, logprob, train, sync,
 save, and the host memory of a node. The model need be no more than a directory with a config.json, or one of the shapes that came with
-quintet, by name: DeepSeek-V3, MiMo-7B-SFT, Qwen2-7B, Qwen3-235B-A22B. With --gpu NAME the seconds and the MFU of generate, logprob, train and
-sync are predicted. With --build RANK that rank's model is built without memory, in a fake world of
+quintet, by name, such as DeepSeek-V3 or Qwen3-8B. With --gpu NAME the seconds and the MFU of generate, logprob, train and sync are
+predicted. With --build RANK that rank's model is built without memory, in a fake world of
 its size, and compared with the plan and the shard map; --build all does so for every rank, and sees that together they hold each tensor
 of the model once. What a process needs before any tensor and fragmentation come on top.""",
     examples="""\
