@@ -48,14 +48,15 @@ test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 6 minutes 
 	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 -m "$(OF_VLLM)" -o timeout=600 $(ARGS)
 
 # What each part of the nightly tests runs; "rest" is all that no other part does without vLLM.
-PARTS := oracle demo saves kills rest vllm
+PARTS := oracle demo saves kills benchmarks rest vllm
 OF_oracle := tests/oracle
 OF_demo := tests/end_to_end/test_recipes.py
 OF_saves := tests/end_to_end/test_resume.py tests/end_to_end/test_damaged_checkpoint.py
 OF_kills := tests/security/test_kills.py
-OF_rest := tests $(foreach part,oracle demo saves kills,$(addprefix --ignore ,$(OF_$(part))))
+OF_benchmarks := tests/test_benchmarks.py $(wildcard tests/test_*_benchmark.py)
+OF_rest := tests $(foreach part,oracle demo saves kills benchmarks,$(addprefix --ignore ,$(OF_$(part))))
 PART := $(PARTS)
-test-nightly: $(STAMP)  ## at most 25 minutes a part, on two cores: PART=oracle, demo, saves, kills, rest or vllm (all unless named)
+test-nightly: $(STAMP)  ## at most 25 minutes a part, on two cores: PART=oracle, demo, saves, kills, benchmarks, rest or vllm (all unless named)
 	@failed=; $(foreach part,$(filter-out vllm,$(PART)),echo "=== nightly: $(part)"; \
 	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(OF_$(part)) -m "nightly and not vllm" -o timeout=7200 $(ARGS) || [ $$? -eq 5 ] || failed="$$failed $(part)";) \
 	  $(if $(filter vllm,$(PART)),echo "=== nightly: vllm"; make --no-print-directory test-vllm OF_VLLM="vllm and nightly" || failed="$$failed vllm";) \

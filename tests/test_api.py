@@ -82,7 +82,7 @@ def checkout(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("checkout")
 def test_the_notebook_runs() -> None:
     book = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())

@@ -292,6 +292,7 @@ def test_steps_need_a_gpu_or_are_tiny() -> None:
         time_steps(["--gpus", "1"])
 
 
+@pytest.mark.nightly
 def test_steps_are_measured_on_a_cpu() -> None:
     printed = benchmark("step", "--tiny", "--only", "quintet", "--case", "long-tail", "--steps", "1")
     assert re.search(r"quintet +[\d.]+ s/step .* samples/s, controller \d+\.\d%\n", printed)
@@ -413,6 +414,7 @@ def test_fingerprints_are_measured_on_a_cpu() -> None:
     assert nbytes == 2 * sum(one[3].numel() for one in held)
 
 
+@pytest.mark.nightly
 def test_replay_of_routes_is_measured_on_a_cpu() -> None:
     printed = benchmark("routes", "--shape", "tiny", "--rounds", "2")
     for case in ("R2", "R3"):

@@ -251,7 +251,9 @@ def test_recipes_for_gpus_say_the_memory_that_they_take(described, monkeypatch, 
     assert told is None or recipe.stem.startswith("mimo") or (said and said[1] == told[1]), told
 
 
-PLANNED = re.compile(r"is planned to take ([\d.]+) s at the best, ([\d.]+) of them generating \(quintet plan (.+?)\)")
+PLANNED = re.compile(
+    r"is planned to take ([\d.]+) s at the best, ([\d.]+) of them generating \(quintet plan (.+?)\)"
+)
 
 
 @pytest.mark.parametrize(

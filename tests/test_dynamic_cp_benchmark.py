@@ -185,7 +185,7 @@ def dry_run(*options: str, gpus: int = 2) -> str:
     return benchmark("dynamic_cp", "--shape", "tiny", "--gpus", str(gpus), *options)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dynamic_cp_is_measured_on_a_cpu() -> None:
     told = dry_run("--turns", "1", "--calibration-turns", "1")
     for case in ("ceiling", "longest", "best_static"):
@@ -202,7 +202,7 @@ def test_steps_with_old_logprobs_are_measured_on_a_cpu() -> None:
     assert "tiny/2ranks/short/longest-old-logprobs tokens_per_s: " in told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_rank_measures_what_runs_plan_by(tmp_path: Path) -> None:
     table = tmp_path / "costs.json"
     table.write_text("[]")

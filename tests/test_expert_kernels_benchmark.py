@@ -101,7 +101,7 @@ def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -
     assert "no GPU was found; --shape tiny-moe" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_runs_dry() -> None:
     words = (
         "--shape",

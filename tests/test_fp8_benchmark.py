@@ -246,7 +246,7 @@ def test_experts_agree_grouped_and_one_by_one(
         experts.main(["--tiny"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -101,7 +101,7 @@ def test_the_recipe_is_sound_with_adapters_and_without(lora: bool, tmp_path: Pat
     assert recipe.sft is not None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_judged_on_a_cpu(tmp_path: Path) -> None:
     printed = benchmark("gsm8k", "--tiny", "--out", str(tmp_path), "--limit-s", "0.5")
     assert "the time is up after 1 steps of 3" in printed

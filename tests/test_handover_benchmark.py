@@ -48,7 +48,7 @@ def test_what_is_told_leaves_the_first_steps_out_and_stands_beside_the_link() ->
     assert "rollouts_woke_weights_gb_s" not in found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_measured_on_a_cpu() -> None:
     printed = benchmark("handover", "--tiny", "--steps", "2")
     for metric in (

@@ -32,7 +32,7 @@ def test_the_language_has_the_entropy_that_is_said() -> None:
     assert language.entropy == pytest.approx(-p * log(p) - (1 - p) * log(rest))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_model_learns_it_and_its_layer_too(tmp_path: Path) -> None:
     told = json.loads(benchmark("mtp_train", "--shape", "tiny", "--model", str(tmp_path / "model")))
     assert told["loss"] == told["loss_without"]  # the layer takes nothing from the model

@@ -243,9 +243,8 @@ def _typed(name: str, values: Tensor) -> Tensor:
 
 def _flat(name: str, rows: Sequence[Any]) -> Tensor:
     """Rows of per-token values, one after another: [tokens, ...]."""
-    empty = [
-        row for row in rows[:1] if isinstance(row, (Tensor, np.ndarray))
-    ]  # has type and dims all the same
+    # The first has type and dims all the same.
+    empty = [row for row in rows[:1] if isinstance(row, (Tensor, np.ndarray))]
     filled: list[Any] = [row for row in rows if len(row)] or empty
     if not filled:
         return _typed(name, torch.zeros(0, dtype=torch.int64))

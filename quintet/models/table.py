@@ -110,9 +110,8 @@ class _Table:
             yield from self._layer(i, f"decoder.layers.{i}.", names.layer.format(i) + ".")
         yield _one("decoder.final_layernorm", names.final_norm, (h,))
         if shape.head == "value":
-            yield _one(
-                "value_head", "score", (1, h)
-            )  # as transformers' ...ForSequenceClassification names it
+            # As transformers' ...ForSequenceClassification names it.
+            yield _one("value_head", "score", (1, h))
         elif not tied:
             yield _one("output_layer", names.head, vocabulary, "vocab", self._copies(self.mtp.head_copy))
         for i in range(shape.mtp_layers):

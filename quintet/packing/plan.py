@@ -218,9 +218,8 @@ def spread(
     of all: a pipeline runs at the pace of its slowest micro-batch, and memory must hold it. begin: by lane what this is before.
     """
     cells: list[list[Bin]] = [[[] for _ in range(width)] for width in widths]
-    waiting = [
-        [(0.0, at, 0) for at in range(width)] for width in widths
-    ]  # (cost, cell, tokens), cheapest first
+    # Of each width (cost, cell, tokens), cheapest first.
+    waiting = [[(0.0, at, 0) for at in range(width)] for width in widths]
     level = list(begin) or [0.0] * len(widths)
     peak, least = max(level, default=0.0), tokens[order[-1]] if order else 0
     first = [0] * len(widths)  # which of those waiting is taken next

@@ -180,17 +180,15 @@ def _core(sizes: _Sizes, q: int, k: int, v: int, out: int) -> int:
     if sizes.setup.shape.sinks:  # as wider heads, out of which the output is cut
         wide = q + sizes.heads * SINK_DIMS
         return sizes.t * ((4 * wide + out) * sizes.w + 4 * sizes.heads)
-    return sizes.t * (
-        4 * q * sizes.w + 4 * sizes.heads
-    )  # keys and values of every query head, as wide as queries
+    # Keys and values of every query head, as wide as queries.
+    return sizes.t * (4 * q * sizes.w + 4 * sizes.heads)
 
 
 def _latent(sizes: _Sizes, mla: MlaShape) -> int:
     kept = _before_block(sizes, _discards(sizes, own_norm=True))
     up_again = "mla_up_proj" in sizes.recomputed
-    down = (
-        mla.kv_lora_rank + mla.qk_rope_head_dim
-    )  # the projection's output, of which the norm's input is a view
+    # The projection's output, of which the norm's input is a view.
+    down = mla.kv_lora_rank + mla.qk_rope_head_dim
     for latent, held in ((mla.q_lora_rank or 0, mla.q_lora_rank or 0), (mla.kv_lora_rank, down)):
         if latent:
             kept += _norm(sizes, sizes.s, latent if not sizes.on_gpu and sizes.w == 2 else held)

@@ -129,9 +129,8 @@ def _passes(
 ) -> float:
     """Seconds of passes with these FLOPs over all samples, in so many runs of the pipeline one after the other."""
     layout, tokens = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
-    copies = recipe.cluster.ranks // (
-        layout.tp * layout.pp
-    )  # as many micro-batches side by side, of dp and of cp
+    # As many micro-batches side by side, of dp and of cp.
+    copies = recipe.cluster.ranks // (layout.tp * layout.pp)
     microbatches = max(1, math.ceil(samples.tokens / (runs * copies * tokens)))
     idle = (layout.pp - 1) / (microbatches * layout.vpp + layout.pp - 1)
     stages = [layout.layers_of(setup.shape.layers, stage) for stage in range(layout.pp)]
@@ -157,9 +156,8 @@ def _train(recipe: schema.Recipe, setup: Setup, card: Card, samples: Samples, on
     if recipe.engine.aux_loss is not None and recipe.engine.aux_loss.per == "batch":
         again += policy
     seconds = _passes(recipe, setup, card, samples, flops + again, steps)
-    return PhaseTime(
-        seconds + steps * 2 * on_host * ranks_of_node(recipe) / HOST_RATE, flops
-    )  # read and written
+    # What is on the host is read and written.
+    return PhaseTime(seconds + steps * 2 * on_host * ranks_of_node(recipe) / HOST_RATE, flops)
 
 
 def _sync(recipe: schema.Recipe, setup: Setup) -> float:

@@ -179,8 +179,8 @@ class Rollout(Protocol):
         ...
 
     def update_weights(self, source: WeightSource) -> int:
-        """Take new weights, and return their bytes, 0 where the source counts them. What was computed with the old ones, the prefix cache, is forgotten; requests that are held go on
-        from the tokens they have, whose log-probs stay those of the old weights."""
+        """Take new weights; bytes that came, 0 where the source counts them. What was computed with the old ones, the prefix
+        cache, is forgotten; requests that are held go on from the tokens they have, whose log-probs stay those of the old ones."""
         ...
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:

@@ -44,9 +44,8 @@ def record(s: Session, step: Step) -> None:
     if replayed:
         s.observer.replay(step.number, pack(replay_of(step.number, s.sampling(), samples, replayed)))
     s.observer.samples(step.number, samples.shown(s.recipe.run.samples_logged_per_step))
-    s.observer.step(
-        step.number, metrics, total=s.recipe.train.steps
-    )  # last: the report so far has the step's samples
+    # Last: the report so far has the step's samples.
+    s.observer.step(step.number, metrics, total=s.recipe.train.steps)
 
 
 def _policy(update: Update | None) -> dict[str, float | None]:

@@ -105,7 +105,10 @@ def test_the_planted_order_leaves_more_slots_empty() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     "where",
-    [["cluster.ranks=1"], ["cluster.ranks=2", "rollout.own_processes=true"]],
+    [
+        ["cluster.ranks=1"],
+        pytest.param(["cluster.ranks=2", "rollout.own_processes=true"], marks=pytest.mark.nightly),
+    ],
     ids=["in-process", "own"],
 )
 def test_ranks_measure_it_and_no_token_depends_on_the_order(tmp_path: Path, where: list[str]) -> None:

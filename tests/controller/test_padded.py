@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,19 @@ def recipe(path: Path, fp8: str | None, rollout: str) -> schema.Recipe:
     )
 
 
+SOONER = [("tensorwise", "own-processes"), ("blockwise", "separate")]
 WITHOUT: dict[str, list[float]] = {}
 """What is told without FP8, by rollout."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rollout", ROLLOUTS)
-@pytest.mark.parametrize("fp8", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize(
+    ("fp8", "rollout"),
+    [
+        pytest.param(*case, marks=[] if case in SOONER else pytest.mark.nightly)
+        for case in itertools.product(["tensorwise", "blockwise"], ROLLOUTS)
+    ],
+)
 def test_padding_changes_nothing_of_a_step(
     ray_cluster: Cluster,
     model_dir: Path,  # noqa: F811

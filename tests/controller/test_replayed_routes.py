@@ -83,9 +83,9 @@ def step_of(cluster: Cluster, recipe: schema.Recipe) -> tuple[Step, Step]:
         ("rollout", {"pp": 2, "vpp": 2}),
         pytest.param("rollout", {"pp": 2, "stage_layers": [3, 1]}, marks=pytest.mark.slow),
         pytest.param("rollout", {"ep": 2}, marks=pytest.mark.slow),
-        pytest.param("old", {"pp": 2}, marks=pytest.mark.slow),
-        pytest.param("old", {"cp": 2}, marks=pytest.mark.slow),  # each sample is padded to a multiple of 4
-        pytest.param("rollout", {"cp": 2, "dynamic_cp": True}, marks=pytest.mark.slow),
+        pytest.param("old", {"pp": 2}, marks=pytest.mark.nightly),
+        pytest.param("old", {"cp": 2}, marks=pytest.mark.nightly),  # each sample is padded to a multiple of 4
+        pytest.param("rollout", {"cp": 2, "dynamic_cp": True}, marks=pytest.mark.nightly),
         pytest.param("old", {"cp": 2, "dynamic_cp": True}, marks=pytest.mark.slow),
     ],
 )

@@ -32,7 +32,7 @@ def test_layers_learn_in_sft_and_in_rl_and_are_saved(tmp_path):
     assert not [n for n in after if "mtp_layers" in n and torch.equal(before[n], after[n])]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_with_layers_resume_bit_for_bit(tmp_path):
     """By a rollout on the engine's own weights, which has no use for the layers."""
     said = run("verify-resume", *DEMO, *MIMO, "rollout.layout=null", f"run.dir={tmp_path}")

@@ -28,7 +28,7 @@ REPLAYED = ("gpt_oss-top4",)
 THOROUGH = ("qwen3", "deepseek_v3")
 """The families that run all pairs on GPUs; in `make test` the first does, the others FEW_LAYOUTS, and of these some BRIEFLY one alone."""
 BRIEFLY = ("mimo", "glm4_moe", "mixtral", "gpt_oss")
-THOROUGH_SLOWLY = {"qwen3-tied": 8, "qwen2": 4, "llama": 4, "qwen3_moe": 4, "deepseek_v3": 8, "gpt_oss": 4}
+THOROUGH_SLOWLY = {"qwen3-tied": 4, "qwen2": 4, "llama": 4, "qwen3_moe": 4, "deepseek_v3": 8, "gpt_oss": 4}
 """The families that run all pairs in `make test-slow`, on at most so many ranks; `make test-nightly` runs them and qwen3 on 8."""
 LANGUAGE_ONLY = ("glm4_moe",)
 """The families of which transformers has no classifier, which a value model would be compared with."""
@@ -597,26 +597,38 @@ def fast_cases() -> list[Case]:
     return ordered([*found, *every, *OVERLAP_LAYOUTS, *SIZES_LAYOUTS])
 
 
+def beside_features(ranks: int, **fixed: Any) -> list[Case]:
+    """Every value of every axis beside each feature: adapters, layers for multi-token prediction, replayed routes and the rest."""
+    ways = (
+        lora_cases,
+        mtp_cases,
+        replay_cases,
+        balance_cases,
+        frozen_cases,
+        stage_cases,
+        overlap_cases,
+        sizes_cases,
+    )
+    return [case for cases in ways for case in cases(ranks, **fixed)]
+
+
 def slow_cases() -> list[Case]:
-    """What `make test-slow` runs besides: all pairs of most families up to 4 or 8 ranks, the rest of BRIEFLY, and adapters,
-    layers for multi-token prediction, replayed routes and balanced experts up to 4."""
+    """What `make test-slow` runs besides: all pairs of most families up to 4 or 8 ranks, the rest of BRIEFLY, and features on 2."""
     found = [
         case for family, n in THOROUGH_SLOWLY.items() for case in (*covering(family, n), *bf16(family, n))
     ]
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
-    found += [*lora_cases(4), *mtp_cases(4), *replay_cases(4), *balance_cases(4), *frozen_cases(4)]
-    found += [*stage_cases(4), *overlap_cases(4), *sizes_cases(4)]
     fast = set(fast_cases())
-    return ordered(case for case in found if case not in fast)
+    return ordered(case for case in (*found, *beside_features(2)) if case not in fast)
 
 
 def nightly_cases() -> list[Case]:
-    """What `make test-nightly` runs besides: all pairs up to 8 ranks."""
+    """What `make test-nightly` runs besides: all pairs up to 8 ranks, and features on 4."""
     found = [
         case for family in ("qwen3", *THOROUGH_SLOWLY) for case in (*covering(family, 8), *bf16(family, 8))
     ]
     before = {*fast_cases(), *slow_cases()}
-    return ordered(case for case in found if case not in before)
+    return ordered(case for case in (*found, *beside_features(4)) if case not in before)
 
 
 def bf16(family: str, ranks: int, **fixed: Any) -> list[Case]:
@@ -627,21 +639,7 @@ def bf16(family: str, ranks: int, **fixed: Any) -> list[Case]:
 def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
     """What `python -m tests.oracle` runs on so many GPUs: with each back end of layers all pairs of some families, every
     value of every axis of the others, beside adapters and of bf16, and of bf16 beside optimizer state on the CPU."""
-    found = [
-        case
-        for backend in backends
-        for some in (
-            lora_cases,
-            mtp_cases,
-            replay_cases,
-            balance_cases,
-            frozen_cases,
-            stage_cases,
-            overlap_cases,
-            sizes_cases,
-        )
-        for case in some(gpus, backend=backend)
-    ]
+    found = [case for backend in backends for case in beside_features(gpus, backend=backend)]
     for family, backend in product(FAMILIES, backends):
         found += covering(family, gpus, 2 if family in THOROUGH else 1, backend=backend)
         if family in MOE and family not in THOROUGH_SLOWLY:

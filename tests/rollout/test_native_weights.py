@@ -277,7 +277,7 @@ def cycles(path: Path, layout: dict[str, Any], count: int) -> list[int]:
     return held
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_twenty_cycles_leave_memory_as_it_was(pool, moe):
     world, sizes = LAYOUTS["tp2-sp"]
     for held in pool.run(cycles, world, moe, sizes, 20, timeout_s=600):

@@ -103,10 +103,11 @@ class Flipping(PolicyWorker):
         super().setup()
         update = self.rollout.update_weights
 
-        def flipping(source: None) -> None:
-            update(source)
+        def flipping(source: None) -> int:
+            came = update(source)
             self.syncs += 1
             if self.rank == 1 and self.syncs == 2:
                 flip(self.rollout._backend._weights.shards())  # type: ignore[attr-defined]
+            return came
 
         self.rollout.update_weights = flipping  # type: ignore[assignment]

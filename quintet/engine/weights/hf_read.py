@@ -73,9 +73,8 @@ class Piece:
 def _pieces(shard: Shard, located: Located) -> Iterator[Piece]:
     """A shard's box in pieces of about CHUNK_BYTES as they are computed with, cut where its view can be cut."""
     width = DTYPES[located.entry.dtype]
-    most = (
-        CHUNK_BYTES if located.scales is None else CHUNK_BYTES // 8
-    )  # of them, and of their scales, in fp32
+    # Of values and, where there are some, of their scales in fp32.
+    most = CHUNK_BYTES if located.scales is None else CHUNK_BYTES // 8
     strides = [math.prod(shard.shape[dim + 1 :]) * width for dim in range(len(shard.shape))]
 
     def cut(box: Box, dim: int, offset: int) -> Iterator[Piece]:
@@ -189,9 +188,8 @@ class HfReader:
 
     def _through_buffer(self, piece: Piece, view: Tensor, dtype: torch.dtype) -> None:
         mine, on_gpu, size = self._mine, view.device.type == "cuda", piece.stop - piece.start
-        scales = (
-            None if piece.scales is None else self._scales(piece, piece.scales)
-        )  # through the same buffer
+        # Scales go through the same buffer.
+        scales = None if piece.scales is None else self._scales(piece, piece.scales)
         if getattr(mine, "copied", None) is not None:
             mine.copied.synchronize()  # the GPU may still be reading what the buffer held before
         if not hasattr(mine, "buffer") or len(mine.buffer) < size:

@@ -44,9 +44,9 @@ class NativeRollout(Rollout):
     """One rank of the native back end.
 
     slots: most sequences at once. decode: token ids → text, needed for stop strings and texts. update: what brings the
-    engine's weights where both are in one process, and returns their bytes; with it weights stay on the device, for the engine owns them or fills
-    them at any time. Without it the model is the rollout's own, and has no weights until a source brings them.
-    return_routes: samples tell the chosen experts.
+    engine's weights where both are in one process, and returns their bytes; with it weights stay on the device, for the
+    engine owns them or fills them at any time. Without it the model is the rollout's own, and has no weights until a source
+    brings them. return_routes: samples tell the chosen experts.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class NativeRollout(Rollout):
         if self._update is not None and source is None:
             return self._update()
         raise RuntimeError(
-            "this rollout's weights come " + ("from a source" if self._update is None else "without a source")
+            f"this rollout's weights come {'from' if self._update is None else 'without'} a source"
         )
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:

@@ -113,9 +113,8 @@ class SglangEngine:
             if self._pauses == pauses:
                 raise QuintetError("SGLang gave a request up that nobody aborted")
             if job.parameters.get("stop"):
-                made = replace(
-                    made, response_ids=[], logprobs=[]
-                )  # the string may lie across the place of the pause
+                # The string may lie across the place of the pause.
+                made = replace(made, response_ids=[], logprobs=[])
         return made
 
     async def _send(self, job: Job, made: Answer) -> Answer:
