@@ -39,7 +39,7 @@ from benchmarks.dynamic_cp_work import (
     work_of,
 )
 from benchmarks.dynamic_cp_work import Side as Planned
-from benchmarks.options import positive_int
+from benchmarks.options import layout_name, positive_int
 from benchmarks.records import RESULTS, command, commit, merged, record, write_records
 from benchmarks.room import GIB, card_bytes, deepest
 from benchmarks.sides import Side, answer_stream
@@ -250,10 +250,10 @@ def same(ran: Sequence[Ran], tolerance: float) -> None:
 def run_plans(ranks: Side, work: Work, plans: int) -> list[dict[str, Any]]:
     """Run random plans, in each layout its share; their records. SystemExit where a loss or norm differs."""
     layouts, made = layouts_of_plans(work.gpus), []
-    for at, (experts, layout) in enumerate(layouts):
+    for at, (experts, layout, engine) in enumerate(layouts):
         share = plans * (at + 1) // len(layouts) - plans * at // len(layouts)
-        told = ranks.ask(do="plans", experts=experts, layout=layout, plans=share)[0]
-        sizes = "-".join(f"{axis}{size}" for axis, size in layout.items() if axis != "dynamic_cp")
+        told = ranks.ask(do="plans", experts=experts, layout=layout, engine=engine, plans=share)[0]
+        sizes = "-".join([layout_name({**layout, "dynamic_cp": False}), *engine.values()])
         case = f"plans/{'experts' if experts else 'dense'}/{sizes}"
         print(
             f"  {case}: {share} plans in {told['seconds']:.1f} s, at most {told['worst']:.1e} apart",

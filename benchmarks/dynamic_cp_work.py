@@ -276,10 +276,14 @@ def _cut(ranks: range, generator: random.Random) -> Iterator[range]:
     yield from _cut(ranks[half:], generator)
 
 
-def layouts_of_plans(gpus: int) -> list[tuple[bool, dict[str, Any]]]:
-    """Return the layouts in which random plans run, and whether of a model with experts."""
-    found: list[tuple[bool, dict[str, Any]]] = [(False, {"cp": gpus}), (True, {"cp": gpus, "ep": 2})]
+def layouts_of_plans(gpus: int) -> list[tuple[bool, dict[str, Any], dict[str, Any]]]:
+    """Return in which layouts random plans run, each with whether it is of a model with experts, and what its engine is told."""
+    found: list[tuple[bool, dict[str, Any], dict[str, Any]]] = [
+        (False, {"cp": gpus}, {}),
+        (True, {"cp": gpus, "ep": 2}, {}),
+        (False, {"cp": 2}, {"cp_comm": "all_to_all"}),
+    ]
     if gpus >= 4:
-        found.append((False, {"cp": gpus // 2, "pp": 2, "vpp": 2}))
-        found.append((True, {"cp": gpus // 2, "ep": gpus}))
-    return [(experts, layout | {"dynamic_cp": True}) for experts, layout in found]
+        found.append((False, {"cp": gpus // 2, "pp": 2, "vpp": 2}, {}))
+        found.append((True, {"cp": gpus // 2, "ep": gpus}, {}))
+    return [(experts, layout | {"dynamic_cp": True}, engine) for experts, layout, engine in found]

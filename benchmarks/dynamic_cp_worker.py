@@ -3,7 +3,7 @@
     {"do": "batch", "lengths": [...]}                     samples of these lengths are what plans are of
     {"do": "step", "rounds": [[[samples, first, ranks]]]} → {"seconds": ..., "loss": ..., "norm": ..., "peak_gib": ...}
     {"do": "links", "mib": 256}                           → {"gb_s": ...}
-    {"do": "plans", "experts": ..., "layout": ..., "plans": 50} → {"worst": ..., "seconds": ...}
+    {"do": "plans", "experts": ..., "layout": ..., "engine": {}, "plans": 50} → {"worst": ..., "seconds": ...}
     {"do": "quit"}
 
 All samples are of one batch on each rank: what is sent, and where, is not of this benchmark.
@@ -39,11 +39,16 @@ class Loop:
     """An engine in a layout, and the batch that plans are of."""
 
     def __init__(
-        self, work: Work, layout: dict[str, Any], device: torch.device, old_logprobs: bool = False
+        self,
+        work: Work,
+        layout: dict[str, Any],
+        device: torch.device,
+        old_logprobs: bool = False,
+        **recipe: Any,
     ) -> None:
         self.work, self.device, self.objective = work, device, sft_objective()
         self.old_logprobs = old_logprobs
-        recipe: dict[str, Any] = {"recompute": work.recompute, "tokens_per_microbatch_per_rank": work.most}
+        recipe |= {"recompute": work.recompute, "tokens_per_microbatch_per_rank": work.most}
         self.engine = Engine(
             work.model,
             schema.Layout(**layout),
@@ -129,10 +134,10 @@ def links(mib: int, device: torch.device) -> float:
 def run_plans(command: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Run random plans in a layout on a small model, and compare loss and gradient norm with those of whole blocks. Returns the
     largest relative difference, and seconds."""
-    layout = command["layout"]
+    layout, recipe = command["layout"], command["engine"]
     shape = "tiny-moe" if command["experts"] else "tiny"
     work = work_of(shape, dist.get_world_size(), 4, None, PLAN_SAMPLES * PLAN_LONGEST)
-    loop, generator, worst = Loop(work, layout, device), random.Random(f"{layout}"), 0.0
+    loop, generator, worst = Loop(work, layout, device, **recipe), random.Random(f"{layout}"), 0.0
     cp = layout["cp"]
     blocks = loop.engine.mesh.sizes.dp
     began = time.perf_counter()
