@@ -1,4 +1,5 @@
-"""Has anything become slower or wrong on GPUs? The oracle, a run with vLLM that is killed and resumed, what FP8 claims, five benchmarks held to records.
+"""Has anything become slower or wrong on GPUs? The oracle, a run with vLLM that is killed and resumed, vLLM's processes that are killed, what FP8
+claims, five benchmarks held to records.
 
     python -m benchmarks.gpu_check                                  all parts, one after the other
     python -m benchmarks.gpu_check --part engine                    one of them: each takes less than nine minutes
@@ -33,7 +34,8 @@ REPEATS = 3
 WORST_FALL = 0.08
 PART_S = 540.0
 ORACLE = {"oracle-te": "transformer_engine", "oracle-portable": "portable"}
-PARTS = (*ORACLE, "steps", "fp8", "engine", "rollout", "sync")
+PARTS = (*ORACLE, "steps", "kills", "fp8", "engine", "rollout", "sync")
+NEVER_TINY = {*ORACLE, "kills"}
 Repeats = list[tuple[float, float]]
 """Value and baseline of each repeat, both the more the better."""
 
@@ -224,9 +226,8 @@ def status_of(command: Sequence[str], limit_s: float, environment: dict[str, str
         return "the part took too long"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                process.pid, signal.SIGKILL
-            )  # its children may outlive it, and would slow the next part
+            # Its children may outlive it, and would slow the next part.
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return f"exit status {status}, the error is above" if status else ""
 
@@ -295,7 +296,17 @@ def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str
     return [f"{part}: every claim holds"], []
 
 
-RUN = dict.fromkeys(ORACLE, run_oracle) | {"steps": run_steps, "fp8": run_fp8}
+def run_kills(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Run the tests that kill vLLM's processes while they generate, take weights and sleep: lines as of `run_benchmarks`."""
+    # Of the settings of this tree some are of plugins, which a GPU machine need not have.
+    bare = f"-c {os.devnull} --rootdir . --import-mode=importlib -p no:cacheprovider -W ignore".split()
+    command = ["pytest", *bare, "-m", "vllm and not nightly", "tests/rollout/vllm/test_deaths.py"]
+    if wrong := status_of(command, options.part_s):
+        return [], [f"{part}: {wrong}; again: python -m {' '.join(command)}"]
+    return [f"{part}: started anew, and no sample is missing"], []
+
+
+RUN = dict.fromkeys(ORACLE, run_oracle) | {"steps": run_steps, "kills": run_kills, "fp8": run_fp8}
 """What runs a part that is no benchmark."""
 
 
@@ -316,10 +327,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--worker", type=Path, help=argparse.SUPPRESS)
     add("--case", nargs="+", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    options.part = options.part or [part for part in PARTS if not (options.tiny and part in ORACLE)]
-    if options.tiny and (options.record or options.out or set(options.part) & set(ORACLE)):
+    options.part = options.part or [part for part in PARTS if not (options.tiny and part in NEVER_TINY)]
+    if options.tiny and (options.record or options.out or set(options.part) & NEVER_TINY):
         parser.error(
-            "--tiny is a dry run of the benchmarks: leave --record, --out and the oracle's parts out"
+            "--tiny is a dry run of the benchmarks: leave --record, --out, the oracle's parts and kills out"
         )
     return options
 
