@@ -33,7 +33,6 @@ def recipe(path: Path, fp8: str | None, rollout: str) -> schema.Recipe:
     )
 
 
-SOONER = [("tensorwise", "own-processes"), ("blockwise", "separate")]
 WITHOUT: dict[str, list[float]] = {}
 """What is told without FP8, by rollout."""
 
@@ -42,7 +41,7 @@ WITHOUT: dict[str, list[float]] = {}
 @pytest.mark.parametrize(
     ("fp8", "rollout"),
     [
-        pytest.param(*case, marks=[] if case in SOONER else pytest.mark.nightly)
+        pytest.param(*case, marks=[] if case == ("tensorwise", "own-processes") else pytest.mark.nightly)
         for case in itertools.product(["tensorwise", "blockwise"], ROLLOUTS)
     ],
 )

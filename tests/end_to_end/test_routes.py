@@ -83,7 +83,13 @@ def test_a_mixture_of_experts_learns_with_its_rollouts_routes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [ROLLOUT, ("engine.replay_routes=old",)], ids=["rollout", "old"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(ROLLOUT, id="rollout"),
+        pytest.param(("engine.replay_routes=old",), id="old", marks=pytest.mark.nightly),
+    ],
+)
 def test_runs_that_replay_resume_bit_for_bit(moe, tmp_path, how):
     said = run("verify-resume", *moe, *how, f"run.dir={tmp_path}")
     assert "identical: every step and every weight, bit for bit" in said

@@ -597,29 +597,28 @@ def fast_cases() -> list[Case]:
     return ordered([*found, *every, *OVERLAP_LAYOUTS, *SIZES_LAYOUTS])
 
 
-def beside_features(ranks: int, **fixed: Any) -> list[Case]:
-    """Every value of every axis beside each feature: adapters, layers for multi-token prediction, replayed routes and the rest."""
-    ways = (
-        lora_cases,
-        mtp_cases,
-        replay_cases,
-        balance_cases,
-        frozen_cases,
-        stage_cases,
-        overlap_cases,
-        sizes_cases,
-    )
-    return [case for cases in ways for case in cases(ranks, **fixed)]
+FEATURES = (
+    lora_cases,
+    mtp_cases,
+    replay_cases,
+    balance_cases,
+    frozen_cases,
+    stage_cases,
+    overlap_cases,
+    sizes_cases,
+)
+"""Every value of every axis beside each feature, on so many ranks."""
 
 
 def slow_cases() -> list[Case]:
-    """What `make test-slow` runs besides: all pairs of most families up to 4 or 8 ranks, the rest of BRIEFLY, and features on 2."""
+    """What `make test-slow` runs besides: all pairs of most families up to 4 or 8 ranks, the rest of BRIEFLY, and some features on 2."""
     found = [
         case for family, n in THOROUGH_SLOWLY.items() for case in (*covering(family, n), *bf16(family, n))
     ]
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
+    found += [*lora_cases(2), *mtp_cases(2), *replay_cases(2), *stage_cases(2)]
     fast = set(fast_cases())
-    return ordered(case for case in (*found, *beside_features(2)) if case not in fast)
+    return ordered(case for case in found if case not in fast)
 
 
 def nightly_cases() -> list[Case]:
@@ -627,8 +626,9 @@ def nightly_cases() -> list[Case]:
     found = [
         case for family in ("qwen3", *THOROUGH_SLOWLY) for case in (*covering(family, 8), *bf16(family, 8))
     ]
+    found += [case for cases in FEATURES for case in cases(4)]
     before = {*fast_cases(), *slow_cases()}
-    return ordered(case for case in (*found, *beside_features(4)) if case not in before)
+    return ordered(case for case in found if case not in before)
 
 
 def bf16(family: str, ranks: int, **fixed: Any) -> list[Case]:
@@ -639,7 +639,7 @@ def bf16(family: str, ranks: int, **fixed: Any) -> list[Case]:
 def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
     """What `python -m tests.oracle` runs on so many GPUs: with each back end of layers all pairs of some families, every
     value of every axis of the others, beside adapters and of bf16, and of bf16 beside optimizer state on the CPU."""
-    found = [case for backend in backends for case in beside_features(gpus, backend=backend)]
+    found = [case for backend in backends for cases in FEATURES for case in cases(gpus, backend=backend)]
     for family, backend in product(FAMILIES, backends):
         found += covering(family, gpus, 2 if family in THOROUGH else 1, backend=backend)
         if family in MOE and family not in THOROUGH_SLOWLY:
