@@ -22,7 +22,16 @@ from quintet.recipe.features import FEATURES
 from quintet.recipe.rules.facts import Facts
 from quintet.recipe.rules.fp8 import eight_bits_are_the_same_on_both_sides
 from quintet.recipe.schema import Recipe
-from tests.oracle.cases import FAMILIES, PADDED_LAYOUTS, REPLAYED, Case, fast_cases, gpu_cases, slow_cases
+from tests.oracle.cases import (
+    FAMILIES,
+    PADDED_LAYOUTS,
+    REPLAYED,
+    Case,
+    fast_cases,
+    gpu_cases,
+    nightly_cases,
+    slow_cases,
+)
 from tests.recipe.feature_sets import features_on, refused_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
@@ -47,7 +56,7 @@ PROOF, PROVED = "python -m benchmarks.fp8 --prove", ("transformer_engine", "cpu_
 
 
 class Cell(NamedTuple):
-    """What becomes of a pair. where: "test", "slow", "padded", "gpus", "refused" or, for a gap, "". text: a case, or the refusal."""
+    """What becomes of a pair. where: one of `_MARKS`, "" for a gap. text: a case, or the refusal."""
 
     where: str
     text: str
@@ -60,6 +69,7 @@ def matrix() -> dict[frozenset[str], Cell]:
         runs = [
             ("test", "cpu", fast_cases()),
             ("slow", "cpu", slow_cases()),
+            ("nightly", "cpu", nightly_cases()),
             ("gpus", "cuda", gpu_cases(GPUS, BACKENDS)),
         ]
         ran = {frozenset((fp8, one)): Cell("gpus", PROOF) for fp8 in FP8 for one in PROVED}
@@ -151,7 +161,8 @@ def page(cells: Mapping[frozenset[str], Cell], loop: Mapping[frozenset[str], Cel
         "all numbers with one transformers process, or refused when a recipe is loaded. This page is made by",
         "`python -m tests.oracle.matrix` from the cases and the refusals; a test holds it to them.",
         "",
-        "● run by `make test` · ○ run by `make test-slow` · G run on GPUs by `python -m tests.oracle --gpus 4` · × refused",
+        "● run by `make test` · ○ run by `make test-slow` · ◇ run by `make test-nightly`",
+        "· G run on GPUs by `python -m tests.oracle --gpus 4` · × refused",
         "",
         "Which runs on GPUs are on record, and of which commits: [performance.md](performance.md). None has replay yet, which is younger.",
         "",
@@ -188,7 +199,7 @@ def page(cells: Mapping[frozenset[str], Cell], loop: Mapping[frozenset[str], Cel
     return "\n".join(lines) + "\n"
 
 
-_MARKS = {"test": "●", "slow": "○", "padded": "◐", "gpus": "G", "refused": "×", "": "**?**"}
+_MARKS = {"test": "●", "slow": "○", "nightly": "◇", "padded": "◐", "gpus": "G", "refused": "×", "": "**?**"}
 
 
 def beside_the_loop() -> dict[frozenset[str], Cell]:
