@@ -6,11 +6,19 @@ Nothing else in quintet imports SGLang or looks at its version. What is said of 
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import contextlib
 import importlib.metadata
+import logging
+import multiprocessing
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from quintet.errors import UserError
 from quintet.install import with_extra
@@ -21,6 +29,8 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("0.5.17",)
 """The versions of the distribution `sglang` that quintet was written for."""
+TRANSFORMERS = "5.12"
+"""The versions of transformers with which it can be imported: later ones have names that it registers itself."""
 
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
@@ -56,6 +66,12 @@ def require() -> str:
             f"rollout.backend=sglang: sglang {found} is installed, and not supported; supported is sglang {supported}. Install "
             "that, or use rollout.backend=native"
         )
+    beside = importlib.metadata.version("transformers")
+    if not beside.startswith(f"{TRANSFORMERS}."):
+        raise UserError(
+            f"rollout.backend=sglang: sglang {found} needs transformers {TRANSFORMERS}, and {beside} is installed, with which it "
+            f"cannot be imported: pip install 'transformers=={TRANSFORMERS}.*', or use rollout.backend=native"
+        )
     return found
 
 
@@ -88,12 +104,52 @@ def engine_fields() -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(ServerArgs))
 
 
-def stay_on_loopback() -> None:
-    """Have the processes of the next engine, which unpickle what they say to each other, talk where nobody else listens: its ranks
-    meet in a file, where a store of torch's would listen on all addresses, and their gloo is on loopback."""
+def free_share() -> float:
+    """Return which share of this process's device nobody has."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return free / total
+
+
+@contextlib.contextmanager
+def for_its_processes() -> Iterator[None]:
+    """Set in the block what the processes of an engine are to find; afterwards this process is as it was, although SGLang changes
+    its environment, its logging, and how processes and event loops begin.
+
+    They unpickle what they say to each other, and so talk where nobody else listens: ranks meet in a file, where a store of torch's
+    would listen on all addresses, and their gloo is on loopback.
+    """
+    before, root = dict(os.environ), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    method, policy = multiprocessing.get_start_method(allow_none=True), asyncio.get_event_loop_policy()
     file, path = tempfile.mkstemp(prefix="quintet-sglang-")
     os.close(file)
     os.environ |= {_MEETING: f"file://{path}", "GLOO_SOCKET_IFNAME": "lo"}
+    # Its memory saver, preloaded, links with CUDA's runtime, which pip keeps where the loader does not look.
+    libraries = [os.environ.get("LD_LIBRARY_PATH", ""), *_cuda_runtimes()]
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments" in os.environ.get(name, ""):
+            del os.environ[name]  # memory that it gives up lies in segments that do not grow
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name not in before]:
+            del os.environ[name]
+        os.environ |= before
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        multiprocessing.set_start_method(method, force=True)
+        asyncio.set_event_loop_policy(policy)
+        Path(path).unlink(missing_ok=True)
+
+
+def _cuda_runtimes() -> list[str]:
+    import torch
+
+    site = Path(torch.__file__).parents[1]
+    return sorted({str(file.parent) for file in site.glob("nvidia/*/lib/libcudart.so*")})
 
 
 def make_engine(arguments: Mapping[str, Any]) -> Any:
@@ -103,8 +159,25 @@ def make_engine(arguments: Mapping[str, Any]) -> Any:
 
     # Devices are named by what they are in CUDA's handles, not by their number: the processes may number them otherwise.
     monkey_patch_torch_reductions()
-    stay_on_loopback()
-    return Engine(**arguments)
+    with for_its_processes():
+        engine = Engine(**arguments)
+    # Quintet watches the processes itself, and tells which died; this one would end the process that made them.
+    engine.tokenizer_manager._subprocess_watchdog.stop()
+    atexit.unregister(engine.shutdown)
+    return engine
+
+
+def end(engine: Any) -> None:
+    """Stop an engine's processes, and wait until their devices are free. `Engine.shutdown` stops all that this process has started."""
+    found: list[psutil.Process] = []
+    for pid in engine.get_all_child_pids():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one = psutil.Process(pid)
+            found += [*one.children(recursive=True), one]
+    for one in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(found, timeout=60)
 
 
 def was_aborted(error: BaseException) -> bool:
@@ -117,9 +190,9 @@ def abort_all(engine: Any) -> None:
     engine.tokenizer_manager.abort_request(abort_all=True)
 
 
-async def flush(engine: Any) -> bool:
-    """Empty the prefix cache; False where the scheduler is not idle yet."""
-    return bool((await engine.tokenizer_manager.flush_cache()).success)
+async def flush(engine: Any, timeout_s: float) -> bool:
+    """Empty the prefix cache; False where the scheduler is not idle within that time."""
+    return bool((await engine.tokenizer_manager.flush_cache(timeout_s=timeout_s)).success)
 
 
 async def release(engine: Any, parts: Sequence[str]) -> None:

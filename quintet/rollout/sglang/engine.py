@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from collections.abc import Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -31,34 +31,33 @@ class SglangEngine:
     """One SGLang engine. `arguments` are those of its ServerArgs. Its methods may be called from several threads."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._ready = threading.Event()
-        self._failed: BaseException | None = None
         self._before: Any = signal.SIG_DFL
         if _in_main_thread():
             # A process of SGLang that fails sends this, which would end the whole process; the watch tells who it was.
             self._before = signal.signal(signal.SIGQUIT, lambda number, frame: None)
         with ProcessWatchdog.over_children("SGLang") as self._watch:
             # SGLang's processes end with the thread that started them: it stays as long as they are needed.
-            threading.Thread(target=self._drive, args=(arguments,), name="sglang", daemon=True).start()
-            while not self._ready.wait(_LOOK_S):
-                pass
-            if self._failed is not None:
-                raise self._failed
+            made: Future[None] = Future()
+            threading.Thread(target=self._drive, args=(arguments, made), name="sglang", daemon=True).start()
+            try:
+                made.result()
+            except BaseException:
+                self._go_back()
+                raise
         self._calls = threading.Lock()  # one thread at a time has jobs in it
         self._changed, self._running = asyncio.Condition(), True
         self._inside = 0  # requests that SGLang has
         self._pauses = self._aborts = 0
 
-    def _drive(self, arguments: Mapping[str, Any]) -> None:
+    def _drive(self, arguments: Mapping[str, Any], made: Future[None]) -> None:
         try:
             self._engine = compat.make_engine(arguments)
             self._loop: asyncio.AbstractEventLoop = self._engine.loop
             self._ranks = int(arguments["tp_size"])
         except BaseException as error:
-            self._failed = error
+            made.set_exception(error)
             return
-        finally:
-            self._ready.set()
+        made.set_result(None)
         self._loop.run_forever()
 
     def _ask(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -181,11 +180,8 @@ class SglangEngine:
             raise QuintetError(
                 "SGLang takes weights and gives memory up only without requests: pause or abort them first"
             )
-        until = time.monotonic() + _IDLE_TIMEOUT_S
-        while not await compat.flush(self._engine):
-            if time.monotonic() > until:
-                raise QuintetError(f"SGLang was not idle {_IDLE_TIMEOUT_S:.0f} s after its last request")
-            await asyncio.sleep(0.02)
+        if not await compat.flush(self._engine, _IDLE_TIMEOUT_S):
+            raise QuintetError(f"SGLang was not idle {_IDLE_TIMEOUT_S:.0f} s after its last request")
 
     def release(self, parts: Sequence[str]) -> None:
         self._ask(self._release(parts))
@@ -204,10 +200,13 @@ class SglangEngine:
             raise QuintetError(f"SGLang did not take new weights: {message}")
 
     def close(self) -> None:
-        """Stop SGLang's processes: all that this process has started."""
+        """Stop SGLang's processes."""
         self._watch.close()
+        compat.end(self._engine)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._engine.shutdown()
+        self._go_back()
+
+    def _go_back(self) -> None:
         if _in_main_thread():
             signal.signal(signal.SIGQUIT, self._before)
 

@@ -61,7 +61,7 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
         for problem in refusals(recipe.rollout):
             raise UserError(problem.message)
         compat.prepare(device)
-        engine = SglangEngine(engine_arguments(recipe, model_dir))
+        engine = SglangEngine(engine_arguments(recipe, model_dir, compat.free_share()))
         super().__init__(recipe, model_dir, engine, decode, progress)
         self._totals = dict.fromkeys(COUNTS.values(), 0.0)
         self._taken: set[str] = set()
@@ -107,6 +107,7 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
                 self._engine.load(bucket.flat, bucket.entries)
                 self._taken.update(name for name, *_ in bucket.entries)
             self._engine.forget_prefixes()
+        torch.cuda.ipc_collect()  # the last bucket's memory
         return 0
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:

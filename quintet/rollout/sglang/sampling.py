@@ -75,6 +75,10 @@ def answer(result: Mapping[str, Any], job: Job) -> Answer:
     reason = meta["finish_reason"]
     if reason["type"] not in ("stop", "length", "abort"):
         raise QuintetError(f"SGLang ended a request with {reason['type']!r}")
+    if reason.get("matched") == "NaN happened":
+        raise QuintetError(
+            "SGLang's model computed scores that are no numbers: its weights or kernels are wrong"
+        )
     told = meta.get("output_token_logprobs", [])
     if [token for _, token, _ in told[: len(ids)]] != ids:
         raise QuintetError(

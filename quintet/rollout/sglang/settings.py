@@ -13,12 +13,14 @@ from quintet.rollout.options import passed_through
 from quintet.rollout.sglang import compat
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_MOST_OF_FREE = 0.95
 _KEPT_BACK = 8
 """Tokens of the context that SGLang gives to no request (srt/managers/tp_worker.py: max_req_len, max_req_input_len)."""
 
 
-def engine_arguments(recipe: schema.Recipe, model_dir: Path) -> dict[str, Any]:
-    """Return the arguments of SGLang's ServerArgs. Raises UserError for an option in rollout.sglang that SGLang does not know."""
+def engine_arguments(recipe: schema.Recipe, model_dir: Path, free: float) -> dict[str, Any]:
+    """Return the arguments of SGLang's ServerArgs. free: which share of the device's memory nobody has. Raises UserError for an
+    option in rollout.sglang that SGLang does not know."""
     rollout = recipe.rollout
     layout = placement_of(recipe).layout
     arguments: dict[str, Any] = {
@@ -32,7 +34,8 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path) -> dict[str, Any]:
         "ep_size": layout.ep,
         "context_length": longest(recipe) + _KEPT_BACK,
         "max_running_requests": rollout.sequences_per_rank,
-        "mem_fraction_static": rollout.memory_fraction,
+        # Of what is free before it starts; rollout.memory_fraction is of the whole.
+        "mem_fraction_static": min(rollout.memory_fraction / free, _MOST_OF_FREE),
         "enable_memory_saver": True,
         # What becomes of weights that are given up is fixed when they are loaded first.
         "enable_weights_cpu_backup": rollout.sleep_level == 1,

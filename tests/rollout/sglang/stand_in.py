@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import subprocess
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +28,8 @@ class Engine:
         self.requests: set[SimpleNamespace] = set()
         self.log: list[str] = []
         self.asleep: set[str] = set()
-        self.busy_flushes = 2  # its scheduler is idle a little later than its last answer
-        self.stopped = False
+        self.busy = 2  # milliseconds: its scheduler is idle a little later than its last answer
+        self.process = subprocess.Popen(["sleep", "600"])
 
     async def async_generate(
         self, *, input_ids, sampling_params, return_logprob, logprob_start_len, return_routed_experts
@@ -78,12 +79,12 @@ class Engine:
         for request in self.requests:
             request.aborted = True
 
-    async def flush_cache(self) -> SimpleNamespace:
+    async def flush_cache(self, timeout_s: float | None = None) -> SimpleNamespace:
         self.log.append("flush")
-        if not self.requests and self.busy_flushes:
-            self.busy_flushes -= 1
-            return SimpleNamespace(success=False)
-        return SimpleNamespace(success=not self.requests)
+        while not self.requests and self.busy and timeout_s is not None and timeout_s > 0:
+            self.busy, timeout_s = self.busy - 1, timeout_s - 0.001
+            await asyncio.sleep(0.001)
+        return SimpleNamespace(success=not self.requests and not self.busy)
 
     async def release(self, parts: list[str]) -> None:
         assert not self.requests
@@ -95,8 +96,11 @@ class Engine:
         self.asleep -= set(parts)
         self.log.append(f"restore {' '.join(parts)}")
 
+    def get_all_child_pids(self) -> list[int]:
+        return [self.process.pid]
+
     def shutdown(self) -> None:
-        self.stopped = True
+        raise AssertionError("it stops every process that this one has started")
 
 
 class Request(SimpleNamespace):

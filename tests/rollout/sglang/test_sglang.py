@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -96,8 +104,9 @@ def test_what_it_can_do_is_not_refused(rollout):
 def test_a_recipe_becomes_its_arguments(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "engine_fields", lambda: frozenset({"attention_backend", "tp_size"}))
     one = recipe(layout={"tp": 2}, sleep_level=1, return_routes=True, sglang={"attention_backend": "fa3"})
-    arguments = engine_arguments(one, tmp_path)
+    arguments = engine_arguments(one, tmp_path, 0.5)
     assert arguments["tp_size"] == 2
+    assert arguments["mem_fraction_static"] == min(2 * one.rollout.memory_fraction, 0.95)
     assert arguments["enable_weights_cpu_backup"]
     assert arguments["enable_return_routed_experts"]
     assert arguments["enable_deterministic_inference"]
@@ -106,7 +115,7 @@ def test_a_recipe_becomes_its_arguments(monkeypatch, tmp_path):
     with pytest.raises(
         UserError, match=r"attention_backand: the ServerArgs .* did you mean attention_backend"
     ):
-        engine_arguments(recipe(sglang={"attention_backand": "fa3"}), tmp_path)
+        engine_arguments(recipe(sglang={"attention_backand": "fa3"}), tmp_path, 1.0)
 
 
 # versions
@@ -129,13 +138,46 @@ def test_another_version_is_refused_by_name(monkeypatch, version):
         compat.prepare("cuda")
 
 
+def test_a_transformers_that_it_cannot_be_imported_with_is_refused(monkeypatch):
+    monkeypatch.setattr(compat, "installed", lambda: "0.5.17")
+    monkeypatch.setattr(compat.importlib.metadata, "version", lambda name: "5.19.0")
+    with pytest.raises(UserError, match=r"needs transformers 5\.12, and 5\.19\.0 is installed.*pip install"):
+        compat.prepare("cuda")
+
+
 def test_it_needs_gpus_and_log_probs_of_the_policy(monkeypatch):
     monkeypatch.setattr(compat, "installed", lambda: "0.5.17+cu130")
+    monkeypatch.setattr(compat.importlib.metadata, "version", lambda name: "5.12.1")
     with pytest.raises(UserError, match="needs NVIDIA GPUs"):
         compat.prepare("cpu")
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "true")
     with pytest.raises(UserError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set.*unset it"):
         compat.prepare("cuda")
+
+
+def test_what_its_engine_changes_here_is_as_it_was(monkeypatch):
+    """What srt/entrypoints/engine.py and srt/utils/common.py of sglang 0.5.17 change in the process that makes an engine."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    environment, handlers = dict(os.environ), logging.getLogger().handlers[:]
+    method, policy = multiprocessing.get_start_method(allow_none=True), asyncio.get_event_loop_policy()
+    with compat.for_its_processes():
+        meeting = Path(os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"].removeprefix("file://"))
+        assert meeting.is_file()
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+        os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_NVLS_ENABLE": "0"}
+        logging.basicConfig(level=logging.ERROR, force=True)
+        multiprocessing.set_start_method("spawn", force=True)
+        asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+    assert dict(os.environ) == environment
+    assert logging.getLogger().handlers == handlers
+    assert (multiprocessing.get_start_method(allow_none=True), asyncio.get_event_loop_policy()) == (
+        method,
+        policy,
+    )
+    assert not meeting.exists()
 
 
 def test_the_extra_is_the_version_supported():
@@ -216,6 +258,12 @@ def test_log_probs_of_other_tokens_are_an_error():
     del wrong["meta_info"]["output_token_logprobs"]
     with pytest.raises(QuintetError, match="log-probs of 0 tokens"):
         answer(wrong, JOB)
+
+
+def test_scores_that_are_no_numbers_are_an_error():
+    told = result([1, 5], {"type": "stop", "matched": "NaN happened"})
+    with pytest.raises(QuintetError, match="scores that are no numbers"):
+        answer(told, JOB)
 
 
 def test_routes_are_of_layers_with_experts():
@@ -329,6 +377,7 @@ def stand_ins(monkeypatch):
 
     monkeypatch.setattr(compat, "make_engine", make)
     monkeypatch.setattr(compat, "prepare", lambda device: None)
+    monkeypatch.setattr(compat, "free_share", lambda: 1.0)
     monkeypatch.setattr(compat, "release", lambda engine, parts: engine.release(list(parts)))
     monkeypatch.setattr(compat, "restore", lambda engine, parts: engine.restore(list(parts)))
     return made
@@ -437,7 +486,7 @@ def test_memory_is_given_up_and_weights_taken_only_without_requests(engine):
     engine.pause()
     engine.inner.log.clear()
     engine.release(["kv_cache", "weights"])
-    assert engine.inner.log == ["flush"] * 3 + ["release kv_cache weights"]
+    assert engine.inner.log == ["flush", "release kv_cache weights"]
     engine.restore(["weights"])
     engine.restore(["kv_cache"])
     engine.resume()
@@ -452,13 +501,27 @@ def test_a_request_that_fails_leaves_nothing_behind(engine):
     assert len(ordered(engine, jobs(1))) == 1
 
 
+def test_its_processes_end_with_it_and_no_others(stand_ins):
+    other = subprocess.Popen(["sleep", "600"])
+    try:
+        one = SglangEngine({"tp_size": 1})
+        one.close()
+        assert not psutil.pid_exists(stand_ins[0].process.pid)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
 def test_an_engine_that_does_not_start_says_why(monkeypatch):
     def fails(arguments):
         raise RuntimeError("no room for the KV cache")
 
     monkeypatch.setattr(compat, "make_engine", fails)
+    before = signal.getsignal(signal.SIGQUIT)
     with pytest.raises(RuntimeError, match="no room"):
         SglangEngine({"tp_size": 1})
+    assert signal.getsignal(signal.SIGQUIT) is before
 
 
 @pytest.fixture
