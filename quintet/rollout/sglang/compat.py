@@ -155,10 +155,7 @@ def _cuda_runtimes() -> list[str]:
 def make_engine(arguments: Mapping[str, Any]) -> Any:
     """Return SGLang's offline engine. Its event loop is `loop`, which is that of the calling thread."""
     from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-    # Devices are named by what they are in CUDA's handles, not by their number: the processes may number them otherwise.
-    monkey_patch_torch_reductions()
     with for_its_processes():
         engine = Engine(**arguments)
     # Quintet watches the processes itself, and tells which died; this one would end the process that made them.
@@ -213,6 +210,24 @@ async def restore(engine: Any, parts: Sequence[str]) -> None:
     )
 
 
+@contextlib.contextmanager
+def _devices_by_uuid() -> Iterator[None]:
+    """In the block CUDA's handles name a device by what it is, not by its number, which SGLang's processes may have otherwise. What SGLang
+    puts in the place of torch's functions for that can pickle no tensor of the host: afterwards they are torch's again."""
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    from torch.multiprocessing import reductions
+
+    before = dict(vars(reductions))
+    monkey_patch_torch_reductions()
+    try:
+        yield
+    finally:
+        for name in [name for name in vars(reductions) if name not in before]:
+            delattr(reductions, name)
+        vars(reductions).update(before)
+        reductions.init_reductions()
+
+
 async def load(
     engine: Any,
     flat: Tensor,
@@ -234,10 +249,10 @@ async def load(
         for name, shape, dtype, start, stop in entries
     ]
     bucket = {"flattened_tensor": flat, "metadata": metadata}
+    with _devices_by_uuid():
+        handles = [MultiprocessingSerializer.serialize(bucket) for _ in range(ranks)]
     asked = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket) for _ in range(ranks)],
-        load_format="flattened_bucket",
-        flush_cache=False,
+        serialized_named_tensors=handles, load_format="flattened_bucket", flush_cache=False
     )
     success, message = await engine.tokenizer_manager.update_weights_from_tensor(asked, None)
     return success, message

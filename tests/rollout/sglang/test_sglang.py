@@ -8,15 +8,19 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
 from quintet.errors import QuintetError, UserError
 from quintet.models.mcore import whole_box
@@ -178,6 +182,26 @@ def test_what_its_engine_changes_here_is_as_it_was(monkeypatch):
         policy,
     )
     assert not meeting.exists()
+
+
+def test_tensors_of_the_host_are_sent_as_before(monkeypatch):
+    """After what srt/utils/patch_torch.py of sglang 0.5.17 puts in the place of torch's functions."""
+
+    def patch():
+        if hasattr(reductions, "_reduce_tensor_original"):
+            return
+        reductions._reduce_tensor_original = reductions.reduce_tensor
+        reductions.reduce_tensor = lambda tensor: reductions._reduce_tensor_original(tensor)[6]
+        reductions.init_reductions()
+
+    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+    for name in ("sglang.srt", "sglang.srt.utils", "sglang.srt.utils.patch_torch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["sglang.srt.utils.patch_torch"].monkey_patch_torch_reductions = patch
+    for _ in range(2):
+        with compat._devices_by_uuid(), pytest.raises(IndexError):
+            ForkingPickler.dumps(torch.ones(3))
+        ForkingPickler.dumps(torch.ones(3))
 
 
 def test_the_extra_is_the_version_supported():
