@@ -1,7 +1,7 @@
 """SGLang's versions: which is supported, and every place where quintet relies on how it is made inside.
 
 Nothing else in quintet imports SGLang or looks at its version. What is said of its inside was read in the source of
-0.5.17; none of it was run.
+0.5.17; none of it was run on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,18 @@ def free_share() -> float:
 
 
 @contextlib.contextmanager
+def _put_back(names: MutableMapping[str, Any]) -> Iterator[None]:
+    """After the block a mapping is what it was; it is never empty in between, for other threads read it."""
+    before = dict(names)
+    try:
+        yield
+    finally:
+        for name in names.keys() - before.keys():
+            del names[name]
+        names.update(before)
+
+
+@contextlib.contextmanager
 def for_its_processes() -> Iterator[None]:
     """Set in the block what the processes of an engine are to find; afterwards this process is as it was, although SGLang changes
     its environment, its logging, and how processes and event loops begin.
@@ -120,29 +132,23 @@ def for_its_processes() -> Iterator[None]:
     They unpickle what they say to each other, and so talk where nobody else listens: ranks meet in a file, where a store of torch's
     would listen on all addresses, and their gloo is on loopback.
     """
-    before, root = dict(os.environ), logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    method, policy = multiprocessing.get_start_method(allow_none=True), asyncio.get_event_loop_policy()
-    file, path = tempfile.mkstemp(prefix="quintet-sglang-")
+    root = logging.getLogger()
+    # Ranks meet in it for as long as they live; the last one removes it.
+    file, meeting = tempfile.mkstemp(prefix="quintet-sglang-")
     os.close(file)
-    os.environ |= {_MEETING: f"file://{path}", "GLOO_SOCKET_IFNAME": "lo"}
-    # Its memory saver, preloaded, links with CUDA's runtime, which pip keeps where the loader does not look.
-    libraries = [os.environ.get("LD_LIBRARY_PATH", ""), *_cuda_runtimes()]
-    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments" in os.environ.get(name, ""):
-            del os.environ[name]  # memory that it gives up lies in segments that do not grow
-    try:
+    with _put_back(os.environ), contextlib.ExitStack() as after:
+        after.callback(setattr, root, "handlers", root.handlers[:])
+        after.callback(root.setLevel, root.level)
+        after.callback(multiprocessing.set_start_method, multiprocessing.get_start_method(True), force=True)
+        after.callback(asyncio.set_event_loop_policy, asyncio.get_event_loop_policy())
+        os.environ |= {_MEETING: f"file://{meeting}", "GLOO_SOCKET_IFNAME": "lo"}
+        # Its memory saver, preloaded, links with CUDA's runtime, which pip keeps where the loader does not look.
+        libraries = [os.environ.get("LD_LIBRARY_PATH", ""), *_cuda_runtimes()]
+        os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            if "expandable_segments" in os.environ.get(name, ""):
+                del os.environ[name]  # memory that it gives up lies in segments that do not grow
         yield
-    finally:
-        for name in [name for name in os.environ if name not in before]:
-            del os.environ[name]
-        os.environ |= before
-        root.handlers[:] = handlers
-        root.setLevel(level)
-        multiprocessing.set_start_method(method, force=True)
-        asyncio.set_event_loop_policy(policy)
-        Path(path).unlink(missing_ok=True)
 
 
 def _cuda_runtimes() -> list[str]:
@@ -217,14 +223,11 @@ def _devices_by_uuid() -> Iterator[None]:
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
     from torch.multiprocessing import reductions
 
-    before = dict(vars(reductions))
-    monkey_patch_torch_reductions()
     try:
-        yield
+        with _put_back(vars(reductions)):
+            monkey_patch_torch_reductions()
+            yield
     finally:
-        for name in [name for name in vars(reductions) if name not in before]:
-            delattr(reductions, name)
-        vars(reductions).update(before)
         reductions.init_reductions()
 
 

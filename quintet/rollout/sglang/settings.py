@@ -14,6 +14,7 @@ from quintet.rollout.sglang import compat
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _MOST_OF_FREE = 0.95
+"""What is besides weights and cache, graphs and the memory of kernels, has the rest."""
 _KEPT_BACK = 8
 """Tokens of the context that SGLang gives to no request (srt/managers/tp_worker.py: max_req_len, max_req_input_len)."""
 
