@@ -36,6 +36,7 @@ PART_S = 540.0
 ORACLE = {"oracle-te": "transformer_engine", "oracle-portable": "portable"}
 PARTS = (*ORACLE, "steps", "kills", "fp8", "engine", "rollout", "sync")
 NEVER_TINY = {*ORACLE, "kills"}
+"""What has no dry run."""
 Repeats = list[tuple[float, float]]
 """Value and baseline of each repeat, both the more the better."""
 
@@ -280,30 +281,31 @@ def run_oracle(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[
     return [*told, f"{part}: every case is within its bounds"], []
 
 
+def run_module(command: Sequence[str], holds: str, part: str, limit_s: float) -> tuple[list[str], list[str]]:
+    """Run a module that succeeds where what is said holds: lines as of `run_benchmarks`."""
+    if wrong := status_of(command, limit_s):
+        return [], [f"{part}: {wrong}"]
+    return [f"{part}: {holds}"], []
+
+
 def run_steps(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Run `benchmarks.gpu_steps` on all GPUs: lines as of `run_benchmarks`."""
+    """Run `benchmarks.gpu_steps` on all GPUs."""
     command = ["benchmarks.gpu_steps", "--gpus", str(gpus), *(["--tiny"] if options.tiny else [])]
-    if wrong := status_of(command, options.part_s):
-        return [], [f"{part}: {wrong}"]
-    return [f"{part}: killed, resumed, and better than before training"], []
-
-
-def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Run `benchmarks.fp8_proof` on one GPU: lines as of `run_benchmarks`."""
-    command = ["benchmarks.fp8_proof", *(["--tiny"] if options.tiny else [])]
-    if wrong := status_of(command, options.part_s):
-        return [], [f"{part}: {wrong}"]
-    return [f"{part}: every claim holds"], []
+    return run_module(command, "killed, resumed, and better than before training", part, options.part_s)
 
 
 def run_kills(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Run the tests that kill vLLM's processes while they generate, take weights and sleep: lines as of `run_benchmarks`."""
+    """Run the tests that kill vLLM's processes while they generate, take weights and sleep."""
     # Of the settings of this tree some are of plugins, which a GPU machine need not have.
     bare = f"-c {os.devnull} --rootdir . --import-mode=importlib -p no:cacheprovider -W ignore".split()
     command = ["pytest", *bare, "-m", "vllm and not nightly", "tests/rollout/vllm/test_deaths.py"]
-    if wrong := status_of(command, options.part_s):
-        return [], [f"{part}: {wrong}; again: python -m {' '.join(command)}"]
-    return [f"{part}: started anew, and no sample is missing"], []
+    return run_module(command, "started anew, and no sample is missing", part, options.part_s)
+
+
+def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Run `benchmarks.fp8_proof` on one GPU."""
+    command = ["benchmarks.fp8_proof", *(["--tiny"] if options.tiny else [])]
+    return run_module(command, "every claim holds", part, options.part_s)
 
 
 RUN = dict.fromkeys(ORACLE, run_oracle) | {"steps": run_steps, "kills": run_kills, "fp8": run_fp8}
