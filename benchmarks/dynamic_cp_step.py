@@ -103,7 +103,7 @@ class Steps:
 
         controller, step = self._controller, Step(1)
         # Static cells too are cells of the one block that all ranks are.
-        controller._scatterer.plan = lambda lengths, placement, samples=None: replace(
+        controller._scatterer.plan = lambda lengths, *_: replace(
             side.plan(self._work, lengths, self._costs), block=self._work.gpus
         )
         began = time.perf_counter()
