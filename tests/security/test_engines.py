@@ -47,10 +47,11 @@ def test_where_vllm_s_workers_meet_is_on_loopback():
 
 def test_where_sglang_s_ranks_meet_is_a_file(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    compat.stay_on_loopback()
-    where = os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    assert where.startswith("file://")
-    assert met(where, "") == {"127.0.0.1"}
+    with compat.for_its_processes():
+        where = os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        assert where.startswith("file://")
+        assert met(where, "") == {"127.0.0.1"}
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE" not in os.environ
     Path(where.removeprefix("file://")).unlink(missing_ok=True)
