@@ -113,7 +113,7 @@ def work_of(shape: str, gpus: int, layers: int | None, samples: int | None, most
             dtype="fp32",
             recompute="none",
         )
-    mixes = {"tail32k": (LONG, samples or 64), "nvidia": (NVIDIA, samples or 256)}
+    mixes = {"tail32k": (LONG, samples or 16 * gpus), "nvidia": (NVIDIA, samples or 64 * gpus)}
     experts = shape == "qwen3-30b-a3b"
     # With optimizer and gradients in fp32 48 layers of experts over four GPUs leave no room for activations.
     depth = layers or (12 if experts else 36)
