@@ -282,7 +282,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=positive_int,
         help="of the model (default: 36 of 36 dense, 12 of 48 with experts; on one GPU what it holds)",
     )
-    add("--samples", type=positive_int, help="of a step (default: for each GPU 16 with a tail to 32k, 64 of NVIDIA's)")
+    add(
+        "--samples",
+        type=positive_int,
+        help="of a step (default: for each GPU 16 with a tail to 32k, 64 of NVIDIA's)",
+    )
     add(
         "--most-tokens",
         type=positive_int,

@@ -1,9 +1,10 @@
 """Has anything become slower or wrong on GPUs? The oracle, a run with vLLM that is killed and resumed, vLLM's processes that are killed, what FP8
 claims, five benchmarks held to records.
 
-    python -m benchmarks.gpu_check                                  all parts, one after the other
+    python -m benchmarks.gpu_check                                  all parts but sglang, one after the other
     python -m benchmarks.gpu_check --part engine                    one of them: each takes less than nine minutes
     python -m benchmarks.gpu_check --part rollout sync --record     and keep what was measured as the records
+    python -m benchmarks.gpu_check --part sglang                    SGLang, in an environment that has it in vLLM's place
     python -m benchmarks.gpu_check --tiny --part engine sync        a dry run of the plumbing, on a CPU too
 
 For one to four GPUs of one machine; what cannot run on as many as are found is named. A benchmark's two sides live at the same
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -35,7 +37,9 @@ WORST_FALL = 0.08
 PART_S = 540.0
 ORACLE = {"oracle-te": "transformer_engine", "oracle-portable": "portable"}
 PARTS = (*ORACLE, "steps", "kills", "fp8", "engine", "rollout", "sync")
-NEVER_TINY = {*ORACLE, "kills"}
+ELSEWHERE = ("sglang",)
+"""What runs only where it is named: it needs another environment than the rest."""
+NEVER_TINY = {*ORACLE, "kills", *ELSEWHERE}
 """What has no dry run."""
 Repeats = list[tuple[float, float]]
 """Value and baseline of each repeat, both the more the better."""
@@ -294,12 +298,18 @@ def run_steps(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[s
     return run_module(command, "killed, resumed, and better than before training", part, options.part_s)
 
 
-def run_kills(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Run the tests that kill vLLM's processes while they generate, take weights and sleep."""
+def run_tests(files: str, needs: str, holds: str) -> Callable[..., tuple[list[str], list[str]]]:
+    """Return what runs a file of tests of a back end that it needs, those not for nights alone: lines as of `run_benchmarks`."""
     # Of the settings of this tree some are of plugins, which a GPU machine need not have.
     bare = f"-c {os.devnull} --rootdir . --import-mode=importlib -p no:cacheprovider -W ignore".split()
-    command = ["pytest", *bare, "-m", "vllm and not nightly", "tests/rollout/vllm/test_deaths.py"]
-    return run_module(command, "started anew, and no sample is missing", part, options.part_s)
+    command = ["pytest", *bare, "-m", "not nightly", files]
+
+    def run(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
+        if importlib.util.find_spec(needs) is None:
+            return [], [f"{part}: {needs} is not installed here: pip install -e '.[{needs}]'"]
+        return run_module(command, holds, part, options.part_s)
+
+    return run
 
 
 def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -308,7 +318,14 @@ def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str
     return run_module(command, "every claim holds", part, options.part_s)
 
 
-RUN = dict.fromkeys(ORACLE, run_oracle) | {"steps": run_steps, "kills": run_kills, "fp8": run_fp8}
+TESTS = {
+    "kills": run_tests("tests/rollout/vllm/test_deaths.py", "vllm", "started anew, and no sample is missing"),
+    "sglang": run_tests(
+        "tests/rollout/sglang/test_real.py", "sglang", "it draws, tells and takes what it should"
+    ),
+}
+"""Parts that are tests."""
+RUN = dict.fromkeys(ORACLE, run_oracle) | {"steps": run_steps, "fp8": run_fp8} | TESTS
 """What runs a part that is no benchmark."""
 
 
@@ -317,7 +334,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--part", nargs="+", choices=PARTS, help="these parts alone (default: all)")
+    add("--part", nargs="+", choices=(*PARTS, *ELSEWHERE), help="these parts alone (default: all but sglang)")
     add("--record", action="store_true", help="keep what the benchmarks measure as their records")
     add("--out", type=Path, help="also write the measured records to this file; the oracle's go beside it")
     add("--part-s", type=float, default=PART_S, help=f"longest that a part may take (default {PART_S:.0f})")
@@ -332,7 +349,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.part = options.part or [part for part in PARTS if not (options.tiny and part in NEVER_TINY)]
     if options.tiny and (options.record or options.out or set(options.part) & NEVER_TINY):
         parser.error(
-            "--tiny is a dry run of the benchmarks: leave --record, --out, the oracle's parts and kills out"
+            "--tiny is a dry run of the benchmarks: leave --record, --out, the oracle's parts, kills and sglang out"
         )
     return options
 

@@ -39,6 +39,8 @@ import torch.distributed as dist
 
 FORKED = ["tests.forked"]
 """What all that fork in these tests have the server import."""
+NAME = "test-rank-"
+"""How the names of a pool's processes begin."""
 GRACE_S = 2.0  # how long ranks that are still running get after the first one failed
 
 
@@ -111,7 +113,8 @@ class Pool:
         for rank in range(len(self._workers), world_size):
             ours, theirs = self._context.Pipe()
             # Not a daemon: megatron's checkpoint writers are children of their own.
-            process = self._context.Process(target=_serve, args=(theirs, Path(self._stacks.name) / str(rank)))
+            arguments = (theirs, Path(self._stacks.name) / str(rank))
+            process = self._context.Process(target=_serve, args=arguments, name=f"{NAME}{rank}")
             process.start()
             theirs.close()
             self._workers.append((process, ours))

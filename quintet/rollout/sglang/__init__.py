@@ -1,4 +1,4 @@
-"""Generation by SGLang. Untested on GPUs: see quintet.rollout.sglang.rollout."""
+"""Generation by SGLang: see quintet.rollout.sglang.rollout."""
 
 from quintet.rollout.sglang.rollout import SglangRollout
 

@@ -1,8 +1,7 @@
 """SGLang behind the rollout protocol: one engine, of one or more devices, in the process that makes it.
 
-Untested on GPUs. It follows the source of sglang 0.5.17; tests run what needs no SGLang: parameters, answers, options,
-versions, buckets, and the order of pauses, aborts and syncs against a stand-in of its engine. Never run: SGLang itself,
-and with it speed, memory after sleep, weights arriving in its models, and the numbers it tells.
+It follows sglang 0.5.17. What needs a GPU `make test-gpu PART=sglang` tests there, on one device: never run are tensor and expert parallel,
+routes and stop strings. Other tests run what needs no SGLang, with a stand-in of its engine.
 
 A sample is a request of its own, with its own seed, which SGLang reads in its deterministic mode alone: it is on unless
 rollout.sglang.enable_deterministic_inference is false. Weights cannot be read back by their Hugging Face names: a log-prob
@@ -39,7 +38,7 @@ from quintet.rollout.sglang.settings import engine_arguments
 
 
 class SglangRollout(ExternalEngineRollout[Job, Answer]):
-    """SGLang on the devices of one rollout: rollout.layout.tp of them. Untested on GPUs: see above.
+    """SGLang on the devices of one rollout: rollout.layout.tp of them.
 
     model_dir: a Hugging Face directory, whose weights are good until the first sync. device: cuda. decode: token ids →
     text. progress: told how many samples of a call are done. Raises UserError for an SGLang that is missing or not

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quintet.recipe import schema
+from tests.oracle import pool
 from tests.rollout.prompts import text
 from tests.rollout.vllm.models import save
 
@@ -54,6 +55,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., An
     for rollout in made:
         rollout.close()
     sent.end()
-    for child in multiprocessing.active_children():
+    for child in of_vllm():
         child.join(30)
-    assert not multiprocessing.active_children()
+    assert not of_vllm()
+
+
+def of_vllm() -> list[Any]:
+    """This process's children, but for those of the session's pool."""
+    return [one for one in multiprocessing.active_children() if not one.name.startswith(pool.NAME)]
