@@ -1,4 +1,4 @@
-"""Which of TransformerEngine's kernels for experts make a training step faster: quintet with each, beside quintet without.
+"""Which kernels for experts make a training step on TransformerEngine's layers faster: quintet with each, beside quintet without.
 
     python -m benchmarks.expert_kernels                       Qwen3-30B-A3B's experts, 4 of 48 layers, one GPU
     python -m benchmarks.expert_kernels --write               and put what was measured where runs choose by it
@@ -26,10 +26,11 @@ from benchmarks.pairs import Taken, in_turns
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.room import card_bytes, depth_of
 from quintet.plan.kernels import TABLE, MeasuredKernel, experts_of, write_kernel
-from quintet.recipe.megatron import FUSED_EXPERTS
+from quintet.recipe.megatron import FUSED_EXPERTS, TORCH_EXPERTS
 
 FITTING = {"qwen3-30b-a3b": 4}
 """Layers of a shape that one H200 trains while the other side's weights, gradients and optimizer state wait beside them."""
+KERNELS = (*FUSED_EXPERTS, TORCH_EXPERTS)
 LOSS_APART = 2e-3
 
 
@@ -44,7 +45,8 @@ def setups(args: argparse.Namespace, kernel: str, card: int | None = None) -> li
         whole = MODELS[args.shape].shape.layers
         most = whole if args.sequential else FITTING.get(args.shape, whole)
         plain = replace(plain, layers=depth_of([plain] * 2, args.layers, most, card, args.sequential))
-    fused = plain if dry else replace(plain, engine={"megatron": {kernel: True}})
+    chosen = {"experts": "torch"} if kernel == TORCH_EXPERTS else {"megatron": {kernel: True}}
+    fused = plain if dry else replace(plain, engine=chosen)
     return [(kernel, fused), ("without", plain)]
 
 
@@ -96,7 +98,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     shapes = [name for name, model in MODELS.items() if model.shape.moe is not None]
     add("--shape", choices=shapes, default="qwen3-30b-a3b", help="whose experts the model has")
-    add("--kernel", choices=FUSED_EXPERTS, action="append", help="may be repeated (default: all)")
+    add("--kernel", choices=KERNELS, action="append", help="may be repeated (default: all)")
     add("--layers", type=positive_int, help="depth (default: what the card holds twice)")
     add("--tokens", type=positive_int, help="tokens of a micro-batch (default 16384)")
     add("--rounds", type=positive_int, default=5, help="how often each side takes its turn (default 5)")
@@ -121,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     if not dry and not device_name():
         print("no GPU was found; --shape tiny-moe tries the plumbing without one", file=sys.stderr)
         return 1
-    for kernel in args.kernel or FUSED_EXPERTS:
+    for kernel in args.kernel or KERNELS:
         made, row = measure(args, kernel)
         if dry:
             continue

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from quintet.engine import fp8
 from quintet.engine.config import transformer_config
-from quintet.engine.layers.specs import choose_backend
+from quintet.engine.layers.specs import choose_backend, provider_of
 from quintet.engine.lora import attach
 from quintet.engine.mesh import Mesh, Sizes, build_mesh
 from quintet.engine.model import PolicyModel
@@ -92,8 +92,9 @@ def build_chunks(
         model_parallel_cuda_manual_seed(
             0, tp_rank=mesh.at("tp"), ep_rank=0, etp_rank=mesh.at("tp"), force_reset_rng=True
         )
+    provider = provider_of(backend, recipe.experts)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
-    chunks = [PolicyModel(shape, config, mesh, backend, stage).to(device()) for stage in stages]
+    chunks = [PolicyModel(shape, config, mesh, provider, stage).to(device()) for stage in stages]
     if lora is not None:
         for chunk in chunks:
             attach(chunk, lora)

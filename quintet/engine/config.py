@@ -16,7 +16,7 @@ from quintet.engine.mesh import Mesh
 from quintet.errors import UserError
 from quintet.models import MlaShape, ModelShape, MoeShape
 from quintet.recipe import schema
-from quintet.recipe.megatron import FUSED_EXPERTS
+from quintet.recipe.megatron import FUSED_EXPERTS, TORCH_EXPERTS
 from quintet.recipe.recompute import MODULES, recompute_modules
 
 
@@ -83,7 +83,7 @@ def transformer_config(
 
 
 def fused_kernels(backend: str) -> list[str]:
-    """Return which of `FUSED_EXPERTS` can be had here with a back end of layers."""
+    """Return which kernels of experts can be had here with a back end of layers: some of `FUSED_EXPERTS`, and `TORCH_EXPERTS`."""
     needs = {
         "moe_permute_fusion": (
             *("fused_permute", "fused_permute_with_probs", "fused_unpermute"),
@@ -93,7 +93,8 @@ def fused_kernels(backend: str) -> list[str]:
     }
     if backend != "transformer_engine":
         return []
-    return [one for one in FUSED_EXPERTS if all(getattr(moe_utils, name, None) for name in needs[one])]
+    fused = [one for one in FUSED_EXPERTS if all(getattr(moe_utils, name, None) for name in needs[one])]
+    return [*fused, TORCH_EXPERTS]
 
 
 def _model(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:

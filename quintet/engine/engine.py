@@ -136,7 +136,8 @@ class Engine:
         on_gpu = f" ({self._groups_bytes >> 20} MiB)" if build.device().type == "cuda" else ""
         groups = f" · groups of {sizes} ranks for a row{on_gpu}" if self.layout.dynamic_cp else ""
         products = f" · products in 8 bits: {self.recipe.fp8}" if self.recipe.fp8 else ""
-        return f"layers: {backend} · attention: {kernel}{products}{groups}"
+        torch_experts = " · experts: torch" if self.recipe.experts == "torch" else ""
+        return f"layers: {backend}{torch_experts} · attention: {kernel}{products}{groups}"
 
     # weights
 

@@ -48,13 +48,13 @@ class PolicyModel(GPTModel):
         shape: ModelShape,
         config: TransformerConfig,
         mesh: Mesh,
-        backend: str = "portable",
+        provider: Any,
         vp_stage: int | None = None,
     ) -> None:
         chunks = config.virtual_pipeline_model_parallel_size or 1
         super().__init__(
             config,
-            block_spec(shape, config, mesh, backend, vp_stage),
+            block_spec(shape, config, mesh, provider, vp_stage),
             vocab_size=-(-shape.vocab_size // mesh.sizes.tp) * mesh.sizes.tp,  # divides evenly over tp
             max_sequence_length=shape.max_positions,
             pre_process=mesh.first_stage and not vp_stage,
@@ -72,7 +72,7 @@ class PolicyModel(GPTModel):
             del self.output_layer
             self.value_head = ValueHead(shape.hidden_size, config.params_dtype)
         if self.post_process and shape.mtp_layers:
-            self.mtp = MtpBlock(shape, config, mesh, backend, vp_stage)
+            self.mtp = MtpBlock(shape, config, mesh, provider, vp_stage)
             if not self.pre_process:
                 self.embedding = self._embedding_of_last_stage()
         ends = self.pre_process or self.post_process

@@ -64,6 +64,11 @@ class MoeShape:
     biases: bool = False
     glu: Glu = SWIGLU
 
+    @property
+    def plain(self) -> bool:
+        """Whether experts are SwiGLU without biases, which is all that TransformerEngine's compute."""
+        return self.glu == SWIGLU and not self.biases
+
     def is_moe(self, layer: int) -> bool:
         """Return whether layer number `layer` (from 0) has experts."""
         return layer not in self.dense_layers

@@ -1,7 +1,7 @@
-"""Which of TransformerEngine's kernels for experts a run takes: those that were measured faster, in `measured_kernels.json`.
+"""Which kernels for experts a run on TransformerEngine's layers takes: those that were measured faster, in `measured_kernels.json`.
 
 `python -m benchmarks.expert_kernels --write` measures a model's on a GPU and writes its rows. What the recipe says of a kernel
-(`engine.megatron`) goes before it.
+(`engine.megatron`, `engine.experts`) goes before it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quintet.models import ModelShape
-from quintet.recipe.megatron import FUSED_EXPERTS, asks_routers
+from quintet.models.shape import MoeShape
+from quintet.recipe.megatron import FUSED_EXPERTS, TORCH_EXPERTS, asks_routers
 from quintet.recipe.schema import Recipe
 
 TABLE = Path(__file__).with_name("measured_kernels.json")
@@ -23,7 +24,7 @@ WORTH = 1.005
 
 @dataclass(frozen=True)
 class MeasuredKernel:
-    """One row. kernel: the field of `engine.megatron`. experts: see `experts_of`. speedup: seconds of a training step without it over
+    """One row. kernel: the field of `engine.megatron`, or `TORCH_EXPERTS`. experts: see `experts_of`. speedup: seconds of a training step without it over
     those with it, the median of turns; least: of one turn."""
 
     device: str
@@ -64,6 +65,11 @@ def write_kernel(row: MeasuredKernel, table: Path = TABLE) -> None:
     table.write_text(json.dumps([asdict(one) for one in rows], indent=2) + "\n", encoding="utf-8")
 
 
+def chooses_experts(recipe: Recipe, moe: MoeShape) -> bool:
+    """Return whether there is a choice between TransformerEngine's products of experts and torch's."""
+    return recipe.engine.experts == "auto" and recipe.engine.fp8 is None and moe.plain
+
+
 def with_kernels(
     recipe: Recipe,
     shape: ModelShape,
@@ -73,9 +79,11 @@ def with_kernels(
 ) -> tuple[Recipe, str]:
     """Return the recipe with the kernels that were measured faster, and a sentence of which and why; empty where there is no choice.
 
-    device: of all ranks, by its name; None where they differ. installed: of `FUSED_EXPERTS`, those that can be had.
+    device: of all ranks, by its name; None where they differ. installed: of `FUSED_EXPERTS` and `TORCH_EXPERTS`, those that can be had.
     """
     open_ = [one for one in FUSED_EXPERTS if one in installed and one not in recipe.engine.megatron]
+    if TORCH_EXPERTS in installed and shape.moe is not None and chooses_experts(recipe, shape.moe):
+        open_.append(TORCH_EXPERTS)
     if shape.moe is None or not open_:
         return recipe, ""
     rows = [one for one in (read_kernels() if table is None else table) if one.device == device]
@@ -94,6 +102,7 @@ def with_kernels(
             how = f"measured {row.speedup:.3f} times as fast on {row.device} ({row.command}, {row.date})"
             said.append(f"{kernel}, {how}" if row.faster else f"no {kernel}, {how}")
             taken += [kernel] if row.faster else []
-    megatron = recipe.engine.megatron | dict.fromkeys(taken, True)
-    engine = recipe.engine.model_copy(update={"megatron": megatron})
+    update: dict[str, object] = {"experts": "torch"} if TORCH_EXPERTS in taken else {}
+    fields = dict.fromkeys((one for one in taken if one != TORCH_EXPERTS), True)
+    engine = recipe.engine.model_copy(update=update | {"megatron": recipe.engine.megatron | fields})
     return recipe.model_copy(update={"engine": engine}), f"kernels of experts: {'; '.join(said)}"

@@ -17,7 +17,7 @@ from quintet.engine.mesh import Sizes
 from quintet.plan import describe
 from quintet.plan.kernels import MeasuredKernel, experts_of, read_kernels, with_kernels, write_kernel
 from quintet.recipe import schema
-from quintet.recipe.megatron import FUSED_EXPERTS
+from quintet.recipe.megatron import FUSED_EXPERTS, TORCH_EXPERTS
 
 DENSE, MOE = MODELS["qwen3-8b"].shape, MODELS["qwen3-30b-a3b"].shape
 PERMUTE, ROUTER = FUSED_EXPERTS
@@ -43,6 +43,32 @@ def test_what_was_measured_faster_is_taken_and_told():
         "kernels of experts: moe_permute_fusion, measured 1.050 times as fast on NVIDIA H200 (a command, 2026-11-24); "
         "moe_router_fusion, measured 1.200 times as fast on NVIDIA H200 (a command, 2026-11-24)"
     )
+
+
+def test_torchs_experts_are_taken_where_they_were_faster():
+    table = [*BOTH, row(TORCH_EXPERTS, 2.0, 1.9)]
+    found, told = with_kernels(recipe(), MOE, H200, [PERMUTE, TORCH_EXPERTS], table)
+    assert found.engine.experts == "torch"
+    assert found.engine.megatron == {PERMUTE: True}
+    assert "torch_experts, measured 2.000 times as fast" in told
+    found, told = with_kernels(recipe(), MOE, H200, [TORCH_EXPERTS], [row(TORCH_EXPERTS, 1.1, 0.9)])
+    assert found.engine.experts == "auto"
+    assert "no torch_experts, measured" in told
+
+
+@pytest.mark.parametrize(
+    ("engine", "moe"),
+    [
+        ({"experts": "transformer_engine"}, MOE.moe),
+        ({"experts": "torch"}, MOE.moe),
+        ({"fp8": "blockwise"}, MOE.moe),
+        ({}, replace(MOE.moe, biases=True)),
+    ],
+)
+def test_nothing_is_chosen_where_there_is_no_choice_of_experts(engine, moe):
+    said, shape = recipe(engine=engine), replace(MOE, moe=moe)
+    table = [row(TORCH_EXPERTS, experts=experts_of(shape))]
+    assert with_kernels(said, shape, H200, [TORCH_EXPERTS], table) == (said, "")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +137,8 @@ def test_check_tells_what_is_known(monkeypatch):
 
     said = told(backend="transformer_engine", megatron={ROUTER: False})
     assert said == (
-        "Kernels of experts: moe_permute_fusion, measured 1.050 times as fast on NVIDIA H200 (a command, 2026-11-24)."
+        "Kernels of experts: moe_permute_fusion, measured 1.050 times as fast on NVIDIA H200 (a command, 2026-11-24); no torch_experts, "
+        "which was not measured for these experts on NVIDIA H200 (python -m benchmarks.expert_kernels --write)."
     )
     assert told(backend="portable") is None
     monkeypatch.setattr(describe, "read_kernels", list)
@@ -128,7 +155,9 @@ def test_a_row_takes_the_place_of_the_older_one(tmp_path):
 
 
 def test_committed_rows_can_be_read():
-    assert all(one.kernel in FUSED_EXPERTS and one.least <= one.speedup for one in read_kernels())
+    assert all(
+        one.kernel in (*FUSED_EXPERTS, TORCH_EXPERTS) and one.least <= one.speedup for one in read_kernels()
+    )
 
 
 def test_what_can_be_had_is_what_the_models_configuration_takes(monkeypatch):
@@ -139,16 +168,16 @@ def test_what_can_be_had_is_what_the_models_configuration_takes(monkeypatch):
         monkeypatch.setattr(moe_utils, name, object(), raising=False)
     assert fused_kernels("portable") == []
     installed = fused_kernels("transformer_engine")
-    assert installed == list(FUSED_EXPERTS)
+    assert installed == [*FUSED_EXPERTS, TORCH_EXPERTS]
     found, _ = with_kernels(recipe(), MOE, H200, installed, BOTH)
     mesh = SimpleNamespace(sizes=Sizes(tp=1, cp=1, dp=1, pp=1, ep=1, etp=1))
     config = transformer_config(MOE, schema.Layout(), mesh, found.engine, dtype=torch.bfloat16)
     assert config.moe_permute_fusion
     assert config.moe_router_fusion
     monkeypatch.setattr(moe_utils, names[-1], None)
-    assert fused_kernels("transformer_engine") == [PERMUTE]
+    assert fused_kernels("transformer_engine") == [PERMUTE, TORCH_EXPERTS]
     monkeypatch.setattr(moe_utils, names[2], None)
-    assert fused_kernels("transformer_engine") == []
+    assert fused_kernels("transformer_engine") == [TORCH_EXPERTS]
 
 
 class OnADevice(PolicyWorker):

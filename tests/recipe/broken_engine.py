@@ -358,6 +358,21 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["layout.ep=2", "cluster.ranks=2"],
         ["layout.ep=2: the model has no experts", "set layout.ep=1"],
     ),
+    (
+        "products_of_experts_can_be_had",
+        ["engine.experts=torch"],
+        ["engine.experts=torch is of experts, and the model has none"],
+    ),
+    (
+        "products_of_experts_can_be_had",
+        ["@moe", "engine.experts=torch", "engine.backend=portable"],
+        ["portable ones have torch's products alone", "engine.backend=transformer_engine on GPUs"],
+    ),
+    (
+        "products_of_experts_can_be_had",
+        ["@moe", "engine.experts=torch", "engine.fp8=blockwise"],
+        ["engine.experts=torch with engine.fp8=blockwise", "remove one of the two"],
+    ),
     ("expert_axes_need_experts", ["layout.etp=1"], ["layout.etp=1: the model has no experts", "etp=null"]),
     (
         "experts_divide",

@@ -304,6 +304,7 @@ def test_a_broken_rule_is_told_with_its_keys(
         ["@moe", "engine.recompute=selective", "engine.recompute_modules=[core_attn, moe]"],
         ["@mla", "engine.recompute=selective", "engine.recompute_modules=[mlp, shared_experts, mla_up_proj]"],
         ["@moe", "engine.megatron.moe_permute_fusion=true"],
+        ["@moe", "engine.experts=torch"],
         ["@moe", "engine.replay_routes=old", "train.mini_batches_per_step=2"],
         ["@mla", "engine.expert_bias_rate=0.001"],
         ["@moe", "optimizer.frozen=['*.gate.weight']"],

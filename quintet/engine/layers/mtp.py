@@ -26,7 +26,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from quintet.engine.layers.specs import layer_spec, provider_of
+from quintet.engine.layers.specs import layer_spec
 from quintet.engine.mesh import Mesh
 from quintet.engine.row import PackedRow
 from quintet.models import ModelShape
@@ -40,12 +40,12 @@ class MtpBlock(torch.nn.Module):
         shape: ModelShape,
         config: TransformerConfig,
         mesh: Mesh,
-        backend: str,
+        provider: Any,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(
-            MtpLayer(shape, config, mesh, backend, number, vp_stage) for number in range(shape.mtp_layers)
+            MtpLayer(shape, config, mesh, provider, number, vp_stage) for number in range(shape.mtp_layers)
         )
 
 
@@ -64,12 +64,12 @@ class MtpLayer(torch.nn.Module):
         shape: ModelShape,
         config: TransformerConfig,
         mesh: Mesh,
-        backend: str,
+        provider: Any,
         number: int,
         vp_stage: int | None,
     ) -> None:
         super().__init__()
-        provider, groups = provider_of(backend), mesh.groups
+        groups = mesh.groups
         self.tp, self.sequence_parallel = groups.tp, config.sequence_parallel
         self.recomputed = config.recompute_granularity == "full"
         norm = provider.layer_norm(rms_norm=True)

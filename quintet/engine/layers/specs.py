@@ -42,7 +42,6 @@ from quintet.engine.mesh import Mesh
 from quintet.errors import UserError
 from quintet.models import ModelShape
 from quintet.models.rope import softmax_scale
-from quintet.models.shape import SWIGLU
 
 log = logging.getLogger(__name__)
 
@@ -110,20 +109,20 @@ class PortableProvider(LocalSpecProvider):
         return GroupedExperts, None
 
 
-def provider_of(backend: str) -> Any:
-    """Return the spec provider of a back end that `choose_backend` named."""
+def provider_of(backend: str, experts: str) -> Any:
+    """Return the spec provider of a back end that `choose_backend` named. experts: engine.experts."""
     if backend == "portable":
         return PortableProvider()
-    from quintet.engine.layers.te import TransformerEngineProvider
+    from quintet.engine.layers.te import TransformerEngineProvider, WithTorchExperts
 
-    return TransformerEngineProvider()
+    return WithTorchExperts() if experts == "torch" else TransformerEngineProvider()
 
 
 def block_spec(
-    shape: ModelShape, config: TransformerConfig, mesh: Mesh, backend: str, vp_stage: int | None = None
+    shape: ModelShape, config: TransformerConfig, mesh: Mesh, provider: Any, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return the layers of this rank's pipeline stage, or of one of its interleaved parts, and the final norm."""
-    provider, stage = provider_of(backend), mesh.at("pp")
+    stage = mesh.at("pp")
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=stage)
     kinds = [(shape.is_moe(i), shape.window_of(i)) for i in range(first, first + count)]
@@ -167,7 +166,7 @@ def _experts(shape: ModelShape, provider: Any, groups: ProcessGroupCollection) -
     assert shape.moe is not None
     experts, submodules = provider.grouped_mlp_modules(True, False)
     params: dict[str, Any] = {}
-    if shape.moe.biases or shape.moe.glu != SWIGLU:
+    if not shape.moe.plain:
         # Core's experts on TransformerEngine add the second bias once an etp rank.
         experts, submodules = GroupedExperts, None
         params = {"glu": shape.moe.glu, "biases": shape.moe.biases}

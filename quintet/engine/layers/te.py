@@ -16,7 +16,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from quintet.engine.layers.attention import TransformerEngineAttention
-from quintet.engine.layers.experts import mark_expert
+from quintet.engine.layers.experts import GroupedExperts, mark_expert
 from quintet.engine.layers.mla import ReplicatedLinear
 
 
@@ -35,6 +35,15 @@ class TransformerEngineProvider(TESpecProvider):
     ) -> tuple[type, MLPSubmodules | None]:
         _, submodules = super().grouped_mlp_modules(True, False)
         return FusedExperts, submodules
+
+
+class WithTorchExperts(TransformerEngineProvider):
+    """The same, but for the experts, which are the portable ones: a weight for all, and few launches."""
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules | None]:
+        return GroupedExperts, None
 
 
 class FusedExperts(TEGroupedMLP):

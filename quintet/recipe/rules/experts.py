@@ -26,6 +26,31 @@ def expert_axes_need_experts(facts: Facts) -> Iterator[Problem]:
 
 
 @rule
+def products_of_experts_can_be_had(facts: Facts) -> Iterator[Problem]:
+    """Whose products compute experts is a question where TransformerEngine's can."""
+    engine, shape = facts.recipe.engine, facts.shape
+    said = f"engine.experts={engine.experts}"
+    if engine.experts == "auto":
+        return
+    if shape is not None and shape.moe is None:
+        yield Problem(f"{said} is of experts, and the model has none; remove it")
+    elif engine.backend == "portable" or facts.recipe.cluster.device == "cpu":
+        yield Problem(
+            f"{said} chooses beside TransformerEngine's layers, and portable ones have torch's products alone; remove it, or set "
+            "engine.backend=transformer_engine on GPUs"
+        )
+    elif engine.experts == "torch" and engine.fp8 is not None:
+        yield Problem(
+            f"{said} with engine.fp8={engine.fp8}: TransformerEngine's products alone are in 8 bits; remove one of the two",
+            "engine.fp8",
+        )
+    elif engine.experts == "transformer_engine" and shape is not None and shape.moe and not shape.moe.plain:
+        yield Problem(
+            f"{said}: TransformerEngine computes SwiGLU without biases, and this model's experts are other ones; use engine.experts=auto"
+        )
+
+
+@rule
 def experts_divide(facts: Facts) -> Iterator[Problem]:
     """The ranks of a stage hold whole copies of all experts: etp × ep divides them, ep the experts, etp their width."""
     if facts.shape is None or facts.shape.moe is None:

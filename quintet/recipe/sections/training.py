@@ -77,6 +77,9 @@ class Engine(Section):
     """Shard the optimizer state over dp and cp."""
     backend: Literal["auto", "portable", "transformer_engine"] = "auto"
     """Layers: portable needs torch and megatron-core alone; auto takes TransformerEngine on GPUs where it is installed."""
+    experts: Literal["auto", "transformer_engine", "torch"] = "auto"
+    """Whose products compute a layer's experts beside TransformerEngine's layers: its own, one an expert, or torch's, one for all of a rank's
+    experts, which the host launches sooner. auto takes torch's where they were measured faster (docs/layouts.md)."""
     fp8: Annotated[Literal["tensorwise", "blockwise"] | None, BeforeValidator(_tried_fp8)] = None
     """Multiply the layers' matrices in 8 bits, by TransformerEngine on Hopper GPUs: tensorwise has a scale a tensor, blockwise one for
     128 × 128 weights and for 128 numbers of a token. Weights, head, routers and norms stay in model.dtype (docs/fp8.md)."""
