@@ -39,6 +39,7 @@ from benchmarks.dynamic_cp_work import (
     work_of,
 )
 from benchmarks.dynamic_cp_work import Side as Planned
+from benchmarks.engine_work import parse_engine
 from benchmarks.options import layout_name, positive_int
 from benchmarks.records import RESULTS, command, commit, merged, record, write_records
 from benchmarks.room import GIB, card_bytes, deepest
@@ -292,6 +293,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=positive_int,
         help="that a rank has memory for, the largest budget tried (default 16384)",
     )
+    add(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a further key of a recipe's section engine; may be repeated",
+    )
     add("--mix", action="append", help="of lengths: tail32k or nvidia; may be repeated (default: both)")
     add("--turns", type=positive_int, default=5, help="how often the sides take their turn (default 5)")
     add(
@@ -374,6 +382,7 @@ def main() -> None:
     if not args.worker:
         args.layers = depth_on_one(args, card_bytes())
     work = work_of(args.shape, args.gpus, args.layers, args.samples, args.most_tokens)
+    work = replace(work, engine=parse_engine(args.engine))
     if unknown := set(args.mix or []) - set(work.mixes):
         raise SystemExit(f"--mix: no {', '.join(sorted(unknown))}; there are {', '.join(work.mixes)}")
     if args.worker:
@@ -386,6 +395,7 @@ def main() -> None:
     for option, value in (("--layers", args.layers), ("--most-tokens", args.most_tokens)):
         same_work += [option, str(value)] if value else []
     same_work += ["--old-logprobs"] if args.old_logprobs else []
+    same_work += [word for one in args.engine for word in ("--engine", one)]
     ranks = Side(
         f"{work.title} on {args.gpus} ranks",
         ["benchmarks.dynamic_cp", "--worker", *same_work],
@@ -416,7 +426,7 @@ def main() -> None:
         print(line_of(one))
     if args.write:
         write_records(args.out, merged(args.out, made))
-        if not args.plans and not ending_of(args):  # what runs plan by
+        if not (args.plans or args.engine or ending_of(args)):  # what runs plan by
             write_measured(measured(machine), args.table)
     if args.gpus == 1:
         print(f"{NOT_ON_ONE}.")

@@ -60,7 +60,7 @@ def recipe_of(work: Work, model: Path, mix: str, budget: int, memory_fraction: f
             "model": {"path": str(model), "dtype": work.dtype},
             "layout": work.layout,
             "data": {"chat": False, "max_prompt_tokens": prompt_tokens(work)},
-            "engine": {"tokens_per_microbatch_per_rank": budget, "recompute": work.recompute},
+            "engine": {"tokens_per_microbatch_per_rank": budget, "recompute": work.recompute, **work.engine},
             "rollout": {
                 "max_response_tokens": law.longest - prompt_tokens(work),
                 "sequences_per_rank": -(-samples // work.gpus),

@@ -41,7 +41,8 @@ SMALL_EXPERTS = SMALL | {"moe_intermediate_size": 64, "num_experts": 8, "num_exp
 
 @dataclass(frozen=True)
 class Work:
-    """A model and its samples. mixes: by name; a step has so many samples of each. most: tokens that a rank has memory for."""
+    """A model and its samples. mixes: by name; a step has so many samples of each. most: tokens that a rank has memory for. engine:
+    further keys of a recipe's section `engine`."""
 
     shape: str
     layers: int
@@ -51,6 +52,7 @@ class Work:
     most: int = 16384
     dtype: str = "bf16"
     recompute: str = "selective"
+    engine: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -84,9 +86,10 @@ class Work:
 
     @property
     def title(self) -> str:
-        """Names the depth where it is not the model's."""
+        """Names the depth where it is not the model's, and further keys."""
         whole = MODELS[self.shape].config["num_hidden_layers"] if self.shape in MODELS else self.layers
-        return self.shape if self.layers == whole else f"{self.shape}-{self.layers}layers"
+        cut = "" if self.layers == whole else f"-{self.layers}layers"
+        return "-".join([self.shape + cut, *(f"{key}-{value}" for key, value in self.engine.items())])
 
     def lengths(self, mix: str) -> list[int]:
         """Lengths of a step's samples, the same each time; the first is the longest that the mix has."""

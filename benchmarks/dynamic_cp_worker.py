@@ -26,8 +26,11 @@ from benchmarks.engine_worker import fill, join, timed_together
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
+from quintet.engine.config import fused_kernels
 from quintet.engine.engine import Engine
+from quintet.engine.layers.specs import choose_backend
 from quintet.packing import Cell, Plan, rank_cells
+from quintet.plan.kernels import with_kernels
 from quintet.recipe import schema
 
 STILL = schema.Optimizer(lr=1e-12, weight_decay=0.0)
@@ -48,11 +51,15 @@ class Loop:
     ) -> None:
         self.work, self.device, self.objective = work, device, sft_objective()
         self.old_logprobs = old_logprobs
-        recipe |= {"recompute": work.recompute, "tokens_per_microbatch_per_rank": work.most}
+        recipe |= {"recompute": work.recompute, "tokens_per_microbatch_per_rank": work.most, **work.engine}
+        told = schema.Recipe(engine=schema.Engine(**recipe))
+        name = torch.cuda.get_device_name() if device.type == "cuda" else None
+        # Experts by the kernels that a run takes.
+        chosen, _ = with_kernels(told, work.model, name, fused_kernels(choose_backend(told.engine.backend)))
         self.engine = Engine(
             work.model,
             schema.Layout(**layout),
-            engine=schema.Engine(**recipe),
+            engine=chosen.engine,
             optimizer=STILL,
             dtype=work.dtype,
         )
