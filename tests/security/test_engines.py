@@ -45,13 +45,12 @@ def test_where_vllm_s_workers_meet_is_on_loopback():
     assert met(where, "import quintet.rollout.vllm.extension") == {"127.0.0.1"}
 
 
-def test_where_sglang_s_ranks_meet_is_a_file(monkeypatch):
+def test_where_sglang_s_ranks_meet_is_a_file(monkeypatch, tmp_path):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    with compat.for_its_processes():
+    with compat.for_its_processes(tmp_path / "meeting"):
         where = os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         assert where.startswith("file://")
         assert met(where, "") == {"127.0.0.1"}
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
     assert "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE" not in os.environ
-    Path(where.removeprefix("file://")).unlink(missing_ok=True)

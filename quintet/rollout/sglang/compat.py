@@ -1,7 +1,6 @@
 """SGLang's versions: which is supported, and every place where quintet relies on how it is made inside.
 
-Nothing else in quintet imports SGLang or looks at its version. What is said of its inside was read in the source of
-0.5.17; none of it was run on a GPU.
+Nothing else in quintet imports SGLang or looks at its version. What is said of its inside was read in the source of 0.5.17.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import importlib.metadata
 import logging
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,17 +123,14 @@ def _put_back(names: MutableMapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def for_its_processes() -> Iterator[None]:
+def for_its_processes(meeting: Path) -> Iterator[None]:
     """Set in the block what the processes of an engine are to find; afterwards this process is as it was, although SGLang changes
     its environment, its logging, and how processes and event loops begin.
 
     They unpickle what they say to each other, and so talk where nobody else listens: ranks meet in a file, where a store of torch's
-    would listen on all addresses, and their gloo is on loopback.
+    would listen on all addresses, and their gloo is on loopback. meeting: that file, for as long as they live.
     """
     root = logging.getLogger()
-    # Ranks meet in it for as long as they live; the last one removes it.
-    file, meeting = tempfile.mkstemp(prefix="quintet-sglang-")
-    os.close(file)
     with _put_back(os.environ), contextlib.ExitStack() as after:
         after.callback(setattr, root, "handlers", root.handlers[:])
         after.callback(root.setLevel, root.level)
@@ -158,15 +153,18 @@ def _cuda_runtimes() -> list[str]:
     return sorted({str(file.parent) for file in site.glob("nvidia/*/lib/libcudart.so*")})
 
 
-def make_engine(arguments: Mapping[str, Any]) -> Any:
-    """Return SGLang's offline engine. Its event loop is `loop`, which is that of the calling thread."""
-    from sglang.srt.entrypoints.engine import Engine
+def make_engine(arguments: Mapping[str, Any], meeting: Path) -> Any:
+    """Return SGLang's offline engine. Its event loop is `loop`, which is that of the calling thread. meeting: a file of its ranks' own."""
+    with for_its_processes(meeting):
+        from sglang.srt.entrypoints.engine import Engine  # sets how event loops begin
 
-    with for_its_processes():
-        engine = Engine(**arguments)
+        engine: Any = Engine.__new__(Engine)
+        try:
+            engine.__init__(**arguments)
+        finally:  # at the end of this process it would stop all that this process has started
+            atexit.unregister(engine.shutdown)
     # Quintet watches the processes itself, and tells which died; this one would end the process that made them.
     engine.tokenizer_manager._subprocess_watchdog.stop()
-    atexit.unregister(engine.shutdown)
     return engine
 
 

@@ -7,11 +7,14 @@ taken from it, and kept here with what it has come to; after `resume` it goes on
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import tempfile
 import threading
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -35,6 +38,9 @@ class SglangEngine:
         if _in_main_thread():
             # A process of SGLang that fails sends this, which would end the whole process; the watch tells who it was.
             self._before = signal.signal(signal.SIGQUIT, lambda number, frame: None)
+        file, meeting = tempfile.mkstemp(prefix="quintet-sglang-")
+        os.close(file)
+        self._meeting = Path(meeting)
         with ProcessWatchdog.over_children("SGLang") as self._watch:
             # SGLang's processes end with the thread that started them: it stays as long as they are needed.
             made: Future[None] = Future()
@@ -51,7 +57,7 @@ class SglangEngine:
 
     def _drive(self, arguments: Mapping[str, Any], made: Future[None]) -> None:
         try:
-            self._engine = compat.make_engine(arguments)
+            self._engine = compat.make_engine(arguments, self._meeting)
             self._loop: asyncio.AbstractEventLoop = self._engine.loop
             self._ranks = int(arguments["tp_size"])
         except BaseException as error:
@@ -207,6 +213,7 @@ class SglangEngine:
         self._go_back()
 
     def _go_back(self) -> None:
+        self._meeting.unlink(missing_ok=True)
         if _in_main_thread():
             signal.signal(signal.SIGQUIT, self._before)
 

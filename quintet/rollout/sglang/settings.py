@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+from quintet.errors import UserError
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.sglang import DECIDED, deterministic
@@ -20,10 +22,15 @@ _KEPT_BACK = 8
 
 
 def engine_arguments(recipe: schema.Recipe, model_dir: Path, free: float) -> dict[str, Any]:
-    """Return the arguments of SGLang's ServerArgs. free: which share of the device's memory nobody has. Raises UserError for an
-    option in rollout.sglang that SGLang does not know."""
+    """Return the arguments of SGLang's ServerArgs. free: which share of the device's memory nobody has. Raises UserError for a
+    share that is not free, and for an option in rollout.sglang that SGLang does not know."""
     rollout = recipe.rollout
     layout = placement_of(recipe).layout
+    if rollout.memory_fraction > _MOST_OF_FREE * free:
+        raise UserError(
+            f"rollout.memory_fraction={rollout.memory_fraction:g}: {free:.2f} of this device's memory are free, and SGLang takes at most "
+            f"{_MOST_OF_FREE:g} of that; use {math.floor(100 * _MOST_OF_FREE * free) / 100:g} or less, or free memory"
+        )
     arguments: dict[str, Any] = {
         "model_path": str(model_dir),
         "trust_remote_code": recipe.model.trust_remote_code,
@@ -36,7 +43,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, free: float) -> dic
         "context_length": longest(recipe) + _KEPT_BACK,
         "max_running_requests": rollout.sequences_per_rank,
         # Of what is free before it starts; rollout.memory_fraction is of the whole.
-        "mem_fraction_static": min(rollout.memory_fraction / free, _MOST_OF_FREE),
+        "mem_fraction_static": rollout.memory_fraction / free,
         "enable_memory_saver": True,
         # What becomes of weights that are given up is fixed when they are loaded first.
         "enable_weights_cpu_backup": rollout.sleep_level == 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import multiprocessing
 import os
@@ -36,6 +37,26 @@ from quintet.rollout.sglang.sampling import Job, answer, parameters, routes_of
 from quintet.rollout.sglang.settings import engine_arguments
 from tests.models.directory import write_model
 from tests.rollout.sglang import stand_in
+
+ENTRY = """
+import asyncio, atexit, os
+asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+
+class Engine:
+    def __init__(self, starts):
+        atexit.register(self.shutdown)
+        self.meeting = os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
+        self.tokenizer_manager = self._subprocess_watchdog = self
+        if not starts:
+            raise RuntimeError("no room")
+
+    def stop(self):
+        pass
+
+    def shutdown(self):
+        pass
+"""
+"""What is of SGLang's own engine here."""
 
 # what is asked
 
@@ -108,9 +129,9 @@ def test_what_it_can_do_is_not_refused(rollout):
 def test_a_recipe_becomes_its_arguments(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "engine_fields", lambda: frozenset({"attention_backend", "tp_size"}))
     one = recipe(layout={"tp": 2}, sleep_level=1, return_routes=True, sglang={"attention_backend": "fa3"})
-    arguments = engine_arguments(one, tmp_path, 0.5)
+    arguments = engine_arguments(one, tmp_path, 0.8)
     assert arguments["tp_size"] == 2
-    assert arguments["mem_fraction_static"] == min(2 * one.rollout.memory_fraction, 0.95)
+    assert arguments["mem_fraction_static"] == one.rollout.memory_fraction / 0.8
     assert arguments["enable_weights_cpu_backup"]
     assert arguments["enable_return_routed_experts"]
     assert arguments["enable_deterministic_inference"]
@@ -120,6 +141,13 @@ def test_a_recipe_becomes_its_arguments(monkeypatch, tmp_path):
         UserError, match=r"attention_backand: the ServerArgs .* did you mean attention_backend"
     ):
         engine_arguments(recipe(sglang={"attention_backand": "fa3"}), tmp_path, 1.0)
+
+
+def test_a_share_of_memory_that_is_not_free_is_an_error(tmp_path):
+    with pytest.raises(
+        UserError, match=r"rollout.memory_fraction=0.6: 0.40 of this device.*use 0.38 or less"
+    ):
+        engine_arguments(recipe(memory_fraction=0.6), tmp_path, 0.4)
 
 
 # versions
@@ -159,16 +187,15 @@ def test_it_needs_gpus_and_log_probs_of_the_policy(monkeypatch):
         compat.prepare("cuda")
 
 
-def test_what_its_engine_changes_here_is_as_it_was(monkeypatch):
+def test_what_its_engine_changes_here_is_as_it_was(monkeypatch, tmp_path):
     """What srt/entrypoints/engine.py and srt/utils/common.py of sglang 0.5.17 change in the process that makes an engine."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     environment, handlers = dict(os.environ), logging.getLogger().handlers[:]
     method, policy = multiprocessing.get_start_method(allow_none=True), asyncio.get_event_loop_policy()
-    with compat.for_its_processes():
-        meeting = Path(os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"].removeprefix("file://"))
-        assert meeting.is_file()
+    with compat.for_its_processes(tmp_path / "meeting"):
+        assert os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{tmp_path}/meeting"
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
         os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_NVLS_ENABLE": "0"}
@@ -181,8 +208,30 @@ def test_what_its_engine_changes_here_is_as_it_was(monkeypatch):
         method,
         policy,
     )
-    assert meeting.is_file(), "its ranks find each other in it later, too"
-    meeting.unlink()
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_neither_its_import_nor_a_start_that_fails_leaves_anything(monkeypatch, tmp_path, starts):
+    """As sglang 0.5.17's srt/entrypoints/engine.py: a policy of event loops, and something to do at the end."""
+    package = tmp_path / "sglang" / "srt" / "entrypoints"
+    package.mkdir(parents=True)
+    (package / "engine.py").write_text(ENTRY)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    policy, told = asyncio.get_event_loop_policy(), tmp_path / "told"
+    left: list[object] = []
+    monkeypatch.setattr(atexit, "register", left.append)
+    monkeypatch.setattr(atexit, "unregister", left.remove)
+    if starts:
+        assert compat.make_engine({"starts": True}, told).meeting == f"file://{told}"
+    else:
+        with pytest.raises(RuntimeError, match="no room"):
+            compat.make_engine({"starts": False}, told)
+    assert not left
+    assert asyncio.get_event_loop_policy() is policy
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        del sys.modules[name]
 
 
 def test_tensors_of_the_host_are_sent_as_before(monkeypatch):
@@ -207,7 +256,6 @@ def test_tensors_of_the_host_are_sent_as_before(monkeypatch):
 
 def test_the_extra_is_the_version_supported():
     import tomllib
-    from pathlib import Path
 
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["sglang"] == [f"sglang=={compat.SUPPORTED[0]}"]
@@ -396,7 +444,7 @@ def stand_ins(monkeypatch):
     """The stand-ins of SGLang's engine that were made instead of it."""
     made = []
 
-    def make(arguments):
+    def make(arguments, meeting):
         made.append(stand_in.Engine(**arguments))
         return made[-1]
 
@@ -530,7 +578,9 @@ def test_its_processes_end_with_it_and_no_others(stand_ins):
     other = subprocess.Popen(["sleep", "600"])
     try:
         one = SglangEngine({"tp_size": 1})
+        assert one._meeting.is_file(), "its ranks find each other in it as long as they live"
         one.close()
+        assert not one._meeting.exists()
         assert not psutil.pid_exists(stand_ins[0].process.pid)
         assert other.poll() is None
     finally:
@@ -539,7 +589,10 @@ def test_its_processes_end_with_it_and_no_others(stand_ins):
 
 
 def test_an_engine_that_does_not_start_says_why(monkeypatch):
-    def fails(arguments):
+    met = []
+
+    def fails(arguments, meeting):
+        met.append(meeting)
         raise RuntimeError("no room for the KV cache")
 
     monkeypatch.setattr(compat, "make_engine", fails)
@@ -547,6 +600,7 @@ def test_an_engine_that_does_not_start_says_why(monkeypatch):
     with pytest.raises(RuntimeError, match="no room"):
         SglangEngine({"tp_size": 1})
     assert signal.getsignal(signal.SIGQUIT) is before
+    assert not met[0].exists()
 
 
 @pytest.fixture
