@@ -8,6 +8,7 @@ from quintet.models import ModelShape
 from quintet.plan.memory import rank_memory
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
+from quintet.recipe.fp8 import matrices
 from quintet.recipe.rollout import placement_of
 
 GIB = 1 << 30
@@ -28,6 +29,9 @@ def rollout_bytes(recipe: schema.Recipe, setup: Setup, device_bytes: int | None)
         if placement.shares_weights
         else max(rank_memory(own, Place(pp=s)).parameters for s in range(layout.pp))
     )
+    if rollout.quantization is not None:
+        in_8_bits = sum(one.numel * one.copies * one.layers for one in matrices(shape, ranks)) // layout.pp
+        weights -= in_8_bits * (setup.width - 1)
     if vllm and device_bytes is not None:
         return weights, max(int(rollout.memory_fraction * device_bytes) - weights, 0)
     longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens

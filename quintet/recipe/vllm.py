@@ -174,6 +174,11 @@ def refusals(rollout: Rollout) -> Iterator[Problem]:
         )
     yield from _weights(rollout)
     layout = rollout.layout
+    if layout is not None and layout.pp > 2 and rollout.vllm.get("async_scheduling", False) is not False:
+        yield Problem(
+            f"rollout.vllm.async_scheduling with rollout.layout.pp={layout.pp}: with more stages than two, vLLM takes wrong tokens into "
+            "requests that it preempts with steps of theirs under way; remove it, or use rollout.layout.pp=2"
+        )
     if layout is not None and layout.ep not in (1, layout.tp):
         yield Problem(
             f"rollout.layout.ep={layout.ep}: vLLM spreads experts over the tensor-parallel ranks; use "

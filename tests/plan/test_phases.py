@@ -107,6 +107,11 @@ def test_small_models_have_small_buckets_and_logits(tmp_path):
     memory = rank_memory(replace(setup_of(recipe, shape), optimizer=recipe.optimizer))
     weights, _ = rollout_bytes(recipe, setup_of(recipe, shape), None)
     assert one.device["sync"] == memory.parameters + weights + 2 * 2 * shape.parameter_count
+    in_8_bits = recipe.model_copy(
+        update={"rollout": recipe.rollout.model_copy(update={"quantization": "fp8"})}
+    )
+    layers = shape.layers * (3 * shape.hidden_size * shape.ffn_hidden_size + 64 * 16 * (8 + 4 + 4 + 8))
+    assert weights - rollout_bytes(in_8_bits, setup_of(recipe, shape), None)[0] == layers
     assert one.device["logprob"] < one.device["train"]
 
 

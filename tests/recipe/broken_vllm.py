@@ -116,6 +116,11 @@ BROKEN_VLLM = [
         [V, "rollout.layout={tp: 2, ep: 2}", "cluster.ranks=2"],
         ["rollout.layout.ep=2: the model has no experts"],
     ),
+    (
+        "vllm_can_do_it",
+        [V, "rollout.layout={pp: 4}", "cluster.ranks=4", "layout.pp=2", "rollout.vllm.async_scheduling=true"],
+        ["rollout.vllm.async_scheduling with rollout.layout.pp=4", "takes wrong tokens"],
+    ),
     ("vllm_can_do_it", [V, "rollout.layout={tp: 4, ep: 2}"], ["rollout.layout.ep=2", "ep=1 or ep=4"]),
     (
         "vllm_can_do_it",

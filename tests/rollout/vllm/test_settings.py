@@ -124,7 +124,6 @@ def test_with_more_than_two_stages_no_step_is_scheduled_ahead(arguments):
     made = arguments("cuda", layout={"pp": 4})
     assert made["async_scheduling"] is False
     assert "scheduler_cls" not in made
-    assert arguments("cuda", layout={"pp": 4}, vllm={"async_scheduling": True})["async_scheduling"] is True
 
 
 def test_adapters_alone_have_a_slot(arguments):
