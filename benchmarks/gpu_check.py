@@ -314,8 +314,10 @@ def run_tests(files: str, needs: str, holds: str) -> Callable[..., tuple[list[st
 
 def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Run `benchmarks.fp8_proof` on one GPU."""
-    command = ["benchmarks.fp8_proof", *(["--tiny"] if options.tiny else [])]
-    return run_module(command, "every claim holds", part, options.part_s)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = [] if options.record else ["--out", str(options.out or Path(scratch) / "fp8.json")]
+        command = ["benchmarks.fp8_proof", *(["--tiny"] if options.tiny else out)]
+        return run_module(command, "every claim holds", part, options.part_s)
 
 
 TESTS = {

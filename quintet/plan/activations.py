@@ -125,8 +125,9 @@ def workspace(setup: Setup) -> int:
         rows = max(rows, _expert_rows(sizes, moe))
         here = moe.experts // setup.layout.ep
         weight = max(weight, 2 * moe.ffn_hidden_size // setup.etp * sizes.hidden * here)
-    if setup.backend == "transformer_engine" or setup.lora is not None:
-        weight = 0
+    torch_experts = moe is not None and (setup.engine.experts == "torch" or not moe.plain)
+    if (setup.backend == "transformer_engine" and not torch_experts) or setup.lora is not None:
+        weight = 0  # added to the gradients within the product, or never computed
     gradients = (rows * 3 * width + (2 * sizes.s + sizes.t) * sizes.hidden + weight) * sizes.w
     again = 0
     if setup.engine.recompute == "full":

@@ -67,7 +67,8 @@ def write_kernel(row: MeasuredKernel, table: Path = TABLE) -> None:
 
 def chooses_experts(recipe: Recipe, moe: MoeShape) -> bool:
     """Return whether there is a choice between TransformerEngine's products of experts and torch's."""
-    return recipe.engine.experts == "auto" and recipe.engine.fp8 is None and moe.plain
+    engine = recipe.engine
+    return engine.experts == "auto" and engine.fp8 is None and recipe.model.dtype != "fp32" and moe.plain
 
 
 def with_kernels(

@@ -121,10 +121,10 @@ FREE = frozenset(
 )
 """What `engine.megatron` may set: fields that change how fast or in what order a model computes, not what."""
 FUSED_EXPERTS = ("moe_permute_fusion", "moe_router_fusion")
-TORCH_EXPERTS = "torch_experts"
-"""engine.experts=torch, as the choice between kernels names it."""
 """Of these, those that run kernels of TransformerEngine's on models with experts; where the recipe says nothing of one, a run takes it
 where it was measured faster (`quintet.plan.kernels`)."""
+TORCH_EXPERTS = "torch_experts"
+"""engine.experts=torch, as the choice between kernels names it."""
 
 
 def asks_routers(recipe: Recipe) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +85,20 @@ def test_layers_of_a_stage_are_those_megatron_builds(pp, vpp, counts):
     in_order = [found[key] for key in sorted(found)]
     assert [layer for one in in_order for layer in one] == list(range(16))
     assert counts is None or [len(one) for one in in_order] == counts
+
+
+def test_experts_are_those_that_the_recipe_says(monkeypatch):
+    """Beside TransformerEngine's layers, whose own providers are pretended."""
+    from quintet.engine.layers.specs import PortableProvider, provider_of
+
+    named = {name: type(name, (), {}) for name in ("TransformerEngineProvider", "WithTorchExperts")}
+    monkeypatch.setitem(sys.modules, "quintet.engine.layers.te", SimpleNamespace(**named))
+    for experts in ("auto", "transformer_engine"):
+        assert type(provider_of("transformer_engine", experts)) is named["TransformerEngineProvider"]
+    assert type(provider_of("transformer_engine", "torch")) is named["WithTorchExperts"]
+    assert isinstance(provider_of("portable", "auto"), PortableProvider)
+    with pytest.raises(UserError, match=r"engine\.experts=transformer_engine: the layers are portable here"):
+        provider_of("portable", "transformer_engine")
 
 
 def test_transformer_engine_is_refused_where_it_cannot_be_had(caplog):

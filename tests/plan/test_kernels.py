@@ -62,11 +62,13 @@ def test_torchs_experts_are_taken_where_they_were_faster():
         ({"experts": "transformer_engine"}, MOE.moe),
         ({"experts": "torch"}, MOE.moe),
         ({"fp8": "blockwise"}, MOE.moe),
+        ("fp32", MOE.moe),
         ({}, replace(MOE.moe, biases=True)),
     ],
 )
 def test_nothing_is_chosen_where_there_is_no_choice_of_experts(engine, moe):
-    said, shape = recipe(engine=engine), replace(MOE, moe=moe)
+    sections = {"model": {"dtype": engine}} if isinstance(engine, str) else {"engine": engine}
+    said, shape = recipe(**sections), replace(MOE, moe=moe)
     table = [row(TORCH_EXPERTS, experts=experts_of(shape))]
     assert with_kernels(said, shape, H200, [TORCH_EXPERTS], table) == (said, "")
 

@@ -373,6 +373,11 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["@moe", "engine.experts=torch", "engine.fp8=blockwise"],
         ["engine.experts=torch with engine.fp8=blockwise", "remove one of the two"],
     ),
+    (
+        "products_of_experts_can_be_had",
+        ["@moe", "engine.experts=torch", "model.dtype=fp32"],
+        ["engine.experts=torch with model.dtype=fp32", "bf16 alone"],
+    ),
     ("expert_axes_need_experts", ["layout.etp=1"], ["layout.etp=1: the model has no experts", "etp=null"]),
     (
         "experts_divide",

@@ -110,8 +110,14 @@ class PortableProvider(LocalSpecProvider):
 
 
 def provider_of(backend: str, experts: str) -> Any:
-    """Return the spec provider of a back end that `choose_backend` named. experts: engine.experts."""
+    """Return the spec provider of a back end that `choose_backend` named. experts: engine.experts. Raises UserError for TransformerEngine's
+    experts in portable layers."""
     if backend == "portable":
+        if experts == "transformer_engine":
+            raise UserError(
+                "engine.experts=transformer_engine: the layers are portable here, and have torch's products alone; install "
+                "transformer-engine[pytorch] on a machine with an NVIDIA GPU, or leave engine.experts at auto"
+            )
         return PortableProvider()
     from quintet.engine.layers.te import TransformerEngineProvider, WithTorchExperts
 

@@ -44,6 +44,11 @@ def products_of_experts_can_be_had(facts: Facts) -> Iterator[Problem]:
             f"{said} with engine.fp8={engine.fp8}: TransformerEngine's products alone are in 8 bits; remove one of the two",
             "engine.fp8",
         )
+    elif engine.experts == "torch" and facts.recipe.model.dtype == "fp32":
+        yield Problem(
+            f"{said} with model.dtype=fp32: on GPUs torch multiplies all experts at once in bf16 alone; use bf16, or engine.experts=auto",
+            "model.dtype",
+        )
     elif engine.experts == "transformer_engine" and shape is not None and shape.moe and not shape.moe.plain:
         yield Problem(
             f"{said}: TransformerEngine computes SwiGLU without biases, and this model's experts are other ones; use engine.experts=auto"
