@@ -100,6 +100,8 @@ class Case:
     """Of routers: per "sequence" or "batch"."""
     fused_experts: bool = False
     """Whether kernels of TransformerEngine's choose experts and permute tokens."""
+    experts: str = "auto"
+    """Whose products compute experts beside TransformerEngine's layers."""
     mixed: bool = False
     """Dynamic context parallelism: blocks are cut otherwise in each round, by a table that leaves out no way (`ranks.recut`)."""
     fp8: str = ""
@@ -166,6 +168,7 @@ class Case:
                 overlap_grad_reduce=self.overlap_grad_reduce,
                 row_buckets=self.row_buckets,
                 backend=self.backend,
+                experts=self.experts,  # type: ignore[arg-type]
                 cp_comm=self.cp_comm,
                 recompute=self.recompute,
                 replay_routes=self.replay or None,  # type: ignore[arg-type]
@@ -663,6 +666,8 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
         if family in MOE and backend == "transformer_engine":
             spread = {"dp": 2, "ep": 2} if gpus > 1 else {}
             found.append(Case(family, backend=backend, fused_experts=True, **spread))
+            if family == "qwen3_moe":
+                found += bf16(family, gpus, backend=backend, experts="torch")
         if family == "qwen3_moe":
             for replay in ("old", "rollout"):
                 found += bf16(family, gpus, backend=backend, replay=replay, **hybrid)
