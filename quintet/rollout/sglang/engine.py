@@ -209,8 +209,13 @@ class SglangEngine:
         """Stop SGLang's processes."""
         self._watch.close()
         compat.end(self._engine)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stop)
         self._go_back()
+
+    def _stop(self) -> None:
+        for task in asyncio.all_tasks(self._loop):  # SGLang's own, which wait for its processes
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
 
     def _go_back(self) -> None:
         self._meeting.unlink(missing_ok=True)

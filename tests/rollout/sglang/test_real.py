@@ -182,6 +182,15 @@ def test_each_sample_has_a_limit_of_its_own(old):
     assert [[len(one) for one in row] for row in ids(rows)] == [[4, 9], [4, 10], [4, 11]]
 
 
+def test_prefixes_that_are_known_are_counted(old):
+    old.generate(ASKED, short())
+    old.metrics()  # which begins to count anew
+    old.generate(ASKED, short())
+    told = old.metrics()
+    assert told["prefix_cache_queries"] == 2 * sum(map(len, PROMPTS))
+    assert told["prefix_cache_hits"] > 0
+
+
 def test_a_stop_token_ends_a_response(old):
     (row,) = old.generate(ASKED[:1], short(temperature=0.0))
     end = row[0].response_ids[5]
