@@ -229,11 +229,6 @@ def measure(compared: Compared, mix: str, turns: int, ending: str) -> list[dict[
     values: list[tuple[str, str, float, str, float | None]] = [
         ("ceiling", "tokens_per_s", of_fitting / alone, "tokens/s", of_fitting / shared),
         ("longest", "tokens_per_s", tokens / seconds[dynamic], "tokens/s", tokens / seconds[longest]),
-        *(
-            [("longest", "share_of_ceiling", gain * alone / shared, "fraction", None)]
-            if alone < shared
-            else []
-        ),
         ("longest", "bound_tokens_per_s", tokens / compared.bound(dynamic), "tokens/s", None),
         ("longest", "seconds_as_modelled", seconds[dynamic], "s", compared.modelled(dynamic)),
         ("longest", "static_seconds_as_modelled", seconds[longest], "s", compared.modelled(longest)),
@@ -243,6 +238,8 @@ def measure(compared: Compared, mix: str, turns: int, ending: str) -> list[dict[
         ("best_static", "cp", best.cp, "ranks", None),
         ("best_static", "budget", theirs.budget, "tokens", best.budget),
     ]
+    if alone < shared:  # of a loss there is no share
+        values.append(("longest", "share_of_ceiling", gain * alone / shared, "fraction", None))
     case = f"{machine.work.title}/{machine.work.gpus}ranks/{mix}"
     return [
         record("dynamic_cp", f"{case}/{name}{ending}", metric, value, unit, baseline=baseline)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.dynamic_cp_work import Work, random_plan, work_of
+from benchmarks.engine import device_name
 from benchmarks.engine_work import TRAINED_FROM
 from benchmarks.engine_worker import fill, join, timed_together
 from quintet.controller.objective import sft_objective
@@ -53,9 +54,9 @@ class Loop:
         self.old_logprobs = old_logprobs
         recipe |= {"recompute": work.recompute, "tokens_per_microbatch_per_rank": work.most, **work.engine}
         told = schema.Recipe(engine=schema.Engine(**recipe))
-        name = torch.cuda.get_device_name() if device.type == "cuda" else None
         # Experts by the kernels that a run takes.
-        chosen, _ = with_kernels(told, work.model, name, fused_kernels(choose_backend(told.engine.backend)))
+        installed = fused_kernels(choose_backend(told.engine.backend))
+        chosen, _ = with_kernels(told, work.model, device_name(), installed)
         self.engine = Engine(
             work.model,
             schema.Layout(**layout),

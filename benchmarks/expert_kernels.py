@@ -26,11 +26,10 @@ from benchmarks.pairs import Taken, in_turns
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.room import card_bytes, depth_of
 from quintet.plan.kernels import TABLE, MeasuredKernel, experts_of, write_kernel
-from quintet.recipe.megatron import FUSED_EXPERTS, TORCH_EXPERTS
+from quintet.recipe.megatron import EXPERT_KERNELS, TORCH_EXPERTS
 
 FITTING = {"qwen3-30b-a3b": 4}
 """Layers of a shape that one H200 trains while the other side's weights, gradients and optimizer state wait beside them."""
-KERNELS = (*FUSED_EXPERTS, TORCH_EXPERTS)
 LOSS_APART = 2e-3
 
 
@@ -98,7 +97,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     shapes = [name for name, model in MODELS.items() if model.shape.moe is not None]
     add("--shape", choices=shapes, default="qwen3-30b-a3b", help="whose experts the model has")
-    add("--kernel", choices=KERNELS, action="append", help="may be repeated (default: all)")
+    add("--kernel", choices=EXPERT_KERNELS, action="append", help="may be repeated (default: all)")
     add("--layers", type=positive_int, help="depth (default: what the card holds twice)")
     add("--tokens", type=positive_int, help="tokens of a micro-batch (default 16384)")
     add("--rounds", type=positive_int, default=5, help="how often each side takes its turn (default 5)")
@@ -123,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     if not dry and not device_name():
         print("no GPU was found; --shape tiny-moe tries the plumbing without one", file=sys.stderr)
         return 1
-    for kernel in args.kernel or KERNELS:
+    for kernel in args.kernel or EXPERT_KERNELS:
         made, row = measure(args, kernel)
         if dry:
             continue

@@ -83,7 +83,7 @@ def transformer_config(
 
 
 def fused_kernels(backend: str) -> list[str]:
-    """Return which kernels of experts can be had here with a back end of layers: some of `FUSED_EXPERTS`, and `TORCH_EXPERTS`."""
+    """Return which kernels of experts can be had here with a back end of layers: some of `EXPERT_KERNELS`."""
     needs = {
         "moe_permute_fusion": (
             *("fused_permute", "fused_permute_with_probs", "fused_unpermute"),

@@ -23,7 +23,7 @@ from quintet.plan.saves import checkpoint_bytes
 from quintet.plan.setup import Setup
 from quintet.recipe.derived import data_parallel, expert_tp, moe_layers_of
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.megatron import FUSED_EXPERTS, TORCH_EXPERTS
+from quintet.recipe.megatron import EXPERT_KERNELS
 from quintet.recipe.recompute import recompute_modules
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command, shape_of
@@ -218,9 +218,7 @@ def _kernels(recipe: Recipe, shape: ModelShape) -> str | None:
         return None
     rows = read_kernels()
     devices = sorted({row.device for row in rows if row.experts == experts_of(shape)})
-    told = [
-        with_kernels(recipe, shape, device, (*FUSED_EXPERTS, TORCH_EXPERTS), rows)[1] for device in devices
-    ]
+    told = [with_kernels(recipe, shape, device, EXPERT_KERNELS, rows)[1] for device in devices]
     return "".join(f"{one[0].upper()}{one[1:]}." for one in told if one) or None
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quintet.models import ModelShape
 from quintet.models.shape import MoeShape
-from quintet.recipe.megatron import FUSED_EXPERTS, TORCH_EXPERTS, asks_routers
+from quintet.recipe.megatron import EXPERT_KERNELS, TORCH_EXPERTS, asks_routers
 from quintet.recipe.schema import Recipe
 
 TABLE = Path(__file__).with_name("measured_kernels.json")
@@ -65,9 +65,11 @@ def write_kernel(row: MeasuredKernel, table: Path = TABLE) -> None:
     table.write_text(json.dumps([asdict(one) for one in rows], indent=2) + "\n", encoding="utf-8")
 
 
-def chooses_experts(recipe: Recipe, moe: MoeShape) -> bool:
-    """Return whether there is a choice between TransformerEngine's products of experts and torch's."""
+def _is_open(kernel: str, recipe: Recipe, moe: MoeShape) -> bool:
+    """Whether the recipe and the model leave it open whether a run takes the kernel."""
     engine = recipe.engine
+    if kernel != TORCH_EXPERTS:
+        return kernel not in engine.megatron
     return engine.experts == "auto" and engine.fp8 is None and recipe.model.dtype != "fp32" and moe.plain
 
 
@@ -80,12 +82,11 @@ def with_kernels(
 ) -> tuple[Recipe, str]:
     """Return the recipe with the kernels that were measured faster, and a sentence of which and why; empty where there is no choice.
 
-    device: of all ranks, by its name; None where they differ. installed: of `FUSED_EXPERTS` and `TORCH_EXPERTS`, those that can be had.
+    device: of all ranks, by its name; None where they differ. installed: of `EXPERT_KERNELS`, those that can be had.
     """
-    open_ = [one for one in FUSED_EXPERTS if one in installed and one not in recipe.engine.megatron]
-    if TORCH_EXPERTS in installed and shape.moe is not None and chooses_experts(recipe, shape.moe):
-        open_.append(TORCH_EXPERTS)
-    if shape.moe is None or not open_:
+    moe = shape.moe
+    open_ = [one for one in EXPERT_KERNELS if moe and one in installed and _is_open(one, recipe, moe)]
+    if not open_:
         return recipe, ""
     rows = [one for one in (read_kernels() if table is None else table) if one.device == device]
     known = {one.kernel: one for one in rows if one.experts == experts_of(shape)}

@@ -125,6 +125,8 @@ FUSED_EXPERTS = ("moe_permute_fusion", "moe_router_fusion")
 where it was measured faster (`quintet.plan.kernels`)."""
 TORCH_EXPERTS = "torch_experts"
 """engine.experts=torch, as the choice between kernels names it."""
+EXPERT_KERNELS = (*FUSED_EXPERTS, TORCH_EXPERTS)
+"""All that runs choose from by what was measured."""
 
 
 def asks_routers(recipe: Recipe) -> str:

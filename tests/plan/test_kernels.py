@@ -17,7 +17,7 @@ from quintet.engine.mesh import Sizes
 from quintet.plan import describe
 from quintet.plan.kernels import MeasuredKernel, experts_of, read_kernels, with_kernels, write_kernel
 from quintet.recipe import schema
-from quintet.recipe.megatron import FUSED_EXPERTS, TORCH_EXPERTS
+from quintet.recipe.megatron import EXPERT_KERNELS, FUSED_EXPERTS, TORCH_EXPERTS
 
 DENSE, MOE = MODELS["qwen3-8b"].shape, MODELS["qwen3-30b-a3b"].shape
 PERMUTE, ROUTER = FUSED_EXPERTS
@@ -157,9 +157,7 @@ def test_a_row_takes_the_place_of_the_older_one(tmp_path):
 
 
 def test_committed_rows_can_be_read():
-    assert all(
-        one.kernel in (*FUSED_EXPERTS, TORCH_EXPERTS) and one.least <= one.speedup for one in read_kernels()
-    )
+    assert all(one.kernel in EXPERT_KERNELS and one.least <= one.speedup for one in read_kernels())
 
 
 def test_what_can_be_had_is_what_the_models_configuration_takes(monkeypatch):
@@ -170,7 +168,7 @@ def test_what_can_be_had_is_what_the_models_configuration_takes(monkeypatch):
         monkeypatch.setattr(moe_utils, name, object(), raising=False)
     assert fused_kernels("portable") == []
     installed = fused_kernels("transformer_engine")
-    assert installed == [*FUSED_EXPERTS, TORCH_EXPERTS]
+    assert installed == list(EXPERT_KERNELS)
     found, _ = with_kernels(recipe(), MOE, H200, installed, BOTH)
     mesh = SimpleNamespace(sizes=Sizes(tp=1, cp=1, dp=1, pp=1, ep=1, etp=1))
     config = transformer_config(MOE, schema.Layout(), mesh, found.engine, dtype=torch.bfloat16)

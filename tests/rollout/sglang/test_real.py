@@ -24,6 +24,7 @@ from quintet.models.mcore import whole_box
 from quintet.recipe import schema
 from quintet.rollout.base import Piece, Request, Sampling
 from quintet.rollout.sglang.rollout import SglangRollout
+from quintet.runs.ledger import read_metrics
 
 ROOT = Path(__file__).parents[3]
 THERE = importlib.util.find_spec("sglang") is not None and torch.cuda.is_available()
@@ -303,8 +304,7 @@ def test_a_run_trains_on_what_sglang_generates(tmp_path, capsys):
     recipe = str(ROOT / "recipes" / "laptop_demo.yaml")
     assert main(["train", recipe, *sizes, f"run.dir={tmp_path}"]) == 0, capsys.readouterr()
     (run,) = tmp_path.iterdir()
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
     assert len(steps) == 2
     for line in steps:
         assert line["sync/proof_seconds"] > 0

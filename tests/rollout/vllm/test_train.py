@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from quintet.cli import main
+from quintet.runs.ledger import read_metrics
 from tests.rollout.vllm.conftest import DEVICE, TOLERANCE
 
 ROOT = Path(__file__).parents[3]
@@ -57,8 +57,7 @@ def test_a_run_trains_on_what_vllm_generates(
     recipe = str(ROOT / "recipes" / "laptop_demo.yaml")
     assert main(["train", recipe, *TINY, *placement, f"run.dir={tmp_path}"]) == 0, capsys.readouterr()
     (run,) = tmp_path.iterdir()
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
     assert len(steps) == 2
     for line in steps:
         assert line["sync/gib"] > 0
