@@ -151,12 +151,12 @@ def collapsed(case: Case, path: Path) -> list[float]:
     return loads
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "ways"),
     [
         ("qwen3_moe", [{"aux_loss": "sequence"}, {"aux_loss": "batch"}]),
-        pytest.param("glm4_moe", [{"expert_bias": True}], marks=pytest.mark.nightly),
+        ("glm4_moe", [{"expert_bias": True}]),
     ],
 )
 def test_collapsed_routers_recover(pool, tmp_path, family, ways):

@@ -28,8 +28,10 @@ REPLAYED = ("gpt_oss-top4",)
 THOROUGH = ("qwen3", "deepseek_v3")
 """The families that run all pairs on GPUs; in `make test` the first does, the others FEW_LAYOUTS, and of these some BRIEFLY one alone."""
 BRIEFLY = ("mimo", "glm4_moe", "mixtral", "gpt_oss")
-THOROUGH_SLOWLY = {"qwen3-tied": 4, "qwen2": 4, "llama": 4, "qwen3_moe": 4, "deepseek_v3": 8, "gpt_oss": 4}
-"""The families that run all pairs in `make test-slow`, on at most so many ranks; `make test-nightly` runs them and qwen3 on 8."""
+THOROUGH_SLOWLY = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+"""The families that run all pairs in `make test-slow`, on at most 4 ranks. OF_QWEN3 run every value of every axis there."""
+OF_QWEN3 = ("qwen3-tied", "qwen2", "llama")
+"""Families of qwen3's layers but for their tied embeddings, biases and norms. `make test-nightly` runs all pairs of all these on 8 ranks."""
 LANGUAGE_ONLY = ("glm4_moe",)
 """The families of which transformers has no classifier, which a value model would be compared with."""
 LAYERS, HEADS = 4, {"qwen2": 2, "qwen2-tied": 2, "mimo": 2}
@@ -583,7 +585,8 @@ PADDED_LAYOUTS = tuple(
     }.items()
     for case in cases
 )
-"""Rows padded for FP8 in `make test`: each other feature with both recipes, but for what a GPU alone has."""
+"""Rows padded for FP8 in `make test`, those of blocks in `make test-slow`: each other feature with both recipes, but for what a
+GPU alone has."""
 
 
 def fast_cases() -> list[Case]:
@@ -614,10 +617,11 @@ FEATURES = (
 
 
 def slow_cases() -> list[Case]:
-    """What `make test-slow` runs besides: all pairs of most families up to 4 or 8 ranks, the rest of BRIEFLY, and some features on 2."""
-    found = [
-        case for family, n in THOROUGH_SLOWLY.items() for case in (*covering(family, n), *bf16(family, n))
-    ]
+    """What `make test-slow` runs besides: all pairs of families with experts up to 4 ranks, every value of the others' axes and on 8
+    ranks, and some features on 2."""
+    found = [case for family in THOROUGH_SLOWLY for case in (*covering(family, 4), *bf16(family, 4))]
+    found += [case for family in OF_QWEN3 for case in (*covering(family, 4, 1), *bf16(family, 4))]
+    found += covering("deepseek_v3", 8, strength=1)
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
     found += [*lora_cases(2), *mtp_cases(2), *replay_cases(2), *stage_cases(2)]
     fast = set(fast_cases())
@@ -626,9 +630,8 @@ def slow_cases() -> list[Case]:
 
 def nightly_cases() -> list[Case]:
     """What `make test-nightly` runs besides: all pairs up to 8 ranks, and features on 4."""
-    found = [
-        case for family in ("qwen3", *THOROUGH_SLOWLY) for case in (*covering(family, 8), *bf16(family, 8))
-    ]
+    families = ("qwen3", *OF_QWEN3, *THOROUGH_SLOWLY)
+    found = [case for family in families for case in (*covering(family, 8), *bf16(family, 8))]
     found += [case for cases in FEATURES for case in cases(4)]
     before = {*fast_cases(), *slow_cases()}
     return ordered(case for case in found if case not in before)

@@ -166,7 +166,7 @@ def page(cells: Mapping[frozenset[str], Cell], loop: Mapping[frozenset[str], Cel
         "",
         "Which runs on GPUs are on record, and of which commits: [performance.md](performance.md). None has replay yet, which is younger.",
         "",
-        "Products in 8 bits: ◐ run by `make test` with the rows, plans and padding that they need, multiplied as without; G run in 8 bits",
+        "Products in 8 bits: ◐ run by `make test`, with scales of blocks by `make test-slow`, with the rows, plans and padding that they need, multiplied as without; G run in 8 bits",
         f"on a GPU by `{PROOF}` ([fp8.md](fp8.md) says what has been seen).",
         "",
         "| | | " + " | ".join(str(i) for i in range(1, len(TITLES) + 1)) + " |",

@@ -40,7 +40,14 @@ def train_padded(case: Case, path: Path, unaware: str = "") -> ranks.Report:
         return training.finish()
 
 
-@pytest.mark.parametrize("case", PADDED_LAYOUTS, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case.fp8 == "blockwise" else ())
+        for case in PADDED_LAYOUTS
+    ],
+    ids=lambda case: case.name,
+)
 def test_padding_changes_nothing(pool: Pool, models: Path, case: Case) -> None:
     reports = pool.run(train_padded, case.ranks, case, written(case, models))
     assert not broken(case, errors(case, reports, reference(case)))

@@ -33,6 +33,7 @@ def test_mistake_is_found(pool: Pool, models: Path, mistake: str) -> None:
     assert found >= set(MISTAKES[mistake].shows), f"only {found} show it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", sorted({m.case for m in MISTAKES.values()}, key=repr), ids=lambda case: case.name
 )
