@@ -32,7 +32,7 @@ class InProcessRollout(NativeRollout):
     ) -> None:
         self._engine, self._recipe = engine, recipe
         self._copy: Offloader | None = None
-        model, mesh, update = engine.model, engine.mesh, lambda: 0
+        model, mesh, bring = engine.model, engine.mesh, lambda: 0
         placement = placement_of(recipe)
         if not placement.shares_weights:
             layout = schema.Layout(tp=placement.layout.tp, pp=placement.layout.pp)
@@ -42,7 +42,12 @@ class InProcessRollout(NativeRollout):
             )
             model.requires_grad_(False)
             self._copy = Offloader([model])
-            update = self._transfer(model, mesh)
+            bring = self._transfer(model, mesh)
+
+        def update() -> int:
+            engine.wait_for_parameters()
+            return bring()
+
         super().__init__(
             model,
             mesh,

@@ -299,6 +299,7 @@ class PolicyWorker(Worker):
     def serve(self) -> Served:
         """Hand the present weights to the receivers planned for."""
         assert self._server is not None, "plan_sync comes first"
+        self.engine.wait_for_parameters()
         return self._server.serve()
 
     def fingerprints(self) -> RankFingerprints:

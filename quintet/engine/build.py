@@ -115,6 +115,7 @@ def wrap_for_training(
             use_distributed_optimizer=recipe.distributed_optimizer,
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=recipe.overlap_grad_reduce,
+            overlap_param_gather=recipe.overlap_param_gather,
             bucket_size=parameters.bucket_elements(mesh.sizes.dp),
         )
         made.append(DistributedDataParallel(chunk.config, settings, chunk, pg_collection=mesh.groups))

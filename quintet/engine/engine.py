@@ -44,6 +44,7 @@ from quintet.engine.model import PolicyModel
 from quintet.engine.offload import Offloader
 from quintet.engine.optimizer import build_optimizer, freeze, gradient_sets, set_learning_rate
 from quintet.engine.outputs import Loss, MiniBatchResult, fields_of, flat_fields
+from quintet.engine.parameter_gather import ParameterGather
 from quintet.engine.pipeline import Pipeline
 from quintet.engine.routes import Routes
 from quintet.engine.row import MicroBatch
@@ -100,6 +101,8 @@ class Engine:
         self._optimizer_recipe = optimizer
         if optimizer is not None:
             self._wrapped = build.wrap_for_training(self.chunks, self.mesh, engine)
+        overlaps = optimizer is not None and engine.overlap_param_gather
+        self._gather = ParameterGather(self._wrapped if overlaps else [])
         self._offloader = Offloader(self._wrapped)
         self._checkpoints = Checkpoints(self)
         self.base: tuple[str, str] | None = None
@@ -150,6 +153,7 @@ class Engine:
         engine has no weights any more: it refuses to compute and to save until others are loaded.
         """
         weights = hf.check_hf(self.shape, path)
+        self._gather.finish()
         self._offloader.require("params")
         self._incomplete = f"{path} could not be read to its end"
         base, low_rank = lora.split_adapters(shard_map(self.chunks, self.shape, self.mesh))
@@ -172,6 +176,7 @@ class Engine:
                 f"[{', '.join(before.frozen)}], which says what has gradients; give both the same"
             )
         self._optimizer_recipe, self.total_steps, self.steps = optimizer, total_steps, 0
+        self._gather.finish()
         self.reload()
         self._optimizer = self._offloader.optimizer = None  # the old state goes before the new one comes
         if optimizer is not None:
@@ -224,7 +229,18 @@ class Engine:
         return master_fingerprint(self._optimizer, [p for chunk in self.chunks for p in chunk.parameters()])
 
     def _require(self, *kinds: str) -> None:
-        """Refuse weights that were read in part, and what is offloaded."""
+        """Refuse weights that were read in part, and what is offloaded; wait for parameters that are still to come."""
+        self._require_here(*kinds)
+        if "params" in kinds:
+            self.wait_for_parameters()
+
+    def wait_for_parameters(self) -> None:
+        """Wait until this rank has what others updated in the last step. Methods do by themselves; who keeps what one of them returned
+        (shards, the model) and reads it after another step calls this first. No collective."""
+        self._gather.finish()
+
+    def _require_here(self, *kinds: str) -> None:
+        """As `_require`, where layers wait for their parameters by themselves."""
         if self._incomplete is not None:
             raise UserError(f"the weights are incomplete, {self._incomplete}: load others first")
         self._offloader.require(*kinds)
@@ -284,6 +300,8 @@ class Engine:
 
     def offload(self, *, params: float = 0.0, grads: float = 0.0, optimizer: float = 0.0) -> int:
         """Free shares of this rank's memory between phases: see `quintet.engine.offload`; bytes. Gradients are lost."""
+        if params:
+            self._gather.finish()
         return self._offloader.offload(params=params, grads=grads, optimizer=optimizer)
 
     def reload(self) -> int:
@@ -355,7 +373,7 @@ class Engine:
 
         if self._optimizer_recipe is None:
             raise RuntimeError("this engine was made without an optimizer: it can only be evaluated")
-        self._require("params", "grads")
+        self._require_here("params", "grads")
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         if self._optimizer is not None:
@@ -416,6 +434,7 @@ class Engine:
                     f"optimizer step {self.steps}: the gradient norm{of} is {norm}. Lower {self._optimizer_recipe.key}.lr, or "
                     "look at what the samples and rewards of this step hold"
                 )
+        self._gather.start()
         told = {"lr": rate} | {f"{name}/grad_norm".lstrip("/"): norm for name, norm in norms.items()}
         if self._counts is not None and self.recipe.expert_bias_rate:
             # After the step: what it changed was computed with the bias as it was.

@@ -187,6 +187,9 @@ _ENGINE = [
     _set_to(
         True, "overlap_grad_reduce", "reduction of gradients during backward", "engine.overlap_grad_reduce"
     ),
+    _set_to(
+        True, "overlap_param_gather", "gathering of parameters during forward", "engine.overlap_param_gather"
+    ),
     _set_to(True, "row_buckets", "rows of few sizes", "engine.row_buckets"),
     _set_to("transformer_engine", "transformer_engine", "TransformerEngine's layers", "engine.backend"),
     *_one_of("model.dtype", bf16=("bf16", "bf16"), fp32=("fp32", "fp32")),

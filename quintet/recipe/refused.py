@@ -90,6 +90,15 @@ REFUSED_PAIRS = [
     *(
         RefusedPair(
             other,
+            "overlap_param_gather",
+            "only the distributed optimizer, which SGD has none of, updates a part of the parameters on each rank, and gathers the rest",
+            "set engine.distributed_optimizer=true and use adamw or adam, or set engine.overlap_param_gather=false",
+        )
+        for other in ("whole_optimizer", "sgd")
+    ),
+    *(
+        RefusedPair(
+            other,
             "cpu_optimizer",
             "megatron-core updates adamw alone on the CPU",
             "use adamw, or set cpu_fraction=0",

@@ -80,6 +80,7 @@ class Case:
     recompute: str = "none"
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
     row_buckets: bool = False
     optimizer: str = "adamw"
     lr_multipliers: bool = False
@@ -168,6 +169,7 @@ class Case:
                 fp8=self.fp8 or None,  # type: ignore[arg-type]
                 distributed_optimizer=self.distributed_optimizer,
                 overlap_grad_reduce=self.overlap_grad_reduce,
+                overlap_param_gather=self.overlap_param_gather,
                 row_buckets=self.row_buckets,
                 backend=self.backend,
                 experts=self.experts,  # type: ignore[arg-type]
@@ -538,19 +540,38 @@ def sizes_cases(ranks: int, **fixed: Any) -> list[Case]:
     return _beside_all(ranks, **_SIZES, **fixed)
 
 
-def _beside_all(ranks: int, **how: Any) -> list[Case]:
+_SHARDED = {"distributed_optimizer": True}
+_GATHER = {**_OVERLAP, **_SHARDED, "overlap_param_gather": True}
+GATHER_LAYOUTS = (
+    Case("qwen3-tied", **_GATHER, dp=2),
+    Case("qwen3", **_GATHER, pp=2, vpp=2, dp=2, recompute="full", offload_params=True),
+    Case("qwen3", **_GATHER, head="value", cp=2, dp=2, mixed=True, optimizer="adam", lr_multipliers=True),
+    Case("deepseek_v3", **_GATHER, mtp=2, dp=2, ep=2, recompute="selective"),
+    Case(
+        "deepseek_v3", **_GATHER, **_O, **_BIAS, **_Z, **_BATCH, tp=2, sp=True, dp=2, etp=2, row_buckets=True
+    ),
+)
+"""Parameters that are gathered during the forward pass in `make test`."""
+
+
+def gather_cases(ranks: int, **fixed: Any) -> list[Case]:
+    """Every value of every axis beside parameters that are gathered during the forward pass, and each other feature once."""
+    return _beside_all(ranks, "adamw", **_GATHER, **fixed)
+
+
+def _beside_all(ranks: int, optimizer: str = "sgd", **how: Any) -> list[Case]:
+    """optimizer: of cases that would be near a tie with some other."""
     found = [*covering("qwen3", ranks, strength=1, **how), *covering("deepseek_v3", ranks, strength=1, **how)]
     families = ("qwen3_moe", "gpt_oss", "deepseek_v3-tied", "mimo", "glm4_moe", "qwen2")
     others = (_R, _O, {**_BIAS, **_Z, **_AUX}, {**_Z, **_BATCH}, _GATE)
     found += [Case(family, **how) for family in families]
-    found += [Case("deepseek_v3", **other, optimizer="sgd", **how) for other in others]  # else near a tie
+    found += [Case("deepseek_v3", **other, optimizer=optimizer, **how) for other in others]
     found += [Case("mimo", mtp=1, **how), Case("qwen3", lora=True, **how)]
     found += [Case("qwen3", **{**how, "pp": 2, "stages": "1.3"})] if ranks > 1 else []
     return [*found, *bf16("qwen3", ranks, **how)]
 
 
 _OFFLOAD = {"offload_params": True, "offload_grads": True, "offload_optimizer": True}
-_SHARDED = {"distributed_optimizer": True}
 PADDED_LAYOUTS = tuple(
     replace(case, fp8=fp8)
     for fp8, cases in {
@@ -559,7 +580,7 @@ PADDED_LAYOUTS = tuple(
             Case("qwen3", head="value", cp=2, cp_comm="all_to_all", tp=2, sp=True, optimizer="sgd"),
             Case("qwen3_moe", **_R, dp=2, ep=2, **_AUX, **_Z, **_SHARDED),
             Case("qwen3_moe", **_O, tp=2, sp=True, cp=2, ep=2, etp=1, mixed=True, frozen=".mlp.gate"),
-            Case("qwen3", **_OVERLAP, dp=2, lr_multipliers=True),
+            Case("qwen3", **_GATHER, dp=2, lr_multipliers=True),
             Case("mimo", mtp=2, tp=2, sp=True, cp=2, mixed=True),
             Case("deepseek_v3", pp=2, vpp=2, dp=2, ep=2, recompute="selective"),
             Case("deepseek_v3", dp=2, ep=2, **_BIAS, **_BATCH, recompute="full"),
@@ -575,7 +596,7 @@ PADDED_LAYOUTS = tuple(
             Case("qwen3", cp=2, cp_comm="all_to_all", frozen=".o_proj"),
             Case("qwen3_moe", **_R, dp=2, ep=2, **_AUX, **_Z),
             Case("qwen3_moe", **_O, tp=2, sp=True, cp=2, ep=2, etp=1, mixed=True),
-            Case("mimo", mtp=2, dp=2, **_OVERLAP, **_SHARDED),
+            Case("mimo", mtp=2, dp=2, **_GATHER),
             Case("deepseek_v3", mtp=2, pp=2, vpp=2, dp=2, ep=2, recompute="selective"),
             Case("deepseek_v3", dp=2, ep=2, **_BIAS, **_BATCH, recompute="full"),
             Case("gpt_oss", tp=2, sp=True, etp=2),
@@ -600,7 +621,7 @@ def fast_cases() -> list[Case]:
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
     found += [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
     every = [*MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS, *FROZEN_LAYOUTS, *STAGE_LAYOUTS]
-    return ordered([*found, *every, *OVERLAP_LAYOUTS, *SIZES_LAYOUTS])
+    return ordered([*found, *every, *OVERLAP_LAYOUTS, *GATHER_LAYOUTS, *SIZES_LAYOUTS])
 
 
 FEATURES = (
@@ -611,6 +632,7 @@ FEATURES = (
     frozen_cases,
     stage_cases,
     overlap_cases,
+    gather_cases,
     sizes_cases,
 )
 """Every value of every axis beside each feature, on so many ranks."""
@@ -661,8 +683,8 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
             found += bf16(family, gpus, backend=backend, frozen=".o_proj", **hybrid)
             if gpus > 1:
                 found += bf16(family, gpus, backend=backend, pp=2, vpp=1, stages="3.1", **hybrid)
-            for how in (_OVERLAP, _SIZES):
-                found += bf16(family, gpus, backend=backend, **how, **hybrid)
+            for how in (_OVERLAP, _GATHER, _SIZES):
+                found += bf16(family, gpus, backend=backend, **{**how, **hybrid})
         if family == "deepseek_v3":
             for how in ({**_BIAS, **_Z, **_AUX}, _BATCH):
                 found += bf16(family, gpus, backend=backend, **how, **hybrid)

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from tests.oracle import balance_mistakes as wrong
+from tests.oracle import gather_mistakes as gathers
 from tests.oracle import route_mistakes as routes
 from tests.oracle.cases import Case
 from tests.oracle.data import TEMPERATURE
@@ -290,6 +291,11 @@ def _planned_anew(original: Any, training: Any, batch: int) -> Any:
         return original(training, batch)
 
 
+_GATHER: dict[str, Any] = {
+    "distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 MISTAKES = {
     "norms under sp are not summed over tp": Mistake(
@@ -646,5 +652,23 @@ MISTAKES = {
         ("gradients",),
         "quintet.engine.optimizer:requires_grad",
         wrong.not_required,
+    ),
+    "parameters that others updated never come": Mistake(
+        Case("qwen3", dp=2, **_GATHER),
+        ("parameters",),
+        "quintet.engine.parameter_gather:ParameterGather.start",
+        nothing,
+    ),
+    "layers do not wait for their parameters": Mistake(
+        Case("qwen3", dp=2, **_GATHER),
+        ("parameters",),
+        "quintet.engine.parameter_gather:_wait_before",
+        gathers.layers_do_not_wait,
+    ),
+    "the head does not wait for its parameters": Mistake(
+        Case("qwen3", dp=2, **_GATHER),
+        ("parameters",),
+        "quintet.engine.parameter_gather:ParameterGather.__init__",
+        gathers.heads_do_not_wait,
     ),
 }

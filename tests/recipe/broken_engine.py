@@ -22,6 +22,23 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     ),
     (
         "features_go_together",
+        [
+            "engine.distributed_optimizer=false",
+            "engine.overlap_grad_reduce=true",
+            "engine.overlap_param_gather=true",
+        ],
+        [
+            "engine.distributed_optimizer (optimizer state whole on each data-parallel rank) does not go with engine.overlap_param_gather",
+            "set engine.distributed_optimizer=true",
+        ],
+    ),
+    (
+        "features_go_together",
+        ["engine.overlap_grad_reduce=true", "engine.overlap_param_gather=true", "optimizer.name=sgd"],
+        ["optimizer.name (SGD) does not go with engine.overlap_param_gather"],
+    ),
+    (
+        "features_go_together",
         ["cluster.ranks=2", "layout.cp=2", "engine.cp_comm=all_to_all"],
         ["context parallelism by all-to-all", "rollout.layout.tp=1"],
     ),
@@ -169,6 +186,11 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         "megatron_options_are_free",
         ["engine.megatron.max_seqlen_per_dp_cp_rank=4096"],
         ["engine.tokens_per_microbatch_per_rank"],
+    ),
+    (
+        "gathering_needs_buckets",
+        ["engine.overlap_param_gather=true"],
+        ["engine.overlap_param_gather=true needs the buckets of engine.overlap_grad_reduce=true", "set both"],
     ),
     (
         "megatron_options_are_free",

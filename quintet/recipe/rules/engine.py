@@ -27,6 +27,17 @@ def layers_are_installed(facts: Facts) -> Iterator[Problem]:
 
 
 @rule
+def gathering_needs_buckets(facts: Facts) -> Iterator[Problem]:
+    """Parameters are gathered layer by layer in the buckets that gradients are reduced in."""
+    engine = facts.recipe.engine
+    if engine.overlap_param_gather and not engine.overlap_grad_reduce:
+        yield Problem(
+            "engine.overlap_param_gather=true needs the buckets of engine.overlap_grad_reduce=true: without them all parameters are one, for "
+            "which the first layer would wait; set both, or neither"
+        )
+
+
+@rule
 def recompute_modules_are_there(facts: Facts) -> Iterator[Problem]:
     """Modules to compute again are named for selective recompute alone, and the model has each of them."""
     engine, shape = facts.recipe.engine, facts.shape

@@ -1,0 +1,131 @@
+"""Parameters that come after the step are there for whoever reads them, however late they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from quintet.recipe import schema
+from tests.oracle.cases import Case
+from tests.oracle.gather_mistakes import gather_late
+from tests.oracle.lora import written
+from tests.oracle.ranks import Training, evaluate, pieces
+
+CASE = Case("qwen3", dp=2, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+Way = Callable[[Training, Path, Path], list[Tensor]]
+
+
+def _live(engine: Any) -> list[Tensor]:
+    return [p.detach().clone() for chunk in engine.chunks for p in chunk.parameters()]
+
+
+def _shards(training: Training, *_: Path) -> list[Tensor]:
+    return [data for _, _, data in pieces(training.engine, "param")]
+
+
+def _saved(training: Training, path: Path, directory: Path) -> list[Tensor]:
+    training.engine.save(directory)
+    other = Training(replace(training.case, overlap_param_gather=False), path)
+    other.engine.load(directory)
+    return _shards(other)
+
+
+def _evaluated(training: Training, *_: Path) -> list[Tensor]:
+    return list(evaluate(training.engine, training.case).outputs or ())
+
+
+def _offloaded(training: Training, *_: Path) -> list[Tensor]:
+    training.engine.offload(params=1.0)
+    training.engine.reload()
+    return _live(training.engine)
+
+
+def _started_anew(training: Training, *_: Path) -> list[Tensor]:
+    training.engine.start_optimizer(training.case.optimizer_recipe, 2)
+    training.step(1)
+    return _shards(training)
+
+
+def _loaded_anew(training: Training, path: Path, _: Path) -> list[Tensor]:
+    training.engine.load_hf(path)
+    return _live(training.engine)
+
+
+def _trained_on(training: Training, *_: Path) -> list[Tensor]:
+    training.step(1)
+    return _shards(training)
+
+
+def _kept(training: Training, *_: Path) -> list[Tensor]:
+    shards = training.engine.shard_map()
+    training.step(1)
+    training.engine.wait_for_parameters()
+    return [one.read().clone() for one in shards]
+
+
+def _of_a_rollout(
+    training: Training, path: Path, _: Path, layout: schema.RolloutLayout | None = None
+) -> list[Tensor]:
+    from quintet.controller.in_process_rollout import InProcessRollout
+    from quintet.engine.weights.shards import shard_map
+
+    recipe = training.case.recipe(path)
+    recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"layout": layout})})
+    rollout = InProcessRollout(training.engine, recipe, str, lambda done: None)
+    training.step(1)
+    rollout.update_weights()
+    return [one.read().clone() for one in shard_map([rollout.model], training.engine.shape, rollout.mesh)]
+
+
+WAYS: dict[str, Way] = {
+    "shards": _shards,
+    "saved": _saved,
+    "evaluated": _evaluated,
+    "offloaded": _offloaded,
+    "started anew": _started_anew,
+    "loaded anew": _loaded_anew,
+    "trained on": _trained_on,
+    "kept": _kept,
+    "a rollout on them": _of_a_rollout,
+    "a rollout of its own": partial(_of_a_rollout, layout=schema.RolloutLayout(tp=2)),
+}
+
+
+def found(case: Case, path: Path, way: str, directory: Path, waits: bool = True) -> list[Tensor]:
+    training = Training(case, path)
+    gather_late(training.engine._gather._buckets)
+    training.step(0)
+    if waits:
+        return WAYS[way](training, path, directory)
+    with mock.patch("quintet.engine.engine.Engine.wait_for_parameters"):
+        return WAYS[way](training, path, directory)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_reads_them_waits(pool, tmp_path, way):
+    path = written(CASE, tmp_path)
+    plain = replace(CASE, overlap_param_gather=False)
+    wanted = pool.run(found, 2, plain, path, way, tmp_path / "plain")
+    late = pool.run(found, 2, CASE, path, way, tmp_path / "late")
+    rounding = 1e-3 if torch.cuda.is_available() else 0.0
+    for mine, theirs in zip(wanted, late, strict=True):
+        assert len(mine) == len(theirs) > 0
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(other, one, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("way", ["shards", "saved", "kept", "a rollout on them", "a rollout of its own"])
+def test_who_does_not_wait_is_seen(pool, tmp_path, way):
+    path = written(CASE, tmp_path)
+    wanted, stale = (
+        pool.run(found, 2, CASE, path, way, tmp_path / str(waits), waits)[0] for waits in (True, False)
+    )
+    assert not all(torch.equal(one, other) for one, other in zip(wanted, stale, strict=True))
