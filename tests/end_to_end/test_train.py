@@ -278,6 +278,25 @@ def test_the_same_seed_gives_the_same_losses_resumed_and_with_rollouts_of_their_
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("own", ["false", "true"])
+def test_what_overlaps_changes_no_bit(tmp_path, own):
+    """Two updates a step, with rollouts on the trainer's weights and in processes of their own."""
+    weights = []
+    for overlaps in ("false", "true"):
+        keys = [f"engine.overlap_{what}={overlaps}" for what in ("grad_reduce", "param_gather")]
+        keys += [
+            f"rollout.own_processes={own}",
+            "train.mini_batches_per_step=2",
+            f"run.dir={tmp_path / overlaps}",
+        ]
+        said = run(
+            "train", DEMO[0], *TINY, "train.prompts_per_step=8", "train.steps=2", "cluster.ranks=2", *keys
+        )
+        weights.append((run_directory(said) / "checkpoint" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.nightly
 def test_ctrl_c_leaves_nothing_behind_but_a_readable_run(tmp_path):
     recipe = [DEMO[0], *TINY, "train.prompts_per_step=4", "train.steps=10000", f"run.dir={tmp_path}"]
     process = command("train", *recipe, start_new_session=True)
