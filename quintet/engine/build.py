@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 
@@ -15,8 +17,9 @@ from quintet.engine import fp8
 from quintet.engine.config import transformer_config
 from quintet.engine.layers.specs import choose_backend, provider_of
 from quintet.engine.lora import attach
-from quintet.engine.mesh import Mesh, Sizes, build_mesh
+from quintet.engine.mesh import Mesh, Sizes, build_mesh, with_own_gathers
 from quintet.engine.model import PolicyModel
+from quintet.errors import UserError
 from quintet.models import ModelShape
 from quintet.models.lora import LoraShape
 from quintet.plan import parameters
@@ -59,10 +62,13 @@ def warm_groups(mesh: Mesh) -> int:
     not in the middle of a backward pass. Collective.
     """
     before = _free_bytes()
-    for group in mesh.cp_groups.values():
-        if group is not None:
-            dist.all_reduce(torch.zeros(1, device=device()), group=group)
+    _warm(group for group in mesh.cp_groups.values() if group is not None)
     return max(before - _free_bytes(), 0)
+
+
+def _warm(groups: Iterable[dist.ProcessGroup]) -> None:
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=device()), group=group)
 
 
 def _free_bytes() -> int:
@@ -109,6 +115,14 @@ def wrap_for_training(
         from quintet.engine.layers.te import add_gradients_in_place
 
         add_gradients_in_place(chunks)
+    groups = mesh.groups
+    if recipe.overlap_param_gather:
+        if not recipe.distributed_optimizer:
+            raise UserError(
+                "engine.overlap_param_gather=true needs engine.distributed_optimizer=true: without it nothing is gathered"
+            )
+        groups = with_own_gathers(mesh)
+        _warm((groups.dp_cp, groups.expt_dp))
     made = []
     for chunk in chunks:
         settings = DistributedDataParallelConfig(
@@ -118,7 +132,7 @@ def wrap_for_training(
             overlap_param_gather=recipe.overlap_param_gather,
             bucket_size=parameters.bucket_elements(mesh.sizes.dp),
         )
-        made.append(DistributedDataParallel(chunk.config, settings, chunk, pg_collection=mesh.groups))
+        made.append(DistributedDataParallel(chunk.config, settings, chunk, pg_collection=groups))
     if recipe.overlap_grad_reduce:  # the schedule holds the reduction back until the last micro-batch
         holds = [one.no_sync for one in made]
         chunks[0].config.no_sync_func = holds if len(holds) > 1 else holds[0]

@@ -288,6 +288,7 @@ class Engine:
 
         Raises UserError on every rank for a file that is missing or damaged, and for another model or optimizer.
         """
+        self._gather.finish()
         if self.lora is not None:
             assert self.base is not None, "load_hf comes first: a checkpoint of adapters holds nothing else"
             self._require()
@@ -426,6 +427,7 @@ class Engine:
         rate = learning_rate(self.steps, self.total_steps, self._optimizer_recipe)
         set_learning_rate(self._optimizer, rate)
         norms = clipped_step(self._optimizer, gradient_sets(self._optimizer_recipe, self.mtp))
+        self._gather.start()
         # The norms are the same on all ranks: all stop here, or none. What these weights have become is not saved.
         for name, norm in norms.items():
             if not math.isfinite(norm):
@@ -434,7 +436,6 @@ class Engine:
                     f"optimizer step {self.steps}: the gradient norm{of} is {norm}. Lower {self._optimizer_recipe.key}.lr, or "
                     "look at what the samples and rewards of this step hold"
                 )
-        self._gather.start()
         told = {"lr": rate} | {f"{name}/grad_norm".lstrip("/"): norm for name, norm in norms.items()}
         if self._counts is not None and self.recipe.expert_bias_rate:
             # After the step: what it changed was computed with the bias as it was.

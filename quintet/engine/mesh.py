@@ -8,6 +8,7 @@ ranks of a stage are ordered a second time for experts: etp fastest, then ep, th
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -126,13 +127,13 @@ def alone() -> Mesh:
     return Mesh(Sizes(), 0, ProcessGroupCollection())
 
 
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 _default: dist.ProcessGroup | None = None
 
 
-def _group(partition: list[list[int]], rank: int) -> dist.ProcessGroup:
+def _group(partition: list[list[int]], rank: int, use: str = "") -> dist.ProcessGroup:
     """The group of `partition` that holds this rank. Every rank must call this with the same partitions in the
-    same order; groups of the same ranks are made once in a process."""
+    same order; groups of the same ranks are made once in a process for each use."""
     global _default
     world: Any = dist.group.WORLD
     if _default is not world:  # a new default group: the old ones are gone
@@ -141,11 +142,11 @@ def _group(partition: list[list[int]], rank: int) -> dist.ProcessGroup:
     # Unless it is told, torch gives any other group half an hour.
     timeout = world._get_backend(torch.device("cpu")).options._timeout
     for ranks in partition:
-        key = tuple(ranks)
+        key = use, tuple(ranks)
         if key not in _groups:
             _groups[key] = dist.new_group(list(ranks), timeout=timeout)
     mine = next(tuple(ranks) for ranks in partition if rank in ranks)
-    return _groups[mine]
+    return _groups[use, mine]
 
 
 def build_mesh(sizes: Sizes) -> Mesh:
@@ -190,3 +191,12 @@ def build_mesh(sizes: Sizes) -> Mesh:
     )
     shared = {size: _group(sizes.sharing(size), rank) if size > 1 else None for size in sizes.cp_sizes}
     return Mesh(sizes, rank, groups, shared)
+
+
+def with_own_gathers(mesh: Mesh) -> ProcessGroupCollection:
+    """Return the groups of a mesh, with others of the same ranks where parameters are gathered: NCCL does in a group one thing after
+    another, and a layer's exchange, where it is between the same ranks, would wait until all layers have their parameters. Collective."""
+    groups = copy.copy(mesh.groups)
+    for name, axes in (("dp_cp", ("dp", "cp")), ("expt_dp", ("edp",))):  # what core takes for it
+        setattr(groups, name, _group(mesh.sizes.partition(*axes), mesh.rank, "gathers"))
+    return groups

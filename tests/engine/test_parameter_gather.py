@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quintet.errors import UserError
 from quintet.recipe import schema
 from tests.oracle.cases import Case
 from tests.oracle.gather_mistakes import gather_late
@@ -59,6 +60,13 @@ def _loaded_anew(training: Training, path: Path, _: Path) -> list[Tensor]:
     return _live(training.engine)
 
 
+def _resumed(training: Training, _: Path, directory: Path) -> list[Tensor]:
+    training.engine.save(directory)
+    training.step(1)
+    training.engine.load(directory)
+    return _live(training.engine)
+
+
 def _trained_on(training: Training, *_: Path) -> list[Tensor]:
     training.step(1)
     return _shards(training)
@@ -92,6 +100,7 @@ WAYS: dict[str, Way] = {
     "offloaded": _offloaded,
     "started anew": _started_anew,
     "loaded anew": _loaded_anew,
+    "resumed": _resumed,
     "trained on": _trained_on,
     "kept": _kept,
     "a rollout on them": _of_a_rollout,
@@ -129,3 +138,39 @@ def test_who_does_not_wait_is_seen(pool, tmp_path, way):
         pool.run(found, 2, CASE, path, way, tmp_path / str(waits), waits)[0] for waits in (True, False)
     )
     assert not all(torch.equal(one, other) for one, other in zip(wanted, stale, strict=True))
+
+
+def diverged(path: Path) -> list[Tensor]:
+    training = Training(CASE, path)
+    training.step(0)
+    next(training.engine.model.parameters()).main_grad.fill_(float("nan"))
+    with pytest.raises(FloatingPointError):
+        training.engine.optimizer_step()
+    training.engine.wait_for_parameters()
+    return _live(training.engine)
+
+
+def test_ranks_are_alike_after_a_step_that_fails(pool, tmp_path):
+    one, other = pool.run(diverged, 2, written(CASE, tmp_path))
+    for mine, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=0, atol=0, equal_nan=True)
+
+
+def exchanges_apart(path: Path) -> bool:
+    training = Training(replace(CASE, family="qwen3_moe", ep=2), path)
+    groups = training.engine.mesh.groups
+    gathers = {buffer.data_parallel_group for chunk in training.engine._wrapped for buffer in chunk.buffers}
+    return groups.ep is groups.dp_cp and groups.ep not in gathers
+
+
+def test_gathers_do_not_stand_before_the_exchanges_of_layers(pool, tmp_path):
+    assert all(pool.run(exchanges_apart, 2, written(Case("qwen3_moe"), tmp_path)))
+
+
+def without_the_optimizer_that_is_cut(path: Path) -> None:
+    with pytest.raises(UserError, match="needs engine"):
+        Training(replace(CASE, distributed_optimizer=False), path)
+
+
+def test_without_the_distributed_optimizer_it_is_refused(pool, tmp_path):
+    pool.run(without_the_optimizer_that_is_cut, 2, written(CASE, tmp_path))

@@ -7,14 +7,22 @@ from typing import Any
 
 
 class Late:
-    """A gather that is done when it is waited for, and not before: whoever does not wait reads what was."""
+    """A gather whose result comes when it is waited for, and not before: whoever does not wait reads what was, and what is written
+    meanwhile is lost."""
 
     def __init__(self, bucket: Any) -> None:
-        self.bucket = bucket
+        self._bucket, self._before = bucket, [one.param_data.clone() for one in bucket.buckets]
+        type(bucket).start_param_sync(bucket, force_sync=True)
+        self._swap()
 
     def wait(self) -> None:
-        self.bucket.param_gather_handle = None
-        type(self.bucket).start_param_sync(self.bucket, force_sync=True)
+        self._swap()
+
+    def _swap(self) -> None:
+        for one, other in zip(self._bucket.buckets, self._before, strict=True):
+            now = one.param_data.clone()
+            one.param_data.copy_(other)
+            other.copy_(now)
 
 
 def gather_late(buckets: Iterable[Any]) -> None:

@@ -111,8 +111,9 @@ class Engine(Section):
     overlap_grad_reduce: bool = False
     """Reduce gradients over dp and cp in buckets during the backward pass of a mini-batch's last micro-batch, instead of all after it."""
     overlap_param_gather: bool = False
-    """Gather what the distributed optimizer's ranks updated while the first micro-batch of the next mini-batch computes, layer by layer,
-    instead of before it; needs engine.overlap_grad_reduce, whose buckets it takes."""
+    """Gather what the distributed optimizer's ranks updated while the first micro-batch of the next mini-batch computes, layer by layer
+    (on later pipeline stages, all layers at once), instead of before it; needs engine.overlap_grad_reduce, whose buckets it takes. Weight sync
+    and log-probs wait for all: it can gain with several mini-batches a step."""
     offload_params: Fraction | Literal["auto"] = "auto"
     """Share of the parameters on the CPU while generating; above 0 needs a rollout.layout, whose weights are its own. auto is the least
     that has to make room for the rollout, by the memory formula; the run's first lines say how much (docs/hybrid.md)."""
