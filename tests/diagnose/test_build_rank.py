@@ -112,6 +112,7 @@ def test_a_plan_that_is_wrong_is_found(mistake, words, shown):
     assert shown in said
 
 
+@pytest.mark.slow
 def test_experts_that_are_nowhere_are_found(tmp_path):
     """Each rank by itself looks sound; together they leave out half of the experts."""
     config = """{"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,

@@ -26,8 +26,8 @@ FAMILIES = (*DENSE, *MOE)
 REPLAYED = ("gpt_oss-top4",)
 """Models of cases that replay routes alone, near ties or not."""
 THOROUGH = ("qwen3", "deepseek_v3")
-"""The families that run all pairs on GPUs; in `make test` the first does, the others FEW_LAYOUTS, and of these some BRIEFLY one alone."""
-BRIEFLY = ("mimo", "glm4_moe", "mixtral", "gpt_oss")
+"""The families that run all pairs on GPUs; in `make test` the first does, the others FEW_LAYOUTS, and of these some BRIEFLY one."""
+BRIEFLY = ("qwen2", "llama", "mimo", "deepseek_v3-tied", "glm4_moe", "mixtral", "gpt_oss")
 THOROUGH_SLOWLY = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 """The families that run all pairs in `make test-slow`, on at most 4 ranks. OF_QWEN3 run every value of every axis there."""
 OF_QWEN3 = ("qwen3-tied", "qwen2", "llama")
@@ -351,7 +351,7 @@ MTP_LAYOUTS = (
     Case("deepseek_v3", mtp=2, dp=2, ep=2, recompute="full", distributed_optimizer=True),
     Case("deepseek_v3", mtp=2, pp=2, vpp=2, dp=2, ep=2, recompute="selective"),
 )
-"""Layers for multi-token prediction in `make test`."""
+"""Layers for multi-token prediction."""
 _MTP = (("cross_entropy", True), ("cross_entropy", False), ("self_distill", True), ("self_distill", False))
 
 
@@ -390,7 +390,7 @@ REPLAY_LAYOUTS = (
     Case("deepseek_v3", **_O, mtp=2, pp=2),
     Case("qwen3_moe", **_O, tp=2, sp=True, ep=2, etp=1, lora=True),
 )
-"""Replay of routes in `make test`."""
+"""Replay of routes."""
 
 
 def replay_cases(ranks: int, **fixed: Any) -> list[Case]:
@@ -431,7 +431,7 @@ BALANCE_LAYOUTS = (
     Case("mixtral", **_Z, **_AUX, pp=2, recompute="selective"),
     Case("gpt_oss", **_Z, **_AUX, tp=2, sp=True, etp=2),
 )
-"""What evens out the load of experts in `make test`."""
+"""What evens out the load of experts."""
 
 
 def balance_cases(ranks: int, **fixed: Any) -> list[Case]:
@@ -464,7 +464,7 @@ FROZEN_LAYOUTS = (
     Case("qwen2", frozen="embed_tokens", dp=2, recompute="full", head="value"),
     Case("deepseek_v3", frozen="norm", optimizer="sgd", mtp=2, pp=2),
 )
-"""Weights that are not trained in `make test`."""
+"""Weights that are not trained."""
 
 
 def frozen_cases(ranks: int, **fixed: Any) -> list[Case]:
@@ -488,7 +488,7 @@ STAGE_LAYOUTS = (
     Case("deepseek_v3", stages="4.0", **_R, **_BIAS, mtp=2, pp=2, cp=2, mixed=True),
     Case("qwen3_moe", stages="0.1.1.2", **_O, **_Z, **_AUX, pp=2, vpp=2, cp=2, etp=1),
 )
-"""Uneven pipeline stages in `make test`, those of an embedding or a head alone among them."""
+"""Uneven pipeline stages, those of an embedding or a head alone among them."""
 
 
 def stage_cases(ranks: int, **fixed: Any) -> list[Case]:
@@ -516,7 +516,7 @@ OVERLAP_LAYOUTS = (
     Case("deepseek_v3", **_OVERLAP, mtp=2, dp=2, ep=2, recompute="selective", distributed_optimizer=True),
     Case("deepseek_v3", **_OVERLAP, **_O, **_BIAS, **_Z, **_BATCH, dp=2, distributed_optimizer=True),
 )
-"""Gradients that are reduced during the backward pass in `make test`; in buckets of a few parameters."""
+"""Gradients that are reduced during the backward pass; in buckets of a few parameters."""
 
 
 def overlap_cases(ranks: int, **fixed: Any) -> list[Case]:
@@ -532,7 +532,7 @@ SIZES_LAYOUTS = (
     Case("deepseek_v3", **_SIZES, **_O, **_BIAS, **_Z, **_BATCH, tp=2, sp=True, etp=2),
     Case("qwen3_moe", **_SIZES, **_R, **_AUX, dp=2, ep=2, optimizer="sgd"),
 )
-"""Rows of few sizes in `make test`, each up to twice as long as its sequences."""
+"""Rows of few sizes, each up to twice as long as its sequences."""
 
 
 def sizes_cases(ranks: int, **fixed: Any) -> list[Case]:
@@ -551,7 +551,7 @@ GATHER_LAYOUTS = (
         "deepseek_v3", **_GATHER, **_O, **_BIAS, **_Z, **_BATCH, tp=2, sp=True, dp=2, etp=2, row_buckets=True
     ),
 )
-"""Parameters that are gathered during the forward pass in `make test`."""
+"""Parameters that are gathered during the forward pass."""
 
 
 def gather_cases(ranks: int, **fixed: Any) -> list[Case]:
@@ -611,7 +611,7 @@ GPU alone has."""
 
 
 def fast_cases() -> list[Case]:
-    """What `make test` runs: up to 4 ranks."""
+    """What `make test` runs: families on up to 4 ranks, features on up to 2."""
     found: list[Case] = []
     for family in FAMILIES:
         if family in BRIEFLY:
@@ -619,9 +619,14 @@ def fast_cases() -> list[Case]:
             continue
         found += covering(family, 4) if family == "qwen3" else few(family)
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
-    found += [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
-    every = [*MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS, *FROZEN_LAYOUTS, *STAGE_LAYOUTS]
-    return ordered([*found, *every, *OVERLAP_LAYOUTS, *GATHER_LAYOUTS, *SIZES_LAYOUTS])
+    return ordered([*found, *(case for case in feature_layouts() if case.ranks <= 2)])
+
+
+def feature_layouts() -> list[Case]:
+    """Each feature in a few layouts: on up to 2 ranks in `make test`, on 4 in `make test-slow`."""
+    found = [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
+    found += [*MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS, *FROZEN_LAYOUTS, *STAGE_LAYOUTS]
+    return [*found, *OVERLAP_LAYOUTS, *GATHER_LAYOUTS, *SIZES_LAYOUTS]
 
 
 FEATURES = (
@@ -645,6 +650,7 @@ def slow_cases() -> list[Case]:
     found += [case for family in OF_QWEN3 for case in (*covering(family, 4, 1), *bf16(family, 4))]
     found += covering("deepseek_v3", 8, strength=1)
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
+    found += feature_layouts()
     found += [*lora_cases(2), *mtp_cases(2), *replay_cases(2), *stage_cases(2)]
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)

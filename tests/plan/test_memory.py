@@ -388,7 +388,9 @@ TOLERANCE = (
 )  # rotary tables, token ids and small index tensors are not counted
 
 
-@pytest.mark.parametrize(("ranks", "table"), [(1, ACTIVATIONS), (2, PARALLEL)])
+@pytest.mark.parametrize(
+    ("ranks", "table"), [pytest.param(1, ACTIVATIONS, marks=pytest.mark.slow), (2, PARALLEL)]
+)
 def test_activations_are_what_autograd_keeps(pool, ranks, table):
     skip_without(ranks)
     if DEVICE == "cuda":  # flash attention is bf16
