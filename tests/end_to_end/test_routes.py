@@ -118,7 +118,7 @@ def test_a_run_that_replays_is_diagnosed_with_its_routes(moe, tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("restart", ["false", "true"])
+@pytest.mark.parametrize("restart", [pytest.param("false", marks=pytest.mark.nightly), "true"])
 def test_updates_replay_the_routes_of_vllm(moe, tmp_path, restart):
     how = ["rollout.backend=vllm", f"rollout.restart={restart}"]
     for line in replayed(moe, tmp_path, *ROLLOUT, *how):
