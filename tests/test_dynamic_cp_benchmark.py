@@ -211,6 +211,13 @@ def test_one_rank_measures_what_runs_plan_by(tmp_path: Path) -> None:
         gpus=1,
     )
     assert "step and plans are not measured" in told
+    off = re.search(
+        r"^the constants are kept from runs: the model is (\d+)% off, and 15% may be$", told, re.M
+    )
+    if off is not None:  # on a CPU that does other things beside, as often as not
+        assert int(off[1]) >= 15
+        assert read_measured(table) == []
+        return
     (row,) = read_measured(table)
     assert (row.device, row.exchange, row.layers) == ("cpu", (), 2)
     assert "--gpus 1" in row.command
