@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ from quintet.engine.weights.shards import shard_map
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.rollout import Part
+from quintet.rollout.base import WeightSource
 from quintet.rollout.native import NativeRollout
 
 
@@ -32,7 +34,7 @@ class InProcessRollout(NativeRollout):
     ) -> None:
         self._engine, self._recipe = engine, recipe
         self._copy: Offloader | None = None
-        model, mesh, bring = engine.model, engine.mesh, lambda: 0
+        model, mesh, update = engine.model, engine.mesh, lambda: 0
         placement = placement_of(recipe)
         if not placement.shares_weights:
             layout = schema.Layout(tp=placement.layout.tp, pp=placement.layout.pp)
@@ -42,12 +44,7 @@ class InProcessRollout(NativeRollout):
             )
             model.requires_grad_(False)
             self._copy = Offloader([model])
-            bring = self._transfer(model, mesh)
-
-        def update() -> int:
-            engine.wait_for_parameters()
-            return bring()
-
+            update = self._transfer(model, mesh)
         super().__init__(
             model,
             mesh,
@@ -68,6 +65,17 @@ class InProcessRollout(NativeRollout):
             Resharder(base, of_rollout, dtype=dtype, device=device).run()
         bucket_mib = self._recipe.rollout.bucket_mib
         return Resharder(sources, targets, dtype=dtype, device=device, bucket_mib=bucket_mib).run
+
+    def update_weights(self, source: WeightSource | None = None) -> int:
+        self._engine.wait_for_parameters()
+        return super().update_weights(source)
+
+    @contextmanager
+    def _computing(self, *parts: Part) -> Iterator[None]:
+        """On the engine's own parameters nobody tells of new ones, and weights are packed before a layer could wait for them."""
+        self._engine.wait_for_parameters()
+        with super()._computing(*parts):
+            yield
 
     def sleep(self, level: int) -> int:
         """Give up the KV cache, and at levels 1 and 2 the copy; the engine's own parameters stay where they are."""

@@ -118,9 +118,7 @@ def wrap_for_training(
     groups = mesh.groups
     if recipe.overlap_param_gather:
         if not recipe.distributed_optimizer:
-            raise UserError(
-                "engine.overlap_param_gather=true needs engine.distributed_optimizer=true: without it nothing is gathered"
-            )
+            raise UserError("engine.overlap_param_gather=true needs engine.distributed_optimizer=true")
         groups = with_own_gathers(mesh)
         _warm((groups.dp_cp, groups.expt_dp))
     made = []

@@ -27,16 +27,13 @@ class ParameterGather:
             self._buckets += buckets
             for module in _units(chunk.module, set(chunk.module.decoder.layers)):
                 _wait_before(module, _buckets(chunk, module.parameters()))
-            # The head is no module that is called, and what computes without gradients (log-probs, a rollout on these weights) may call any.
+            # The head is no module that is called.
             chunk.module.register_forward_hook(lambda *_, of=buckets: _wait(of))
-            chunk.module.register_forward_pre_hook(
-                lambda *_: None if torch.is_grad_enabled() else self.finish()
-            )
 
     def start(self) -> None:
-        """Begin to gather. Collective."""
+        """Begin to gather; on a CPU, gather: there a process was at times aborted with gathers of gloo's under way. Collective."""
         for one in self._buckets:
-            one.start_param_sync()
+            one.start_param_sync(force_sync=not torch.cuda.is_available())
 
     def finish(self) -> None:
         """Wait until all is there. No collective."""

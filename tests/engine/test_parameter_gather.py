@@ -15,12 +15,13 @@ from torch import Tensor
 
 from quintet.errors import UserError
 from quintet.recipe import schema
-from tests.oracle.cases import Case
+from quintet.rollout.base import Request, Sampling
+from tests.oracle.cases import GATHER, Case
 from tests.oracle.gather_mistakes import gather_late
 from tests.oracle.lora import written
 from tests.oracle.ranks import Training, evaluate, pieces
 
-CASE = Case("qwen3", dp=2, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+CASE = Case("qwen3", dp=2, **GATHER)
 Way = Callable[[Training, Path, Path], list[Tensor]]
 
 
@@ -93,6 +94,16 @@ def _of_a_rollout(
     return [one.read().clone() for one in shard_map([rollout.model], training.engine.shape, rollout.mesh)]
 
 
+def _generated(training: Training, path: Path, _: Path) -> list[Tensor]:
+    """By a rollout on the engine's weights, which nobody tells of new ones."""
+    from quintet.controller.in_process_rollout import InProcessRollout
+
+    rollout = InProcessRollout(training.engine, training.case.recipe(path), str, lambda done: None)
+    training.step(1)
+    (told,) = rollout.stream([Request([3, 5, 7])], Sampling(temperature=0.0, max_response_tokens=4))
+    return [torch.tensor(sample.policy_logprobs) for sample in told[1]]
+
+
 WAYS: dict[str, Way] = {
     "shards": _shards,
     "saved": _saved,
@@ -103,6 +114,7 @@ WAYS: dict[str, Way] = {
     "resumed": _resumed,
     "trained on": _trained_on,
     "kept": _kept,
+    "generated": _generated,
     "a rollout on them": _of_a_rollout,
     "a rollout of its own": partial(_of_a_rollout, layout=schema.RolloutLayout(tp=2)),
 }
@@ -131,7 +143,11 @@ def test_who_reads_them_waits(pool, tmp_path, way):
             torch.testing.assert_close(other, one, rtol=rounding, atol=rounding)
 
 
-@pytest.mark.parametrize("way", ["shards", "saved", "kept", "a rollout on them", "a rollout of its own"])
+@pytest.mark.parametrize(
+    "way",
+    ["shards", "saved", "kept", "a rollout on them", "a rollout of its own"]
+    + ["generated"] * (not torch.cuda.is_available()),
+)
 def test_who_does_not_wait_is_seen(pool, tmp_path, way):
     path = written(CASE, tmp_path)
     wanted, stale = (

@@ -541,14 +541,14 @@ def sizes_cases(ranks: int, **fixed: Any) -> list[Case]:
 
 
 _SHARDED = {"distributed_optimizer": True}
-_GATHER = {**_OVERLAP, **_SHARDED, "overlap_param_gather": True}
+GATHER: dict[str, Any] = {**_OVERLAP, **_SHARDED, "overlap_param_gather": True}
 GATHER_LAYOUTS = (
-    Case("qwen3-tied", **_GATHER, dp=2),
-    Case("qwen3", **_GATHER, pp=2, vpp=2, dp=2, recompute="full", offload_params=True),
-    Case("qwen3", **_GATHER, head="value", cp=2, dp=2, mixed=True, optimizer="adam", lr_multipliers=True),
-    Case("deepseek_v3", **_GATHER, mtp=2, dp=2, ep=2, recompute="selective"),
+    Case("qwen3-tied", **GATHER, dp=2),
+    Case("qwen3", **GATHER, pp=2, vpp=2, dp=2, recompute="full", offload_params=True),
+    Case("qwen3", **GATHER, head="value", cp=2, dp=2, mixed=True, optimizer="adam", lr_multipliers=True),
+    Case("deepseek_v3", **GATHER, mtp=2, dp=2, ep=2, recompute="selective"),
     Case(
-        "deepseek_v3", **_GATHER, **_O, **_BIAS, **_Z, **_BATCH, tp=2, sp=True, dp=2, etp=2, row_buckets=True
+        "deepseek_v3", **GATHER, **_O, **_BIAS, **_Z, **_BATCH, tp=2, sp=True, dp=2, etp=2, row_buckets=True
     ),
 )
 """Parameters that are gathered during the forward pass."""
@@ -556,7 +556,7 @@ GATHER_LAYOUTS = (
 
 def gather_cases(ranks: int, **fixed: Any) -> list[Case]:
     """Every value of every axis beside parameters that are gathered during the forward pass, and each other feature once."""
-    return _beside_all(ranks, "adamw", **_GATHER, **fixed)
+    return _beside_all(ranks, "adamw", **GATHER, **fixed)
 
 
 def _beside_all(ranks: int, optimizer: str = "sgd", **how: Any) -> list[Case]:
@@ -580,7 +580,7 @@ PADDED_LAYOUTS = tuple(
             Case("qwen3", head="value", cp=2, cp_comm="all_to_all", tp=2, sp=True, optimizer="sgd"),
             Case("qwen3_moe", **_R, dp=2, ep=2, **_AUX, **_Z, **_SHARDED),
             Case("qwen3_moe", **_O, tp=2, sp=True, cp=2, ep=2, etp=1, mixed=True, frozen=".mlp.gate"),
-            Case("qwen3", **_GATHER, dp=2, lr_multipliers=True),
+            Case("qwen3", **GATHER, dp=2, lr_multipliers=True),
             Case("mimo", mtp=2, tp=2, sp=True, cp=2, mixed=True),
             Case("deepseek_v3", pp=2, vpp=2, dp=2, ep=2, recompute="selective"),
             Case("deepseek_v3", dp=2, ep=2, **_BIAS, **_BATCH, recompute="full"),
@@ -596,7 +596,7 @@ PADDED_LAYOUTS = tuple(
             Case("qwen3", cp=2, cp_comm="all_to_all", frozen=".o_proj"),
             Case("qwen3_moe", **_R, dp=2, ep=2, **_AUX, **_Z),
             Case("qwen3_moe", **_O, tp=2, sp=True, cp=2, ep=2, etp=1, mixed=True),
-            Case("mimo", mtp=2, dp=2, **_GATHER),
+            Case("mimo", mtp=2, dp=2, **GATHER),
             Case("deepseek_v3", mtp=2, pp=2, vpp=2, dp=2, ep=2, recompute="selective"),
             Case("deepseek_v3", dp=2, ep=2, **_BIAS, **_BATCH, recompute="full"),
             Case("gpt_oss", tp=2, sp=True, etp=2),
@@ -689,7 +689,7 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
             found += bf16(family, gpus, backend=backend, frozen=".o_proj", **hybrid)
             if gpus > 1:
                 found += bf16(family, gpus, backend=backend, pp=2, vpp=1, stages="3.1", **hybrid)
-            for how in (_OVERLAP, _GATHER, _SIZES):
+            for how in (_OVERLAP, GATHER, _SIZES):
                 found += bf16(family, gpus, backend=backend, **{**how, **hybrid})
         if family == "deepseek_v3":
             for how in ({**_BIAS, **_Z, **_AUX}, _BATCH):

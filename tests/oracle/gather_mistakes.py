@@ -28,7 +28,7 @@ class Late:
 def gather_late(buckets: Iterable[Any]) -> None:
     """Have these buckets come as late as they may."""
     for one in buckets:
-        one.start_param_sync = lambda one=one: setattr(one, "param_gather_handle", Late(one))
+        one.start_param_sync = lambda one=one, **how: setattr(one, "param_gather_handle", Late(one))
 
 
 def layers_do_not_wait(original: Any, module: Any, buckets: list[Any]) -> None:

@@ -18,7 +18,7 @@ import torch
 from tests.oracle import balance_mistakes as wrong
 from tests.oracle import gather_mistakes as gathers
 from tests.oracle import route_mistakes as routes
-from tests.oracle.cases import Case
+from tests.oracle.cases import GATHER, Case
 from tests.oracle.data import TEMPERATURE
 
 
@@ -291,11 +291,6 @@ def _planned_anew(original: Any, training: Any, batch: int) -> Any:
         return original(training, batch)
 
 
-_GATHER: dict[str, Any] = {
-    "distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-}
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 MISTAKES = {
     "norms under sp are not summed over tp": Mistake(
@@ -654,19 +649,19 @@ MISTAKES = {
         wrong.not_required,
     ),
     "parameters that others updated never come": Mistake(
-        Case("qwen3", dp=2, **_GATHER),
+        Case("qwen3", dp=2, **GATHER),
         ("parameters",),
         "quintet.engine.parameter_gather:ParameterGather.start",
         nothing,
     ),
     "layers do not wait for their parameters": Mistake(
-        Case("qwen3", dp=2, **_GATHER),
+        Case("qwen3", dp=2, **GATHER),
         ("parameters",),
         "quintet.engine.parameter_gather:_wait_before",
         gathers.layers_do_not_wait,
     ),
     "the head does not wait for its parameters": Mistake(
-        Case("qwen3", dp=2, **_GATHER),
+        Case("qwen3", dp=2, **GATHER),
         ("parameters",),
         "quintet.engine.parameter_gather:ParameterGather.__init__",
         gathers.heads_do_not_wait,
