@@ -33,8 +33,9 @@ record. This page is made by `python tools/benchmark_page.py`.
 LIMITS = {
     "checkpoint": "the disk, whose own rate stands first in the table and as the baseline of what is written and read; `async_save` is cut "
     "to what the host must copy before the next step.",
-    "dynamic_cp": "two ranks over NVLink lose little by sharing every row (`ceiling`), and what is left to gain is little; with experts most "
-    "likely the host: a micro-batch takes 0.16 s whatever is in it. `plans` is no speed: how far random plans are from whole blocks.",
+    "dynamic_cp": "two ranks lose little by sharing every row (`ceiling`), over NVLink or through the host, and what is left to gain is little; with "
+    "experts, and without them on the hosts of the last two tables, launches: a micro-batch takes 0.15 to 0.19 s whatever is in it (`fixed`). A `step` is "
+    "as long as its generation. `plans` is no speed: how far random plans are from whole blocks.",
     "engine": "`mfu` is the part of the card's dense bf16 rate that is used; attention of ragged lengths, kernels "
     "that move memory and compute little, and the host's launches share the rest, and no record tells them apart.",
     "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
