@@ -22,9 +22,9 @@ def listen(host: str) -> socket.socket:
     return socket.create_server((host, 0), backlog=4096)
 
 
-def threads_per_rank(cores: int, ranks: int) -> str:
-    """Return OMP_NUM_THREADS of a rank that computes on a CPU: the user's, or an equal share of its node's cores."""
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+def threads_per_rank(cores: int, ranks: int) -> int:
+    """Return the threads of a rank that computes on a CPU: the user's OMP_NUM_THREADS, or an equal share of its node's cores."""
+    return int(os.environ.get("OMP_NUM_THREADS", max(1, cores // ranks)))
 
 
 PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
@@ -32,8 +32,8 @@ PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": 
 those of the micro-batch under way are met again: the demo came to 0.4 GiB more, and was no faster."""
 
 
-def rank_environment(place: Place, cores: int, gpus: Sequence[int], is_local: bool) -> dict[str, str]:
-    """Return what a rank's environment needs beside its node's, which has so many cores. gpus: its own; is_local: all ranks of the run are on this machine."""
+def rank_environment(place: Place, gpus: Sequence[int], is_local: bool) -> dict[str, str]:
+    """Return what a rank's environment needs beside its node's. gpus: its own; is_local: all ranks of the run are on this machine."""
     env = {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),
@@ -43,7 +43,7 @@ def rank_environment(place: Place, cores: int, gpus: Sequence[int], is_local: bo
         "MASTER_PORT": str(place.master_port),
     }
     if place.device == "cpu":
-        env["OMP_NUM_THREADS"] = threads_per_rank(cores, place.local_world_size)
+        env["OMP_NUM_THREADS"] = str(place.threads)
         env |= {key: os.environ.get(key, kept) for key, kept in PRODUCTS_KEPT.items()}
     else:  # as Ray sets it for ranks with devices of their own
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))

@@ -14,7 +14,7 @@ from quintet.cluster import placement, ray_compat
 from quintet.cluster import process_probe as probe
 from quintet.cluster.calls import PendingCall, StreamingCall, first_answers
 from quintet.cluster.cluster import Cluster
-from quintet.cluster.environment import LOOPBACK, rank_environment
+from quintet.cluster.environment import LOOPBACK, rank_environment, threads_per_rank
 from quintet.cluster.failures import Failure, explain
 from quintet.cluster.lane import HEARD, LANE
 from quintet.cluster.progress import KEY_VARIABLE, group_prefix
@@ -246,10 +246,11 @@ class WorkerGroup(Ranks):
                 master_port=port,
                 host=hosts[rank],
                 collective_timeout_s=self.cluster.settings.collective_timeout_s,
+                threads=threads_per_rank(location.cores, local_world_size),
             )
             order = RankSetup(
                 place=place,
-                env=rank_environment(place, location.cores, location.gpus, self.cluster.is_local)
+                env=rank_environment(place, location.gpus, self.cluster.is_local)
                 | {KEY_VARIABLE: f"{self._posts}{rank}"},
                 search_path=[path for path in sys.path if path],
                 log=self._processes[rank].log,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from unittest import mock
 
 from quintet.cluster import lane
-from quintet.cluster.environment import LOOPBACK, cores_here, listen, rank_environment
+from quintet.cluster.environment import LOOPBACK, cores_here, listen, rank_environment, threads_per_rank
 from quintet.cluster.failures import Failure, explain
 from quintet.cluster.progress import Progress
 from quintet.cluster.verbs import Asked, Ranks
@@ -85,8 +85,9 @@ class LocalGroup(Ranks):
             master_port=int(listener.getsockname()[1]),
             collective_timeout_s=self._cluster.settings.collective_timeout_s,
             master_fd=listener.detach(),
+            threads=threads_per_rank(cores_here(), 1),
         )
-        env = rank_environment(place, cores_here(), (), is_local=True)
+        env = rank_environment(place, (), is_local=True)
         self._undo.enter_context(mock.patch.dict(os.environ, env))
         self._undo.callback(torch.set_num_threads, torch.get_num_threads())
         self._undo.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)

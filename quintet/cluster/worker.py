@@ -5,7 +5,6 @@ Importing this module does not import torch, so that a worker's environment can 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +38,8 @@ class Place:
     """Rank 0 only: the listening socket behind `master_port`, held since the port was found."""
     host: str = "127.0.0.1"
     """This node's address for the run's other ranks: sockets of the run listen there, and on no other."""
+    threads: int = 1
+    """OMP_NUM_THREADS of whoever started the run, or this rank's share of its node's cores."""
 
 
 class Worker:
@@ -62,7 +63,7 @@ class Worker:
         place = self.place
         if place.device == "cpu":
             _keep_freed_memory()
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            torch.set_num_threads(place.threads)
             backend = "gloo"
         else:
             torch.cuda.set_device(place.device)

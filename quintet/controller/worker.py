@@ -52,7 +52,7 @@ from quintet.plan.fullest import cheaper, fullest_rank
 from quintet.plan.kernels import with_kernels
 from quintet.plan.offload import with_shares
 from quintet.recipe import schema
-from quintet.recipe.derived import moe_layers_of
+from quintet.recipe.derived import moe_layers_of, optimizers
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command
 from quintet.recipe.user_family import use_family
@@ -72,8 +72,7 @@ class PolicyWorker(Worker):
     def __init__(self, place: Place, recipe: schema.Recipe, model_dir: Path, command: str = "train") -> None:
         super().__init__(place)
         self.recipe, self.model_dir, self.command = recipe, model_dir, command
-        usual: Literal["fp32", "bf16"] = "fp32" if place.device == "cpu" else "bf16"
-        self.dtype = recipe.model.dtype or usual
+        self.dtype = recipe.model.dtype or ("fp32" if place.device == "cpu" else "bf16")
         self._progress = Progress()
         self._server: WeightServer | None = None
         self._indexer = RankIndexer()
@@ -84,6 +83,8 @@ class PolicyWorker(Worker):
         """Join the process group, read the weights, make the rollout."""
         super().setup()
         recipe = self.recipe
+        if any(one.cpu_fraction for one in optimizers(recipe).values()):
+            torch.set_num_threads(self.place.threads)  # Ray gives a rank on a GPU one
         use_family(recipe.model.family)
         self.tokenizer = load_tokenizer(self.model_dir, recipe.model)
         self.shape = trained_shape(self.model_dir, mtp=recipe.mtp is not None)
@@ -104,9 +105,8 @@ class PolicyWorker(Worker):
     def _devices(self) -> tuple[int | None, str | None]:
         """Bytes of the smallest device of all ranks, None on a CPU; and the name of the devices, None where they differ. Collective."""
         name = self.device_name()
-        number, size = zlib.crc32(name.encode()), 0
-        if self.device != "cpu":
-            size = torch.cuda.mem_get_info(self.device)[1]
+        number = zlib.crc32(name.encode())
+        size = 0 if self.device == "cpu" else torch.cuda.mem_get_info(self.device)[1]
         least = torch.tensor([size, number, -number])
         dist.all_reduce(least, dist.ReduceOp.MIN)
         smallest, low, high = least.tolist()
@@ -145,8 +145,7 @@ class PolicyWorker(Worker):
     def memory_needed(self) -> tuple[Mapping[str, int] | None, Sequence[tuple[str, int]]]:
         if self.command not in ("train", "sft"):
             return None, ()
-        command: Command = "sft" if self.command == "sft" else "train"
-        what = self.recipe, self.shape, command
+        what = self.recipe, self.shape, cast("Command", self.command)
         return fullest_rank(*what), cheaper(*what)
 
     # training

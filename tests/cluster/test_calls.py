@@ -15,7 +15,7 @@ import ray
 
 from quintet.cluster.calls import outcomes, results
 from quintet.cluster.cluster import Cluster
-from quintet.cluster.environment import rank_environment
+from quintet.cluster.environment import rank_environment, threads_per_rank
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.worker import Place
 from quintet.errors import (
@@ -168,7 +168,17 @@ def test_ranks_beside_others_are_on_their_node_with_their_devices(
     assert there.node_id == quartet.locations[0].node_id
     on_gpus = replace(there, gpus=(4, 5))
     place = Place(0, 1, 0, 1, "cuda:0", "here", 1, 60.0)
-    assert rank_environment(place, on_gpus.cores, on_gpus.gpus, True)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert rank_environment(place, on_gpus.gpus, True)["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, 16), ("3", 3)])
+def test_ranks_share_the_cores_of_their_node_as_threads(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, threads: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert threads_per_rank(32, 2) == threads
 
 
 def test_a_cluster_too_small_for_both_is_told_before_anything_starts(

@@ -85,7 +85,7 @@ print((me.memory_info().rss - before) >> 20)
 @pytest.mark.skipif(not linear._ONEDNN, reason="oneDNN multiplies on x86 alone")
 def test_rows_of_other_lengths_take_no_more_memory() -> None:
     place = Place(0, 1, 0, 1, "cpu", "localhost", 1, 1.0)
-    of_ranks = rank_environment(place, 1, [], True)
+    of_ranks = rank_environment(place, [], True)
     unset = {key: value for key, value in os.environ.items() if key not in PRODUCTS_KEPT}
     command = [sys.executable, "-c", OTHER_LENGTHS]
     kept, by_default = (

@@ -37,7 +37,8 @@ class Optimizer(Section):
     weight_decay: NonNegativeFloat = 0.0
     """Of matrices; norms and biases have none."""
     cpu_fraction: Fraction = 0.0
-    """Share of the optimizer's state that lives on the CPU and is updated there (adamw in bf16, on GPUs)."""
+    """Share of the optimizer's state that lives on the CPU and is updated there (adamw in bf16, on GPUs), by the rank's share of its node's
+    cores, or OMP_NUM_THREADS."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this global norm; null leaves them."""
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
