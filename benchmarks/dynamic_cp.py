@@ -136,6 +136,7 @@ def calibrated(machine: Machine, turns: int, ending: str) -> list[dict[str, Any]
     print(f"{work.title}, {work.layers} layers, {work.gpus} ranks: {told[0]['layers']}", flush=True)
     case = f"{work.title}/{work.gpus}ranks/calibration{ending}"
     values = {"groups": (max(one["groups_mib"] for one in told), "MiB")}
+    values["launch"] = (max(one["launch_us"] for one in told), "µs")
     if work.gpus > 1:
         gathered = machine.ranks.ask(do="links", mib=64 if work.most > 1024 else 1)
         values["gather"] = (min(one["gb_s"] for one in gathered), "GB/s")

@@ -24,6 +24,7 @@ from benchmarks.dynamic_cp_work import Work, random_plan, work_of
 from benchmarks.engine import device_name
 from benchmarks.engine_work import TRAINED_FROM
 from benchmarks.engine_worker import fill, join, timed_together
+from benchmarks.timing import launch_us
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
@@ -99,7 +100,12 @@ def serve(work: Work, old_logprobs: bool, answers: TextIO) -> None:
             break
         if command["do"] == "engine":
             loop = Loop(work, work.layout, device, old_logprobs)
-            answer = {"layers": loop.engine.describe(), "groups_mib": loop.engine._groups_bytes / 2**20}
+            groups_mib = loop.engine._groups_bytes / 2**20
+            answer = {
+                "layers": loop.engine.describe(),
+                "groups_mib": groups_mib,
+                "launch_us": launch_us(device),
+            }
         elif command["do"] == "links":
             answer = {"gb_s": links(command["mib"], device)}
         elif command["do"] == "plans":

@@ -160,7 +160,9 @@ class Turns:
         )
 
     def _ready(self, name: str) -> None:
-        self.measured[name].versions = self._sides[name].answer()[0]["versions"]
+        told = self._sides[name].answer()
+        self.measured[name].versions = told[0]["versions"]
+        print(f"  {name:8} a launch every {max(one['launch_us'] for one in told):.1f} µs", flush=True)
 
 
 def measure(setup: Setup, names: list[str], args: argparse.Namespace) -> tuple[Metrics, dict[str, str]]:

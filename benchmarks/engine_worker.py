@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from benchmarks.engine_work import TRAINED_FROM, Setup
-from benchmarks.timing import timed
+from benchmarks.timing import launch_us, timed
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
@@ -134,7 +134,7 @@ def serve(side: str, setup: Setup, answers: TextIO) -> None:
         loop.prepare(step, _tokens(setup, step, loop.dp_rank))
     order = cycle(range(setup.steps))
     settle(device)
-    print(json.dumps({"versions": _versions(setup)}), file=answers)
+    print(json.dumps({"versions": _versions(setup), "launch_us": launch_us(device)}), file=answers)
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "quit":

@@ -192,7 +192,7 @@ def test_dynamic_cp_is_measured_on_a_cpu() -> None:
         assert re.search(
             rf"^tiny/2ranks/short/{case} tokens_per_s: [\d.,e+]+ tokens/s beside ", told, re.M
         ), case
-    for constant in ("fixed", "quadratic", "exchange_2", "gather", "groups"):
+    for constant in ("fixed", "quadratic", "exchange_2", "gather", "groups", "launch"):
         assert f"tiny/2ranks/calibration {constant}: " in told
 
 
