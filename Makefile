@@ -33,13 +33,13 @@ quick: $(STAMP)  ## the tests of the rooms without engine (under a minute on two
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile quick $(addprefix tests/,$(QUICK)) tests/test_[eist]*.py \
 	  --ignore tests/plan/test_memory.py --ignore tests/diagnose/test_diagnosis.py $(ARGS)
 
-# Two test processes: many tests wait more than they compute. ARGS="-n 0" runs them in one.
-test: $(STAMP)  ## the tests (about 6 minutes on two cores); ARGS="-k name" is handed to pytest
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+# Three test processes for two cores: many tests wait more than they compute. ARGS="-n 0" runs them in one.
+test: $(STAMP)  ## the tests (about 8 minutes on two cores); ARGS="-k name" is handed to pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(ARGS)
 
 # 5 is pytest's exit code for "nothing selected", which is no failure here.
-test-slow: $(STAMP)  ## the tests that take minutes each and guard most (about 15 minutes on two cores)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not nightly" -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
+test-slow: $(STAMP)  ## the tests that take minutes each and guard most (about 20 minutes on two cores)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "slow and not nightly" -o timeout=1200 $(ARGS) || [ $$? -eq 5 ]
 
 # Its versions of torch and transformers are those that vLLM for CPU was built for, so it has an environment of its own.
 OF_VLLM := vllm and not nightly
