@@ -43,9 +43,9 @@ test-slow: $(STAMP)  ## the tests that take minutes each and guard most (about 2
 
 # Its versions of torch and transformers are those that vLLM for CPU was built for, so it has an environment of its own.
 OF_VLLM := vllm and not nightly
-test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 6 minutes on two cores)
+test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 7 minutes on two cores)
 	@export QUINTET_TORCH=cpu; $(BOOTSTRAP) --venv .venv-vllm --constraints tests/vllm-constraints.txt -- --no-deps -r tests/vllm-constraints.txt -e .
-	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 2 -m "$(OF_VLLM)" -o timeout=600 $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 3 -m "$(OF_VLLM)" -o timeout=600 $(ARGS)
 
 # What each part of the nightly tests runs; "rest" is all that no other part does without vLLM.
 PARTS := oracle demo saves kills benchmarks rest vllm
