@@ -85,7 +85,7 @@ class Machine:
 
     def __init__(self, ranks: Side, work: Work) -> None:
         self.ranks, self.work = ranks, work
-        self.costs, self.token_s, self.step_s = CellCosts(quadratic=work.quadratic()), 0.0, 0.0
+        self.costs, self.token_s, self.step_s = CellCosts(quadratic=work.model.quadratic), 0.0, 0.0
         self.worst = math.inf
         """How far a micro-batch's time is from what the fitted model says, as a share of it, at the most."""
 

@@ -97,11 +97,6 @@ class Work:
         generator = random.Random(f"dynamic_cp {mix}")
         return [law.longest, *(law.one(generator) for _ in range(samples - 1))]
 
-    def quadratic(self) -> float:
-        """Attention's cost beside the rest, per token of length, by FLOPs."""
-        shape = self.model
-        return (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (2 * shape.flops_per_token(0.0))
-
 
 def work_of(shape: str, gpus: int, layers: int | None, samples: int | None, most: int | None) -> Work:
     """Return the work on a shape. layers, samples, most: in place of the shape's own."""

@@ -50,14 +50,9 @@ class Scatterer:
         device: str = "cpu",
     ) -> None:
         self._workers, self._recipe, self._placements = workers, recipe, placements
-        self._shape = shape
-        self._device = device
+        self._shape, self._device = shape, device
         self._dropped: list[str] = []
         self._ahead = range(1, 2 + depths(recipe, shape))
-        # Attention's cost next to the rest, per token of length: see `ModelShape.flops_per_token`.
-        self._quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (
-            2 * shape.flops_per_token(0.0)
-        )
 
     def describe(self) -> str:
         """Return what micro-batches of the policy are planned by, where they differ in their ranks; else nothing."""
@@ -89,7 +84,7 @@ class Scatterer:
         return plan_microbatches(
             lengths,
             alignment=aligned(layout.cp),
-            quadratic=self._quadratic,
+            quadratic=self._shape.quadratic,
             lockstep=coupled > layout.cp,  # experts span dp ranks
             **how,
         )

@@ -232,6 +232,12 @@ class ModelShape:
         attention = self.heads * (self.head_dim + self.v_head_dim) * seen
         return 6.0 * weights + 6.0 * attention
 
+    @property
+    def quadratic(self) -> float:
+        """Attention's cost beside the rest, per token of length, by FLOPs."""
+        rest = self.flops_per_token(0.0)
+        return (self.flops_per_token(1.0) - rest) / (2 * rest)
+
 
 def route_bytes(experts: int) -> int:
     """Return the bytes that hold the number of one of so many experts."""

@@ -79,7 +79,6 @@ def costs_of(shape: ModelShape, tp: int, device: str) -> tuple[CellCosts, str]:
                 one.costs,
                 f"planned by constants measured on {device} in bf16 with all_gather ({one.command}, {one.date}){but}",
             )
-    quadratic = (shape.flops_per_token(1.0) - shape.flops_per_token(0.0)) / (2 * shape.flops_per_token(0.0))
     why = "with layout.tp above 1" if tp > 1 else f"on {device} for this shape"
     told = f"planned by default constants: none were measured {why} ({MEASURE})"
-    return CellCosts(quadratic=quadratic), told
+    return CellCosts(quadratic=shape.quadratic), told
