@@ -56,6 +56,14 @@ class _Level:
     cost: list[float]
     first: int
 
+    def packed(self, samples: list[int]) -> list[Bin]:
+        """Return the fewest cells that hold samples, longest first."""
+        return fewest_cells(samples, self.tokens, self.room)
+
+    def sized(self, cell: Bin) -> _Sized:
+        """Return a cell of these samples that has no ranks yet."""
+        return sum(self.cost[at] for at in cell), self.size, cell
+
 
 _Class = tuple[_Level, list[int]]
 """The samples, longest first, that go into cells of one size."""
@@ -163,18 +171,12 @@ def smallest_fits(
 
 
 def _too_long(
-    sample: int,
-    tokens: int,
-    ranks: int,
-    cp: int,
-    budget: int,
-    alignment: Callable[[int], Alignment],
-    key: str,
+    name: int, tokens: int, ranks: int, cp: int, budget: int, alignment: Callable[[int], Alignment], key: str
 ) -> str:
     needed, size = smallest_fits(tokens, cp, budget, alignment, dynamic=True)
     larger = "" if size is None or ranks % size else f", or {key}.cp={size}"
     return (
-        f"sample {sample} has {tokens} tokens, {alignment(cp).row([tokens]) // cp} on each rank of the largest group with "
+        f"sample {name} has {tokens} tokens, {alignment(cp).row([tokens]) // cp} on each rank of the largest group with "
         f"alignment: more than engine.tokens_per_microbatch_per_rank={budget}. It fits with "
         f"engine.tokens_per_microbatch_per_rank={needed}{larger}; or shorten rollout.max_response_tokens or "
         "data.max_prompt_tokens"
@@ -226,9 +228,7 @@ def _choices(levels: list[_Level], mean: float) -> Iterator[list[_Class]]:
 
 def _tables(classes: list[_Class], ranks: int, multiple: int, coupled: int) -> Iterator[list[_Row]]:
     """Yield rounds of cells in which each sample has its class's size."""
-    slots = sum(
-        level.size * len(fewest_cells(samples, level.tokens, level.room)) for level, samples in classes
-    )
+    slots = sum(level.size * len(level.packed(samples)) for level, samples in classes)
     count = max(-(-slots // (ranks * multiple)), 1) * multiple
     ways = ([_nested] if coupled < ranks else []) + ([_in_steps] if coupled > 1 else [])
     none = True
@@ -257,9 +257,7 @@ def _nested(classes: list[_Class], ranks: int, count: int) -> list[_Row] | None:
             return None
         for group, cells in enumerate(placed):
             where = range(group * level.size, (group + 1) * level.size)
-            for _, cell in sorted(
-                ((sum(level.cost[at] for at in cell), cell) for cell in cells), reverse=True
-            ):
+            for _, _, cell in sorted(map(level.sized, cells), reverse=True):
                 table[used[group]].append((where, cell))
                 used[group] += 1
     return [sorted(row, key=lambda cell: cell[0].start) for row in table]
@@ -334,8 +332,7 @@ def _in_steps(classes: list[_Class], ranks: int, count: int) -> list[_Row] | Non
     if cells is None:
         return None
     found = [
-        one + [(sum(level.cost[at] for at in cell), level.size, cell) for cell in new if cell]
-        for one, new in zip(rounds, cells, strict=True)
+        one + [level.sized(cell) for cell in new if cell] for one, new in zip(rounds, cells, strict=True)
     ]
     return _beside(found)
 
@@ -352,11 +349,7 @@ def _by_cost(
 ) -> list[list[_Sized]] | None:
     """Tightly packed cells in the order that `first` of cost and size says, each in the earliest round with ranks left for it;
     None where a cell finds none."""
-    cells = [
-        (sum(level.cost[at] for at in cell), level.size, cell)
-        for level, samples in classes
-        for cell in fewest_cells(samples, level.tokens, level.room)
-    ]
+    cells = [level.sized(cell) for level, samples in classes for cell in level.packed(samples)]
     left, rounds, begin = [ranks] * count, [list[_Sized]() for _ in range(count)], 0
     for cell in sorted(cells, key=lambda one: (*first(one[0], one[1]), one[2])):
         while begin < count and not left[begin]:
