@@ -45,7 +45,7 @@ from benchmarks.records import RESULTS, command, commit, merged, record, write_r
 from benchmarks.room import GIB, card_bytes, deepest
 from benchmarks.sides import Side, answer_stream
 from quintet.packing import CellCosts, Plan
-from quintet.packing.measured import TABLE, MeasuredCosts, layer_of, write_measured
+from quintet.packing.measured import OFFERED, TABLE, MeasuredCosts, layer_of, write_measured
 
 SLOW = {"NCCL_P2P_DISABLE": "1"}
 """No NVLink: GPUs reach each other through memory of the host, at about the rate of links between nodes."""
@@ -284,7 +284,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--shape", choices=["qwen3-8b", "qwen3-30b-a3b", "tiny", "tiny-moe"], default="qwen3-8b")
+    add("--shape", choices=[*OFFERED, "tiny", "tiny-moe"], default="qwen3-8b")
     add("--gpus", type=positive_int, choices=[1, 2, 4, 8], default=4, help="ranks, one GPU each (default 4)")
     add(
         "--layers",

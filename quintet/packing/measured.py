@@ -1,6 +1,6 @@
 """Constants of the model of time that were measured, by device and shape of a layer, in `measured_costs.json`.
 
-`python -m benchmarks.dynamic_cp --gpus N --write` measures them on a machine and writes its row.
+`python -m benchmarks.dynamic_cp --gpus N --shape … --write` measures them on a machine and writes its row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from quintet.models import ModelShape
 from quintet.packing.time_model import CellCosts
 
 TABLE = Path(__file__).with_name("measured_costs.json")
-MEASURE = "python -m benchmarks.dynamic_cp --gpus N --write"
+MEASURE = "python -m benchmarks.dynamic_cp --gpus N --shape"
+OFFERED = {"qwen3-8b": (4096, 32, 8, 128, 0, 0), "qwen3-30b-a3b": (2048, 32, 4, 128, 128, 0)}
+"""Shapes that the benchmark has for GPUs, by what `layer_of` says of them."""
 
 
 @dataclass(frozen=True)
@@ -80,5 +82,9 @@ def costs_of(shape: ModelShape, tp: int, device: str) -> tuple[CellCosts, str]:
                 f"planned by constants measured on {device} in bf16 with all_gather ({one.command}, {one.date}){but}",
             )
     why = "with layout.tp above 1" if tp > 1 else f"on {device} for this shape"
-    told = f"planned by default constants: none were measured {why} ({MEASURE})"
-    return CellCosts(quadratic=shape.quadratic), told
+    known = [name for name, sizes in OFFERED.items() if sizes == tuple(layer_of(shape).values())]
+    # Nothing else can be measured, and a hint at what measures something else would lead nowhere.
+    how = f" ({MEASURE} {known[0]} --write)" if known and tp == 1 and device != "cpu" else ""
+    return CellCosts(
+        quadratic=shape.quadratic
+    ), f"planned by default constants: none were measured {why}{how}"

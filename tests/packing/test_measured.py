@@ -41,8 +41,28 @@ def test_else_the_defaults_do_and_that_is_told(table, shape, tp, device):
     assert (costs.fixed, costs.exchange) == (CellCosts().fixed, CellCosts().exchange)
     assert costs.quadratic == pytest.approx(ratio)
     assert "default constants" in told
-    assert "benchmarks.dynamic_cp" in told
     assert (device in told) == (tp == 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "device", "helps"),
+    [
+        ("qwen3-8b", 1, "NVIDIA A100", True),
+        ("qwen3-30b-a3b", 1, "a GPU", True),
+        ("qwen3-8b", 1, "cpu", False),
+        ("qwen3-8b", 2, "NVIDIA A100", False),  # it measures whole layers alone
+        ("qwen2.5-1.5b", 1, "NVIDIA A100", False),  # it has no such shape
+    ],
+)
+def test_the_benchmark_is_named_where_it_measures_what_is_missing(table, name, tp, device, helps):
+    told = costs_of(MODELS[name].shape, tp, device)[1]
+    assert told.endswith(f" (python -m benchmarks.dynamic_cp --gpus N --shape {name} --write)") == helps
+    assert ("benchmarks" in told) == helps
+
+
+def test_the_shapes_that_the_benchmark_offers_are_those_of_its_models():
+    offered = {name: tuple(layer_of(MODELS[name].shape).values()) for name in measured.OFFERED}
+    assert offered == measured.OFFERED
 
 
 def test_a_row_takes_the_place_of_an_older_one_of_its_device_and_layer(table):
