@@ -94,9 +94,8 @@ class Controller:
                 found = Placement(name, layout, self.workers.all(Policy.coords)(name))
                 placements.append(found)
             self.roles[name] = Role(name, self.workers, found, phase, progress)
-        self._scatterer = Scatterer(
-            self.workers, recipe, shape, placements, self.workers.one(Policy.device_name)()
-        )
+        device = self.workers.one(Policy.device_name)()
+        self._scatterer = Scatterer(self.workers, recipe, shape, placements, device)
         shares, self.offload_reason = self.workers.one(Policy.offload_shares)()
         self._handover: DeviceHandover | None = None
         if command != "sft":  # the one that generates nothing
@@ -109,10 +108,9 @@ class Controller:
             log = cluster.log_dir / "hybrid.log"
             self._handover = DeviceHandover(self.workers, self.rollouts, recipe, shares, phase, log)
 
-    def describe(self) -> str:
-        """Return which layers and kernels the ranks compute with."""
-        told = self.workers.one(Policy.describe)(), self._scatterer.describe()
-        return " · ".join(one for one in told if one)
+    def describe(self) -> list[str]:
+        """Return lines: which layers and kernels the ranks compute with, and what each role's own layout comes to."""
+        return self.workers.one(Policy.describe)()
 
     # generation
 

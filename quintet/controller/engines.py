@@ -87,7 +87,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
 
     def mesh(self, role: str) -> Mesh:
         """Return the mesh of a role's layout."""
-        return self._behind(role).mesh
+        return self.behind(role).mesh
 
     # whose turn it is
 
@@ -98,9 +98,9 @@ class Engines(Mapping[str, Engine | AdapterReference]):
 
     def bring(self, role: str) -> int:
         """Bring a role to its device, as for `use`; bytes that came."""
-        mine = self._behind(role)
+        mine = self.behind(role)
         for name in self._roles:
-            if self._behind(name) is not mine:
+            if self.behind(name) is not mine:
                 self._rest(name)
         self._active = role
         return mine.reload()
@@ -108,16 +108,17 @@ class Engines(Mapping[str, Engine | AdapterReference]):
     def offload(self, kinds: Sequence[str]) -> int:
         """Take the recipe's shares of these kinds off the device, of all roles; bytes that left. Of the policy nothing else is away.
         No collective."""
-        if self._behind(self._active) is not self.policy:
+        if self.behind(self._active) is not self.policy:
             self.use("policy")
         return sum(self._rest(role, kinds) for role in self._roles)
 
-    def _behind(self, role: str) -> Engine:
+    def behind(self, role: str) -> Engine:
+        """Return the engine that a role computes with."""
         engine = self._roles[role]
         return engine.engine if isinstance(engine, AdapterReference) else engine
 
     def _rest(self, role: str, kinds: Sequence[str] = tuple(KINDS)) -> int:
-        engine = self._behind(role)
+        engine = self.behind(role)
         if isinstance(self._roles[role], AdapterReference):
             return 0
         kept = {"grads"} if role in self._due else set()

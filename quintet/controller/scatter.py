@@ -54,11 +54,6 @@ class Scatterer:
         self._dropped: list[str] = []
         self._ahead = range(1, 2 + depths(recipe, shape))
 
-    def describe(self) -> str:
-        """Return what micro-batches of the policy are planned by, where they differ in their ranks; else nothing."""
-        layout = self._placements[0].layout
-        return costs_of(self._shape, layout.tp, self._device)[1] if layout.dynamic_cp else ""
-
     def plan(self, lengths: list[int], placement: Placement, names: Sequence[int] | None = None) -> Plan:
         """Assign samples of these lengths to a placement's ranks and micro-batches. names: their numbers in the batch, for errors."""
         layout = placement.layout

@@ -47,7 +47,8 @@ from quintet.engine.weights.fp8_fingerprint import quantized_fingerprints
 from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.errors import SyncMismatch, UserError
 from quintet.models import trained_shape
-from quintet.packing import Cell, rank_cells
+from quintet.packing import Cell, costs_of, rank_cells
+from quintet.plan.describe import own_layout
 from quintet.plan.fullest import cheaper, fullest_rank
 from quintet.plan.kernels import with_kernels
 from quintet.plan.offload import with_shares
@@ -120,13 +121,18 @@ class PolicyWorker(Worker):
         """Of the model, where updates replay a rollout's."""
         return RouteSizes.of(self.shape) if self.recipe.engine.replay_routes == "rollout" else None
 
-    def describe(self) -> str:
-        """Return what the model's layers are made of here."""
-        threads = torch.get_num_threads()
+    def describe(self) -> list[str]:
+        """Return what the model's layers are made of here, and what each role's own layout comes to, a line each."""
+        threads, layout, device = torch.get_num_threads(), self.recipe.layout, self.device_name()
         told = [self.engine.describe(), self._kernels]
         if self.device == "cpu" and threads > 1:
             told.append(f"{threads} threads a rank (OMP_NUM_THREADS sets another number)")
-        return " · ".join(filter(None, told))
+        if layout.dynamic_cp:
+            told.append(costs_of(self.shape, layout.tp, device)[1])
+        own = ((own_layout(self.recipe, self.shape, role, device), role) for role in self.roles)
+        join = " · ".join
+        lines = [join([line.rstrip("."), *self.roles.behind(role).groups]) for line, role in own if line]
+        return [join(filter(None, told)), *lines]
 
     def device_name(self) -> str:
         """Return what this rank computes on, by its name."""

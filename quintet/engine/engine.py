@@ -135,12 +135,16 @@ class Engine:
         """Return which layers and which attention kernel this machine and recipe came to."""
         backend = choose_backend(self.recipe.backend)
         kernel = kernel_title(build.device(), self.dtype, backend, sinks=self.shape.sinks)
-        sizes = ", ".join(str(size) for size in self.mesh.cp_groups if size > 1)
-        on_gpu = f" ({self._groups_bytes >> 20} MiB)" if build.device().type == "cuda" else ""
-        groups = f" · groups of {sizes} ranks for a row{on_gpu}" if self.layout.dynamic_cp else ""
         products = f" · products in 8 bits: {self.recipe.fp8}" if self.recipe.fp8 else ""
         torch_experts = " · experts: torch" if self.recipe.experts == "torch" else ""
-        return f"layers: {backend}{torch_experts} · attention: {kernel}{products}{groups}"
+        return " · ".join([f"layers: {backend}{torch_experts} · attention: {kernel}{products}", *self.groups])
+
+    @property
+    def groups(self) -> list[str]:
+        """Groups of ranks that share a row, where rows differ in that, with the memory that they took on a GPU; else nothing."""
+        sizes = ", ".join(str(size) for size in self.mesh.cp_groups if size > 1)
+        on_gpu = f" ({self._groups_bytes >> 20} MiB)" if build.device().type == "cuda" else ""
+        return [f"groups of {sizes} ranks for a row{on_gpu}"] if self.layout.dynamic_cp else []
 
     # weights
 

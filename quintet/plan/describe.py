@@ -7,6 +7,7 @@ import itertools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from quintet.models import ModelShape, held_shape
@@ -25,6 +26,7 @@ from quintet.recipe.derived import data_parallel, expert_tp, moe_layers_of
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.megatron import EXPERT_KERNELS
 from quintet.recipe.recompute import recompute_modules
+from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command, shape_of
 from quintet.recipe.schema import Layout, Recipe
@@ -48,6 +50,8 @@ def looks(recipe: Recipe, command: Command, gpu_gib: float | None = None) -> dic
         "the planner": lambda: _planner(recipe, shape),
         "the experts": lambda: _experts(recipe, shape),
     }
+    for role in roles_of(recipe) if command == "train" else ():
+        found[f"the {role}'s layout"] = partial(own_layout, recipe, shape, role)
     if command != "sft":
         found["the rollout"] = lambda: _rollout(recipe)
         found["what generates"] = lambda: _installed(recipe, command)
@@ -134,11 +138,8 @@ def in_units(parameters: int) -> str:
 
 
 def _devices(recipe: Recipe, command: str) -> str | None:
-    if (
-        recipe.cluster.device != "cuda"
-        or recipe.cluster.address is not None
-        or Path("/dev/nvidiactl").exists()
-    ):
+    cluster = recipe.cluster
+    if cluster.device != "cuda" or cluster.address is not None or Path("/dev/nvidiactl").exists():
         return None
     return f"Devices: no NVIDIA GPU is seen here, which quintet {command} needs with cluster.device=cuda."
 
@@ -153,21 +154,26 @@ def _layout(recipe: Recipe) -> str:
     return f"Layout: {ranks} ranks = dp {data_parallel(recipe)}{cp} × tp {layout.tp}{sp} × pp {layout.pp}{vpp}{stages}."
 
 
+def own_layout(recipe: Recipe, shape: ModelShape, role: str, device: str | None = None) -> str | None:
+    """Return what the layout of a role comes to, None where it is the policy's. device: the ranks', by its name, where there are some."""
+    own = recipe.model_copy(update={"layout": layout_of(recipe, role)})
+    said = _layout(own).replace(":", f" of the {role}:", 1), _rows(own), _planner(own, shape, device)
+    return None if own.layout == recipe.layout else " ".join(filter(None, said))
+
+
 def _in_runs(counts: Sequence[int]) -> str:
     """6 + 10 × 5 + 4, of stages."""
     runs = [(count, len(list(same))) for count, same in itertools.groupby(counts)]
     return " + ".join(f"{number} × {count}" if number > 1 else str(count) for count, number in runs)
 
 
-def _planner(recipe: Recipe, shape: ModelShape) -> str | None:
+def _planner(recipe: Recipe, shape: ModelShape, device: str | None = None) -> str | None:
     """Which constants dynamic context parallelism plans by."""
-    layout, device = recipe.layout, recipe.cluster.device
-    if not layout.dynamic_cp:
+    tp, rows = recipe.layout.tp, fitting(shape, recipe.layout.tp)
+    if not recipe.layout.dynamic_cp:
         return None
-    rows = [one for one in fitting(shape, layout.tp) if (one.device == "cpu") == (device == "cpu")]
-    if device == "cpu" or not rows:
-        where = "cpu" if device == "cpu" else "a GPU"
-        return f"Dynamic cp: {costs_of(shape, layout.tp, where)[1]}."
+    if where := device or ("cpu" if recipe.cluster.device == "cpu" else "" if rows else "a GPU"):
+        return f"Dynamic cp: {costs_of(shape, tp, where)[1]}."
     known = "; ".join(f"on {one.device} by those of {one.command}, {one.date}" for one in rows)
     return f"Dynamic cp: {known}; elsewhere planned by default constants."
 
@@ -225,9 +231,8 @@ def _kernels(recipe: Recipe, shape: ModelShape) -> str | None:
 def _rows(recipe: Recipe) -> str:
     layout, budget = recipe.layout, recipe.engine.tokens_per_microbatch_per_rank
     aligned = alignment_of(layout, layout.cp, recipe.engine)
-    text = f"Micro-batches: up to {aligned.room(budget * layout.cp)} tokens"
-    if layout.cp > 1:
-        text += f" on {layout.cp} ranks"
+    ranks = f" on {layout.cp} ranks" if layout.cp > 1 else ""
+    text = f"Micro-batches: up to {aligned.room(budget * layout.cp)} tokens{ranks}"
     padded = []
     if aligned.sequence > 1:
         padded.append(f"each sample padded to a multiple of {aligned.sequence}")

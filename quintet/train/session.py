@@ -213,7 +213,8 @@ def _ranks(
             )
         if rewards is not None:
             rewards.start()  # it loads the reward while the first responses are generated
-        observer.note(controller.describe())
+        for line in controller.describe():
+            observer.note(line)
         if controller.offload_reason is not None:
             observer.note(controller.offload_reason)
         yield controller

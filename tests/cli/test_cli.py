@@ -262,6 +262,29 @@ def test_check_tells_what_follows_from_the_recipe(
     assert "the rollout" not in said
 
 
+def test_check_tells_of_the_layouts_that_roles_have_of_their_own(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ppo = ["cluster.ranks=4", "rollout.layout.tp=1", "algorithm.name=ppo", "algorithm.kl_coef=0.1"]
+    own = ["critic.layout.cp=4", "critic.layout.dynamic_cp=true", "reference.layout.tp=2"]
+
+    def said(*overrides: str) -> list[str]:
+        assert main(["check", recipe, *ppo, *overrides]) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("Layout of")]
+
+    device = "cluster.device=cpu"
+    assert said(*own, device) == [
+        "Layout of the reference: 4 ranks = dp 2 × tp 2 × pp 1. Micro-batches: up to 8192 tokens.",
+        (
+            "Layout of the critic: 4 ranks = dp 1 × cp 4 (dynamic: 1, 2, 4 for each micro-batch) × tp 1 × pp 1. "
+            "Micro-batches: up to 32768 tokens on 4 ranks, each sample padded to a multiple of 8; less of both on fewer ranks. "
+            "Dynamic cp: planned by default constants: none were measured on cpu for this shape."
+        ),
+    ]
+    assert said(device, "critic.layout.cp=1", "reference.layout.cp=1") == []
+    assert said(*own, "--command", "sft") == []  # which has the policy alone
+
+
 def test_check_tells_what_replayed_routes_come_to(
     recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from quintet.cluster.cluster import Cluster
 from quintet.cluster.progress import turn
 from quintet.controller.controller import Controller
 from quintet.controller.engines import Engines
+from quintet.controller.worker import PolicyWorker
 from quintet.errors import WorkerFailure
 from quintet.models import trained_shape
 from quintet.recipe import schema
@@ -183,3 +185,27 @@ def tells_turns(recipe: schema.Recipe, path: Path) -> bool:
 
 def test_every_role_tells_which_micro_batch_it_comes_to(pool: Pool, model_dir: Path) -> None:  # noqa: F811
     assert pool.run(tells_turns, 2, recipe_of(model_dir, None), model_dir) == [True, True]
+
+
+def describes(recipe: schema.Recipe, path: Path) -> list[str]:
+    shape = trained_shape(path)
+    engines = Engines(recipe, shape, path, "train", "fp32")
+    rank: Any = SimpleNamespace(recipe=recipe, shape=shape, roles=engines, engine=engines.policy)
+    rank.device, rank.device_name, rank._kernels = "cpu", lambda: "cpu", None
+    return PolicyWorker.describe(rank)
+
+
+def test_a_rank_describes_the_layouts_of_all_roles(pool: Pool, model_dir: Path) -> None:  # noqa: F811
+    """A run's first lines. The reference policy has the policy's layout, of which all is said."""
+    cells = {"cp": 2, "dynamic_cp": True}
+    planned = "planned by default constants: none were measured on cpu for this shape"
+    first, own = pool.run(describes, 2, recipe_of(model_dir, cells), model_dir)[0]
+    assert "for a row" not in first
+    assert planned not in first
+    assert own == (
+        "Layout of the critic: 2 ranks = dp 1 × cp 2 (dynamic: 1, 2 for each micro-batch) × tp 1 × pp 1. Micro-batches: up to 64 "
+        f"tokens on 2 ranks, each sample padded to a multiple of 4; less of both on fewer ranks. Dynamic cp: {planned} "
+        "· groups of 2 ranks for a row"
+    )
+    (first,) = pool.run(describes, 2, recipe_of(model_dir, None, policy=cells), model_dir)[0]
+    assert first.endswith(f" · groups of 2 ranks for a row · {planned}")
