@@ -494,18 +494,26 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["layout.dynamic_cp=true"],
         [
             "layout.dynamic_cp=true needs layout.cp > 1",
-            "set layout.cp to 2, 4 or more, or layout.dynamic_cp=false",
+            "use layout.cp=2, with a multiple of 2 as cluster.ranks, or layout.dynamic_cp=false",
         ],
     ),
     (
         "blocks_halve",
+        ["layout.dynamic_cp=true", "layout.tp=2", "cluster.ranks=24", OWN],
+        ["needs layout.cp > 1", "; use layout.cp=2 or 4, which 24 ranks allow, or layout.dynamic_cp=false"],
+    ),
+    (
+        "blocks_halve",
         ["layout.dynamic_cp=true", "layout.cp=6", "cluster.ranks=6", OWN],
-        ["layout.cp=6 is no power of two; use 4 or 8"],
+        ["layout.cp=6 is no power of two; use layout.cp=2, which 6 ranks allow, or"],
     ),
     (
         "roles_layouts_are_layouts",
         ["algorithm.name=ppo", "critic.layout.cp=3", "critic.layout.dynamic_cp=true", "cluster.ranks=3"],
-        ["critic.layout.cp=3 is no power of two; use 2 or 4, or critic.layout.dynamic_cp=false"],
+        [
+            "critic.layout.cp=3 is no power of two; use critic.layout.cp=2, with a multiple of 2 as cluster.ranks",
+            ", or critic.layout.dynamic_cp=false",
+        ],
     ),
     ("sp_needs_tp", ["layout.sp=true"], ["layout.sp=true needs layout.tp > 1"]),
     ("vpp_needs_pp", ["layout.vpp=2"], ["layout.vpp=2 needs layout.pp > 1"]),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from quintet.models.shape import ModelShape
 from quintet.models.stages import balanced_stages
+from quintet.packing import cell_sizes
 from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules.facts import Facts, rule
@@ -148,21 +149,19 @@ def _divisors(number: int) -> str:
 @rule
 def blocks_halve(facts: Facts) -> Iterator[Problem]:
     """Dynamic context parallelism cuts blocks of cp ranks into halves, and these again: cp is a power of two above 1."""
-    layout = facts.recipe.layout
-    cp = layout.cp
-    if layout.dynamic_cp and cp == 1:
-        yield Problem(
-            "layout.dynamic_cp=true needs layout.cp > 1, the most ranks that share a micro-batch; set layout.cp to 2, 4 or more, or "
-            "layout.dynamic_cp=false",
-            "layout.cp",
-        )
-    elif layout.dynamic_cp and cp & (cp - 1):
-        below = 1 << cp.bit_length() - 1
-        yield Problem(
-            f"layout.dynamic_cp=true cuts blocks of layout.cp ranks into groups of 1, 2, 4 and so on: layout.cp={cp} is no power of "
-            f"two; use {below} or {2 * below}, or layout.dynamic_cp=false",
-            "layout.cp",
-        )
+    layout, ranks = facts.recipe.layout, facts.recipe.cluster.ranks
+    cp, block = layout.cp, layout.tp * layout.pp
+    if not layout.dynamic_cp or (cp > 1 and not cp & (cp - 1)):
+        return
+    wrong = "needs layout.cp > 1, the most ranks that share a micro-batch"
+    if cp > 1:
+        wrong = f"cuts blocks of layout.cp ranks into groups of 1, 2, 4 and so on: layout.cp={cp} is no power of two"
+    fit = [str(size) for size in cell_sizes(ranks)[1:] if ranks % (size * block) == 0]
+    use = f"which {ranks} ranks allow, or" if fit else f"with a multiple of {2 * block} as cluster.ranks, or"
+    yield Problem(
+        f"layout.dynamic_cp=true {wrong}; use layout.cp={' or '.join(fit or ['2'])}, {use} layout.dynamic_cp=false",
+        "layout.cp",
+    )
 
 
 @rule
