@@ -284,7 +284,9 @@ def _check_lengths(prompts: PromptSet, recipe: schema.Recipe, generated: int) ->
         fit.add(total)
         if (over := overflow(recipe, total, roles_of(recipe) if generated else ())) is not None:
             why, fits = over
-            less = "lower rollout.max_response_tokens" if longest == generated else "take the row out"
+            less = "lower rollout.max_response_tokens"
+            if longest > generated:  # problems of a built-in task have no row
+                less = "take the row out" if prompt.row else "make problems shorter (data.task_options)"
             raise UserError(
                 f"{prompt.source}: {len(prompt.token_ids)} prompt tokens and up to {longest} of response are "
                 f"{total}, {why}. It fits with {fits}; or {less}"

@@ -90,6 +90,15 @@ def test_a_row_that_fits_no_micro_batch_is_told_with_what_it_fits(model: Path, t
         prepare(long, "sft", tmp_path)
 
 
+def test_a_problem_that_fits_no_micro_batch_has_no_row_to_take_out(model: Path, tmp_path: Path) -> None:
+    data = {"task": "addition", "chat": False, "task_options": {"digits": 12}}
+    short = {"engine": {"tokens_per_microbatch_per_rank": 16}, "rollout": {"max_response_tokens": 2}}
+    with pytest.raises(
+        UserError, match=r"addition train problem .*; or make problems shorter \(data.task_options\)"
+    ):
+        prepare(recipe(model, data=data, sft={"samples_per_step": 2}, **short), "sft", tmp_path)
+
+
 def test_gpus_are_asked_for_before_a_run_directory(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
