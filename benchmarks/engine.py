@@ -163,6 +163,8 @@ class Turns:
         told = self._sides[name].answer()
         self.measured[name].versions = told[0]["versions"]
         print(f"  {name:8} a launch every {max(one['launch_us'] for one in told):.1f} µs", flush=True)
+        if told[0]["kernels"]:
+            print(f"  {name:8} {told[0]['kernels']}", flush=True)
 
 
 def measure(setup: Setup, names: list[str], args: argparse.Namespace) -> tuple[Metrics, dict[str, str]]:

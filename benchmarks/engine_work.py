@@ -171,7 +171,7 @@ class Setup:
 
     layers: of the model, where it is cut; None is all. balance: "forced" deals tokens to experts in turn instead of asking the router.
     ragged: rows of random lengths up to `tokens`, as a run has them, and not full ones. cpu_fraction: share of the optimizer on the CPU.
-    vocab_size: in place of the model's own. engine: further keys of a recipe's section `engine`, of quintet's side alone.
+    vocab_size, experts: in place of the model's own. engine: further keys of a recipe's section `engine`, of quintet's side alone.
     """
 
     model: str
@@ -185,6 +185,7 @@ class Setup:
     ragged: bool = False
     cpu_fraction: float = 0.0
     vocab_size: int | None = None
+    experts: int | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     tokens: int = 16384
     microbatches: int = MICROBATCHES
@@ -205,7 +206,11 @@ class Setup:
     @property
     def shape(self) -> ModelShape:
         config = MODELS[self.model].config
-        cut = {"num_hidden_layers": self.layers, "vocab_size": self.vocab_size}
+        cut = {
+            "num_hidden_layers": self.layers,
+            "vocab_size": self.vocab_size,
+            "num_experts": self.experts,
+        }
         return family_of(config).shape_of(config | {key: size for key, size in cut.items() if size})
 
     @property
@@ -264,6 +269,8 @@ class Setup:
             parts.append("-".join(filter(None, [f"gpus{self.gpus}", layout_name(self.layout)])))
         if self.layers is not None:
             parts.append(f"layers{self.layers}")
+        if self.experts is not None:
+            parts.append(f"experts{self.experts}")
         parts += self.own_size()
         if self.balance != "natural":
             parts.append(f"balance-{self.balance}")

@@ -23,15 +23,19 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from benchmarks.engine import device_name
 from benchmarks.engine_work import TRAINED_FROM, Setup
 from benchmarks.timing import launch_us, timed
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
 from quintet.engine.build import mesh_of
+from quintet.engine.config import fused_kernels
 from quintet.engine.engine import Engine
+from quintet.engine.layers.specs import choose_backend
 from quintet.engine.weights.shards import Shard, shard_map
 from quintet.packing import RankCell
+from quintet.plan.kernels import with_kernels
 from quintet.recipe import schema
 
 OPTIMIZER = schema.Optimizer(lr=1e-5)
@@ -44,10 +48,16 @@ class QuintetLoop:
 
     def __init__(self, setup: Setup, optimizer: schema.Optimizer, device: torch.device) -> None:
         self.setup, self.objective = setup, sft_objective()
+        layout = schema.Layout(**setup.layout)
+        # Experts by the kernels that a run takes.
+        dealt = {"moe_router_fusion"} if setup.balance == "forced" else set()
+        installed = set(fused_kernels(choose_backend(setup.backend))) - dealt
+        told = schema.Recipe(engine=setup.engine_recipe, layout=layout, model=schema.Model(dtype="bf16"))
+        chosen, self.kernels = with_kernels(told, setup.shape, device_name(), installed)
         self.engine = Engine(
             setup.shape,
-            schema.Layout(**setup.layout),
-            engine=setup.engine_recipe,
+            layout,
+            engine=chosen.engine,
             optimizer=optimizer,
             dtype="bf16",
         )
@@ -134,7 +144,12 @@ def serve(side: str, setup: Setup, answers: TextIO) -> None:
         loop.prepare(step, _tokens(setup, step, loop.dp_rank))
     order = cycle(range(setup.steps))
     settle(device)
-    print(json.dumps({"versions": _versions(setup), "launch_us": launch_us(device)}), file=answers)
+    ready = {
+        "versions": _versions(setup),
+        "launch_us": launch_us(device),
+        "kernels": getattr(loop, "kernels", ""),
+    }
+    print(json.dumps(ready), file=answers)
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "quit":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.expert_kernels                       Qwen3-30B-A3B's experts, 4 of 48 layers, one GPU
     python -m benchmarks.expert_kernels --write               and put what was measured where runs choose by it
+    python -m benchmarks.expert_kernels --ep 4 --write        of the 32 experts that a rank of layout.ep=4 holds
     python -m benchmarks.expert_kernels --shape tiny-moe      a dry run on a CPU: portable layers on both sides, nothing is recorded
 
 Both sides live at the same time and take turns; a kernel's speedup is the median over turns of the seconds of the two sides' steps, and
@@ -35,18 +36,30 @@ LOSS_APART = 2e-3
 
 def setups(args: argparse.Namespace, kernel: str, card: int | None = None) -> list[tuple[str, Setup]]:
     """Both sides with their names: with the kernel, and without. Of a dry run neither has it. card: bytes of the GPU, None where they are not
-    known. SystemExit for a depth that it does not hold."""
+    known. SystemExit for a depth that it does not hold, and for an ep that does not divide the experts."""
     dry = args.shape in TINY
-    plain = setup_of(args.shape, backend="portable" if dry else "transformer_engine", tokens=args.tokens)
+    experts, left = divmod(MODELS[args.shape].shape.moe.experts, args.ep)  # type: ignore[union-attr]
+    if left:
+        raise SystemExit(
+            f"--ep {args.ep} does not divide the {experts * args.ep + left} experts of {args.shape}"
+        )
+    backend = "portable" if dry else "transformer_engine"
+    plain = setup_of(
+        args.shape, backend=backend, tokens=args.tokens, experts=experts if args.ep > 1 else None
+    )
     if dry:
         plain = replace(plain, layers=args.layers)
     else:
         whole = MODELS[args.shape].shape.layers
         most = whole if args.sequential else FITTING.get(args.shape, whole)
         plain = replace(plain, layers=depth_of([plain] * 2, args.layers, most, card, args.sequential))
-    chosen = {"experts": "torch"} if kernel == TORCH_EXPERTS else {"megatron": {kernel: True}}
-    fused = plain if dry else replace(plain, engine=chosen)
-    return [(kernel, fused), ("without", plain)]
+    if dry:
+        return [(kernel, plain), ("without", plain)]
+    # The other kernels are on both sides those that a run takes.
+    ways: Sequence[dict[str, Any]] = [{"megatron": {kernel: taken}} for taken in (True, False)]
+    if kernel == TORCH_EXPERTS:
+        ways = [{"experts": "torch"}, {"experts": "transformer_engine"}]
+    return [(name, replace(plain, engine=way)) for name, way in zip((kernel, "without"), ways, strict=True)]
 
 
 def row_of(setup: Setup, kernel: str, ratios: Sequence[float], made: dict[str, Any]) -> MeasuredKernel:
@@ -73,7 +86,7 @@ def measure(args: argparse.Namespace, kernel: str) -> tuple[dict[str, Any], Meas
         raise SystemExit(f"{kernel}: the first losses are {apart:.2%} apart, and {LOSS_APART:.1%} may be")
     setup = pair[1][1]
     rates = [setup.tokens_per_step / one.seconds for one in taken]
-    case = f"{setup.case()}/{kernel}".lower()
+    case = f"{replace(setup, engine={}).case()}/{kernel}".lower()
     made = record("expert_kernels", case, "tokens_per_s", rates[0], "tokens/s", baseline=rates[1])
     row = row_of(setup, kernel, ratios_of(ours, theirs), made)
     print(
@@ -98,6 +111,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     shapes = [name for name, model in MODELS.items() if model.shape.moe is not None]
     add("--shape", choices=shapes, default="qwen3-30b-a3b", help="whose experts the model has")
     add("--kernel", choices=EXPERT_KERNELS, action="append", help="may be repeated (default: all)")
+    add("--ep", type=positive_int, default=1, help="measure the experts that one of so many ranks holds")
     add("--layers", type=positive_int, help="depth (default: what the card holds twice)")
     add("--tokens", type=positive_int, help="tokens of a micro-batch (default 16384)")
     add("--rounds", type=positive_int, default=5, help="how often each side takes its turn (default 5)")

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from benchmarks import expert_kernels
-from benchmarks.engine_work import setup_of
+from benchmarks.engine_work import MODELS, setup_of
 from benchmarks.pairs import Taken
 from benchmarks.room import needed
-from quintet.plan.kernels import read_kernels
-from quintet.recipe.megatron import FUSED_EXPERTS
+from quintet.plan.kernels import experts_of, read_kernels
+from quintet.recipe.megatron import FUSED_EXPERTS, TORCH_EXPERTS
+from quintet.recipe.schema import Layout, Recipe
 from tests.benchmark_runs import benchmark
 from tests.test_fp8_benchmark import H100_BYTES, H200_BYTES
 
@@ -23,9 +24,17 @@ def test_the_sides_differ_by_the_kernel_and_fit_a_gpu(kernel: str) -> None:
     (name, fused), (_, plain) = expert_kernels.setups(expert_kernels.arguments([]), kernel)
     assert name == kernel
     assert fused.engine_recipe.megatron == {kernel: True}
-    assert plain.engine_recipe.megatron == {}
+    assert plain.engine_recipe.megatron == {kernel: False}
     assert fused.rows(0) == plain.rows(0)
     assert needed([fused, plain]) < 0.95 * H200_BYTES
+
+
+def test_the_experts_of_one_of_several_ranks() -> None:
+    (_, ours), (_, theirs) = expert_kernels.setups(expert_kernels.arguments(["--ep", "4"]), TORCH_EXPERTS)
+    assert (ours.engine_recipe.experts, theirs.engine_recipe.experts) == ("torch", "transformer_engine")
+    assert experts_of(ours.shape) == experts_of(MODELS["qwen3-30b-a3b"].shape, Recipe(layout=Layout(ep=4)))
+    with pytest.raises(SystemExit, match="--ep 3 does not divide the 128 experts of qwen3-30b-a3b"):
+        expert_kernels.setups(expert_kernels.arguments(["--ep", "3"]), TORCH_EXPERTS)
 
 
 def test_a_smaller_card_has_fewer_layers() -> None:

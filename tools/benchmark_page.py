@@ -33,11 +33,17 @@ record. This page is made by `python tools/benchmark_page.py`.
 LIMITS = {
     "checkpoint": "the disk, whose own rate stands first in the table and as the baseline of what is written and read; `async_save` is cut "
     "to what the host must copy before the next step.",
-    "dynamic_cp": "two ranks lose little by sharing every row (`ceiling`), over NVLink or through the host, and what is left to gain is little; with "
-    "experts, and without them on the hosts of the last two tables, launches: a micro-batch takes 0.15 to 0.19 s whatever is in it (`fixed`). A `step` is "
+    "dynamic_cp": "two and four ranks lose little by sharing every row (`ceiling`), over NVLink or through the host, and what is left to gain is little; with "
+    "experts, and without them on the hosts of two tables, launches: a micro-batch took 0.15 to 0.19 s there whatever was in it (`fixed`). A `step` is "
     "as long as its generation. `plans` is no speed: how far random plans are from whole blocks.",
     "engine": "`mfu` is the part of the card's dense bf16 rate that is used; attention of ragged lengths, kernels "
-    "that move memory and compute little, and the host's launches share the rest, and no record tells them apart.",
+    "that move memory and compute little, and the host's launches share the rest, and no record tells them apart. Qwen3-8B in rows of 16k has to compute "
+    "products again to fit 141 GB, which is most of what it loses to rows of 8k. Of experts, the sending of tokens between ranks, and what the fullest rank "
+    "has to compute: routers with random weights choose more unevenly than trained ones.",
+    "expert_kernels": "the host, which launches the products of TransformerEngine's experts one by one, 128 a layer where a rank holds all; torch's are "
+    "one launch.",
+    "experts": "memory and the size of the products: 1,024 rows an expert are enough to keep a GPU busy with one product at a time, so that a single launch "
+    "for all gains less than the five times that were aimed for.",
     "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
     "kv_cache": "memory bandwidth: slots or pages are read once a token.",
     "fp8": "what is not multiplied in 8 bits (attention, head, norms, optimizer), and rounding, which passes over memory: at a model's full depth "

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from quintet.models import ModelShape
 from quintet.models.shape import MoeShape
+from quintet.recipe.derived import expert_tp
 from quintet.recipe.megatron import EXPERT_KERNELS, TORCH_EXPERTS, asks_routers
 from quintet.recipe.schema import Recipe
 
@@ -42,11 +43,12 @@ class MeasuredKernel:
         return self.speedup >= WORTH and self.least > 1
 
 
-def experts_of(shape: ModelShape) -> dict[str, int]:
-    """Return what of a model with experts the kernels' time depends on."""
-    assert shape.moe is not None
-    names = ("experts", "top_k", "ffn_hidden_size")
-    return {"hidden_size": shape.hidden_size, **{name: getattr(shape.moe, name) for name in names}}
+def experts_of(shape: ModelShape, recipe: Recipe | None = None) -> dict[str, int]:
+    """Return what the kernels' time depends on, of the experts that a rank of a recipe holds, by default all of the model's."""
+    moe, (ep, etp) = shape.moe, (recipe.layout.ep, expert_tp(recipe)) if recipe else (1, 1)
+    assert moe is not None
+    sizes = {"hidden_size": shape.hidden_size, "experts": moe.experts // ep, "top_k": moe.top_k}
+    return sizes | {"ffn_hidden_size": moe.ffn_hidden_size // etp}
 
 
 def read_kernels(table: Path = TABLE) -> list[MeasuredKernel]:
@@ -89,7 +91,7 @@ def with_kernels(
     if not open_:
         return recipe, ""
     rows = [one for one in (read_kernels() if table is None else table) if one.device == device]
-    known = {one.kernel: one for one in rows if one.experts == experts_of(shape)}
+    known = {one.kernel: one for one in rows if one.experts == experts_of(shape, recipe)}
     routes = asks_routers(recipe)
     taken, said = [], []
     for kernel in open_:

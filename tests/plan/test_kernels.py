@@ -91,6 +91,15 @@ def test_what_was_not_measured_is_not_taken_and_that_is_told(shape, device, tabl
     assert "python -m benchmarks.expert_kernels --write" in told
 
 
+def test_experts_are_those_that_a_rank_holds():
+    spread = recipe(layout={"ep": 4, "tp": 2, "etp": 1})
+    held = {"hidden_size": 2048, "experts": 32, "top_k": 8, "ffn_hidden_size": 768}
+    assert experts_of(MOE, spread) == held
+    assert experts_of(MOE, recipe(layout={"ep": 4, "tp": 2}))["ffn_hidden_size"] == 384
+    assert with_kernels(spread, MOE, H200, [PERMUTE], BOTH)[0] == spread
+    assert with_kernels(spread, MOE, H200, [PERMUTE], [row(PERMUTE, experts=held)])[0] != spread
+
+
 @pytest.mark.parametrize(("speedup", "least"), [(0.97, 0.9), (1.05, 0.999), (1.004, 1.001)])
 def test_what_was_slower_in_a_turn_or_faster_by_a_breath_is_not_taken(speedup, least):
     found, told = with_kernels(recipe(), MOE, H200, [PERMUTE], [row(PERMUTE, speedup, least)])
