@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.engine_work import MODELS
 from quintet.engine import build
-from quintet.engine.device import copy_all
+from quintet.engine.copies import copy_all
 from quintet.engine.engine import Engine
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.engine.weights.reshard import Owners, gather_holdings

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections import defaultdict
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -27,28 +25,6 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
-
-
-def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy into the first of each pair the elements of the second, in their order; shapes may differ in how dims are split.
-
-    Tensors that are contiguous on both sides go together, in one launch for many: a model of experts has ten thousands.
-    """
-    together: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]]
-    together = defaultdict(lambda: ([], []))
-    with torch.no_grad():
-        for target, source in pairs:
-            if target.is_contiguous() and source.is_contiguous():
-                targets, sources = together[target.dtype, source.dtype]
-                alike = target.shape == source.shape and target.stride() == source.stride()
-                targets.append(target if alike else target.view(-1))
-                sources.append(source if alike else source.view(-1))
-            elif source.dim() > target.dim():
-                target.view(source.shape).copy_(source)
-            else:
-                target.copy_(source.reshape(target.shape))
-        for targets, sources in together.values():
-            torch._foreach_copy_(targets, sources)
 
 
 def memory(x: Tensor) -> memoryview:

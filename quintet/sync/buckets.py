@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
+from quintet.engine.copies import Place, views
 from quintet.models.mcore import Box, box_sizes, split, volume
 from quintet.typed import Dtype
 
@@ -45,18 +45,17 @@ class Bucket:
     entries: tuple[Entry, ...]
     nbytes: int
 
+    def places(self, memory: int = 0) -> list[Place]:
+        """Return the place of each entry in a stretch of bytes of that number, in the shape of its box."""
+        return [
+            Place(memory, one.dtype, box_sizes(one.box), one.strides, one.offset // one.dtype.itemsize)
+            for one in self.entries
+        ]
+
     def views(self, memory: Tensor) -> list[Tensor]:
         """Return a view of each entry, in the shape of its box. memory: bytes, a multiple of ALIGNMENT, from the bucket's first
         on."""
-        typed: dict[torch.dtype, Tensor] = {}
-        found = []
-        for one in self.entries:
-            flat = typed.get(one.dtype)
-            if flat is None:
-                flat = typed[one.dtype] = memory.view(one.dtype)
-            # One call, not three: there may be ten thousands.
-            found.append(flat.as_strided(box_sizes(one.box), one.strides, one.offset // one.dtype.itemsize))
-        return found
+        return views(self.places(), memory)
 
 
 def in_buckets(

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quintet.engine.agree import run_on_all_or_raise
+from quintet.engine.copies import Place
 from quintet.engine.weights import fp8
-from quintet.engine.weights.reshard import Holdings, Owners, Parts, all_units, plan_transfers
-from quintet.engine.weights.rounds import Transfer, Turns, agreed_rounds
+from quintet.engine.weights.reshard import Holdings, Owners, all_units, plan_transfers
+from quintet.engine.weights.rounds import Parts, Transfer, Turns, agreed_rounds
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
-from quintet.models.mcore import slices, whole_box
+from quintet.models.mcore import whole_box
 from quintet.sync.buckets import ALIGNMENT, Bucket, Entry, laid_out
 
 
@@ -38,8 +39,8 @@ class PackedBucket:
         """The entries that come from the ranks' shards."""
         return [*(self.sent.entries[i] for i in self._plain), *self.raw.entries]
 
-    def fill(self, sent: Sequence[Tensor], raw: Sequence[Tensor]) -> list[Tensor]:
-        """Return the views to gather into, given the views of both buckets."""
+    def fill(self, sent: Sequence[Place], raw: Sequence[Place]) -> list[Place]:
+        """Return the places to gather into, given those of both buckets."""
         return [*(sent[i] for i in self._plain), *raw]
 
     def finish(self, sent: Sequence[Tensor], raw: Sequence[Tensor]) -> None:
@@ -109,18 +110,23 @@ class Export:
     def fill(self, number: int, memory: Tensor | None) -> None:
         """Fill this rank's bucket of that number in `memory`, bytes; None where it has none. Collective."""
         if memory is None:
-            self._gather(number, [])
+            self._gather(number)
             return
         mine = self._mine[number]
         room = -(-mine.raw.nbytes // ALIGNMENT) * ALIGNMENT
         beside = torch.empty(room, dtype=torch.uint8, device=self._device)
-        sent, raw = mine.sent.views(memory), mine.raw.views(beside)
-        self._gather(number, mine.fill(sent, raw))
-        mine.finish(sent, raw)
+        self._gather(number, memory, beside)
+        if mine.raw.entries:
+            mine.finish(mine.sent.views(memory), mine.raw.views(beside))
 
-    def _gather(self, number: int, views: Sequence[Tensor]) -> None:
-        def write(t: Transfer) -> Tensor:
-            return views[t.target_index][slices(self._mine[number].gathered[t.target_index].box, t.box)]
+    def _gather(self, number: int, *memory: Tensor) -> None:
+        places: list[Place] = []
+
+        def write(t: Transfer) -> Place:
+            mine = self._mine[number]
+            if not places:
+                places.extend(mine.fill(mine.sent.places(0), mine.raw.places(1)))
+            return places[t.target_index].part(mine.gathered[t.target_index].box, t.box)
 
         for one in self._rounds[number]:
-            one.run(lambda t: self._parts(t.source_index, t.box), write, self._device)
+            one.run(self._parts, write, self._device, *memory)

@@ -18,10 +18,9 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from quintet.engine.agree import gathered, run_on_all_or_raise
-from quintet.engine.weights.rounds import Holding, Transfer, Turns, agreed_rounds
+from quintet.engine.weights.rounds import Holding, Parts, Transfer, Turns, agreed_rounds
 from quintet.engine.weights.shards import Shard
 from quintet.models.mcore import Box, meet, volume
 from quintet.typed import Typed
@@ -142,23 +141,6 @@ def _common(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.lcm(x, y) for x, y in zip(a, b, strict=True))
 
 
-class Parts:
-    """Views of parts of one rank's shards, each looked for once."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self.shards = shards
-        self._views: dict[tuple[int, Box], Tensor] = {}
-
-    def __call__(self, index: int, box: Box) -> Tensor:
-        found = self._views.get((index, box))
-        if found is None:
-            shard = self.shards[index]
-            found = shard.part(box)
-            if shard.standing:
-                self._views[index, box] = found
-        return found
-
-
 class Resharder:
     """A standing plan between two sets of shards over the same ranks. Weights travel as `dtype`, buffers in fp32.
 
@@ -198,11 +180,5 @@ class Resharder:
     def run(self) -> int:
         """Copy every target's content from the sources; bytes that came to this rank's targets."""
         for one in self.rounds:
-            one.run(self._read, self._write, self._device)
+            one.run(self._sources, lambda t: self._targets(t.target_index, t.box), self._device)
         return self._bytes
-
-    def _read(self, t: Transfer) -> Tensor:
-        return self._sources(t.source_index, t.box)
-
-    def _write(self, t: Transfer) -> Tensor:
-        return self._targets(t.target_index, t.box)

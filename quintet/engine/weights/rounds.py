@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quintet.engine.agree import exchanged, most
-from quintet.engine.device import copy_all
+from quintet.engine.copies import Copies, Place, strides_of
+from quintet.engine.weights.shards import Shard
 from quintet.models.mcore import Box, box_sizes, split, volume
 from quintet.typed import Typed
 
@@ -43,6 +44,24 @@ the target in that turn, and how many these are."""
 _ASKED: Typed[list[Asked]] = Typed(list[Asked], "what a rank is to send")
 FINEST = 8
 """So often parts are halved, and rounds made more by a quarter, where a round has too much."""
+
+
+class Parts:
+    """Views of parts of one rank's shards, each looked for once."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = shards
+        self.standing = all(one.standing for one in shards)
+        self._views: dict[tuple[int, Box], Tensor] = {}
+
+    def __call__(self, index: int, box: Box) -> Tensor:
+        found = self._views.get((index, box))
+        if found is None:
+            shard = self.shards[index]
+            found = shard.part(box)
+            if shard.standing:
+                self._views[index, box] = found
+        return found
 
 
 class Turns:
@@ -206,37 +225,36 @@ class Round:
         self.own, self.crosses = own, crosses
         self.sending, self.sizes_out = _staged(sending, types, world)
         self.receiving, self.sizes_in = _staged(receiving, types, world)
+        self._copies: tuple[Copies, Copies, Copies] | None = None
 
     def run(
         self,
-        read: Callable[[Transfer], Tensor],
-        write: Callable[[Transfer], Tensor],
+        sources: Parts,
+        write: Callable[[Transfer], Tensor | Place],
         device: torch.device,
+        *memory: Tensor,
     ) -> None:
-        """Make the round's transfers. Collective where any rank's part crosses. read, write: views of a transfer's part on either
-        side."""
-        copy_all((write(t), read(t)) for t in self.own)
+        """Make the round's transfers. Collective where any rank's part crosses. sources: what the rank holds. write: where a transfer's part
+        goes, the same each time; it may be a place in `memory`."""
+        if self._copies is None or not sources.standing:
+            self._copies = (
+                Copies((write(t), sources(t.source_index, t.box)) for t in self.own),
+                Copies((place, sources(t.source_index, t.box)) for t, place in self.sending),
+                Copies((write(t), place) for t, place in self.receiving),
+            )
+        own, sending, receiving = self._copies
+        own.run(*memory)
         if not self.crosses:
             return
         out = torch.empty(sum(self.sizes_out), dtype=torch.uint8, device=device)
         arrived = torch.empty(sum(self.sizes_in), dtype=torch.uint8, device=device)
-        copy_all((one.of(out), read(one.transfer)) for one in self.sending)
+        sending.run(out)
         dist.all_to_all_single(arrived, out, self.sizes_in, self.sizes_out)
-        copy_all((write(one.transfer), one.of(arrived)) for one in self.receiving)
+        receiving.run(*memory, arrived)
 
 
-@dataclass(frozen=True)
-class _Staged:
-    """A transfer's place among the bytes that leave or arrive."""
-
-    transfer: Transfer
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-    def of(self, staging: Tensor) -> Tensor:
-        shape = box_sizes(self.transfer.box)
-        return staging[self.start : self.stop].view(self.dtype).view(shape)
+_Staged = tuple[Transfer, Place]
+"""A transfer, and its place among the bytes that leave or arrive, the last memory of those that copies are run with."""
 
 
 def _staged(
@@ -247,9 +265,9 @@ def _staged(
     for rank in sorted(by_rank):
         start = at
         for t in by_rank[rank]:
-            dtype = types(t.name)
+            dtype, shape = types(t.name), box_sizes(t.box)
+            found.append((t, Place(-1, dtype, shape, strides_of(shape), at // dtype.itemsize)))
             nbytes = volume(t.box) * dtype.itemsize
-            found.append(_Staged(t, dtype, at, at + nbytes))
             at += -(-nbytes // STAGED_ALIGNMENT) * STAGED_ALIGNMENT
         sizes[rank] = at - start
     return found, sizes

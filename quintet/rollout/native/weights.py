@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quintet.engine.device import copy_all
+from quintet.engine.copies import copy_all
 from quintet.engine.lora import split_adapters
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
