@@ -270,7 +270,7 @@ def test_a_vllm_worker_gets_some_of_the_heads_that_share_a_kv_head(model):
         sources = [ChannelSource([ticket]) for ticket in server.plan(specs)]
         with ThreadPoolExecutor(2) as pool:
             taking = [
-                pool.submit(one.take, source.pieces(0)) for one, source in zip(held, sources, strict=True)
+                pool.submit(one.take, source.batches(0)) for one, source in zip(held, sources, strict=True)
             ]
             assert server.serve().lost == {}
             check([one.result(60) for one in taking])

@@ -76,16 +76,16 @@ class LoraSlots:
 
     def read_frozen(self, pieces: Iterator[Piece]) -> LoadReport:
         """Take the frozen weights, once."""
-        return self._frozen.take(pieces)
+        return self._frozen.take([one] for one in pieces)
 
     def wanted(self) -> list[Wanted] | None:
         """Return the parts of adapters that this worker reads: see `Weights.wanted`."""
         return self._adapters.wanted()
 
-    def take(self, pieces: Iterator[Piece]) -> LoadReport:
+    def take(self, batches: Iterator[list[Piece]]) -> LoadReport:
         """Take new weights of adapters: see `Weights.take`."""
         self._slot.occupy()
-        return self._adapters.take(pieces)
+        return self._adapters.take(batches)
 
     def read(self) -> Reading:
         """Return fingerprints of adapters and frozen weights: see `Weights.read`."""

@@ -143,13 +143,15 @@ class Copying:
         self._targets = targets
         self._left = {name: sum(volume(r.box) for r, _ in parts) for name, parts in targets.items()}
 
-    def put(self, piece: Piece) -> None:
-        """Copy what the model has of a piece."""
+    def places(self, piece: Piece) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield where the model has something of a piece, and what."""
         for region, view in self._targets.get(piece.name, ()):
-            both = meet(region.box, piece.box)
-            if both is not None:
-                view[slices(region.box, both)].copy_(piece.tensor[slices(piece.box, both)])
+            if region.box == piece.box:
+                self._left[piece.name] -= volume(piece.box)
+                yield view, piece.tensor
+            elif (both := meet(region.box, piece.box)) is not None:
                 self._left[piece.name] -= volume(both)
+                yield view[slices(region.box, both)], piece.tensor[slices(piece.box, both)]
 
     def missing(self) -> list[str]:
         """Return tensors that did not come, or not all of them."""

@@ -16,17 +16,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from quintet.engine.copies import copy_all
 from quintet.engine.weights.fingerprint import fingerprint
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, meet, volume, whole_box
 from quintet.rollout.base import Fingerprints, Piece, Wanted
 from quintet.rollout.vllm.load_trace import Record, Trace
-from quintet.rollout.vllm.param_map import Live
+from quintet.rollout.vllm.param_map import Copying, Live
 from quintet.rollout.vllm.worker_models import WorkerModels
 from quintet.typed import AsPairs
 
@@ -74,14 +76,14 @@ class Weights:
             return None
         return [Wanted(name, box) for name in sorted(self._boxes) for box in self._boxes[name]]
 
-    def take(self, pieces: Iterator[Piece]) -> LoadReport:
-        """Take new weights. What is wrong with them is told, not raised: `check` sees all workers' answers."""
+    def take(self, batches: Iterator[list[Piece]]) -> LoadReport:
+        """Take new weights, of `WeightSource.batches`. What is wrong with them is told, not raised: `check` sees all workers' answers."""
         start = time.perf_counter()
         with torch.no_grad():
             if self._live and self._live.copyable:
-                taken = self._copy(self._live, pieces)
+                taken = self._copy(self._live, batches)
             else:
-                taken = self._through_loaders(pieces)
+                taken = self._through_loaders(chain.from_iterable(batches))
         taken.untaken = {name for name in taken.untaken if not self._idle(name)}
         taken.seconds = time.perf_counter() - start
         return taken
@@ -97,22 +99,27 @@ class Weights:
             arrived = dict(zip(self._arrived, values, strict=True))
         return Reading(arrived | live, unreadable, self._untaken)
 
-    def _copy(self, live: Live, pieces: Iterator[Piece]) -> LoadReport:
+    def _copy(self, live: Live, batches: Iterator[list[Piece]]) -> LoadReport:
         taken, copying = LoadReport(untaken=set(self._untaken)), live.begin()
         self._arrived = {}
-        for piece in pieces:
-            taken.bytes += piece.tensor.nbytes
-            if piece.name in self._untaken:
-                self._arrived[piece.name, piece.box] = fingerprint(piece.tensor, piece.shape, piece.box)
-            if self._shapes.get(piece.name) == piece.shape:
-                copying.put(piece)
-            elif piece.name in self._shapes:
-                taken.odd.append(_reshaped(piece, self._shapes[piece.name]))
-            else:
-                taken.untaken.add(piece.name)
+        for batch in batches:
+            copy_all(pair for piece in batch for pair in self._places(piece, copying, taken))
         live.end()
         taken.missing = copying.missing()
         return taken
+
+    def _places(self, piece: Piece, copying: Copying, taken: LoadReport) -> Iterable[tuple[Tensor, Tensor]]:
+        """Where a piece goes, and what of it; what is wrong with it is noted."""
+        taken.bytes += piece.tensor.nbytes
+        if piece.name in self._untaken:
+            self._arrived[piece.name, piece.box] = fingerprint(piece.tensor, piece.shape, piece.box)
+        if self._shapes.get(piece.name) == piece.shape:
+            return copying.places(piece)
+        if piece.name in self._shapes:
+            taken.odd.append(_reshaped(piece, self._shapes[piece.name]))
+        else:
+            taken.untaken.add(piece.name)
+        return ()
 
     def _through_loaders(self, pieces: Iterator[Piece]) -> LoadReport:
         taken, known = LoadReport(), dict(self._shapes)

@@ -38,12 +38,12 @@ class WeightWorker:
     def take_weights(self, source: str) -> LoadReport:
         """Take what the source of these words has for this worker (its rank among tp · pp is the receiver's number). See
         `weights.check`."""
-        pieces = opened(source).pieces(self.rank)
+        batches = opened(source).batches(self.rank)
         try:
-            taken = self._held().take(pieces)
+            taken = self._held().take(batches)
         finally:
-            if isinstance(pieces, Generator):
-                pieces.close()  # early, which tells the sender
+            if isinstance(batches, Generator):
+                batches.close()  # early, which tells the sender
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return taken

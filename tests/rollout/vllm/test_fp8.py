@@ -52,7 +52,7 @@ def test_eight_bits_and_scales_arrive_and_are_read() -> None:
         sent = {f"{half}.weight": torch.randn(128, 128).to(torch.float8_e4m3fn) for half in ("gate", "up")}
         sent |= {f"{half}.weight_scale_inv": torch.rand(1, 1) for half in ("gate", "up")}
         whole = {name: whole_box(t.shape) for name, t in sent.items()}
-        check([held.take(Piece(n, tuple(t.shape), whole[n], t) for n, t in sent.items())])
+        check([held.take([Piece(n, tuple(t.shape), whole[n], t)] for n, t in sent.items())])
         found, unreadable = combine([held.read()])
         assert not unreadable
         assert found == fingerprints((n, tuple(t.shape), whole[n], t) for n, t in sent.items())

@@ -93,14 +93,33 @@ def whole(shape: Iterable[int]) -> Box:
     return whole_box(shape)
 
 
-def pieces(named: dict[str, Tensor], rows: int | None = None) -> Iterator[Piece]:
-    """As they travel: each is gone when the next comes. rows: tensors are cut into so many."""
+def pieces(named: dict[str, Tensor], rows: int | None = None) -> Iterator[list[Piece]]:
+    """As they travel, some at a time: they are gone when the next come. rows: tensors are cut into so many."""
+    cut = []
     for name, tensor in named.items():
         for start in range(0, len(tensor), rows or len(tensor)):
-            part = tensor[start : start + (rows or len(tensor))].clone()
-            box = ((start, start + len(part)), *whole(tensor.shape[1:]))
-            yield Piece(name, tuple(tensor.shape), box, part)
-            part.fill_(torch.nan)
+            box = ((start, min(start + (rows or len(tensor)), len(tensor))), *whole(tensor.shape[1:]))
+            cut.append((name, box))
+    return travelling(named, cut)
+
+
+def travelling(named: dict[str, Tensor], cut: list[tuple[str, Box]]) -> Iterator[list[Piece]]:
+    for at in range(0, len(cut), 3):
+        some = [
+            Piece(
+                name, tuple(named[name].shape), box, named[name][tuple(slice(*side) for side in box)].clone()
+            )
+            for name, box in cut[at : at + 3]
+        ]
+        yield some
+        for one in some:
+            one.tensor.fill_(torch.nan)
+
+
+def torn(batches: Iterator[list[Piece]], *missing: tuple[str, int]) -> Iterator[list[Piece]]:
+    """Without the parts of these names that begin at these rows."""
+    for some in batches:
+        yield [one for one in some if (one.name, one.box[0][0]) not in missing]
 
 
 def make(rank: int = 0, tp: int = 1) -> tuple[Fused, Weights]:
@@ -108,14 +127,11 @@ def make(rank: int = 0, tp: int = 1) -> tuple[Fused, Weights]:
     return model, Weights(WorkerModels(model), model.load, lambda name: name.startswith("mtp"))
 
 
-def asked(held: Weights, named: dict[str, Tensor]) -> Iterator[Piece]:
+def asked(held: Weights, named: dict[str, Tensor]) -> Iterator[list[Piece]]:
     """What a worker asks for, and no more."""
     wanted = held.wanted()
     assert wanted is not None
-    for one in wanted:
-        part = named[one.name][tuple(slice(*side) for side in one.box)].clone()
-        yield Piece(one.name, tuple(named[one.name].shape), one.box, part)
-        part.fill_(torch.nan)
+    return travelling(named, [(one.name, one.box) for one in wanted])
 
 
 def differing(held: list[Weights], named: dict[str, Tensor]) -> list[str]:
@@ -215,9 +231,9 @@ def test_what_loaders_pack_is_asked_for_in_the_parts_they_read() -> None:
                 torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True)
             )
     assert [model.loads for model in models] == [3, 3]
-    torn = [p for p in asked(workers[0], named) if p.name != "layers.1.q"]
+    lacking = torn(asked(workers[0], named), ("layers.1.q", 0))
     with pytest.raises(SyncMismatch, match=r"did not get layers\.1\.q:"):
-        check([workers[0].take(iter(torn))])
+        check([workers[0].take(lacking)])
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -243,9 +259,8 @@ def test_a_tensor_that_the_model_does_not_know_is_named(first: bool) -> None:
 
 def test_tensors_that_are_not_all_there_or_of_another_shape_are_named() -> None:
     _, held = make()
-    torn = [p for p in pieces(weights_of(0), 3) if (p.name, p.box[0]) != ("layers.0.q", (3, 6))]
     with pytest.raises(SyncMismatch, match=r"layers\.0\.q \(24 of 64 elements\)"):
-        check([held.take(iter(torn))])
+        check([held.take(torn(pieces(weights_of(0), 3), ("layers.0.q", 3)))])
     check([held.take(pieces(weights_of(0)))])
     with pytest.raises(SyncMismatch, match=r"layers\.0\.norm \[9\], before \[8\]"):
         check([held.take(pieces(weights_of(0) | {"layers.0.norm": torch.ones(9)}))])

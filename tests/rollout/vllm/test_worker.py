@@ -39,6 +39,9 @@ class Source:
     wanted: list[list[Wanted] | None] | None = None
     """What each receiver asks for; nobody is asked where there is none."""
 
+    def batches(self, receiver: int) -> Iterator[list[Piece]]:
+        return ([one] for one in self.pieces(receiver))
+
     def pieces(self, receiver: int) -> Iterator[Piece]:
         asked = self.wanted[receiver] if self.wanted else None
         if asked is not None:
