@@ -222,8 +222,9 @@ def _kernels(recipe: Recipe, shape: ModelShape) -> str | None:
     """Which of TransformerEngine's kernels runs take on devices on which some were measured."""
     if shape.moe is None or not layers_of(recipe).startswith("transformer_engine"):
         return None
-    devices = sorted({row.device for row in read_kernels() if row.experts == experts_of(shape, recipe)})
-    told = [with_kernels(recipe, shape, device, EXPERT_KERNELS)[1] for device in devices]
+    rows = read_kernels()
+    devices = sorted({row.device for row in rows if row.experts == experts_of(shape, recipe)})
+    told = [with_kernels(recipe, shape, device, EXPERT_KERNELS, rows)[1] for device in devices]
     return "".join(f"{one[0].upper()}{one[1:]}." for one in told if one) or None
 
 
