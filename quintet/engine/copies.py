@@ -26,9 +26,6 @@ class Place(NamedTuple):
     def stride(self) -> tuple[int, ...]:
         return self.strides
 
-    def dim(self) -> int:
-        return len(self.shape)
-
     def is_contiguous(self) -> bool:
         dims = zip(self.shape, self.strides, strides_of(self.shape), strict=True)
         return all(size == 1 or stride == own for size, stride, own in dims)

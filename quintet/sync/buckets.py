@@ -11,7 +11,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from quintet.engine.copies import Place, views
+from quintet.engine.copies import Place, strides_of, views
 from quintet.models.mcore import Box, box_sizes, split, volume
 from quintet.typed import Dtype
 
@@ -33,10 +33,6 @@ class Entry:
     def nbytes(self) -> int:
         return volume(self.box) * self.dtype.itemsize
 
-    @cached_property
-    def strides(self) -> tuple[int, ...]:
-        return tuple(volume(self.box[dim + 1 :]) for dim in range(len(self.box)))
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -45,17 +41,19 @@ class Bucket:
     entries: tuple[Entry, ...]
     nbytes: int
 
-    def places(self, memory: int = 0) -> list[Place]:
-        """Return the place of each entry in a stretch of bytes of that number, in the shape of its box."""
+    @cached_property
+    def places(self) -> list[Place]:
+        """The place of each entry in a stretch of bytes, in the shape of its box."""
+        shapes = [box_sizes(one.box) for one in self.entries]
         return [
-            Place(memory, one.dtype, box_sizes(one.box), one.strides, one.offset // one.dtype.itemsize)
-            for one in self.entries
+            Place(0, one.dtype, shape, strides_of(shape), one.offset // one.dtype.itemsize)
+            for one, shape in zip(self.entries, shapes, strict=True)
         ]
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """Return a view of each entry, in the shape of its box. memory: bytes, a multiple of ALIGNMENT, from the bucket's first
         on."""
-        return views(self.places(), memory)
+        return views(self.places, memory)
 
 
 def in_buckets(

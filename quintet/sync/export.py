@@ -125,7 +125,8 @@ class Export:
         def write(t: Transfer) -> Place:
             mine = self._mine[number]
             if not places:
-                places.extend(mine.fill(mine.sent.places(0), mine.raw.places(1)))
+                beside = [one._replace(memory=1) for one in mine.raw.places]
+                places.extend(mine.fill(mine.sent.places, beside))
             return places[t.target_index].part(mine.gathered[t.target_index].box, t.box)
 
         for one in self._rounds[number]:
