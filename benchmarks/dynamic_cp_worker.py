@@ -21,18 +21,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.dynamic_cp_work import Work, random_plan, work_of
-from benchmarks.engine import device_name
 from benchmarks.engine_work import TRAINED_FROM
-from benchmarks.engine_worker import fill, join, timed_together
+from benchmarks.engine_worker import as_runs_take, fill, join, timed_together
 from benchmarks.timing import launch_us
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
-from quintet.engine.config import fused_kernels
 from quintet.engine.engine import Engine
-from quintet.engine.layers.specs import choose_backend
 from quintet.packing import Cell, Plan, rank_cells
-from quintet.plan.kernels import with_kernels
 from quintet.recipe import schema
 
 STILL = schema.Optimizer(lr=1e-12, weight_decay=0.0)
@@ -54,14 +50,12 @@ class Loop:
         self.work, self.device, self.objective = work, device, sft_objective()
         self.old_logprobs = old_logprobs
         recipe |= {"recompute": work.recompute, "tokens_per_microbatch_per_rank": work.most, **work.engine}
-        told = schema.Recipe(engine=schema.Engine(**recipe))
-        # Experts by the kernels that a run takes.
-        installed = fused_kernels(choose_backend(told.engine.backend))
-        chosen, _ = with_kernels(told, work.model, device_name(), installed)
+        where = schema.Layout(**layout)
+        engine, _ = as_runs_take(schema.Engine(**recipe), where, work.model, work.dtype)
         self.engine = Engine(
             work.model,
-            schema.Layout(**layout),
-            engine=chosen.engine,
+            where,
+            engine=engine,
             optimizer=STILL,
             dtype=work.dtype,
         )

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import cycle, islice
 from typing import Any, TextIO
@@ -34,6 +34,7 @@ from quintet.engine.config import fused_kernels
 from quintet.engine.engine import Engine
 from quintet.engine.layers.specs import choose_backend
 from quintet.engine.weights.shards import Shard, shard_map
+from quintet.models import ModelShape
 from quintet.packing import RankCell
 from quintet.plan.kernels import with_kernels
 from quintet.recipe import schema
@@ -49,15 +50,12 @@ class QuintetLoop:
     def __init__(self, setup: Setup, optimizer: schema.Optimizer, device: torch.device) -> None:
         self.setup, self.objective = setup, sft_objective()
         layout = schema.Layout(**setup.layout)
-        # Experts by the kernels that a run takes.
-        dealt = {"moe_router_fusion"} if setup.balance == "forced" else set()
-        installed = set(fused_kernels(choose_backend(setup.backend))) - dealt
-        told = schema.Recipe(engine=setup.engine_recipe, layout=layout, model=schema.Model(dtype="bf16"))
-        chosen, self.kernels = with_kernels(told, setup.shape, device_name(), installed)
+        without = ("moe_router_fusion",) if setup.balance == "forced" else ()
+        engine, self.kernels = as_runs_take(setup.engine_recipe, layout, setup.shape, "bf16", without)
         self.engine = Engine(
             setup.shape,
             layout,
-            engine=chosen.engine,
+            engine=engine,
             optimizer=optimizer,
             dtype="bf16",
         )
@@ -82,6 +80,16 @@ class QuintetLoop:
         result = self.engine.forward_backward(batch, cells, self.objective)
         norm = self.engine.optimizer_step()["grad_norm"]
         return result.loss if result is not None and self.engine.mesh.owns_output else 0.0, norm
+
+
+def as_runs_take(
+    engine: schema.Engine, layout: schema.Layout, shape: ModelShape, dtype: Any, without: Sequence[str] = ()
+) -> tuple[schema.Engine, str]:
+    """The section with the kernels of experts that a run takes here, and a sentence of which and why. without: none of these."""
+    installed = set(fused_kernels(choose_backend(engine.backend))) - set(without)
+    told = schema.Recipe(engine=engine, layout=layout, model=schema.Model(dtype=dtype))
+    chosen, why = with_kernels(told, shape, device_name(), installed)
+    return chosen.engine, why
 
 
 def fill(shards: list[Shard], device: torch.device) -> None:

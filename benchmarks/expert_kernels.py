@@ -49,12 +49,10 @@ def setups(args: argparse.Namespace, kernel: str, card: int | None = None) -> li
     )
     if dry:
         plain = replace(plain, layers=args.layers)
-    else:
-        whole = MODELS[args.shape].shape.layers
-        most = whole if args.sequential else FITTING.get(args.shape, whole)
-        plain = replace(plain, layers=depth_of([plain] * 2, args.layers, most, card, args.sequential))
-    if dry:
         return [(kernel, plain), ("without", plain)]
+    whole = MODELS[args.shape].shape.layers
+    most = whole if args.sequential else FITTING.get(args.shape, whole)
+    plain = replace(plain, layers=depth_of([plain] * 2, args.layers, most, card, args.sequential))
     # The other kernels are on both sides those that a run takes.
     ways: Sequence[dict[str, Any]] = [{"megatron": {kernel: taken}} for taken in (True, False)]
     if kernel == TORCH_EXPERTS:

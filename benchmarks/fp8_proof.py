@@ -28,12 +28,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.engine_work import TINY, Setup, parse_engine, setup_of
@@ -123,10 +122,10 @@ def texts(setup: Setup, step: int) -> list[list[Any]]:
 class Case:
     """A model, and the loops that train it. Of each step all have the same text, and all begin from the same weights."""
 
-    def __init__(self, shape: str, tiny: bool, engine: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(self, shape: str, tiny: bool, engine: dict[str, Any] | None = None) -> None:
         import torch
 
-        self.shape, self.tiny, self.engine = shape, tiny, engine
+        self.shape, self.tiny, self.engine = shape, tiny, engine or {}
         self.steps = 3 if tiny else STEPS
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         backend = "portable" if tiny else "transformer_engine"
