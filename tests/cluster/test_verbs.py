@@ -38,7 +38,7 @@ def calls(group: WorkerGroup, copies: RolloutReplicas, engine: Engine, ask: Ask)
     group.all(Policy.optimizer_step)(role="critic", phase="train")  # call-arg
     group.all(Policy.optimizer_step)(role=1)  # arg-type
     norm: str = group.all(Policy.optimizer_step)(role="critic")[0].grad_norm  # assignment
-    text: list[str] = group.one(Policy.describe)()  # assignment
+    text: str = group.one(Policy.describe)()  # assignment
     group.each(Rollout.update_weights)([3])  # list-item
     group.each(Rollout.slice_samples)([[3]], [None])  # list-item
     group.each(Policy.logprobs, megatron_compute)([([[1]], [1], [], None)])  # call-arg
@@ -53,7 +53,7 @@ def calls(group: WorkerGroup, copies: RolloutReplicas, engine: Engine, ask: Ask)
 
 def right(group: WorkerGroup, copies: RolloutReplicas, engine: Engine) -> None:
     norm: float = group.all(Policy.optimizer_step, phase="train")(role="critic")[0].grad_norm
-    text: str = group.one(Policy.describe)()
+    text: list[str] = group.one(Policy.describe)()
     parts: list[tuple[object, ...]] = group.each(Rollout.slice_samples)([[[("call", 3)]]], [None])
     served: list[list[Served]] = results([group.all(Policy.serve).submit()])
     mixed: list[list[Served] | QuintetError] = outcomes([group.all(Policy.serve).submit()])

@@ -74,7 +74,7 @@ class Taking(Worker):
 
     def update_weights(self, source: WeightSource) -> None:
         with ThreadPoolExecutor(len(self.held)) as pool:
-            taken = list(pool.map(lambda n: self.held[n].take(source.pieces(n)), range(len(self.held))))
+            taken = list(pool.map(lambda n: self.held[n].take(source.batches(n)), range(len(self.held))))
         check(taken)
         self.bytes = [one.bytes for one in taken]
 
