@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,6 +26,20 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def download(values: Tensor) -> Callable[[], Tensor]:
+    """Begin a copy to the CPU; what is returned waits for it and gives it, while the device goes on with what was queued in between."""
+    copy = values.to("cpu", non_blocking=True)
+    if not values.is_cuda:
+        return lambda: copy
+    done = torch.cuda.current_stream().record_event()
+
+    def wait() -> Tensor:
+        done.synchronize()
+        return copy
+
+    return wait
 
 
 def memory(x: Tensor) -> memoryview:

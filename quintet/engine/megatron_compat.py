@@ -260,13 +260,10 @@ def _plain_rng() -> None:
 
 
 def _plain_splits() -> None:
-    """The token dispatcher turns its split sizes into plain numbers on their way from the GPU; on a CPU they stay
-    tensors, which all-to-all refuses. And gloo cannot gather or reduce-scatter uneven parts, which experts cut over
-    etp receive: parts are padded to the longest, or summed whole. (tests/engine/test_moe.py: ep2, etp2)"""
+    """gloo cannot gather or reduce-scatter uneven parts, which experts cut over etp receive: parts are padded to the longest, or
+    summed whole. (tests/engine/test_dispatch.py: etp 2)"""
     from megatron.core.tensor_parallel import mappings
-    from megatron.core.transformer.moe import token_dispatcher
 
-    token_dispatcher.maybe_move_tensor_to_cpu = _move_to_cpu
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_uneven(
@@ -290,7 +287,3 @@ def _plain_splits() -> None:
 
     mappings._gather_along_first_dim = gather_uneven
     mappings._reduce_scatter_along_first_dim = scatter_uneven
-
-
-def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -90,7 +90,7 @@ _REASONS = {
         tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend overlap_moe_expert_parallel_comm moe_shared_expert_overlap
         delay_wgrad_compute ep_overlap_early_attn_memory_release
     """,
-    "tokens are sent to experts by megatron-core's alltoall dispatcher; DeepEP and HybridEP are not available in this version": """
+    "tokens are sent by quintet's own dispatcher, once to a rank of their experts as DeepEP and HybridEP do": """
         moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
     """,
     "decided by mtp and the model": "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",

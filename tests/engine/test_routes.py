@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,9 +62,11 @@ def test_types_are_the_smallest():
 @contextlib.contextmanager
 def dispatcher(engine: Any) -> Iterator[list[tuple[int, int, Any, Tensor]]]:
     """What the token dispatcher is asked for inside: layer, number and `MicroBatch` of a row, and its map [T, experts]."""
+    from quintet.engine.layers.dispatch import Dispatcher
     from quintet.engine.layers.layer import PackedMoELayer
 
-    rows, heard = engine._pipeline.rows, []
+    rows, heard, now = engine._pipeline.rows, [], []
+    real_compute, real_dispatch = PackedMoELayer._compute, Dispatcher.dispatch
 
     def numbered(*args: Any) -> Any:
         for number, (micro, row) in enumerate(rows(*args)):
@@ -71,21 +74,20 @@ def dispatcher(engine: Any) -> Iterator[list[tuple[int, int, Any, Tensor]]]:
             yield micro, row
 
     def compute(layer: Any, hidden: Tensor, row: Any) -> Any:
-        layer.row = row
-        return original_compute(layer, hidden, row)
+        now[:] = [layer.layer_number - 1, row.number, row.micro]
+        return real_compute(layer, hidden, row)
 
-    def preprocess(layer: Any, hidden: Tensor, probs: Tensor, map: Tensor) -> Any:
-        heard.append((layer.layer_number - 1, layer.row.number, layer.row.micro, map.clone()))
-        return original_preprocess(layer, hidden, probs, map)
+    def dispatch(self: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Any:
+        heard.append((*now, chosen.clone()))
+        return real_dispatch(self, tokens, weights, chosen)
 
-    original_compute, original_preprocess = PackedMoELayer._compute, PackedMoELayer.preprocess
     engine._pipeline.rows = numbered
-    PackedMoELayer._compute, PackedMoELayer.preprocess = compute, preprocess
-    try:
+    with (
+        mock.patch.object(PackedMoELayer, "_compute", compute),
+        mock.patch.object(Dispatcher, "dispatch", dispatch),
+    ):
         yield heard
-    finally:
-        engine._pipeline.rows = rows
-        PackedMoELayer._compute, PackedMoELayer.preprocess = original_compute, original_preprocess
+    engine._pipeline.rows = rows
 
 
 def dispatched(case: Case, path: Path, everywhere: bool = False) -> tuple[int, int, Counter[tuple[int, int]]]:

@@ -221,7 +221,7 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     (
         "megatron_options_are_free",
         ["@moe", "engine.megatron.moe_enable_deepep=true"],
-        ["sent to experts by megatron-core's alltoall dispatcher", "DeepEP"],
+        ["quintet's own dispatcher, once to a rank", "DeepEP"],
     ),
     (
         "megatron_options_are_free",

@@ -11,11 +11,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron.core.transformer import TransformerLayer
+from megatron.core.transformer import TransformerConfig, TransformerLayer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from quintet.engine import fp8
+from quintet.engine.layers.dispatch import Dispatcher
 from quintet.engine.row import PackedRow
 
 
@@ -36,7 +37,11 @@ class PackedLayer(TransformerLayer):
 
 
 class PackedMoELayer(MoELayer):
-    """Core's experts layer, whose router is handed the row."""
+    """Core's experts layer, whose router is handed the row, and whose tokens go once to a rank."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        self.token_dispatcher = Dispatcher(config, pg_collection)
 
     def forward(self, hidden_states: Tensor, row: PackedRow) -> tuple[Tensor, None]:
         """Transform hidden states [T (/tp under SP), 1, hidden] → the same, and no bias."""
@@ -58,8 +63,10 @@ class PackedMoELayer(MoELayer):
 
     def _compute(self, hidden_states: Tensor, row: PackedRow) -> tuple[Tensor, None]:
         shared = self.shared_experts_compute(hidden_states)
-        probs, routing_map = self.router(hidden_states, row=row)
-        sent, probs = self.preprocess(hidden_states, probs, routing_map)
-        sent, probs = self.dispatch(sent, probs)
-        out, _ = self.routed_experts_compute(sent, probs)
-        return self.postprocess(self.combine(out), shared), None
+        weights, chosen = self.router(hidden_states, row=row)
+        sent = self.token_dispatcher.dispatch(
+            hidden_states.view(-1, hidden_states.shape[-1]), weights, chosen
+        )
+        made, _ = self.experts(sent.tokens, sent.per_expert, sent.weights)
+        out = self.token_dispatcher.combine(made, sent).view(hidden_states.shape)
+        return (out if shared is None else out + shared), None

@@ -1,0 +1,106 @@
+"""Tokens reach the ranks of their experts once each, and come back as the sums of what these made of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+EXPERTS, TOP_K, HIDDEN = 8, 3, 5
+TOKENS = [9, 0, 14, 1]
+"""Of each rank: the second has none of its own, and still has experts."""
+
+
+def weights_of(etp: int) -> Tensor:
+    """What each expert multiplies with, a share for each rank of etp: [experts, etp, hidden, hidden]."""
+    return torch.randn(
+        EXPERTS, etp, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
+
+
+def tokens_of(rank: int, few: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, weights (of each token's first choice exactly 0) and choices of a rank. few: all choose of the first four experts."""
+    generator = torch.Generator().manual_seed(rank)
+    n = TOKENS[rank]
+    scores = torch.rand(n, EXPERTS, generator=generator, dtype=torch.float64)
+    if few:
+        scores[:, 4:] = 0
+    top = scores.topk(TOP_K, -1).indices
+    chosen = torch.zeros(n, EXPERTS, dtype=torch.bool).scatter_(1, top, True)
+    weights = torch.rand(n, EXPERTS, generator=generator, dtype=torch.float64) * chosen
+    weights = weights.scatter(1, top[:, :1], 0.0)
+    return torch.randn(n, HIDDEN, generator=generator, dtype=torch.float64), weights, chosen
+
+
+def expected(rank: int, few: bool, etp: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What every token becomes, and the gradients of tokens and weights, one expert after another in this process."""
+    tokens, weights, chosen = tokens_of(rank, few)
+    tokens.requires_grad_()
+    weights.requires_grad_()
+    out = torch.zeros_like(tokens)
+    for e, shares in enumerate(weights_of(etp)):
+        of_expert = sum((tokens @ share).tanh() for share in shares)
+        out = out + of_expert * weights[:, e : e + 1] * chosen[:, e : e + 1]
+    (out * torch.arange(HIDDEN)).sum().backward()
+    assert tokens.grad is not None
+    assert weights.grad is not None
+    return out.detach(), tokens.grad, weights.grad
+
+
+def dispatched(ep: int, etp: int, few: bool) -> tuple[list[int], list[Tensor]]:
+    """On one rank of ep · etp: rows sent to each rank of ep, and what `expected` returns."""
+    from quintet.engine import megatron_compat
+
+    megatron_compat.install()
+    from quintet.engine.layers.dispatch import Dispatcher
+
+    rank = dist.get_rank()
+    grid = torch.arange(ep * etp).view(ep, etp)
+
+    def mine(rows: list[list[int]]) -> Any:
+        made = [dist.new_group(row) for row in rows]
+        return next(one for one, row in zip(made, rows, strict=True) if rank in row)
+
+    groups: Any = SimpleNamespace(
+        ep=mine(grid.t().tolist()), expt_tp=mine(grid.tolist()), tp_ep=mine([grid.flatten().tolist()])
+    )
+    config: Any = SimpleNamespace(num_moe_experts=EXPERTS, moe_router_topk=TOP_K, moe_permute_fusion=False)
+    dispatcher = Dispatcher(config, groups)
+    tokens, weights, chosen = tokens_of(rank, few)
+    tokens.requires_grad_()
+    weights.requires_grad_()
+    sent = dispatcher.dispatch(tokens, weights, chosen)
+    here = EXPERTS // ep
+    first, share = groups.ep.rank() * here, groups.expt_tp.rank()
+    assert sent.per_expert.sum() == len(sent.tokens) == len(sent.weights)
+    parts = [
+        (rows @ matrix).tanh() * part[:, None]
+        for rows, part, matrix in zip(
+            sent.tokens.split(sent.per_expert.tolist()),
+            sent.weights.split(sent.per_expert.tolist()),
+            weights_of(etp)[first : first + here, share],
+            strict=True,
+        )
+    ]
+    out = dispatcher.combine(torch.cat(parts), sent)
+    (out * torch.arange(HIDDEN)).sum().backward()
+    assert tokens.grad is not None
+    assert weights.grad is not None
+    return sent.counts.sent, [out.detach(), tokens.grad, weights.grad * chosen]
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["", "few"])
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+def test_tokens_come_back_as_the_sums_of_their_experts(pool: Any, ep: int, etp: int, few: bool) -> None:
+    for rank, (sent, found) in enumerate(pool.run(dispatched, ep * etp, ep, etp, few)):
+        for one, want in zip(found, expected(rank, few, etp), strict=True):
+            torch.testing.assert_close(one, want)
+        ranks = tokens_of(rank, few)[2].view(-1, ep, EXPERTS // ep).any(-1)
+        assert sent == ranks.sum(0).tolist()
+        assert (
+            ep == 1 or TOKENS[rank] < 2 or sum(sent) < TOKENS[rank] * TOP_K
+        )  # fewer rows than one for each choice
