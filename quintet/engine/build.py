@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from quintet.engine import fp8
 from quintet.engine.config import transformer_config
+from quintet.engine.layers.layer import in_halves
 from quintet.engine.layers.specs import choose_backend, provider_of
 from quintet.engine.lora import attach
 from quintet.engine.mesh import Mesh, Sizes, build_mesh, with_own_gathers
@@ -101,6 +102,8 @@ def build_chunks(
     provider = provider_of(backend, recipe.experts)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     chunks = [PolicyModel(shape, config, mesh, provider, stage).to(device()) for stage in stages]
+    if recipe.overlap_dispatch:
+        in_halves(chunks)
     if lora is not None:
         for chunk in chunks:
             attach(chunk, lora)

@@ -190,6 +190,13 @@ _ENGINE = [
     _set_to(
         True, "overlap_param_gather", "gathering of parameters during forward", "engine.overlap_param_gather"
     ),
+    Feature(
+        "overlap_dispatch",
+        "experts that compute while tokens travel",
+        ("engine.overlap_dispatch",),
+        lambda r, s: _has_experts(s) and r.engine.overlap_dispatch,
+        needs=("experts", "ep"),
+    ),
     _set_to(True, "row_buckets", "rows of few sizes", "engine.row_buckets"),
     _set_to("transformer_engine", "transformer_engine", "TransformerEngine's layers", "engine.backend"),
     *_one_of("model.dtype", bf16=("bf16", "bf16"), fp32=("fp32", "fp32")),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,8 +54,22 @@ def expected(rank: int, few: bool, etp: int) -> tuple[Tensor, Tensor, Tensor]:
     return out.detach(), tokens.grad, weights.grad
 
 
-def dispatched(ep: int, etp: int, few: bool) -> tuple[list[int], list[Tensor]]:
-    """On one rank of ep · etp: rows sent to each rank of ep, and what `expected` returns."""
+@contextlib.contextmanager
+def counted() -> Iterator[list[list[int]]]:
+    """How many rows leave for each rank of ep, a list of its own for each exchange inside."""
+    real = dist.all_to_all_single
+    sent: list[list[int]] = []
+
+    def exchange(out: Tensor, given: Tensor, received: Any, leave: Any, **how: Any) -> Any:
+        sent.append(leave)
+        return real(out, given, received, leave, **how)
+
+    with mock.patch.object(dist, "all_to_all_single", exchange):
+        yield sent
+
+
+def dispatched(ep: int, etp: int, few: bool, parts: int) -> tuple[list[list[int]], list[Tensor]]:
+    """On one rank of ep · etp: rows sent to each rank of ep, an exchange each, and what `expected` returns."""
     from quintet.engine import megatron_compat
 
     megatron_compat.install()
@@ -70,37 +87,44 @@ def dispatched(ep: int, etp: int, few: bool) -> tuple[list[int], list[Tensor]]:
     )
     config: Any = SimpleNamespace(num_moe_experts=EXPERTS, moe_router_topk=TOP_K, moe_permute_fusion=False)
     dispatcher = Dispatcher(config, groups)
+    dispatcher.parts = parts
+    here, share = EXPERTS // ep, groups.expt_tp.rank()
+    matrices = weights_of(etp)[groups.ep.rank() * here :][:here, share]
+    met: list[int] = []
+
+    def experts(rows: Tensor, per_expert: Tensor, of_each: Tensor) -> tuple[Tensor, None]:
+        met.append(int(per_expert.sum()))
+        assert met[-1] == len(rows) == len(of_each)
+        cut = zip(*(x.split(per_expert.tolist()) for x in (rows, of_each)), matrices, strict=True)
+        return torch.cat([(one @ matrix).tanh() * weight[:, None] for one, weight, matrix in cut]), None
+
     tokens, weights, chosen = tokens_of(rank, few)
     tokens.requires_grad_()
     weights.requires_grad_()
-    sent = dispatcher.dispatch(tokens, weights, chosen)
-    here = EXPERTS // ep
-    first, share = groups.ep.rank() * here, groups.expt_tp.rank()
-    assert sent.per_expert.sum() == len(sent.tokens) == len(sent.weights)
-    parts = [
-        (rows @ matrix).tanh() * part[:, None]
-        for rows, part, matrix in zip(
-            sent.tokens.split(sent.per_expert.tolist()),
-            sent.weights.split(sent.per_expert.tolist()),
-            weights_of(etp)[first : first + here, share],
-            strict=True,
-        )
-    ]
-    out = dispatcher.combine(torch.cat(parts), sent)
-    (out * torch.arange(HIDDEN)).sum().backward()
+    with counted() as sent:
+        out = dispatcher(experts, tokens, weights, chosen)
+        (out * torch.arange(HIDDEN)).sum().backward()
+    assert len(met) == parts
     assert tokens.grad is not None
     assert weights.grad is not None
-    return sent.counts.sent, [out.detach(), tokens.grad, weights.grad * chosen]
+    return sent, [out.detach(), tokens.grad, weights.grad * chosen]
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("few", [False, True], ids=["", "few"])
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
-def test_tokens_come_back_as_the_sums_of_their_experts(pool: Any, ep: int, etp: int, few: bool) -> None:
-    for rank, (sent, found) in enumerate(pool.run(dispatched, ep * etp, ep, etp, few)):
+def test_tokens_come_back_as_the_sums_of_their_experts(
+    pool: Any, ep: int, etp: int, few: bool, parts: int
+) -> None:
+    for rank, (sent, found) in enumerate(pool.run(dispatched, ep * etp, ep, etp, few, parts)):
         for one, want in zip(found, expected(rank, few, etp), strict=True):
             torch.testing.assert_close(one, want)
+        if ep == 1:
+            assert not sent
+            continue
+        # Rows and weights there, rows back, and the same in backward.
+        assert len(sent) == 6 * parts
         ranks = tokens_of(rank, few)[2].view(-1, ep, EXPERTS // ep).any(-1)
-        assert sent == ranks.sum(0).tolist()
-        assert (
-            ep == 1 or TOKENS[rank] < 2 or sum(sent) < TOKENS[rank] * TOP_K
-        )  # fewer rows than one for each choice
+        out = [sum(leaving) for leaving in zip(*sent[: 2 * parts : 2], strict=True)]
+        assert out == ranks.sum(0).tolist()
+        assert TOKENS[rank] < 2 or sum(out) < TOKENS[rank] * TOP_K  # fewer rows than one for each choice

@@ -66,7 +66,7 @@ def dispatcher(engine: Any) -> Iterator[list[tuple[int, int, Any, Tensor]]]:
     from quintet.engine.layers.layer import PackedMoELayer
 
     rows, heard, now = engine._pipeline.rows, [], []
-    real_compute, real_dispatch = PackedMoELayer._compute, Dispatcher.dispatch
+    real_compute, real_dispatch = PackedMoELayer._compute, Dispatcher.__call__
 
     def numbered(*args: Any) -> Any:
         for number, (micro, row) in enumerate(rows(*args)):
@@ -77,14 +77,14 @@ def dispatcher(engine: Any) -> Iterator[list[tuple[int, int, Any, Tensor]]]:
         now[:] = [layer.layer_number - 1, row.number, row.micro]
         return real_compute(layer, hidden, row)
 
-    def dispatch(self: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Any:
+    def dispatch(self: Any, experts: Any, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Any:
         heard.append((*now, chosen.clone()))
-        return real_dispatch(self, tokens, weights, chosen)
+        return real_dispatch(self, experts, tokens, weights, chosen)
 
     engine._pipeline.rows = numbered
     with (
         mock.patch.object(PackedMoELayer, "_compute", compute),
-        mock.patch.object(Dispatcher, "dispatch", dispatch),
+        mock.patch.object(Dispatcher, "__call__", dispatch),
     ):
         yield heard
     engine._pipeline.rows = rows

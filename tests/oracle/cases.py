@@ -81,6 +81,7 @@ class Case:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    overlap_dispatch: bool = False
     row_buckets: bool = False
     optimizer: str = "adamw"
     lr_multipliers: bool = False
@@ -170,6 +171,7 @@ class Case:
                 distributed_optimizer=self.distributed_optimizer,
                 overlap_grad_reduce=self.overlap_grad_reduce,
                 overlap_param_gather=self.overlap_param_gather,
+                overlap_dispatch=self.overlap_dispatch,
                 row_buckets=self.row_buckets,
                 backend=self.backend,
                 experts=self.experts,  # type: ignore[arg-type]
@@ -270,6 +272,7 @@ def _constraints(heads: int) -> list[Constraint]:
         Constraint(("cp", "mixed"), lambda cp, mixed: not mixed or cp[0] > 1),
         Constraint(("cp", "tp"), lambda cp, tp: cp[1] == "all_gather" or heads % (cp[0] * tp) == 0),
         Constraint(("ep", "etp", "tp"), lambda ep, etp, tp: ep > 1 or etp == tp),
+        Constraint(("ep", "overlap_dispatch"), lambda ep, halves: ep > 1 or not halves),
         Constraint(
             ("ep", "etp", "tp", "cp", "dp"), lambda ep, etp, tp, cp, dp: tp * cp[0] * dp % (ep * etp) == 0
         ),
@@ -559,6 +562,35 @@ def gather_cases(ranks: int, **fixed: Any) -> list[Case]:
     return _beside_all(ranks, "adamw", **GATHER, **fixed)
 
 
+_HALVES = {"overlap_dispatch": True}
+_SPREAD = {**_HALVES, "dp": 2, "ep": 2}
+DISPATCH_LAYOUTS = (
+    Case("qwen3_moe", **_SPREAD, **_R, **_Z, **_AUX, distributed_optimizer=True),
+    Case("qwen3_moe", **_HALVES, **_SIZES, **_OVERLAP, tp=2, sp=True, cp=2, ep=2, etp=2, mixed=True),
+    Case("qwen3_moe", **_SPREAD, lora=True),
+    Case("deepseek_v3", **_SPREAD, **_O, **_BIAS, **_BATCH, recompute="full"),
+    Case("deepseek_v3", **_SPREAD, mtp=2, pp=2, vpp=2, recompute="selective", frozen=".mlp.gate"),
+    Case("gpt_oss", **_HALVES, tp=2, sp=True, ep=2, etp=1, optimizer="sgd"),
+)
+"""Tokens that travel to experts in two halves."""
+
+
+def dispatch_cases(ranks: int, **fixed: Any) -> list[Case]:
+    """Every value of every axis beside tokens that travel in halves, and each other feature once."""
+    if ranks < 2:
+        return []
+    found = [*covering("deepseek_v3", ranks, strength=1, **_HALVES, **fixed)]
+    found += covering("qwen3_moe", ranks, strength=1, **_HALVES, **fixed)
+    families = ("glm4_moe", "mixtral", "gpt_oss", "deepseek_v3-tied")
+    found += [Case(family, **_SPREAD, **fixed) for family in families]
+    others = (_R, _O, {**_BIAS, **_Z, **_AUX}, {**_Z, **_BATCH}, _GATE, GATHER, _SIZES, {"mtp": 2})
+    found += [Case("deepseek_v3", **{**_SPREAD, **other, **fixed}) for other in others]
+    if ranks > 3:
+        found.append(Case("deepseek_v3", **_HALVES, cp=2, ep=2, pp=2, stages="1.3", **fixed))
+    found.append(Case("qwen3_moe", lora=True, **_SPREAD, **fixed))
+    return [*found, *bf16("qwen3_moe", ranks, **_HALVES, **fixed)]
+
+
 def _beside_all(ranks: int, optimizer: str = "sgd", **how: Any) -> list[Case]:
     """optimizer: of cases that would be near a tie with some other."""
     found = [*covering("qwen3", ranks, strength=1, **how), *covering("deepseek_v3", ranks, strength=1, **how)]
@@ -587,14 +619,14 @@ PADDED_LAYOUTS = tuple(
             Case("gpt_oss", tp=2, sp=True, etp=2),
             Case("qwen3-tied", stages="1.3", pp=2),
             Case("qwen3", dtype="bf16", tp=2, sp=True),
-            Case("qwen3_moe", **_SIZES, dp=2, ep=2, **_Z),
+            Case("qwen3_moe", **_SIZES, **_SPREAD, **_Z),
         ),
         "blockwise": (
             Case("qwen3", tp=2, sp=True, pp=2, vpp=2, **_SHARDED, optimizer="adam", lr_multipliers=True),
             Case("qwen3", head="value", cp=2, tp=2, sp=True, optimizer="sgd", **_OFFLOAD),
             Case("qwen3", **_SIZES, cp=2, mixed=True),
             Case("qwen3", cp=2, cp_comm="all_to_all", frozen=".o_proj"),
-            Case("qwen3_moe", **_R, dp=2, ep=2, **_AUX, **_Z),
+            Case("qwen3_moe", **_R, **_SPREAD, **_AUX, **_Z),
             Case("qwen3_moe", **_O, tp=2, sp=True, cp=2, ep=2, etp=1, mixed=True),
             Case("mimo", mtp=2, dp=2, **GATHER),
             Case("deepseek_v3", mtp=2, pp=2, vpp=2, dp=2, ep=2, recompute="selective"),
@@ -626,7 +658,7 @@ def feature_layouts() -> list[Case]:
     """Each feature in a few layouts: on up to 2 ranks in `make test`, on 4 in `make test-slow`."""
     found = [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
     found += [*MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS, *FROZEN_LAYOUTS, *STAGE_LAYOUTS]
-    return [*found, *OVERLAP_LAYOUTS, *GATHER_LAYOUTS, *SIZES_LAYOUTS]
+    return [*found, *OVERLAP_LAYOUTS, *GATHER_LAYOUTS, *SIZES_LAYOUTS, *DISPATCH_LAYOUTS]
 
 
 FEATURES = (
@@ -639,6 +671,7 @@ FEATURES = (
     overlap_cases,
     gather_cases,
     sizes_cases,
+    dispatch_cases,
 )
 """Every value of every axis beside each feature, on so many ranks."""
 
@@ -692,7 +725,7 @@ def gpu_cases(gpus: int, backends: Iterable[str]) -> list[Case]:
             for how in (_OVERLAP, GATHER, _SIZES):
                 found += bf16(family, gpus, backend=backend, **{**how, **hybrid})
         if family == "deepseek_v3":
-            for how in ({**_BIAS, **_Z, **_AUX}, _BATCH):
+            for how in ({**_BIAS, **_Z, **_AUX}, _BATCH, *([_HALVES] if gpus > 1 else [])):
                 found += bf16(family, gpus, backend=backend, **how, **hybrid)
         if family in MOE and backend == "transformer_engine":
             spread = {"dp": 2, "ep": 2} if gpus > 1 else {}

@@ -188,6 +188,16 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["engine.tokens_per_microbatch_per_rank"],
     ),
     (
+        "travelling_needs_ranks",
+        ["@moe", "engine.overlap_dispatch=true"],
+        ["engine.overlap_dispatch=true", "each rank has all experts", "set layout.ep above 1"],
+    ),
+    (
+        "travelling_needs_ranks",
+        ["engine.overlap_dispatch=true", "layout.ep=2", "cluster.ranks=2"],
+        ["or the model has none"],
+    ),
+    (
         "gathering_needs_buckets",
         ["engine.overlap_param_gather=true"],
         ["engine.overlap_param_gather=true needs the buckets of engine.overlap_grad_reduce=true", "set both"],
@@ -216,7 +226,7 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     (
         "megatron_options_are_free",
         ["engine.megatron.tp_comm_overlap=true"],
-        ["communication of tp and ep does not overlap", "engine.overlap_grad_reduce"],
+        ["communication of tp does not overlap", "engine.overlap_dispatch"],
     ),
     (
         "megatron_options_are_free",

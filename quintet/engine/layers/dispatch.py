@@ -11,6 +11,7 @@ Rows are put in order by core's functions, in both places, with TransformerEngin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,138 +31,202 @@ from quintet.engine.device import download
 NOT_CHOSEN = -1.0
 """Travels as the weight of an expert that a token did not choose. Weights are never negative, and may be 0."""
 
+Experts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None]]
+"""(tokens [n, hidden] sorted by expert, how many are of each, on the CPU, and weights [n]) → what they are made into, and no bias."""
+
 
 @dataclass(frozen=True)
-class _Leg:
-    """How rows were put in order, so that they can be put back. map: [rows, places] which places a row was copied to. order: core's, or
-    None where they stayed as they were."""
+class _Order:
+    """How rows were copied to places, so that they can be brought back. map: [rows, places] which row went where."""
 
-    rows: int
     map: Tensor
-    order: Tensor | None
+    core: Tensor
+    fused: bool
+
+    def back(self, copies: Tensor) -> Tensor:
+        """Return for each row the sum of its copies."""
+        shape = torch.Size((len(self.map), copies.shape[1]))
+        return unpermute(copies, self.core, restore_shape=shape, routing_map=self.map, fused=self.fused)
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Rows between this rank and the others. sent, received: to and from each rank of ep; of_etp: received by each rank of etp."""
+    """Rows between this rank and the others. sent, received: to and from each rank of ep; of_etp: received by each rank of etp. per_expert: tokens
+    of each expert here."""
 
     sent: list[int]
     received: list[int]
     of_etp: list[int]
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """What this rank's experts are to compute. tokens: [n, hidden] sorted by expert; per_expert: how many are of each, on the CPU; weights: [n]."""
-
-    tokens: Tensor
     per_expert: Tensor
-    weights: Tensor
-    counts: _Counts
-    to_ranks: _Leg
-    to_experts: _Leg
 
 
 class Dispatcher:
-    """Sends tokens to experts and brings back what these made of them, over the expert groups of a layer. Has no state."""
+    """Has tokens go through the experts of all ranks, over the expert groups of a layer. Keeps nothing."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-        self._groups = groups
-        self._ep, self._etp = groups.ep.size(), groups.expt_tp.size()
+        self.groups = groups
+        self.parts = 1
+        """How many a row is cut into, so that one travels while another is computed, in backward too."""
+        self.ep, self.etp = groups.ep.size(), groups.expt_tp.size()
         assert config.num_moe_experts is not None
-        self._here = config.num_moe_experts // self._ep
-        self._top_k, self._fused = config.moe_router_topk, config.moe_permute_fusion
+        self.here = config.num_moe_experts // self.ep
+        self.top_k, self.fused = config.moe_router_topk, config.moe_permute_fusion
 
-    def dispatch(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Dispatched:
-        """Bring tokens [T, hidden] to the ranks of the experts that they chose. weights: [T, experts], 0 or more; chosen: the same as bool, top_k a
-        token."""
-        ranks = chosen.view(-1, self._ep, self._here).any(-1)
-        told = download(self._count(ranks, chosen))
-        rows, marks, to_ranks = tokens, weights.where(chosen, NOT_CHOSEN), _Leg(len(tokens), ranks, None)
-        if self._ep > 1:  # at most: how many are known once the counts have come
-            most = len(tokens) * min(self._ep, self._top_k)
-            rows, _, order = permute(tokens, ranks, num_out_tokens=most, fused=self._fused)
-            to_ranks = _Leg(len(tokens), ranks, order)
-            marks = marks.view(-1, self._ep, self._here).transpose(0, 1).reshape(-1, self._here)
-            marks = marks.index_select(
-                0, torch.nonzero_static(ranks.t().reshape(-1), size=most, fill_value=0)[:, 0]
+    def __call__(self, experts: Experts, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return for each token the sum of what its experts make of it: [T, hidden].
+
+        experts: this rank's; under etp they give its share. tokens: [T, hidden]. weights: [T, experts], 0 or more. chosen: the same as
+        bool, top_k a token.
+        """
+        parts = [x.tensor_split(self.parts) for x in (tokens, weights, chosen)]
+        ranks = [part.view(-1, self.ep, self.here).any(-1) for part in parts[-1]]
+        told = download(self._count(parts[-1], ranks))
+        trips = [_Trip(self, *part) for part in zip(*parts, ranks, strict=True)]  # while the counts come
+        for trip, counts in zip(trips, self._read(told()), strict=True):
+            trip.leave(counts)
+        for trip in trips:
+            trip.compute(experts)
+        made = [trip.end() for trip in trips]
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+    def _count(self, chosen: Sequence[Tensor], ranks: Sequence[Tensor]) -> Tensor:
+        """Of each rank of the expert groups and each part: how many rows it sends to each rank of ep, then how many of its tokens chose each
+        expert."""
+        mine = torch.cat([one.sum(0) for pair in zip(ranks, chosen, strict=True) for one in pair])
+        if self.ep * self.etp == 1:
+            return mine
+        every = mine.new_empty(self.ep * self.etp * len(mine))
+        dist.all_gather_into_tensor(every, mine, group=self.groups.tp_ep)
+        return every
+
+    def _read(self, every: Tensor) -> list[_Counts]:
+        """What `_count` says of this rank, a part each."""
+        ep, etp = self.groups.ep.rank(), self.groups.expt_tp.rank()
+        table = every.view(self.ep, self.etp, self.parts, -1)
+        rows, tokens = table[..., : self.ep], table[..., self.ep :]
+        mine = tokens[..., ep * self.here : (ep + 1) * self.here].sum((0, 1))
+        return [
+            _Counts(
+                rows[ep, etp, part].tolist(),
+                rows[:, etp, part, ep].tolist(),
+                rows[:, :, part, ep].sum(0).tolist(),
+                mine[part],
             )
-        counts, per_expert = self._read(told())
-        if self._ep > 1:
-            rows, marks = (
-                _AllToAll.apply(x, counts.sent, counts.received, self._groups.ep) for x in (rows, marks)
-            )
-        if self._etp > 1:
+            for part in range(self.parts)
+        ]
+
+
+class _Trip:
+    """Tokens on their way through the experts."""
+
+    def __init__(
+        self, where: Dispatcher, tokens: Tensor, weights: Tensor, chosen: Tensor, ranks: Tensor
+    ) -> None:
+        """Put them in the order of their ranks. ranks: [T, ep] which tokens go where."""
+        self._where, self._rows, self._marks = where, tokens, weights.where(chosen, NOT_CHOSEN)
+        if where.ep > 1:
+            most = len(tokens) * min(where.ep, where.top_k)  # how many are known once the counts have come
+            self._rows, _, order = permute(tokens, ranks, num_out_tokens=most, fused=where.fused)
+            self._by_rank = _Order(ranks, order, where.fused)
+            marks = self._marks.view(-1, where.ep, where.here).transpose(0, 1).reshape(-1, where.here)
+            place = torch.nonzero_static(ranks.t().reshape(-1), size=most, fill_value=0)[:, 0]
+            self._marks = marks.index_select(0, place)
+
+    def leave(self, counts: _Counts) -> None:
+        """Begin the way to the experts."""
+        self._counts = counts
+        if self._where.ep > 1:
+            self._away = [_Travel(self._where.groups.ep, counts.sent, counts.received) for _ in range(2)]
+            self._rows, self._marks = self._away[0].start(self._rows), self._away[1].start(self._marks)
+
+    def compute(self, experts: Experts) -> None:
+        """Arrive, compute, and begin the way back with one row for each that came."""
+        where, counts = self._where, self._counts
+        rows, marks = self._rows, self._marks
+        if where.ep > 1:
+            rows, marks = (way.arrive(x) for way, x in zip(self._away, (rows, marks), strict=True))
+        if where.etp > 1:
             rows, marks = (
                 gather_from_sequence_parallel_region(
-                    x, group=self._groups.expt_tp, output_split_sizes=counts.of_etp
+                    x, group=where.groups.expt_tp, output_split_sizes=counts.of_etp
                 )
                 for x in (rows, marks)
             )
-        here = marks >= 0
-        sorted_, of_each, order = permute(
-            rows,
-            here,
-            probs=marks,
-            num_out_tokens=int(per_expert.sum()),
-            fused=self._fused and self._here > 1,
+        fused, here = where.fused and where.here > 1, marks >= 0
+        tokens, weights, order = permute(
+            rows, here, probs=marks, num_out_tokens=int(counts.per_expert.sum()), fused=fused
         )
-        return Dispatched(sorted_, per_expert, of_each, counts, to_ranks, _Leg(len(rows), here, order))
-
-    def combine(self, out: Tensor, sent: Dispatched) -> Tensor:
-        """Return for each token the sum of what its experts made of it: [T, hidden]. out: [n, hidden] in the order of `Dispatched.tokens`, under
-        etp this rank's share."""
-        rows = self._back(out, sent.to_experts, self._fused and self._here > 1)
-        if self._etp > 1:
+        made, _ = experts(tokens, counts.per_expert, weights)
+        rows = _Order(here, order, fused).back(made)
+        if where.etp > 1:
             wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            splits = sent.counts.of_etp
-            rows = reduce_scatter_to_sequence_parallel_region(
-                wide, group=self._groups.expt_tp, input_split_sizes=splits
+            summed = reduce_scatter_to_sequence_parallel_region(
+                wide, group=where.groups.expt_tp, input_split_sizes=counts.of_etp
             )
-            rows = rows.to(out.dtype)
-        if self._ep > 1:
-            rows = _AllToAll.apply(rows, sent.counts.received, sent.counts.sent, self._groups.ep)
-            rows = self._back(rows, sent.to_ranks, self._fused)
-        return rows
+            rows = summed.to(made.dtype)
+        self._rows = rows
+        if where.ep > 1:
+            self._home = _Travel(where.groups.ep, counts.received, counts.sent)
+            self._rows = self._home.start(rows)
 
-    @staticmethod
-    def _back(out: Tensor, leg: _Leg, fused: bool) -> Tensor:
-        shape = torch.Size((leg.rows, out.shape[1]))
-        return unpermute(out, leg.order, restore_shape=shape, routing_map=leg.map, fused=fused)
-
-    def _count(self, ranks: Tensor, chosen: Tensor) -> Tensor:
-        """Of each rank of the expert groups: how many rows it sends to each rank of ep, then how many of its tokens chose each expert."""
-        mine = torch.cat((ranks.sum(0), chosen.sum(0)))
-        if self._ep * self._etp == 1:
-            return mine
-        every = mine.new_empty(self._ep * self._etp * len(mine))
-        dist.all_gather_into_tensor(every, mine, group=self._groups.tp_ep)
-        return every
-
-    def _read(self, every: Tensor) -> tuple[_Counts, Tensor]:
-        """What `_count` says of this rank, and how many tokens each of its experts gets."""
-        ep, etp = self._groups.ep.rank(), self._groups.expt_tp.rank()
-        table = every.view(self._ep, self._etp, -1)
-        rows, tokens = table[..., : self._ep], table[..., self._ep :]
-        mine = tokens[..., ep * self._here : (ep + 1) * self._here]
-        counts = _Counts(rows[ep, etp].tolist(), rows[:, etp, ep].tolist(), rows[:, :, ep].sum(0).tolist())
-        return counts, mine.sum((0, 1))
+    def end(self) -> Tensor:
+        """Be back: [T, hidden]."""
+        return self._by_rank.back(self._home.arrive(self._rows)) if self._where.ep > 1 else self._rows
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to each rank of a group and from each. What a rank has may be longer than what it sends; the gradient of the rest is 0."""
+class _Travel:
+    """Rows to each rank of a group and from each, between `start` and `arrive`; in backward gradients start where rows arrived."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.rows, ctx.sent, ctx.received, ctx.group = len(x), sent, received, group
-        out = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(out, x[: sum(sent)].contiguous(), received, sent, group=group)
+    def __init__(self, group: Any, sent: list[int], received: list[int]) -> None:
+        self._group, self.sent, self.received, self.rows = group, sent, received, 0
+
+    def start(self, x: Tensor) -> Tensor:
+        """Return what will be there. x may be longer than what is sent; the gradient of the rest is 0."""
+        out: Tensor = _Start.apply(x, self)
         return out
+
+    def arrive(self, x: Tensor) -> Tensor:
+        """Return what `start` returned, there."""
+        out: Tensor = _Arrive.apply(x, self)
+        return out
+
+    def begin(self, x: Tensor, sent: list[int], received: list[int], rows: int) -> Tensor:
+        """Queue the exchange; what is returned is as long as `rows`, at least."""
+        end = sum(received)
+        out = x.new_empty(max(rows, end), *x.shape[1:])
+        out[end:] = 0
+        given = x[: sum(sent)].contiguous()
+        work = dist.all_to_all_single(out[:end], given, received, sent, group=self._group, async_op=True)
+        self._under_way = work, given, out
+        return out
+
+    def finish(self) -> Tensor:
+        """Have what is queued from now on wait for it, and return it."""
+        work, _, out = self._under_way
+        del self._under_way
+        work.wait()
+        return out
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: _Travel) -> Tensor:
+        ctx.way, way.rows = way, len(x)
+        return way.begin(x, way.sent, way.received, 0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return ctx.way.finish(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: _Travel) -> Tensor:
+        ctx.way = way
+        way.finish()
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        end = sum(ctx.sent)
-        out = grad.new_empty(ctx.rows, *grad.shape[1:])
-        out[end:] = 0
-        dist.all_to_all_single(out[:end], grad.contiguous(), ctx.sent, ctx.received, group=ctx.group)
-        return out, None, None, None
+        ctx.way.begin(grad, ctx.way.received, ctx.way.sent, ctx.way.rows)
+        return grad, None  # only a way for autograd to come to `_Start`, which has the real one

@@ -8,9 +8,11 @@ last of them would be another row's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.transformer import TransformerConfig, TransformerLayer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
@@ -64,9 +66,13 @@ class PackedMoELayer(MoELayer):
     def _compute(self, hidden_states: Tensor, row: PackedRow) -> tuple[Tensor, None]:
         shared = self.shared_experts_compute(hidden_states)
         weights, chosen = self.router(hidden_states, row=row)
-        sent = self.token_dispatcher.dispatch(
-            hidden_states.view(-1, hidden_states.shape[-1]), weights, chosen
-        )
-        made, _ = self.experts(sent.tokens, sent.per_expert, sent.weights)
-        out = self.token_dispatcher.combine(made, sent).view(hidden_states.shape)
+        tokens = hidden_states.view(-1, hidden_states.shape[-1])
+        out = self.token_dispatcher(self.experts, tokens, weights, chosen).view(hidden_states.shape)
         return (out if shared is None else out + shared), None
+
+
+def in_halves(chunks: Iterable[torch.nn.Module]) -> None:
+    """Have all experts compute one half of a row while the other travels (recipe key engine.overlap_dispatch)."""
+    for layer in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(layer, PackedMoELayer):
+            layer.token_dispatcher.parts = 2

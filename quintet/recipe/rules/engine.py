@@ -38,6 +38,19 @@ def gathering_needs_buckets(facts: Facts) -> Iterator[Problem]:
 
 
 @rule
+def travelling_needs_ranks(facts: Facts) -> Iterator[Problem]:
+    """Tokens travel to experts where these are spread over ranks."""
+    recipe, shape = facts.recipe, facts.shape
+    if recipe.engine.overlap_dispatch and (
+        recipe.layout.ep == 1 or (shape is not None and shape.moe is None)
+    ):
+        yield Problem(
+            "engine.overlap_dispatch=true has tokens travel to experts while others are computed, and here none travels: each rank has all "
+            "experts, or the model has none; set layout.ep above 1, or remove it"
+        )
+
+
+@rule
 def recompute_modules_are_there(facts: Facts) -> Iterator[Problem]:
     """Modules to compute again are named for selective recompute alone, and the model has each of them."""
     engine, shape = facts.recipe.engine, facts.shape

@@ -115,6 +115,9 @@ class Engine(Section):
     """Gather what the distributed optimizer's ranks updated while the first micro-batch of the next mini-batch computes, layer by layer
     (on later pipeline stages, all layers at once), instead of before it; needs engine.overlap_grad_reduce, whose buckets it takes. Weight sync
     and log-probs wait for all: it can gain with several mini-batches a step."""
+    overlap_dispatch: bool = False
+    """Send the tokens of a row to their experts in two halves, so that one travels while the other is computed, in backward too; needs
+    layout.ep above 1."""
     offload_params: Fraction | Literal["auto"] = "auto"
     """Share of the parameters on the CPU while generating; above 0 needs a rollout.layout, whose weights are its own. auto is the least
     that has to make room for the rollout, by the memory formula; the run's first lines say how much (docs/hybrid.md)."""
