@@ -16,7 +16,7 @@ from quintet.engine.mesh import Mesh
 from quintet.errors import UserError
 from quintet.models import MlaShape, ModelShape, MoeShape
 from quintet.recipe import schema
-from quintet.recipe.megatron import FUSED_EXPERTS, TORCH_EXPERTS
+from quintet.recipe.megatron import FUSED_EXPERTS, PERMUTATION, TORCH_EXPERTS
 from quintet.recipe.recompute import MODULES, recompute_modules
 
 
@@ -85,7 +85,7 @@ def transformer_config(
 def fused_kernels(backend: str) -> list[str]:
     """Return which kernels of experts can be had here with a back end of layers: some of `EXPERT_KERNELS`."""
     needs = {
-        "moe_permute_fusion": (
+        PERMUTATION: (
             *("fused_permute", "fused_permute_with_probs", "fused_unpermute"),
             *("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs"),
         ),

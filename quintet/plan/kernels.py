@@ -1,4 +1,5 @@
-"""Which kernels for experts a run on TransformerEngine's layers takes: those that were measured faster, in `measured_kernels.json`.
+"""Which kernels for experts a run on TransformerEngine's layers takes: those that were measured faster, in `measured_kernels.json`; and the fused
+permutation where nobody measured it, whose sums are the same each time.
 
 `python -m benchmarks.expert_kernels --write` measures a model's on a GPU and writes its rows. What the recipe says of a kernel
 (`engine.megatron`, `engine.experts`) goes before it.
@@ -14,7 +15,7 @@ from pathlib import Path
 from quintet.models import ModelShape
 from quintet.models.shape import MoeShape
 from quintet.recipe.derived import expert_tp
-from quintet.recipe.megatron import EXPERT_KERNELS, TORCH_EXPERTS, asks_routers
+from quintet.recipe.megatron import EXPERT_KERNELS, PERMUTATION, TORCH_EXPERTS, asks_routers
 from quintet.recipe.schema import Recipe
 
 TABLE = Path(__file__).with_name("measured_kernels.json")
@@ -98,6 +99,9 @@ def with_kernels(
         row = known.get(kernel)
         if kernel == "moe_router_fusion" and routes:
             said.append(f"no {kernel}, which does not go with {routes}")
+        elif row is None and kernel == PERMUTATION:
+            said.append(f"{kernel}, with which log-probs of the same weights repeat to the bit")
+            taken.append(kernel)
         elif row is None:
             said.append(
                 f"no {kernel}, which was not measured for these experts on {device or 'unlike devices'} ({MEASURE})"

@@ -120,7 +120,9 @@ FREE = frozenset(
     }
 )
 """What `engine.megatron` may set: fields that change how fast or in what order a model computes, not what."""
-FUSED_EXPERTS = ("moe_permute_fusion", "moe_router_fusion")
+PERMUTATION = "moe_permute_fusion"
+"""The kernels that put tokens in the order of their experts and add up what comes back, in one order; without them a GPU adds in any."""
+FUSED_EXPERTS = (PERMUTATION, "moe_router_fusion")
 """Of these, those that run kernels of TransformerEngine's on models with experts; where the recipe says nothing of one, a run takes it
 where it was measured faster (`quintet.plan.kernels`)."""
 TORCH_EXPERTS = "torch_experts"

@@ -85,10 +85,18 @@ def test_nothing_is_chosen_where_there_is_no_choice_of_experts(engine, moe):
 )
 def test_what_was_not_measured_is_not_taken_and_that_is_told(shape, device, table):
     before = recipe()
-    found, told = with_kernels(before, shape, device, FUSED_EXPERTS, table)
+    found, told = with_kernels(before, shape, device, [ROUTER, TORCH_EXPERTS], table)
     assert found == before
     assert told.count(f"was not measured for these experts on {device or 'unlike devices'}") == 2
     assert "python -m benchmarks.expert_kernels --write" in told
+
+
+def test_a_permutation_that_repeats_to_the_bit_is_taken_unless_it_was_measured_slower():
+    found, told = with_kernels(recipe(), MOE, H200, FUSED_EXPERTS, [])
+    assert found.engine.megatron == {PERMUTE: True}
+    assert told.startswith(
+        "kernels of experts: moe_permute_fusion, with which log-probs of the same weights repeat to the bit; no moe_r"
+    )
 
 
 def test_experts_are_those_that_a_rank_holds():
@@ -96,8 +104,8 @@ def test_experts_are_those_that_a_rank_holds():
     held = {"hidden_size": 2048, "experts": 32, "top_k": 8, "ffn_hidden_size": 768}
     assert experts_of(MOE, spread) == held
     assert experts_of(MOE, recipe(layout={"ep": 4, "tp": 2}))["ffn_hidden_size"] == 384
-    assert with_kernels(spread, MOE, H200, [PERMUTE], BOTH)[0] == spread
-    assert with_kernels(spread, MOE, H200, [PERMUTE], [row(PERMUTE, experts=held)])[0] != spread
+    assert with_kernels(spread, MOE, H200, [ROUTER], BOTH)[0] == spread
+    assert with_kernels(spread, MOE, H200, [ROUTER], [row(ROUTER, experts=held)])[0] != spread
 
 
 @pytest.mark.parametrize(("speedup", "least"), [(0.97, 0.9), (1.05, 0.999), (1.004, 1.001)])

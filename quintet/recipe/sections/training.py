@@ -128,7 +128,7 @@ class Engine(Section):
     megatron: dict[str, Any] = {}
     """Further TransformerConfig fields of megatron-core, as they are named there: those that no other key decides and that
     quintet's layers read (docs/layouts.md lists them). TransformerEngine's kernels for experts, moe_permute_fusion and
-    moe_router_fusion, are taken where they were measured faster, unless they are set here."""
+    moe_router_fusion, are taken where they were measured faster, the first also where it was not measured, unless they are set here."""
 
     @property
     def without_fp8(self) -> Self:
