@@ -110,12 +110,11 @@ class Dealt:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        """Values and experts [T, top-k]: a token's are as far from each other as they can be, so on as many ranks."""
+        """Values and experts [T, top-k]: a token's are next to each other in a drawn order of all, so on as many ranks as by chance."""
         choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         tokens, experts = scores.shape
-        first = torch.arange(tokens, device=scores.device)[:, None]
-        apart = torch.arange(topk, device=scores.device) * (experts // topk)
-        chosen = (first + apart) % experts
+        drawn = torch.randperm(experts, generator=torch.Generator().manual_seed(0)).to(scores.device)
+        chosen = drawn[torch.arange(tokens * topk, device=scores.device) % experts].view(tokens, topk)
         return scores.gather(1, chosen), chosen
 
 

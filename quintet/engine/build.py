@@ -102,7 +102,7 @@ def build_chunks(
     provider = provider_of(backend, recipe.experts)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     chunks = [PolicyModel(shape, config, mesh, provider, stage).to(device()) for stage in stages]
-    if recipe.overlap_dispatch:
+    if recipe.overlap_dispatch and layout.ep > 1:  # native rollouts have it without
         in_halves(chunks)
     if lora is not None:
         for chunk in chunks:

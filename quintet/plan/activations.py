@@ -124,7 +124,11 @@ def workspace(setup: Setup) -> int:
         width = max(width, moe.ffn_hidden_size // setup.etp)
         rows = max(rows, _expert_rows(sizes, moe))
         here = moe.experts // setup.layout.ep
-        weight = max(weight, 2 * moe.ffn_hidden_size // setup.etp * sizes.hidden * here)
+        # Of rows in halves the first half's gradients of both weights wait for the second's.
+        weight = max(
+            weight,
+            (2 + 3 * setup.engine.overlap_dispatch) * moe.ffn_hidden_size // setup.etp * sizes.hidden * here,
+        )
     torch_experts = moe is not None and (setup.engine.experts == "torch" or not moe.plain)
     if (setup.backend == "transformer_engine" and not torch_experts) or setup.lora is not None:
         weight = 0  # added to the gradients within the product, or never computed

@@ -108,8 +108,9 @@ def with_kernels(
             )
         else:
             how = f"measured {row.speedup:.3f} times as fast on {row.device} ({row.command}, {row.date})"
-            said.append(f"{kernel}, {how}" if row.faster else f"no {kernel}, {how}")
-            taken += [kernel] if row.faster else []
+            take = row.faster or (kernel == PERMUTATION and row.speedup >= 1)
+            said.append(f"{kernel}, {how}" if take else f"no {kernel}, {how}")
+            taken += [kernel] if take else []
     update: dict[str, object] = {"experts": "torch"} if TORCH_EXPERTS in taken else {}
     fields = dict.fromkeys((one for one in taken if one != TORCH_EXPERTS), True)
     engine = recipe.engine.model_copy(update=update | {"megatron": recipe.engine.megatron | fields})

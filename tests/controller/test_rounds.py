@@ -54,5 +54,5 @@ def test_a_dummy_that_is_left_out_of_layers_with_experts_is_named(
     cells = [[RankCell([0]), RankCell([2])], [RankCell([1]), RankCell([])]]
     error = hang(tmp_path, Case("qwen3_moe", cp=2, ep=2, mixed=True), cells, [8, 6, 12], skips_dummies=True)
     assert error.message.endswith("\nAt micro-batch 2 of 2: ranks 0, 1.")
-    assert "moe_layer.py" in error.stacks[0]
-    assert "moe_layer.py" not in error.stacks[1]
+    assert "dispatch.py" in error.stacks[0]
+    assert "dispatch.py" not in error.stacks[1]

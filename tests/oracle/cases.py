@@ -585,6 +585,11 @@ def dispatch_cases(ranks: int, **fixed: Any) -> list[Case]:
     found += [Case(family, **_SPREAD, **fixed) for family in families]
     others = (_R, _O, {**_BIAS, **_Z, **_AUX}, {**_Z, **_BATCH}, _GATE, GATHER, _SIZES, {"mtp": 2})
     found += [Case("deepseek_v3", **{**_SPREAD, **other, **fixed}) for other in others]
+    if fixed.get("backend") == "transformer_engine":
+        fused = {"fused_experts": True, **fixed}
+        found += [Case("qwen3_moe", **_SPREAD, **fused, recompute=again) for again in ("none", "full")]
+        if ranks > 3:
+            found.append(Case("qwen3_moe", **_HALVES, **fused, tp=2, sp=True, dp=2, ep=2, etp=2))
     if ranks > 3:
         found.append(Case("deepseek_v3", **_HALVES, cp=2, ep=2, pp=2, stages="1.3", **fixed))
     found.append(Case("qwen3_moe", lora=True, **_SPREAD, **fixed))

@@ -97,6 +97,9 @@ def test_a_permutation_that_repeats_to_the_bit_is_taken_unless_it_was_measured_s
     assert told.startswith(
         "kernels of experts: moe_permute_fusion, with which log-probs of the same weights repeat to the bit; no moe_r"
     )
+    for speedup in (1.0, 0.99):
+        chosen, _ = with_kernels(recipe(), MOE, H200, [PERMUTE], [row(PERMUTE, speedup, 0.9)])
+        assert chosen.engine.megatron == ({PERMUTE: True} if speedup >= 1 else {})
 
 
 def test_experts_are_those_that_a_rank_holds():
@@ -110,9 +113,9 @@ def test_experts_are_those_that_a_rank_holds():
 
 @pytest.mark.parametrize(("speedup", "least"), [(0.97, 0.9), (1.05, 0.999), (1.004, 1.001)])
 def test_what_was_slower_in_a_turn_or_faster_by_a_breath_is_not_taken(speedup, least):
-    found, told = with_kernels(recipe(), MOE, H200, [PERMUTE], [row(PERMUTE, speedup, least)])
+    found, told = with_kernels(recipe(), MOE, H200, [ROUTER], [row(ROUTER, speedup, least)])
     assert found.engine.megatron == {}
-    assert f"no moe_permute_fusion, measured {speedup:.3f} times as fast" in told
+    assert f"no moe_router_fusion, measured {speedup:.3f} times as fast" in told
 
 
 @pytest.mark.parametrize(

@@ -37,16 +37,35 @@ Experts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None]]
 
 @dataclass(frozen=True)
 class _Order:
-    """How rows were copied to places, so that they can be brought back. map: [rows, places] which row went where."""
+    """How rows were copied to places, so that they can be brought back. map: [rows, places] which row went where; core: the order as core's
+    `unpermute` takes it."""
 
     map: Tensor
     core: Tensor
     fused: bool
 
+    @staticmethod
+    def of(rows: Tensor, map: Tensor, place: Tensor, fused: bool) -> tuple[_Order, Tensor]:
+        """Return it, and the copies of the rows, those of a place together. place: `_places` of the map."""
+        if fused:
+            copies, _, order = permute(rows, map, num_out_tokens=len(place), fused=True)
+            return _Order(map, order, True), copies
+        row = place % max(len(rows), 1)  # core's own would hold the host until the map is there
+        return _Order(map, row, False), rows.index_select(0, row)
+
     def back(self, copies: Tensor) -> Tensor:
         """Return for each row the sum of its copies."""
         shape = torch.Size((len(self.map), copies.shape[1]))
-        return unpermute(copies, self.core, restore_shape=shape, routing_map=self.map, fused=self.fused)
+        order = self.core if self.fused else self.core[: len(copies)]
+        return unpermute(copies, order, restore_shape=shape, routing_map=self.map, fused=self.fused)
+
+
+def _places(map: Tensor, count: int) -> Tensor:
+    """Return where the map [rows, places] is set, place by place, as place · rows + row: [count]. Where that is more than are set, the rest are all
+    different, so that nothing is added up in one spot."""
+    found = torch.nonzero_static(map.t().reshape(-1), size=count, fill_value=-1)[:, 0]
+    rest = torch.arange(count, device=map.device) % max(map.numel(), 1)
+    return torch.where(found < 0, rest, found)
 
 
 @dataclass(frozen=True)
@@ -126,10 +145,9 @@ class _Trip:
         self._where, self._rows, self._marks = where, tokens, weights.where(chosen, NOT_CHOSEN)
         if where.ep > 1:
             most = len(tokens) * min(where.ep, where.top_k)  # how many are known once the counts have come
-            self._rows, _, order = permute(tokens, ranks, num_out_tokens=most, fused=where.fused)
-            self._by_rank = _Order(ranks, order, where.fused)
+            place = _places(ranks, most)
+            self._by_rank, self._rows = _Order.of(tokens, ranks, place, where.fused)
             marks = self._marks.view(-1, where.ep, where.here).transpose(0, 1).reshape(-1, where.here)
-            place = torch.nonzero_static(ranks.t().reshape(-1), size=most, fill_value=0)[:, 0]
             self._marks = marks.index_select(0, place)
 
     def leave(self, counts: _Counts) -> None:
@@ -152,18 +170,23 @@ class _Trip:
                 )
                 for x in (rows, marks)
             )
-        fused, here = where.fused and where.here > 1, marks >= 0
-        tokens, weights, order = permute(
-            rows, here, probs=marks, num_out_tokens=int(counts.per_expert.sum()), fused=fused
-        )
-        made, _ = experts(tokens, counts.per_expert, weights)
-        rows = _Order(here, order, fused).back(made)
+        if where.here == 1:  # each row is for it
+            rows, _ = experts(rows, counts.per_expert, marks[:, 0])
+        else:
+            here = (
+                marks != NOT_CHOSEN
+            )  # a weight that is no number goes on as one, to be told of as a gradient
+            place = _places(here, int(counts.per_expert.sum()))
+            order, tokens = _Order.of(rows, here, place, where.fused)
+            made, _ = experts(tokens, counts.per_expert, marks.t().reshape(-1).index_select(0, place))
+            rows = order.back(made)
         if where.etp > 1:
-            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
             summed = reduce_scatter_to_sequence_parallel_region(
-                wide, group=where.groups.expt_tp, input_split_sizes=counts.of_etp
+                rows.to(torch.promote_types(rows.dtype, torch.float32)),
+                group=where.groups.expt_tp,
+                input_split_sizes=counts.of_etp,
             )
-            rows = summed.to(made.dtype)
+            rows = summed.to(rows.dtype)
         self._rows = rows
         if where.ep > 1:
             self._home = _Travel(where.groups.ep, counts.received, counts.sent)
