@@ -14,7 +14,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import cycle, islice
 from typing import Any, TextIO
 
@@ -113,9 +113,15 @@ class Dealt:
         """Values and experts [T, top-k]: a token's are next to each other in a drawn order of all, so on as many ranks as by chance."""
         choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         tokens, experts = scores.shape
-        drawn = torch.randperm(experts, generator=torch.Generator().manual_seed(0)).to(scores.device)
-        chosen = drawn[torch.arange(tokens * topk, device=scores.device) % experts].view(tokens, topk)
+        places = torch.arange(tokens * topk, device=scores.device) % experts
+        chosen = _drawn(experts, scores.device)[places].view(tokens, topk)
         return scores.gather(1, chosen), chosen
+
+
+@cache
+def _drawn(experts: int, device: torch.device) -> Tensor:
+    """All experts in a drawn order. Kept: bringing it to a GPU holds the host."""
+    return torch.randperm(experts, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def deal(modules: Iterable[torch.nn.Module]) -> None:

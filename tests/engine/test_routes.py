@@ -81,13 +81,12 @@ def dispatcher(engine: Any) -> Iterator[list[tuple[int, int, Any, Tensor]]]:
         heard.append((*now, chosen.clone()))
         return real_dispatch(self, experts, tokens, weights, chosen)
 
-    engine._pipeline.rows = numbered
     with (
+        mock.patch.object(engine._pipeline, "rows", numbered),
         mock.patch.object(PackedMoELayer, "_compute", compute),
         mock.patch.object(Dispatcher, "__call__", dispatch),
     ):
         yield heard
-    engine._pipeline.rows = rows
 
 
 def dispatched(case: Case, path: Path, everywhere: bool = False) -> tuple[int, int, Counter[tuple[int, int]]]:

@@ -562,6 +562,8 @@ def gather_cases(ranks: int, **fixed: Any) -> list[Case]:
     return _beside_all(ranks, "adamw", **GATHER, **fixed)
 
 
+_WITH_EXPERTS: tuple[dict[str, Any], ...] = (_R, _O, {**_BIAS, **_Z, **_AUX}, {**_Z, **_BATCH}, _GATE)
+"""What models with experts have besides, each once."""
 _HALVES = {"overlap_dispatch": True}
 _SPREAD = {**_HALVES, "dp": 2, "ep": 2}
 DISPATCH_LAYOUTS = (
@@ -583,7 +585,7 @@ def dispatch_cases(ranks: int, **fixed: Any) -> list[Case]:
     found += covering("qwen3_moe", ranks, strength=1, **_HALVES, **fixed)
     families = ("glm4_moe", "mixtral", "gpt_oss", "deepseek_v3-tied")
     found += [Case(family, **_SPREAD, **fixed) for family in families]
-    others = (_R, _O, {**_BIAS, **_Z, **_AUX}, {**_Z, **_BATCH}, _GATE, GATHER, _SIZES, {"mtp": 2})
+    others = (*_WITH_EXPERTS, GATHER, _SIZES, {"mtp": 2})
     found += [Case("deepseek_v3", **{**_SPREAD, **other, **fixed}) for other in others]
     if fixed.get("backend") == "transformer_engine":
         fused = {"fused_experts": True, **fixed}
@@ -600,9 +602,8 @@ def _beside_all(ranks: int, optimizer: str = "sgd", **how: Any) -> list[Case]:
     """optimizer: of cases that would be near a tie with some other."""
     found = [*covering("qwen3", ranks, strength=1, **how), *covering("deepseek_v3", ranks, strength=1, **how)]
     families = ("qwen3_moe", "gpt_oss", "deepseek_v3-tied", "mimo", "glm4_moe", "qwen2")
-    others = (_R, _O, {**_BIAS, **_Z, **_AUX}, {**_Z, **_BATCH}, _GATE)
     found += [Case(family, **how) for family in families]
-    found += [Case("deepseek_v3", **other, optimizer=optimizer, **how) for other in others]
+    found += [Case("deepseek_v3", **other, optimizer=optimizer, **how) for other in _WITH_EXPERTS]
     found += [Case("mimo", mtp=1, **how), Case("qwen3", lora=True, **how)]
     found += [Case("qwen3", **{**how, "pp": 2, "stages": "1.3"})] if ranks > 1 else []
     return [*found, *bf16("qwen3", ranks, **how)]

@@ -6,7 +6,7 @@ back (as DeepEP does, https://github.com/deepseek-ai/DeepEP; over NCCL or gloo, 
 
     y_t = Σ_r Σ_{e on r} p_te · f_e(x_t)
 
-Rows are put in order by core's functions, in both places, with TransformerEngine's kernels where the configuration has them.
+Rows are copied to places and added up again by TransformerEngine's kernels where the configuration has them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class _Order:
 
     def back(self, copies: Tensor) -> Tensor:
         """Return for each row the sum of its copies."""
-        shape = torch.Size((len(self.map), copies.shape[1]))
         order = self.core if self.fused else self.core[: len(copies)]
+        shape = torch.Size((len(self.map), copies.shape[1]))
         return unpermute(copies, order, restore_shape=shape, routing_map=self.map, fused=self.fused)
 
 
@@ -100,7 +100,8 @@ class Dispatcher:
         parts = [x.tensor_split(self.parts) for x in (tokens, weights, chosen)]
         ranks = [part.view(-1, self.ep, self.here).any(-1) for part in parts[-1]]
         told = download(self._count(parts[-1], ranks))
-        trips = [_Trip(self, *part) for part in zip(*parts, ranks, strict=True)]  # while the counts come
+        kind = _Stay if self.ep == 1 else _Trip
+        trips = [kind(self, *part) for part in zip(*parts, ranks, strict=True)]  # while the counts come
         for trip, counts in zip(trips, self._read(told()), strict=True):
             trip.leave(counts)
         for trip in trips:
@@ -122,7 +123,7 @@ class Dispatcher:
         """What `_count` says of this rank, a part each."""
         ep, etp = self.groups.ep.rank(), self.groups.expt_tp.rank()
         table = every.view(self.ep, self.etp, self.parts, -1)
-        rows, tokens = table[..., : self.ep], table[..., self.ep :]
+        rows, tokens = table.split((self.ep, self.ep * self.here), -1)
         mine = tokens[..., ep * self.here : (ep + 1) * self.here].sum((0, 1))
         return [
             _Counts(
@@ -135,34 +136,22 @@ class Dispatcher:
         ]
 
 
-class _Trip:
-    """Tokens on their way through the experts."""
+class _Stay:
+    """Tokens that go through the experts of their own rank, and of those that share them."""
 
     def __init__(
         self, where: Dispatcher, tokens: Tensor, weights: Tensor, chosen: Tensor, ranks: Tensor
     ) -> None:
-        """Put them in the order of their ranks. ranks: [T, ep] which tokens go where."""
+        """ranks: [T, ep] which tokens go where."""
         self._where, self._rows, self._marks = where, tokens, weights.where(chosen, NOT_CHOSEN)
-        if where.ep > 1:
-            most = len(tokens) * min(where.ep, where.top_k)  # how many are known once the counts have come
-            place = _places(ranks, most)
-            self._by_rank, self._rows = _Order.of(tokens, ranks, place, where.fused)
-            marks = self._marks.view(-1, where.ep, where.here).transpose(0, 1).reshape(-1, where.here)
-            self._marks = marks.index_select(0, place)
 
     def leave(self, counts: _Counts) -> None:
         """Begin the way to the experts."""
         self._counts = counts
-        if self._where.ep > 1:
-            self._away = [_Travel(self._where.groups.ep, counts.sent, counts.received) for _ in range(2)]
-            self._rows, self._marks = self._away[0].start(self._rows), self._away[1].start(self._marks)
 
     def compute(self, experts: Experts) -> None:
         """Arrive, compute, and begin the way back with one row for each that came."""
-        where, counts = self._where, self._counts
-        rows, marks = self._rows, self._marks
-        if where.ep > 1:
-            rows, marks = (way.arrive(x) for way, x in zip(self._away, (rows, marks), strict=True))
+        where, counts, rows, marks = self._where, self._counts, self._rows, self._marks
         if where.etp > 1:
             rows, marks = (
                 gather_from_sequence_parallel_region(
@@ -173,9 +162,8 @@ class _Trip:
         if where.here == 1:  # each row is for it
             rows, _ = experts(rows, counts.per_expert, marks[:, 0])
         else:
-            here = (
-                marks != NOT_CHOSEN
-            )  # a weight that is no number goes on as one, to be told of as a gradient
+            # A weight that is no number goes on as one that was chosen, to be told of as a gradient.
+            here = marks != NOT_CHOSEN
             place = _places(here, int(counts.per_expert.sum()))
             order, tokens = _Order.of(rows, here, place, where.fused)
             made, _ = experts(tokens, counts.per_expert, marks.t().reshape(-1).index_select(0, place))
@@ -188,13 +176,39 @@ class _Trip:
             )
             rows = summed.to(rows.dtype)
         self._rows = rows
-        if where.ep > 1:
-            self._home = _Travel(where.groups.ep, counts.received, counts.sent)
-            self._rows = self._home.start(rows)
 
     def end(self) -> Tensor:
         """Be back: [T, hidden]."""
-        return self._by_rank.back(self._home.arrive(self._rows)) if self._where.ep > 1 else self._rows
+        return self._rows
+
+
+class _Trip(_Stay):
+    """Tokens that travel to the ranks of their experts and back."""
+
+    def __init__(
+        self, where: Dispatcher, tokens: Tensor, weights: Tensor, chosen: Tensor, ranks: Tensor
+    ) -> None:
+        """Put them in the order of their ranks."""
+        super().__init__(where, tokens, weights, chosen, ranks)
+        # At most: how many are known once the counts have come.
+        place = _places(ranks, len(tokens) * min(where.ep, where.top_k))
+        self._by_rank, self._rows = _Order.of(tokens, ranks, place, where.fused)
+        marks = self._marks.view(-1, where.ep, where.here).transpose(0, 1).reshape(-1, where.here)
+        self._marks = marks.index_select(0, place)
+
+    def leave(self, counts: _Counts) -> None:
+        super().leave(counts)
+        self._away = [_Travel(self._where.groups.ep, counts.sent, counts.received) for _ in range(2)]
+        self._rows, self._marks = self._away[0].start(self._rows), self._away[1].start(self._marks)
+
+    def compute(self, experts: Experts) -> None:
+        self._rows, self._marks = self._away[0].arrive(self._rows), self._away[1].arrive(self._marks)
+        super().compute(experts)
+        self._home = _Travel(self._where.groups.ep, self._counts.received, self._counts.sent)
+        self._rows = self._home.start(self._rows)
+
+    def end(self) -> Tensor:
+        return self._by_rank.back(self._home.arrive(self._rows))
 
 
 class _Travel:
