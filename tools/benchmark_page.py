@@ -45,6 +45,8 @@ LIMITS = {
     "experts": "memory and the size of the products: 1,024 rows an expert are enough to keep a GPU busy with one product at a time, so that a single launch "
     "for all gains less than the five times that were aimed for.",
     "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
+    "handover": "generation, two thirds of the step. No training state has to move where all fits; a rollout that sleeps throws away and copies "
+    "nothing. `controller_share` is planning, scattering, and what is in no phase.",
     "kv_cache": "memory bandwidth: slots or pages are read once a token.",
     "fp8": "what is not multiplied in 8 bits (attention, head, norms, optimizer), and rounding, which passes over memory: at a model's full depth "
     "head and optimizer are a smaller part, so that more is gained than at 8 layers. `proof` is no speed: how far 8 bits are from bf16.",
