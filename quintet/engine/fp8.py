@@ -2,8 +2,8 @@
 again in backward, and the copies of weights that are there meanwhile.
 
 Core enters TransformerEngine's FP8 context around each layer of the decoder. A layer multiplies by a copy of its weight in 8 bits,
-which it makes in the first micro-batch of a run and keeps until core's schedule says that weights are new. A copy that outlived
-its run would be another weight's after a step, a load, or a sync, and memory that no offload knows of: none does.
+which it makes where there is none, in the first micro-batch of a run, and keeps. A copy that outlived its run would be another
+weight's after a step, a load, or a sync, and memory that no offload knows of: none does.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def drop_copies(chunks: Iterable[torch.nn.Module]) -> None:
     """Forget the copies of weights in 8 bits that TransformerEngine's layers have made."""
     for chunk in chunks:
         for module in chunk.modules():
-            copies = getattr(module, "_fp8_workspaces", None)
-            if copies is not None:
-                copies.clear()
+            getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def copies(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Tensor, Any]]:

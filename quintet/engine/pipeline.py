@@ -84,20 +84,21 @@ class Pipeline:
             cells = [*cells, *([RankCell([])] * (-len(cells) % pp))]
         schedule = get_forward_backward_func(pp_size=pp, vp_size=chunks if chunks > 1 else None)
         rows = self.rows(batch, cells, len(ahead), routes, load)
-        extra = {"p2p_communicator": self._p2p} if self._p2p else {}
-        schedule(
-            forward_step_func=partial(self._forward_step, use=use, temperature=temperature, ahead=ahead),
-            # Each chunk goes through all micro-batches; what one is ahead of another is kept for it.
-            data_iterator=list(tee(rows, chunks)) if chunks > 1 else rows,
-            model=self._wrapped,
-            num_microbatches=len(cells),
-            seq_length=self._recipe.tokens_per_microbatch_per_rank,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            pg_collection=self._mesh.groups,
-            **extra,
-        )
-        fp8.drop_copies(self._chunks)
+        try:
+            schedule(
+                forward_step_func=partial(self._forward_step, use=use, temperature=temperature, ahead=ahead),
+                # Each chunk goes through all micro-batches; what one is ahead of another is kept for it.
+                data_iterator=list(tee(rows, chunks)) if chunks > 1 else rows,
+                model=self._wrapped,
+                num_microbatches=len(cells),
+                seq_length=self._recipe.tokens_per_microbatch_per_rank,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                pg_collection=self._mesh.groups,
+                **({"p2p_communicator": self._p2p} if self._p2p else {}),
+            )
+        finally:
+            fp8.drop_copies(self._chunks)
         self.turn("")
         if routes is not None:
             routes.finish(self._routers)

@@ -64,10 +64,13 @@ def add_gradients_in_place(chunks: Iterable[torch.nn.Module]) -> None:
 
     Otherwise each is written in bf16 and added in a further pass. Core's field for it (gradient_accumulation_fusion)
     also asks Apex of the LM head's layer, which quintet does not call.
+
+    A layer that takes a micro-batch for the first one writes over its buffer, for it believes that nothing is there yet. Experts that
+    compute a row in halves would lose what the other half has added.
     """
     linear: Any
     for linear in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(linear, "fuse_wgrad_accumulation") and any(
             p.requires_grad for p in linear.parameters(False)
         ):
-            linear.fuse_wgrad_accumulation = True
+            linear.fuse_wgrad_accumulation, linear.is_first_microbatch = True, False
