@@ -68,11 +68,13 @@ class OfflineEngine:
             self._engine.add_request(job.name, prompt, params, lora_request=self._adapter)
 
     def _step_through(self, names: Sequence[str]) -> Iterator[tuple[int, Answer]]:
+        """Answers are told a step late: what workers wrote down of these has come to the host by then, where asking at once would
+        wait for the step that is under way, with none behind it."""
         places = {name: place for place, name in enumerate(names)}
-        left = len(names)
+        left, late = len(names), dict[str, Answer]()
         while left:
             with self._turn:
-                while self._waiting or (self._paused and not self._aborted):
+                while self._waiting or (self._paused and not self._aborted and not late):
                     self._turn.wait()
                 answers, self._aborted = self._aborted, {}
                 if self._under_way and not self._paused:
@@ -84,7 +86,9 @@ class OfflineEngine:
             if not left:
                 with self._turn:
                     compat.settle(self._engine)
-            yield from ((places[name], made) for name, made in answers.items())
+            yield from ((places[name], made) for name, made in late.items())
+            late = answers
+        yield from ((places[name], made) for name, made in late.items())
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:

@@ -12,26 +12,18 @@ the host, for these were drawn the first time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quintet.engine.device import download, upload
 from quintet.errors import QuintetError
 from quintet.rollout.vllm.compat import asked_as
 from quintet.rollout.vllm.token_records import LOGPROBS, ROUTES, TokenRecords, asks
-
-
-@dataclass
-class _Ended:
-    """What was written of a request that is done, on its way to the host; first: of tokens before it lost its place."""
-
-    rows: dict[str, Tensor]
-    copied: torch.cuda.Event | None
-    first: TokenRecords
 
 
 class TokenStore:
@@ -53,7 +45,8 @@ class TokenStore:
         self._asked: dict[str, str] = {}
         """Requests under way that want it: by the name that they were added by, the worker's."""
         self._first: dict[str, TokenRecords] = {}
-        self._ended: dict[str, _Ended] = {}
+        self._ended: dict[str, Callable[[], TokenRecords]] = {}
+        """Requests that are done, and what waits until that of each has come to the host."""
 
     def routers(self, layers: Sequence[int], experts: int, top_k: int) -> dict[int, Callable[[Tensor], None]]:
         """Begin to write down routes; return what the router of each of these layers is to call with its choice [tokens, top-k]. experts, top_k: of
@@ -76,10 +69,8 @@ class TokenStore:
 
     def begin_step(self, step: Any) -> None:
         """Look at what vLLM's scheduler is about to do (its SchedulerOutput), before slots are given away."""
-        for name in step.finished_req_ids:
-            self._end(asked_as(name))
-        for name in step.preempted_req_ids or ():
-            self._keep(asked_as(name))
+        self._end(map(asked_as, step.finished_req_ids))
+        self._keep(map(asked_as, step.preempted_req_ids or ()))
         for new in step.scheduled_new_reqs:
             name = asked_as(new.req_id)
             if self._tells and asks(new.sampling_params):
@@ -101,8 +92,7 @@ class TokenStore:
 
     def keep(self) -> None:
         """Keep what was written of all requests under way, which are about to lose their places."""
-        for name in self._asked:
-            self._keep(name)
+        self._keep(self._asked)
 
     def release(self) -> None:
         """Give the memory of the slots back, whose requests are done or kept."""
@@ -116,9 +106,8 @@ class TokenStore:
                 f"vLLM asks no router of the layers {sorted(self._silent)} for its choice, as one kernel routes and computes there: no "
                 "routes of them can be replayed; use engine.replay_routes=old or null, and rollout.return_routes=false"
             )
-        for name in requests:
-            self._end(name)  # vLLM tells its workers only with the next step
-        return {name: self._records_of(self._ended.pop(name)) for name in requests if name in self._ended}
+        self._end(requests)  # vLLM tells its workers only with the next step
+        return {name: self._ended.pop(name)() for name in requests if name in self._ended}
 
     def forget(self, requests: Sequence[str]) -> None:
         """Forget what was written of these requests, and write no more of them."""
@@ -126,40 +115,35 @@ class TokenStore:
             for kept in (self._asked, self._first, self._ended):
                 kept.pop(name, None)
 
-    def _records_of(self, ended: _Ended) -> TokenRecords:
-        if ended.copied is not None:
-            ended.copied.synchronize()
-        return with_first({what: rows.numpy() for what, rows in ended.rows.items()}, ended.first)
+    def _end(self, names: Iterable[str]) -> None:
+        for name, records in self._read(names):
+            del self._asked[name]
+            self._ended[name] = partial(_with_first, records, self._first.pop(name, {}))
 
-    def _end(self, name: str) -> None:
-        if name not in self._asked:
+    def _keep(self, names: Iterable[str]) -> None:
+        for name, records in self._read(names):
+            self._first[name] = with_first(records(), self._first.get(name, {}))
+
+    def _read(self, names: Iterable[str]) -> Iterator[tuple[str, Callable[[], TokenRecords]]]:
+        """Begin to bring to the host what is written of the tokens that were computed of those of these requests that asked for it: all in
+        one copy, for the launches of one a request are more than all else that a step adds. Yields each with what waits for it."""
+        names = [name for name in names if name in self._asked]
+        if not names:
             return
-        rows = {what: one.to("cpu", non_blocking=True) for what, one in self._read(name).items()}
-        copied = None
-        if self._runner.device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
-        del self._asked[name]
-        self._ended[name] = _Ended(rows, copied, self._first.pop(name, {}))
-
-    def _keep(self, name: str) -> None:
-        if name in self._asked:
-            rows = {what: one.cpu().numpy() for what, one in self._read(name).items()}
-            self._first[name] = with_first(rows, self._first.get(name, {}))
-
-    def _read(self, name: str) -> dict[str, Tensor]:
-        """What is written of the tokens of a request that were computed, on the device."""
         states, tables = self._runner.req_states, self._runner.block_tables
-        at = states.req_id_to_index.get(self._asked[name])
-        if at is None:  # it waits for a place
-            return {what: empty[:0] for what, empty in self._columns.items()}
-        computed, size = int(states.num_computed_tokens_np[at]), tables.block_sizes[self._group]
-        blocks = tables.block_tables[self._group].gpu[at, : -(-computed // size)].long()
-        slots = (blocks[:, None] * size + torch.arange(size, device=blocks.device)).flatten()[:computed]
-        return {
-            what: self._slots[what][slots] if what in self._slots else empty[:0]
+        at = [states.req_id_to_index.get(self._asked[name], -1) for name in names]  # -1: it waits for a place
+        counts = [int(states.num_computed_tokens_np[one]) if one >= 0 else 0 for one in at]
+        ends, size = np.cumsum([0, *counts]), tables.block_sizes[self._group]
+        places = np.arange(ends[-1]) - np.repeat(ends[:-1], counts)
+        where = torch.from_numpy(np.stack([np.repeat(at, counts), places // size, places % size]))
+        row, block, within = upload(where, self._runner.device)
+        slots = tables.block_tables[self._group].gpu[row, block].long() * size + within
+        told = {
+            what: download(self._slots[what][slots] if what in self._slots else empty[:0])
             for what, empty in self._columns.items()
         }
+        for name, begin, end in zip(names, ends, ends[1:], strict=False):
+            yield name, partial(_cut, told, begin, end)
 
     def _slots_of(self) -> Tensor:
         """The slots of the step's tokens."""
@@ -174,6 +158,15 @@ class TokenStore:
                 self._runner.kv_cache_config.num_blocks * size, *empty.shape[1:]
             )
         self._slots[what][slots] = rows
+
+
+def _cut(told: Mapping[str, Callable[[], Tensor]], begin: int, end: int) -> TokenRecords:
+    """What is of one request, copied: the rest of what came with it need not stay."""
+    return {what: wait()[begin:end].numpy().copy() for what, wait in told.items()}
+
+
+def _with_first(records: Callable[[], TokenRecords], first: TokenRecords) -> TokenRecords:
+    return with_first(records(), first)
 
 
 def with_first(rows: Mapping[str, np.ndarray], first: TokenRecords) -> TokenRecords:
