@@ -10,7 +10,8 @@ share devices, the order is always the same, and every step of it is told to `hy
     the recipe says so → the KV cache wakes   …   the rollout sleeps → training state comes back
 
 The rollout sleeps, its KV cache released, whenever training state is there: so nothing is held twice, and buckets are
-allocated while neither KV cache nor optimizer state is. A rollout on devices of its own takes weights as soon as there are new
+allocated while neither KV cache nor optimizer state is. What the trainer's allocator holds without need leaves as well, where what is free
+is less than what the rollout gave up when it slept. A rollout on devices of its own takes weights as soon as there are new
 ones, holds what is under way meanwhile, and has no KV cache either while there are buckets beside it:
 
     the rollout pauses → its KV cache sleeps → weights are brought, and proved → the KV cache wakes → the rollout goes on
@@ -21,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,9 @@ from quintet.recipe.rollout import placement_of
 
 if TYPE_CHECKING:  # they bring Ray
     from quintet.cluster.group import WorkerGroup
+
+SPARE = 4 << 30
+"""Bytes of a device that a rollout may take beyond those: for kernels, and for weights on their way."""
 
 
 class DeviceHandover:
@@ -55,6 +60,7 @@ class DeviceHandover:
         # With several roles another one than the policy may be on the devices, and the policy not.
         self._several = bool(roles_of(recipe))
         self._weights_stale = True
+        self._given = 0  # bytes of all devices, the most that rollouts gave up at once
         self._awake = not rollouts.colocated
         self._began = time.monotonic()
         self.metrics: dict[str, float] = {}
@@ -142,7 +148,7 @@ class DeviceHandover:
         rollouts = self._rollouts
         if not rollouts.colocated:
             return
-        self._tell("rollouts sleep", lambda: rollouts.sleep(self._level))
+        self._given = max(self._given, self._tell("rollouts sleep", lambda: rollouts.sleep(self._level)))
         self._awake = False
         self._weights_stale = self._weights_stale or self._level == 2
         if any(self._shares.values()):
@@ -154,18 +160,19 @@ class DeviceHandover:
         if not self._rollouts.colocated:
             return
         kinds = tuple(kind for kind in kinds if self._shares[kind])
-        # Rollouts in other processes get what torch holds without need, in any case.
-        offload = self._policy.all(Policy.offload, phase="offload")
+        needed = self._given // self._policy.n_ranks + SPARE if self._given else None
+        offload = partial(self._policy.all(Policy.offload, phase="offload"), needed=needed)
         if kinds:
             self._tell(f"training state left: {', '.join(kinds)}", lambda: sum(offload(kinds)))
         elif self._several or self._rollouts.apart:
             offload(kinds)
 
-    def _tell(self, event: str, move: Callable[[], int]) -> None:
+    def _tell(self, event: str, move: Callable[[], int]) -> int:
         """Do a step of the hand-over, and write it down. move: returns the bytes, of all ranks, that left devices or came to them."""
         began = time.monotonic()
         moved = move()
         self._log_event(event, moved, time.monotonic() - began)
+        return moved
 
     def _log_event(self, event: str, moved: float = 0, seconds: float = 0.0) -> None:
         gb = moved / 1e9

@@ -265,11 +265,12 @@ class PolicyWorker(Worker):
 
     # the devices change hands: see `quintet.controller.colocation`
 
-    def offload(self, kinds: Sequence[str]) -> int:
-        """Take the recipe's shares of these kinds of training state off the device; bytes."""
+    def offload(self, kinds: Sequence[str], *, needed: int | None) -> int:
+        """Take the recipe's shares of these kinds of training state off the device; bytes. needed: of the device, by a rollout in another
+        process; None where nobody knows. What activations and buckets left with torch is given back only where that wants it: to take it again takes time."""
         left = self.roles.offload(kinds)
-        if self.device != "cpu":
-            torch.cuda.empty_cache()  # activations, buckets: a rollout in another process has use for it
+        if self.device != "cpu" and (needed is None or torch.cuda.mem_get_info()[0] < needed):
+            torch.cuda.empty_cache()
         return left
 
     def onload(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quintet.controller.colocation import DeviceHandover
+from quintet.controller.colocation import SPARE, DeviceHandover
 from quintet.errors import Stopped, UserError, WorkerFailure
 from quintet.recipe import Recipe
 from quintet.recipe.offload import KINDS
@@ -31,8 +31,10 @@ class Asked(AskedRanks):
         self.order: list[str] = []
         self.there = False
         self.lost: set[str] = set()
+        self.needed: list[int | None] = []
 
     def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> int:
+        self.needed += [kwargs["needed"]] if name == "offload" else []
         self._note(" ".join([name, *args[0]]) if args else name)
         time.sleep(0.01)
         return BYTES
@@ -144,6 +146,23 @@ def test_the_rollout_is_awake_only_while_training_state_is_away(tmp_path: Path) 
         else:
             assert gb == BYTES / 1e9
             assert 0 < rate <= gb / 0.01
+
+
+def test_the_trainer_is_told_what_a_rollout_needs_of_its_device(tmp_path: Path) -> None:
+    """Of the first start nobody knows; later as much as was given up at once, also where all but one that was made anew slept."""
+    asked = Asked()
+    asked.n_ranks = 2
+    one = handover(asked, tmp_path)
+    with one.generating():
+        pass
+    assert asked.needed == [None, None, *[BYTES // 2 + SPARE] * 4]  # each of both ranks
+    asked.sleep = lambda level: 7  # type: ignore[method-assign]
+    with one.generating():
+        pass
+    asked.needed.clear()
+    with one.generating():
+        pass
+    assert set(asked.needed) == {BYTES // 2 + SPARE}
 
 
 def test_a_rollout_in_the_trainer_sleeps_from_the_start(tmp_path: Path) -> None:
