@@ -27,11 +27,12 @@ $(STAMP): constraints.txt pyproject.toml tools/bootstrap.py
 demo: $(STAMP)  ## a small model learns to add by reinforcement (1 to 2 minutes on two cores)
 	@$(BIN)/quintet train recipes/laptop_demo.yaml $(ARGS)
 
-# Rooms whose tests start neither ranks nor Ray, but for two files.
-QUICK := algorithms cli data diagnose models observe packing plan recipe rewards runs train
+# Rooms whose tests start neither ranks nor Ray, but for what makes models, plans giants, or waits for processes.
+QUICK := algorithms cli data models observe packing plan recipe rewards runs train
+SLOWER := plan/test_memory.py plan/test_seconds.py cli/test_plan.py rewards/test_pool.py
 quick: $(STAMP)  ## the tests of the rooms without engine (under a minute on two cores); ARGS as for test
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile quick $(addprefix tests/,$(QUICK)) tests/test_[eist]*.py \
-	  --ignore tests/plan/test_memory.py --ignore tests/diagnose/test_diagnosis.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile quick $(addprefix tests/,$(QUICK)) tests/test_errors.py tests/test_size.py \
+	  tests/test_typed.py $(addprefix --ignore=tests/,$(SLOWER)) $(ARGS)
 
 # Three test processes for two cores: many tests wait more than they compute. ARGS="-n 0" runs them in one.
 test: $(STAMP)  ## the tests (about 8 minutes on two cores); ARGS="-k name" is handed to pytest

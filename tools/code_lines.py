@@ -17,6 +17,7 @@ import io
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -48,6 +49,7 @@ def code_lines(source: str) -> int:
     return len(code)
 
 
+@cache
 def by_file(package: Path = PACKAGE) -> dict[Path, int]:
     """Return the lines of code of each file of the package, by its path within it."""
     return {

@@ -31,6 +31,7 @@ from quintet.packing import (
 from quintet.packing import dynamic as planner
 from quintet.packing.plan import PlanTime
 from quintet.recipe.schema import Engine, Layout
+from tests.examples import examples
 from tests.packing.test_plan import check, long_tail
 from tests.patience import processor_s
 
@@ -97,7 +98,7 @@ def test_every_sample_once_within_the_budget_and_no_slower_than_static(mix: Mix)
 
 @pytest.mark.slow
 @given(mixes())
-@settings(max_examples=3000)
+@settings(max_examples=examples(3000))
 def test_thousands_of_mixes_are_planned_so(mix: Mix) -> None:
     holds(mix)
 
@@ -180,7 +181,7 @@ def plain(cp: int) -> Alignment:
     return alignment(cp=cp)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(mixes(coupled=False))
 def test_more_ranks_take_no_longer(mix: Mix) -> None:
     """The bound never goes up; a plan's time, by rules that are only good in the mean, by a quarter at the most. In one of a

@@ -13,6 +13,7 @@ from quintet.plan.offload import GIB, Offload, spare, with_shares
 from quintet.recipe.offload import KINDS, on_auto
 from quintet.recipe.refused import REFUSED_PAIRS
 from quintet.recipe.schema import Recipe
+from tests.examples import examples
 from tests.plan.test_memory import CONFIGS
 from tests.recipe.feature_sets import features_on
 
@@ -90,7 +91,7 @@ COMMANDS = st.sampled_from(["train", "sft", "generate", "eval"])
 SIZES = st.lists(st.integers(8 * GIB, 300 * GIB), min_size=2, max_size=6)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(recipes(), st.sampled_from(list(SHAPES)), COMMANDS, SIZES)
 def test_enough_leaves_where_it_can_and_never_more_of_a_larger_device(
     made: Recipe, family: str, command: Any, sizes: list[int]
@@ -115,7 +116,7 @@ def test_enough_leaves_where_it_can_and_never_more_of_a_larger_device(
         before = shares
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(recipes(), st.sampled_from(list(SHAPES)), SIZES)
 def test_no_share_could_be_smaller(made: Recipe, family: str, sizes: list[int]) -> None:
     """With one kind on auto, and two percent less of it away, it would not fit; but for what is cut and needs room to come back."""
@@ -131,7 +132,7 @@ def test_no_share_could_be_smaller(made: Recipe, family: str, sizes: list[int]) 
                 assert offload.lacking(total, shares | {kind: max(0.0, shares[kind] - 0.02)})
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(recipes(), st.sampled_from(list(SHAPES)), COMMANDS, st.integers(8 * GIB, 300 * GIB))
 def test_what_auto_comes_to_goes_with_the_rest(made: Recipe, family: str, command: Any, total: int) -> None:
     """A pair that is refused where it is written down is not entered by auto either; and numbers are left as they are."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quintet.rewards.numbers import LONGEST_TEXT, numbers_in, to_number
 from quintet.rewards.verifiers import gsm8k, math
+from tests.examples import examples
 
 # One gold answer of each kind that occurs, so that this file says something without the data set.
 GOLD_FIXTURE = ["18", "3", "0", "-5", "1,234", "70,000", "2,125,000", "1234567", "0.5", "12.25"]
@@ -186,7 +187,7 @@ def test_right(response: str, gold: str) -> None:
     assert gsm8k("", response, gold) == 1.0
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.one_of(
         st.text(max_size=300),
