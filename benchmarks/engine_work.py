@@ -232,13 +232,17 @@ class Setup:
         return round(sum(sum(self.lengths(step)) for step in range(self.steps)) / self.steps)
 
     def rows(self, step: int) -> list[list[list[int]]]:
-        """Sequence lengths of a step: [dp rank][micro-batch][sequence]. A row takes `tokens` on each of its cp ranks; a ragged one
-        from `LEAST` of that."""
+        """Sequence lengths of a step: [dp rank][micro-batch][sequence]. A row takes `tokens` on each of its cp ranks, with nothing padded;
+        a ragged one from `LEAST` of that."""
         generator = random.Random(f"{self.seed} {step}")
-        draw, full = MODELS[self.model].lengths.row, self.tokens * self.size("cp")
+        draw, cp = MODELS[self.model].lengths.row, self.size("cp")
+        full, unit = self.tokens * cp, 2 * cp if cp > 1 else 1
 
         def row() -> list[int]:
-            return draw(generator.randint(int(LEAST * full), full) if self.ragged else full, generator)
+            size = generator.randint(int(LEAST * full), full) if self.ragged else full
+            lengths = draw(size // unit * unit, generator)
+            cut = [n // unit * unit or unit for n in lengths[:-1]]
+            return [*cut, size // unit * unit - sum(cut)]
 
         return [[row() for _ in range(self.microbatches)] for _ in range(self.dp)]
 

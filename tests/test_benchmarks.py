@@ -7,6 +7,7 @@ import re
 import statistics
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,20 @@ def test_a_step_spreads_over_dp_and_its_flops_count_attention_within_sequences()
     )
     assert setup.flops(0) == pytest.approx(dense + attention, rel=1e-9)
     assert setup.trained(0) == sum(sequences) - len(sequences)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_row_that_ranks_share_is_full_without_padding(cp: int, ragged: bool) -> None:
+    sizes: dict[str, Any] = {"layout": {"cp": cp}, "gpus": 4, "ragged": ragged, "steps": 5}
+    for setup in (
+        setup_of("qwen3-8b", backend="portable", tokens=8192, **sizes),
+        setup_of("tiny", backend="portable", **sizes),
+    ):
+        rows = [row for step in range(5) for rank in setup.rows(step) for row in rank]
+        assert all(n > 0 and n % (2 * cp) == 0 for row in rows for n in row)
+        assert all(sum(row) <= cp * setup.tokens for row in rows)
+        assert ragged or all(sum(row) == cp * setup.tokens for row in rows)
 
 
 def test_cases_are_named_by_what_differs() -> None:
