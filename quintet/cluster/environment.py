@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from quintet.cluster.worker import Place
+from quintet.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 
@@ -23,8 +24,13 @@ def listen(host: str) -> socket.socket:
 
 
 def threads_per_rank(cores: int, ranks: int) -> int:
-    """Return the threads of a rank that computes on a CPU: the user's OMP_NUM_THREADS, or an equal share of its node's cores."""
-    return int(os.environ.get("OMP_NUM_THREADS", max(1, cores // ranks)))
+    """Return the threads of a rank that computes on a CPU: the user's OMP_NUM_THREADS (of a list for nested regions the first), or an
+    equal share of its node's cores. Raises UserError for what is no number."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    first = given.partition(",")[0].strip() or str(max(1, cores // ranks))
+    if not first.isdecimal() or not int(first):
+        raise UserError(f"OMP_NUM_THREADS={given} is no number of threads: correct or unset it")
+    return int(first)
 
 
 PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}

@@ -171,7 +171,7 @@ def test_ranks_beside_others_are_on_their_node_with_their_devices(
     assert rank_environment(place, on_gpus.gpus, True)["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
-@pytest.mark.parametrize(("given", "threads"), [(None, 16), ("3", 3)])
+@pytest.mark.parametrize(("given", "threads"), [(None, 16), ("3", 3), ("4,2", 4), ("", 16)])
 def test_ranks_share_the_cores_of_their_node_as_threads(
     monkeypatch: pytest.MonkeyPatch, given: str | None, threads: int
 ) -> None:
@@ -179,6 +179,10 @@ def test_ranks_share_the_cores_of_their_node_as_threads(
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert threads_per_rank(32, 2) == threads
+    for wrong in ("0", "-1", "many", "2.5"):
+        monkeypatch.setenv("OMP_NUM_THREADS", wrong)
+        with pytest.raises(UserError, match=f"OMP_NUM_THREADS={wrong} is no number of threads"):
+            threads_per_rank(32, 2)
 
 
 def test_a_cluster_too_small_for_both_is_told_before_anything_starts(
