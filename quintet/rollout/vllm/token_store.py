@@ -118,15 +118,16 @@ class TokenStore:
     def _end(self, names: Iterable[str]) -> None:
         for name, records in self._read(names):
             del self._asked[name]
-            self._ended[name] = partial(_with_first, records, self._first.pop(name, {}))
+            self._ended[name] = partial(records, self._first.pop(name, {}))
 
     def _keep(self, names: Iterable[str]) -> None:
         for name, records in self._read(names):
-            self._first[name] = with_first(records(), self._first.get(name, {}))
+            self._first[name] = records(self._first.get(name, {}))
 
-    def _read(self, names: Iterable[str]) -> Iterator[tuple[str, Callable[[], TokenRecords]]]:
+    def _read(self, names: Iterable[str]) -> Iterator[tuple[str, Callable[[TokenRecords], TokenRecords]]]:
         """Begin to bring to the host what is written of the tokens that were computed of those of these requests that asked for it: all in
-        one copy, for the launches of one a request are more than all else that a step adds. Yields each with what waits for it."""
+        one copy, for the launches of one a request are more than all else that a step adds. Yields each with what waits for it, and
+        takes what was kept of its first tokens."""
         names = [name for name in names if name in self._asked]
         if not names:
             return
@@ -160,22 +161,12 @@ class TokenStore:
         self._slots[what][slots] = rows
 
 
-def _cut(told: Mapping[str, Callable[[], Tensor]], begin: int, end: int) -> TokenRecords:
-    """What is of one request, copied: the rest of what came with it need not stay."""
-    return {what: wait()[begin:end].numpy().copy() for what, wait in told.items()}
-
-
-def _with_first(records: Callable[[], TokenRecords], first: TokenRecords) -> TokenRecords:
-    return with_first(records(), first)
-
-
-def with_first(rows: Mapping[str, np.ndarray], first: TokenRecords) -> TokenRecords:
-    """Return what is of a request's tokens, of which the first ones are known from an earlier time."""
-    out = {}
-    for what, now in rows.items():
-        before = first.get(what, now[:0])
-        out[what] = np.concatenate([before, now[len(before) :]]) if len(before) else now
-    return out
+def _cut(told: Mapping[str, Callable[[], Tensor]], begin: int, end: int, first: TokenRecords) -> TokenRecords:
+    """What is of one request, of whose tokens the first ones may be known from an earlier time. Copied: the rest of what came with it
+    need not stay."""
+    rows = {what: wait()[begin:end].numpy() for what, wait in told.items()}
+    kept = {what: first.get(what, now[:0]) for what, now in rows.items()}
+    return {what: np.concatenate([kept[what], now[len(kept[what]) :]]) for what, now in rows.items()}
 
 
 def store_of(runner: Any, groups: Sequence[Any], *, routes: bool, tells: bool) -> TokenStore:
