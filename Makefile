@@ -35,7 +35,7 @@ quick: $(STAMP)  ## the tests of the rooms without engine (under a minute on two
 	  tests/test_typed.py $(addprefix --ignore=tests/,$(SLOWER)) $(ARGS)
 
 # Three test processes for two cores: many tests wait more than they compute. ARGS="-n 0" runs them in one.
-test: $(STAMP)  ## the tests (about 8 minutes on two cores); ARGS="-k name" is handed to pytest
+test: $(STAMP)  ## the tests (about 7 minutes on two cores); ARGS="-k name" is handed to pytest
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(ARGS)
 
 # 5 is pytest's exit code for "nothing selected", which is no failure here.

@@ -99,7 +99,13 @@ def test_experts_go_round(pool, tmp_path, family, world, layout):
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"), [(1, {}), (4, {"ep": 2, "etp": 2}), (4, {"pp": 2, "etp": 2})], ids=str
+    ("world", "layout"),
+    [
+        (1, {}),
+        pytest.param(4, {"ep": 2, "etp": 2}, marks=pytest.mark.slow),
+        (4, {"pp": 2, "etp": 2}),
+    ],
+    ids=str,
 )
 def test_tensors_of_all_experts_go_round(pool, tmp_path, world, layout):
     """gpt-oss has all experts of a layer in one tensor, gate and up in turns; ranks hold parts of it."""

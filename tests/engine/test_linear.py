@@ -82,6 +82,7 @@ print((me.memory_info().rss - before) >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not linear._ONEDNN, reason="oneDNN multiplies on x86 alone")
 def test_rows_of_other_lengths_take_no_more_memory() -> None:
     place = Place(0, 1, 0, 1, "cpu", "localhost", 1, 1.0)

@@ -135,7 +135,11 @@ def test_layout_equals_transformers(pool, directory, name, layout):
     check(name, pool.run(run_rank, world, directory(name), sizes))
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param({"tp": 2}, marks=pytest.mark.slow), {"tp": 2, "sp": True}, {"cp": 2}],
+    ids=str,
+)
 def test_latent_attention_without_experts(pool, directory, layout):
     """Without experts, tp needs no sp: the rotary key's gradient is then summed another way."""
     name = "deepseek_v3-dense"
@@ -147,7 +151,7 @@ def test_latent_attention_without_experts(pool, directory, layout):
     [
         (1, {}),
         (2, {"ep": 2}),
-        (4, {"ep": 2, "etp": 2}),
+        pytest.param(4, {"ep": 2, "etp": 2}, marks=pytest.mark.slow),
         (4, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
         (4, {"ep": 4}),
     ],

@@ -6,10 +6,10 @@ those. All cases follow from the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -649,7 +649,8 @@ GPU alone has."""
 
 
 def fast_cases() -> list[Case]:
-    """What `make test` runs: families on up to 4 ranks, features on up to 2."""
+    """What `make test` runs: families on up to 4 ranks, and of each feature the first two layouts on up to 2, and those of models that
+    no other has."""
     found: list[Case] = []
     for family in FAMILIES:
         if family in BRIEFLY:
@@ -657,14 +658,18 @@ def fast_cases() -> list[Case]:
             continue
         found += covering(family, 4) if family == "qwen3" else few(family)
         found += bf16(family, 4)[: None if family in THOROUGH else 1]
-    return ordered([*found, *(case for case in feature_layouts() if case.ranks <= 2)])
+    for layouts in feature_layouts():
+        on_two = [case for case in layouts if case.ranks <= 2]
+        seen = {case.family for case in found}
+        found += [case for n, case in enumerate(on_two) if n < 2 or case.family not in seen]
+    return ordered(found)
 
 
-def feature_layouts() -> list[Case]:
-    """Each feature in a few layouts: on up to 2 ranks in `make test`, on 4 in `make test-slow`."""
-    found = [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
-    found += [*MTP_LAYOUTS, *REPLAY_LAYOUTS, *BALANCE_LAYOUTS, *FROZEN_LAYOUTS, *STAGE_LAYOUTS]
-    return [*found, *OVERLAP_LAYOUTS, *GATHER_LAYOUTS, *SIZES_LAYOUTS, *DISPATCH_LAYOUTS]
+def feature_layouts() -> list[Sequence[Case]]:
+    """Each feature in a few layouts, those that `make test` does not run in `make test-slow`."""
+    lora = [Case(family, lora=True, **layout) for family, layout in LORA_LAYOUTS.items()]
+    found = [lora, MTP_LAYOUTS, REPLAY_LAYOUTS, BALANCE_LAYOUTS, FROZEN_LAYOUTS, STAGE_LAYOUTS]
+    return [*found, OVERLAP_LAYOUTS, GATHER_LAYOUTS, SIZES_LAYOUTS, DISPATCH_LAYOUTS]
 
 
 FEATURES = (
@@ -689,7 +694,7 @@ def slow_cases() -> list[Case]:
     found += [case for family in OF_QWEN3 for case in (*covering(family, 4, 1), *bf16(family, 4))]
     found += covering("deepseek_v3", 8, strength=1)
     found += [case for family in BRIEFLY for case in (*few(family), *bf16(family, 4)[:1])]
-    found += feature_layouts()
+    found += chain(*feature_layouts())
     found += [*lora_cases(2), *mtp_cases(2), *replay_cases(2), *stage_cases(2)]
     fast = set(fast_cases())
     return ordered(case for case in found if case not in fast)

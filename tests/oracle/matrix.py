@@ -164,7 +164,7 @@ def page(cells: Mapping[frozenset[str], Cell], loop: Mapping[frozenset[str], Cel
         "● run by `make test` · ○ run by `make test-slow` · ◇ run by `make test-nightly`",
         "· G run on GPUs by `python -m tests.oracle --gpus 4` · × refused",
         "",
-        "Which runs on GPUs are on record, and of which commits: [performance.md](performance.md). None has replay yet, which is younger.",
+        "Which runs on GPUs are on record, and of which commits: [performance.md](performance.md).",
         "",
         "Products in 8 bits: ◐ run by `make test`, with scales of blocks by `make test-slow`, with the rows, plans and padding that they need, multiplied as without; G run in 8 bits",
         f"on a GPU by `{PROOF}` ([fp8.md](fp8.md) says what has been seen).",

@@ -74,6 +74,7 @@ def of_layers(name: str) -> bool:
     return "mtp_layers" in name or any(f".layers.{n}." in name for n in (4, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SPREAD, ids=lambda case: case.name)
 def test_detached_layers_give_nothing_else_a_gradient(pool: Pool, models: Path, case: Case) -> None:
     found, _ = assemble(pool.run(gradients, case.ranks, case, written(case, models)))
@@ -115,6 +116,7 @@ def three_steps(case: Case, path: Path, settings: schema.Mtp) -> list[Piece]:
     return pieces(engine, "param")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SPREAD, ids=lambda case: case.name)
 def test_the_policy_learns_the_same_with_and_without_them(pool: Pool, models: Path, case: Case) -> None:
     """Each step is clipped, the layers' gradients by their own norm; where they are not trained they stay as they were."""

@@ -109,6 +109,7 @@ def used_groups(path: Path) -> tuple[list[int], list[str], str]:
     )
 
 
+@pytest.mark.slow
 def test_every_group_is_used_once_when_the_engine_is_made(pool: Pool, models: Path) -> None:
     """Else NCCL would make its communicator in the middle of a backward pass; and what that took is told."""
     for used, there, said in pool.run(used_groups, 4, written(Case("qwen3"), models)):

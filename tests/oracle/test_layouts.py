@@ -59,6 +59,7 @@ def train_in_larger_rows(case: Case, path: Path) -> Report:
     return training.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LARGER, ids=lambda case: case.name)
 def test_other_micro_batches_equal_transformers(pool: Pool, models: Path, case: Case) -> None:
     """Of what is counted and told by token: targets ahead, and routes."""

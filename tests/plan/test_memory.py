@@ -193,7 +193,7 @@ def allocated(cases: list[Setup]) -> list[tuple[Place, dict[str, int]]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_static_parts_are_exact(pool, ranks):
     skip_without(ranks)
     cases = [setup(family, n, **how) for family, n, how in STATIC if n == ranks]
@@ -389,7 +389,8 @@ TOLERANCE = (
 
 
 @pytest.mark.parametrize(
-    ("ranks", "table"), [pytest.param(1, ACTIVATIONS, marks=pytest.mark.slow), (2, PARALLEL)]
+    ("ranks", "table"),
+    [pytest.param(*one, marks=pytest.mark.slow) for one in ((1, ACTIVATIONS), (2, PARALLEL))],
 )
 def test_activations_are_what_autograd_keeps(pool, ranks, table):
     skip_without(ranks)

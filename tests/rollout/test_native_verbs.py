@@ -191,7 +191,9 @@ def held_together(path: Path, layout: dict[str, Any]) -> Any:
     return want, found, asked[-1] - asked[1]
 
 
-@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.nightly), "pp2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("tp2", marks=pytest.mark.nightly), pytest.param("pp2", marks=pytest.mark.slow)]
+)
 def test_pause_holds_all_ranks_at_the_same_token(pool, tmp_path, layout):
     world, sizes = LAYOUTS[layout]
     for want, found, held_s in pool.run(held_together, world, save("qwen3", tmp_path), sizes):

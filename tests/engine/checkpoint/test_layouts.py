@@ -24,11 +24,6 @@ FAST = {
         Case("deepseek_v3-tied", pp=2, dp=2, ep=2, distributed_optimizer=True),
         Case("deepseek_v3-tied", tp=2, sp=True, dp=2, ep=2, etp=2, distributed_optimizer=True),
     ],
-    "uneven stages": [
-        Case("deepseek_v3", stages="0.2.1.1", pp=2, vpp=2, dp=2, ep=2, distributed_optimizer=True),
-        Case("deepseek_v3", stages="1.3", pp=2, dp=2, ep=2, distributed_optimizer=True),
-        Case("deepseek_v3", pp=2, vpp=2),
-    ],
     "layers ahead": [
         Case("mimo", mtp=1, pp=2, dp=2, distributed_optimizer=True),
         Case("mimo", mtp=1, tp=2, sp=True),
@@ -40,6 +35,11 @@ FAST = {
     ],
 }
 SLOW = {
+    "uneven stages": [
+        Case("deepseek_v3", stages="0.2.1.1", pp=2, vpp=2, dp=2, ep=2, distributed_optimizer=True),
+        Case("deepseek_v3", stages="1.3", pp=2, dp=2, ep=2, distributed_optimizer=True),
+        Case("deepseek_v3", pp=2, vpp=2),
+    ],
     "dense": [
         Case("qwen3", dp=2, tp=2, sp=True),
         Case("qwen3", dp=4, distributed_optimizer=True),
