@@ -29,8 +29,8 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from benchmarks.engine_work import MODELS
 from benchmarks.options import positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
+from quintet.engine.copies import without_collections
 from quintet.engine.mesh import Mesh, Sizes
-from quintet.engine.weights.reshard import without_collections
 from quintet.engine.weights.shards import Shard, _cut
 from quintet.models import ModelShape, Weight, family_named
 from quintet.rollout.base import Wanted

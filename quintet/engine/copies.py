@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -109,3 +111,16 @@ def views(ends: Iterable[Tensor | Place], *memory: Tensor) -> list[Tensor]:
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Make copies once: see `Copies`."""
     Copies(pairs).run()
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep Python's collector from looking at ten thousands of parts again and again while there come to be more: half of a plan's time, and
+    more than a whole sync where it looks at all that a process has."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -20,9 +20,10 @@ from typing import Any, Literal
 import torch
 
 from quintet.engine.agree import run_on_all_or_raise
+from quintet.engine.copies import without_collections
 from quintet.engine.weights.fp8 import quantized_names
 from quintet.engine.weights.hf import planned_tensors
-from quintet.engine.weights.reshard import Owners, all_units, gather_holdings, without_collections
+from quintet.engine.weights.reshard import Owners, all_units, gather_holdings
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models import ModelShape
@@ -172,6 +173,7 @@ class WeightServer:
             found.append((together, [made(one, self._quantized) for one in buckets]))
         return found
 
+    @without_collections()
     def serve(self) -> Served:
         """Hand out the present weights to this rank's receivers. Collective.
 

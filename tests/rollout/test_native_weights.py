@@ -160,20 +160,24 @@ def wrong_sources(path: Path) -> list[str]:
         [Piece(first.name, (1, 2), first.box, first.tensor), *good[1:]],
         [Piece(first.name, first.shape, first.box, first.tensor[:-1]), *good[1:]],
         [Piece(norm.name, norm.shape, norm.box, norm.tensor.bfloat16()), *others],
+        [norm, *good],
     ]
-    said = []
+    said, collected = [], []
 
     class Source:
         def __init__(self, pieces: list[Any]) -> None:
             self._pieces = pieces
 
         def batches(self, receiver: int) -> Any:
+            collected.append(gc.isenabled())
             yield self._pieces
 
     for wrong in wrongs:
         with pytest.raises(SyncMismatch) as caught:
             rollout.update_weights(Source(wrong))
         said.append(str(caught.value))
+        collected.append(gc.isenabled())
+    assert collected == len(wrongs) * [False, True]  # only while they are taken
     with pytest.raises(RuntimeError, match="from a source"):
         rollout.update_weights()
     rollout.update_weights(Source(good))
@@ -182,8 +186,9 @@ def wrong_sources(path: Path) -> list[str]:
 
 
 def test_a_wrong_source_is_refused_in_words(pool, moe):
-    twice, unknown, kind, shape, size, kind_of_whole = pool.run(wrong_sources, 1, moe)[0]
+    twice, unknown, kind, shape, size, kind_of_whole, whole_twice = pool.run(wrong_sources, 1, moe)[0]
     assert "came twice" in twice
+    assert "came twice" in whole_twice
     assert "model.other.weight" in unknown
     assert "bfloat16" in kind
     assert "[1, 2] in float32" in shape

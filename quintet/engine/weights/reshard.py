@@ -8,11 +8,9 @@ number of ranks.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -24,18 +22,6 @@ from quintet.engine.weights.rounds import Holding, Parts, Transfer, Turns, agree
 from quintet.engine.weights.shards import Shard
 from quintet.models.mcore import Box, meet, volume
 from quintet.typed import Typed
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Keep Python's collector from looking at ten thousands of parts again and again while there come to be more: half of a plan's time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class Owners:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from quintet.engine.copies import copy_all
+from quintet.engine.copies import copy_all, without_collections
 from quintet.engine.lora import split_adapters
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
@@ -51,6 +53,12 @@ class Weights:
     def _map(self) -> list[Shard]:
         return [one for one in shard_map([self._model], self._model.shape, self._mesh) if volume(one.box)]
 
+    @cached_property
+    def _parts(self) -> dict[tuple[str, Box], Shard]:
+        """What a source brings, by what its pieces say that they are."""
+        return {(shard.name, shard.box): shard for shard in self.shards()}
+
+    @without_collections()
     def take(self, source: WeightSource) -> None:
         """Copy every piece into place. Until all have come the weights are undefined.
 
@@ -58,7 +66,7 @@ class Weights:
         comes in another type than the rollout has it in.
         """
         self.undefined = "the last ones did not arrive whole"
-        taking = _Taking(self.shards())
+        taking = _Taking(self._parts)
         with torch.no_grad():
             for batch in source.batches(0):
                 copy_all(pair for piece in batch for pair in taking.places(piece))
@@ -81,21 +89,25 @@ class Weights:
 
 
 class _Taking:
-    """One update: which parts have come."""
+    """One update: which parts have not come whole, and what has come of them. Most pieces are a part, and there may be ten thousands."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards = {(shard.name, shard.box): shard for shard in shards}
-        self._came: dict[tuple[str, Box], list[Box]] = {key: [] for key in self._shards}
-        self._by_name: dict[str, list[tuple[str, Box]]] = {}
+    def __init__(self, shards: Mapping[tuple[str, Box], Shard]) -> None:
+        self._shards, self._left = shards, dict(shards)
+        self._came: dict[tuple[str, Box], list[Box]] = defaultdict(list)
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[tuple[str, Box]]]:
+        found: dict[str, list[tuple[str, Box]]] = defaultdict(list)
         for key in self._shards:
-            self._by_name.setdefault(key[0], []).append(key)
+            found[key[0]].append(key)
+        return found
 
     def places(self, piece: Piece) -> list[tuple[Tensor, Tensor]]:
         """Where a piece goes, and what of it goes there."""
         key = (piece.name, piece.box)
-        whole = self._shards.get(key)
-        if whole is not None and not self._came[key] and _fits(piece, whole):
-            self._came[key].append(piece.box)
+        whole = self._left.get(key)
+        if whole is not None and key not in self._came and _fits(piece, whole):
+            del self._left[key]
             return [(whole.view, piece.tensor)]
         if tuple(piece.tensor.shape) != box_sizes(piece.box):
             raise SyncMismatch(
@@ -114,7 +126,7 @@ class _Taking:
 
     def _place(self, key: tuple[str, Box], piece: Piece) -> tuple[Tensor, Tensor] | None:
         """What a piece has of a shard, if anything, after its place there."""
-        shard, came = self._shards[key], self._came[key]
+        shard = self._shards[key]
         part = meet(piece.box, shard.box) if len(piece.box) == len(shard.box) else None
         if part is None:
             return None
@@ -124,16 +136,16 @@ class _Taking:
                 f"{piece.name}: the trainer sends {_told(piece.shape, piece.tensor)}, the rollout holds "
                 f"{_told(shard.shape, target)}"
             )
-        if any(meet(part, other) for other in came):
+        if key not in self._left or any(meet(part, other) for other in self._came[key]):
             raise SyncMismatch(f"{piece.name}: {list(part)} came twice")
-        came.append(part)
+        self._came[key].append(part)
         return target, piece.tensor[slices(piece.box, part)]
 
     def check(self) -> None:
         """Raise SyncMismatch unless all have."""
         lacking = [
             (shard, missing)
-            for key, shard in self._shards.items()
+            for key, shard in self._left.items()
             if (missing := volume(shard.box) - sum(map(volume, self._came[key])))
         ]
         if lacking:

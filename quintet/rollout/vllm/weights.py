@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from quintet.engine.copies import copy_all
+from quintet.engine.copies import copy_all, without_collections
 from quintet.engine.weights.fingerprint import fingerprint
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, meet, volume, whole_box
@@ -76,6 +76,7 @@ class Weights:
             return None
         return [Wanted(name, box) for name in sorted(self._boxes) for box in self._boxes[name]]
 
+    @without_collections()
     def take(self, batches: Iterator[list[Piece]]) -> LoadReport:
         """Take new weights, of `WeightSource.batches`. What is wrong with them is told, not raised: `check` sees all workers' answers."""
         start = time.perf_counter()
