@@ -39,7 +39,8 @@ LIMITS = {
     "engine": "`mfu` is the part of the card's dense bf16 rate that is used; attention of ragged lengths, kernels "
     "that move memory and compute little, and the host's launches share the rest, and no record tells them apart. Qwen3-8B in rows of 16k has to compute "
     "products again to fit 141 GB, which is most of what it loses to rows of 8k. Of experts, the sending of tokens between ranks, and what the fullest rank "
-    "has to compute: routers with random weights choose more unevenly than trained ones.",
+    "has to compute: routers with random weights choose more unevenly than trained ones. Of Qwen3-30B-A3B three steps a depth are measured, so that "
+    "a line through two depths is less certain than either; its experts out of balance are of a commit before tokens travelled once to a rank.",
     "expert_kernels": "the host, which launches the products of TransformerEngine's experts one by one, 128 a layer where a rank holds all; torch's are "
     "one launch.",
     "experts": "memory and the size of the products: 1,024 rows an expert are enough to keep a GPU busy with one product at a time, so that a single launch "
