@@ -26,6 +26,8 @@ from quintet.rollout.vllm.sampling import mode_of
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _BLOCK = 128  # tokens: the largest block of vLLM's KV caches
 _BATCHED_TOKENS = 2048  # of a step on CPU, if that is enough for the longest sequence
+_GRAPHED = 512  # tokens: the largest step that vLLM captures as a CUDA graph where it is not told
+_GRAPHS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"}
 
 
 def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dict[str, Any]:
@@ -79,6 +81,9 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
             "worker_cls": f"{__package__}.gpu_worker.StoringWorker",
             "additional_config": {"routes": rollout.return_routes},
         }
+    tokens = rollout.sequences_per_rank * (1 + drafted)
+    if device == "cuda" and tokens > _GRAPHED and not _GRAPHS & rollout.vllm.keys():
+        arguments["cudagraph_capture_sizes"] = captured_sizes(tokens)
     if rollout.quantization == "fp8":
         fp8 = fp8_arguments(read_shape(model_dir))
         fp8["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | fp8["hf_overrides"]
@@ -90,6 +95,16 @@ def draft_length(recipe: schema.Recipe, model_dir: Path, device: str) -> Choice:
     """Return how many tokens the model drafts, and why: `rollout.draft_tokens`, what was measured where it is auto. device: cpu or cuda."""
     named = compat.device_name(device) if recipe.rollout.draft_tokens == "auto" else device
     return drafts_of(recipe, read_shape(model_dir).mtp_layers, named)
+
+
+def captured_sizes(tokens: int) -> list[int]:
+    """Return the numbers of tokens of a step that CUDA graphs are captured for: vLLM's own, and above them up to `tokens`, each of
+    the latter at most an eighth above the one before. A step is padded to the next; a larger one is launched kernel by kernel.
+    The last is `tokens` itself: vLLM captures no whole step of more sequences than there can be."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _GRAPHED + 1, 16)]
+    while sizes[-1] < tokens:
+        sizes.append(min(sizes[-1] + sizes[-1] // 64 * 8, tokens))
+    return sizes
 
 
 def _gpu_arguments(rollout: schema.Rollout, stages: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 
 import pytest
 from pydantic import create_model
@@ -14,7 +15,7 @@ from quintet.rollout import draft_length as draft_length_of
 from quintet.rollout.draft_length import Measured
 from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.sampling import check, mode_of
-from quintet.rollout.vllm.settings import draft_length, engine_arguments
+from quintet.rollout.vllm.settings import captured_sizes, draft_length, engine_arguments
 from tests.models.directory import QWEN3, write_model
 from tests.rollout.vllm.conftest import recipe_of
 
@@ -27,7 +28,9 @@ def arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(
         compat,
         "engine_fields",
-        lambda: frozenset({"async_scheduling", "enforce_eager", "hf_overrides", "load_format"}),
+        lambda: frozenset(
+            {"async_scheduling", "enforce_eager", "hf_overrides", "load_format", "max_cudagraph_capture_size"}
+        ),
     )
     model = write_model(tmp_path / "model")
     return lambda device="cuda", **rollout: engine_arguments(recipe_of(**rollout), model, device)
@@ -45,6 +48,18 @@ def test_sizes_follow_the_recipe(arguments):
     assert made["enable_sleep_mode"]
     assert made["trust_remote_code"] is False
     assert "enforce_eager" not in made
+
+
+def test_a_full_step_is_a_graph_however_many_sequences_it_has(arguments):
+    made = arguments("cuda", sequences_per_rank=1024)["cudagraph_capture_sizes"]
+    assert made[-1] == 1024
+    assert made == sorted(set(made))
+    assert all(b <= a + max(8, a // 8) for a, b in pairwise(made[3:]))
+    assert captured_sizes(1001)[-1] == 1001
+    assert "cudagraph_capture_sizes" not in arguments("cuda", sequences_per_rank=512)
+    assert "cudagraph_capture_sizes" not in arguments("cpu", sequences_per_rank=1024)
+    own = {"max_cudagraph_capture_size": 256}
+    assert "cudagraph_capture_sizes" not in arguments("cuda", sequences_per_rank=1024, vllm=own)
 
 
 def test_on_cpu_the_cache_holds_what_the_slots_need(arguments):
