@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, kernel: str) -> tuple[dict[str, Any], Meas
     row = row_of(setup, kernel, ratios_of(ours, theirs), made)
     print(
         f"{case}: {rates[0]:,.0f} tokens/s, without it {rates[1]:,.0f}; {row.speedup:.3f} times as fast, in the worst turn "
-        f"{row.least:.3f}: {'taken' if row.faster else 'not taken'}",
+        f"{row.least:.3f}: {'taken' if row.taken else 'not taken'}",
         flush=True,
     )
     return made, row

@@ -88,7 +88,7 @@ def test_what_was_measured_is_written_where_runs_choose_by_it(tmp_path, monkeypa
     )
     assert row.experts == {"hidden_size": 2048, "experts": 128, "top_k": 8, "ffn_hidden_size": 768}
     assert row.command == "python -m benchmarks.expert_kernels --write"
-    assert row.faster
+    assert row.taken
     (record,) = json.loads((tmp_path / "out.json").read_text())
     tokens = setup_of("qwen3-30b-a3b", backend="transformer_engine").tokens_per_step
     assert record["case"] == "qwen3-30b-a3b/te/layers4/moe_permute_fusion"

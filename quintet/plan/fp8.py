@@ -17,6 +17,8 @@ from quintet.recipe.schema import Recipe
 """Of an H100: operations and bytes a second, and operations in 8 bits, by its data sheet."""
 LITTLE = 1.10
 """A gain below this is warned of. Measured elsewhere: 1.34 to 1.42 with 8B dense on 8 H100, 1.01 with 30B-A3B."""
+MEASURED = "Measured on an H200, with 128 of 768: 0.38× as fast."
+"""What `benchmarks.fp8 --shape 30b-a3b` came to, where each expert is rounded by launches of its own."""
 _SAVED = 6 * (1 / BF16 - 1 / FP8)
 _PADDED = 16
 
@@ -54,5 +56,5 @@ def in_8_bits(recipe: Recipe, shape: ModelShape) -> str:
         return text
     why = ""
     if shape.moe is not None and shape.moe.ffn_hidden_size < (width := break_even(shape.hidden_size)):
-        why = f" Experts gain from {width} units on, and these have {shape.moe.ffn_hidden_size}."
+        why = f" Experts gain from {width} units on, and these have {shape.moe.ffn_hidden_size}. {MEASURED}"
     return f"{text} Warning: hardly worth it; engine.fp8=null computes more exactly.{why}"

@@ -39,9 +39,9 @@ class MeasuredKernel:
     date: str
 
     @property
-    def faster(self) -> bool:
-        """Whether it was faster in every turn, and by enough."""
-        return self.speedup >= WORTH and self.least > 1
+    def taken(self) -> bool:
+        """Whether runs take it: faster in every turn, and by enough; of the permutation, whose sums are the same each time, no slower."""
+        return self.speedup >= 1 if self.kernel == PERMUTATION else self.speedup >= WORTH and self.least > 1
 
 
 def experts_of(shape: ModelShape, recipe: Recipe | None = None) -> dict[str, int]:
@@ -108,9 +108,8 @@ def with_kernels(
             )
         else:
             how = f"measured {row.speedup:.3f} times as fast on {row.device} ({row.command}, {row.date})"
-            take = row.faster or (kernel == PERMUTATION and row.speedup >= 1)
-            said.append(f"{kernel}, {how}" if take else f"no {kernel}, {how}")
-            taken += [kernel] if take else []
+            said.append(f"{kernel}, {how}" if row.taken else f"no {kernel}, {how}")
+            taken += [kernel] if row.taken else []
     update: dict[str, object] = {"experts": "torch"} if TORCH_EXPERTS in taken else {}
     fields = dict.fromkeys((one for one in taken if one != TORCH_EXPERTS), True)
     engine = recipe.engine.model_copy(update=update | {"megatron": recipe.engine.megatron | fields})
