@@ -7,12 +7,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quintet.engine.device import runs_fused
 from quintet.models.mcore import Box, box_sizes
+
+if TYPE_CHECKING:
+    from quintet.engine.triton.copies import CopyTable
 
 
 class Place(NamedTuple):
@@ -29,8 +33,13 @@ class Place(NamedTuple):
         return self.strides
 
     def is_contiguous(self) -> bool:
-        dims = zip(self.shape, self.strides, strides_of(self.shape), strict=True)
-        return all(size == 1 or stride == own for size, stride, own in dims)
+        dense = 1
+        for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
+            if size != 1:
+                if stride != dense:
+                    return False
+                dense *= size
+        return True
 
     def view(self, shape: Sequence[int]) -> Place:
         """Return it with each dim split into one or more, or, where it is contiguous, in any shape of as many elements."""
@@ -46,6 +55,8 @@ class Place(NamedTuple):
 
     def part(self, whole: Box, box: Box) -> Place:
         """Return the part that is in a box, of what is all of a box."""
+        if box == whole:
+            return self
         begins = zip(box, whole, self.strides, strict=True)
         ahead = sum((start - first) * stride for (start, _), (first, _), stride in begins)
         return self._replace(shape=box_sizes(box), offset=self.offset + ahead)
@@ -59,6 +70,8 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found[: len(shape)]))
 
 
+Pair = tuple[Tensor | Place, Tensor | Place]
+"""A target and its source."""
 _Ends = tuple[list[Tensor | Place], list[Tensor | Place]]
 """Targets and sources."""
 
@@ -67,10 +80,32 @@ class Copies:
     """Copies that are made again and again: into the first of each pair the elements of the second, in their order; shapes may differ in
     how dims are split.
 
-    What is contiguous on both sides goes together, in one launch for many: a model of experts has ten thousands.
+    A model of experts has ten thousands. From the second time on a GPU makes them in one launch (`CopyTable`).
     """
 
-    def __init__(self, pairs: Iterable[tuple[Tensor | Place, Tensor | Place]]) -> None:
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        self._listed = _Listed(pairs)
+        self._table: CopyTable | None = None
+        self._ran = False
+
+    def run(self, *memory: Tensor) -> None:
+        """Make them. memory: the bytes of which places are, as many stretches each time."""
+        with torch.no_grad():
+            if self._ran and self._table is None and memory and runs_fused(memory[0]):
+                from quintet.engine.triton.copies import CopyTable
+
+                self._table = CopyTable(self._listed.pairs(), len(memory), memory[0].device)
+                self._listed = _Listed(self._table.rest)
+            self._ran = True
+            if self._table is not None:
+                self._table.run(*memory)
+            self._listed.run(*memory)
+
+
+class _Listed:
+    """Copies that go one by one, or, where both sides are contiguous, as lists that torch takes at once."""
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
         self._alone: _Ends = [], []
         self._together: dict[tuple[torch.dtype, torch.dtype], _Ends] = defaultdict(lambda: ([], []))
         for target, source in pairs:
@@ -83,13 +118,15 @@ class Copies:
             targets.append(target)
             sources.append(source)
 
+    def pairs(self) -> list[Pair]:
+        """Return all of them, both sides in one shape."""
+        return [pair for ends in (self._alone, *self._together.values()) for pair in zip(*ends, strict=True)]
+
     def run(self, *memory: Tensor) -> None:
-        """Make them. memory: the bytes of which places are."""
-        with torch.no_grad():
-            for target, source in zip(*(views(ends, *memory) for ends in self._alone), strict=True):
-                target.copy_(source)
-            for targets, sources in self._together.values():
-                torch._foreach_copy_(views(targets, *memory), views(sources, *memory))
+        for target, source in zip(*(views(ends, *memory) for ends in self._alone), strict=True):
+            target.copy_(source)
+        for targets, sources in self._together.values():
+            torch._foreach_copy_(views(targets, *memory), views(sources, *memory))
 
 
 def views(ends: Iterable[Tensor | Place], *memory: Tensor) -> list[Tensor]:

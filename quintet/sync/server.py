@@ -38,7 +38,7 @@ from quintet.sync.wire import Answer, Ticket, ended
 
 PATIENCE = 4
 """A receiver waits so many times as long as the trainer: it must outlast others that the trainer waits for in vain."""
-STAGED_SHARE = 8
+STAGED_SHARE = 4
 """What crosses ranks at a time is this part of a bucket."""
 
 

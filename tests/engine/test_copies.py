@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -83,3 +84,42 @@ def test_from_one_memory_to_another_and_into_another_type() -> None:
 def test_what_would_have_to_be_copied_to_have_another_shape_is_refused() -> None:
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         copy_all([(torch.empty(2, 3), torch.empty(2, 3).T)])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused kernel runs on GPUs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_on_a_gpu_every_time_is_as_on_a_cpu(dtype: torch.dtype) -> None:
+    """From the second time on by a table; the fourth is after what is copied has been away."""
+    draw, ends, drawn = random.Random(0), [0, 0], []
+    for _ in range(200):
+        shape = tuple(draw.choice((1, 2, 3, 8, 40)) for _ in range(draw.randint(1, 4)))
+        held = tuple(size + draw.randint(0, 2) for size in shape)
+        which, full = draw.randrange(2), tuple(size + draw.randint(0, 2) for size in shape)
+        drawn.append((shape, held, Place(which, dtype, full, strides_of(full), ends[which])))
+        ends[which] += math.prod(full)
+
+    def ends_of(one: torch.Tensor) -> list[tuple[Place, torch.Tensor]]:
+        flat, found = one, []
+        for shape, held, there in drawn:
+            source = flat[: math.prod(held)].view(held)[tuple(slice(size) for size in shape)]
+            found.append((there.part(whole_box(there.shape), whole_box(shape)), source))
+            flat = flat[math.prod(held) :]
+        return found
+
+    kept = torch.arange(sum(math.prod(held) for _, held, _ in drawn)).to(dtype)
+    there = kept.cuda()
+    sides = [(Copies(ends_of(one)), one.device) for one in (kept, there)]
+    for time in range(4):
+        if time == 3:
+            nbytes = there.untyped_storage().nbytes()
+            there.untyped_storage().resize_(0)
+            away = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+            there.untyped_storage().resize_(nbytes)
+            there.copy_(kept)
+            del away
+        made = []
+        for copies, device in sides:
+            memory = [torch.zeros(end, dtype=dtype, device=device) for end in ends]
+            copies.run(*(one.view(torch.uint8) for one in memory))
+            made.append([one.cpu() for one in memory])
+        assert all(map(torch.equal, *made)), time

@@ -26,7 +26,7 @@ from quintet.errors import UserError
 from quintet.models import ModelShape, family_of
 from quintet.models.mcore import meet, volume
 from quintet.rollout.base import Wanted
-from quintet.sync.server import ReceiverSpec, WeightServer
+from quintet.sync.server import STAGED_SHARE, ReceiverSpec, WeightServer
 from tests.engine.moe_models import config as moe_config
 
 
@@ -151,7 +151,7 @@ def rounds_of(
 def test_a_plan_of_real_size_is_in_few_rounds_of_bounded_size():
     """As many as the bytes need, and a quarter."""
     shape = replace(MODELS["qwen3-30b-a3b"].shape, layers=6)
-    limit = 256 * (1 << 20) // 8
+    limit = 256 * (1 << 20) // STAGED_SHARE
     exports = [one for _, one in plan(shape, Sizes(dp=8, ep=8), Sizes(tp=4, etp=4))]
     for turns in zip(*(one._rounds for one in exports), strict=True):  # of every rank the same one
         moved = [[sum(one.sizes_in) for one in rounds] for rounds in turns]
