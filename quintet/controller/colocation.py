@@ -10,8 +10,8 @@ share devices, the order is always the same, and every step of it is told to `hy
     the recipe says so → the KV cache wakes   …   the rollout sleeps → training state comes back
 
 The rollout sleeps, its KV cache released, whenever training state is there: so nothing is held twice, and buckets are
-allocated while neither KV cache nor optimizer state is. What the trainer's allocator holds without need leaves as well, where what is free
-is less than what the rollout gave up when it slept. A rollout on devices of its own takes weights as soon as there are new
+allocated while neither KV cache nor optimizer state is. What the trainer's allocator holds without need leaves as well, where a rollout that
+takes `rollout.memory_fraction` has no room beside it. A rollout on devices of its own takes weights as soon as there are new
 ones, holds what is under way meanwhile, and has no KV cache either while there are buckets beside it:
 
     the rollout pauses → its KV cache sleeps → weights are brought, and proved → the KV cache wakes → the rollout goes on
@@ -37,9 +37,6 @@ from quintet.recipe.rollout import placement_of
 if TYPE_CHECKING:  # they bring Ray
     from quintet.cluster.group import WorkerGroup
 
-SPARE = 4 << 30
-"""Bytes of a device that a rollout may take beyond those: for kernels, and for weights on their way."""
-
 
 class DeviceHandover:
     """Hands the devices over. shares: of what training keeps, by kind, that leave. phase: times a part of the run; log: where each step
@@ -60,7 +57,6 @@ class DeviceHandover:
         # With several roles another one than the policy may be on the devices, and the policy not.
         self._several = bool(roles_of(recipe))
         self._weights_stale = True
-        self._given = 0  # bytes of all devices, the most that rollouts gave up at once
         self._awake = not rollouts.colocated
         self._began = time.monotonic()
         self.metrics: dict[str, float] = {}
@@ -134,7 +130,7 @@ class DeviceHandover:
             seconds = self.metrics.get("sync/seconds", 0.0)
             self._log_event("weights brought" if self.metrics else "weights are shared", moved, seconds)
             self._weights_stale = False
-        self._offload_training("params")
+        self._offload_training("params", asleep=False)
         self._tell("rollouts woke: kv_cache", lambda: rollouts.wake("kv_cache"))
         rollouts.resume()
         if not rollouts.colocated:
@@ -148,7 +144,7 @@ class DeviceHandover:
         rollouts = self._rollouts
         if not rollouts.colocated:
             return
-        self._given = max(self._given, self._tell("rollouts sleep", lambda: rollouts.sleep(self._level)))
+        self._tell("rollouts sleep", lambda: rollouts.sleep(self._level))
         self._awake = False
         self._weights_stale = self._weights_stale or self._level == 2
         if any(self._shares.values()):
@@ -156,23 +152,23 @@ class DeviceHandover:
                 "training state is back", lambda: sum(self._policy.all(Policy.onload, phase="reload")())
             )
 
-    def _offload_training(self, *kinds: str) -> None:
+    def _offload_training(self, *kinds: str, asleep: bool = True) -> None:
         if not self._rollouts.colocated:
             return
         kinds = tuple(kind for kind in kinds if self._shares[kind])
-        needed = self._given // self._policy.n_ranks + SPARE if self._given else None
-        offload = partial(self._policy.all(Policy.offload, phase="offload"), needed=needed)
+        offload = partial(self._policy.all(Policy.offload, phase="offload"), asleep=asleep)
         if kinds:
             self._tell(f"training state left: {', '.join(kinds)}", lambda: sum(offload(kinds)))
-        elif self._several or self._rollouts.apart:
+        elif (
+            self._several or self._rollouts.apart
+        ):  # rollouts in other processes get what torch holds without need
             offload(kinds)
 
-    def _tell(self, event: str, move: Callable[[], int]) -> int:
+    def _tell(self, event: str, move: Callable[[], int]) -> None:
         """Do a step of the hand-over, and write it down. move: returns the bytes, of all ranks, that left devices or came to them."""
         began = time.monotonic()
         moved = move()
         self._log_event(event, moved, time.monotonic() - began)
-        return moved
 
     def _log_event(self, event: str, moved: float = 0, seconds: float = 0.0) -> None:
         gb = moved / 1e9

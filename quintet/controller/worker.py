@@ -65,6 +65,8 @@ from quintet.sync.wire import Ticket
 
 SYNC_TIMEOUT_S = 60.0
 """How long a rollout may take to come for weights, or to take a bucket."""
+SPARE = 4 << 30
+"""Bytes of a device beyond a rollout's share of it: for kernels, and for weights on their way."""
 
 
 class PolicyWorker(Worker):
@@ -76,6 +78,7 @@ class PolicyWorker(Worker):
         self.dtype = recipe.model.dtype or ("fp32" if place.device == "cpu" else "bf16")
         self._progress = Progress()
         self._server: WeightServer | None = None
+        self._has_room = False
         self._indexer = RankIndexer()
         self.batches = HeldBatches()
         self.placement = placement_of(recipe)
@@ -265,12 +268,16 @@ class PolicyWorker(Worker):
 
     # the devices change hands: see `quintet.controller.colocation`
 
-    def offload(self, kinds: Sequence[str], *, needed: int | None) -> int:
-        """Take the recipe's shares of these kinds of training state off the device; bytes. needed: of the device, by a rollout in another
-        process; None where nobody knows. What activations and buckets left with torch is given back only where that wants it: to take it again takes time."""
+    def offload(self, kinds: Sequence[str], *, asleep: bool) -> int:
+        """Take the recipe's shares of these kinds of training state off the device; bytes. asleep: whether the rollout holds nothing of
+        the device yet. Where what it takes of it, and SPARE, is free then, torch keeps what activations and buckets left: to take it again takes time."""
         left = self.roles.offload(kinds)
-        if self.device != "cpu" and (needed is None or torch.cuda.mem_get_info()[0] < needed):
-            torch.cuda.empty_cache()
+        if self.device != "cpu":
+            if asleep:
+                free, total = torch.cuda.mem_get_info()
+                self._has_room = free >= self.recipe.rollout.memory_fraction * total + SPARE
+            if not self._has_room:
+                torch.cuda.empty_cache()
         return left
 
     def onload(self) -> int:

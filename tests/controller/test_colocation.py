@@ -7,11 +7,13 @@ import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quintet.controller.colocation import SPARE, DeviceHandover
+from quintet.controller.colocation import DeviceHandover
+from quintet.controller.worker import PolicyWorker
 from quintet.errors import Stopped, UserError, WorkerFailure
 from quintet.recipe import Recipe
 from quintet.recipe.offload import KINDS
@@ -31,10 +33,10 @@ class Asked(AskedRanks):
         self.order: list[str] = []
         self.there = False
         self.lost: set[str] = set()
-        self.needed: list[int | None] = []
+        self.asleep: list[bool] = []
 
     def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> int:
-        self.needed += [kwargs["needed"]] if name == "offload" else []
+        self.asleep += [kwargs["asleep"]] if name == "offload" else []
         self._note(" ".join([name, *args[0]]) if args else name)
         time.sleep(0.01)
         return BYTES
@@ -148,21 +150,25 @@ def test_the_rollout_is_awake_only_while_training_state_is_away(tmp_path: Path) 
             assert 0 < rate <= gb / 0.01
 
 
-def test_the_trainer_is_told_what_a_rollout_needs_of_its_device(tmp_path: Path) -> None:
-    """Of the first start nobody knows; later as much as was given up at once, also where all but one that was made anew slept."""
+def test_whether_there_is_room_for_a_rollout_is_looked_at_while_it_sleeps(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Awake it holds a part of its share already, which is no longer free."""
     asked = Asked()
-    asked.n_ranks = 2
     one = handover(asked, tmp_path)
     with one.generating():
         pass
-    assert asked.needed == [None, None, *[BYTES // 2 + SPARE] * 4]  # each of both ranks
-    asked.sleep = lambda level: 7  # type: ignore[method-assign]
-    with one.generating():
-        pass
-    asked.needed.clear()
-    with one.generating():
-        pass
-    assert set(asked.needed) == {BYTES // 2 + SPARE}
+    assert asked.asleep == [True, True, False]
+    worker = PolicyWorker.__new__(PolicyWorker)
+    worker.device, worker.recipe = "cuda", Recipe(rollout=Rollout(memory_fraction=0.5))
+    worker.roles = SimpleNamespace(offload=lambda kinds: 7)  # type: ignore[assignment]
+    total, emptied = 100 << 30, list[int]()
+    for free, asleep, empties in ((54, True, 0), (20, False, 0), (53, True, 1), (90, False, 1)):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda free=free: (free << 30, total))
+        monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(1))
+        emptied.clear()
+        assert worker.offload((), asleep=asleep) == 7
+        assert len(emptied) == empties, (free, asleep)
 
 
 def test_a_rollout_in_the_trainer_sleeps_from_the_start(tmp_path: Path) -> None:
