@@ -134,8 +134,7 @@ def wrap_for_training(
             bucket_size=parameters.bucket_elements(mesh.sizes.dp),
         )
         made.append(DistributedDataParallel(chunk.config, settings, chunk, pg_collection=groups))
-        # Core's schedule tells these in FP8 which micro-batch is the first: see `add_gradients_in_place`. Copies are new in any case.
-        made[-1].modules_with_is_first_microbatch = []
+        megatron_compat.no_first_microbatch(made[-1])
     if recipe.overlap_grad_reduce:  # the schedule holds the reduction back until the last micro-batch
         holds = [one.no_sync for one in made]
         chunks[0].config.no_sync_func = holds if len(holds) > 1 else holds[0]

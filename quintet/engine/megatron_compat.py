@@ -233,6 +233,12 @@ def _on_cpu(constant: Any) -> Any:
     return constant
 
 
+def no_first_microbatch(chunk: Any) -> None:
+    """Have core's schedule in FP8 tell no layer of a wrapped chunk that a micro-batch is the first, in which it would write over its gradient
+    buffer (`add_gradients_in_place`); copies of weights are new in each run anyway. (tests/engine/test_engine_fp8.py: no layer is told)"""
+    chunk.modules_with_is_first_microbatch = []
+
+
 def _plain_optimizers() -> None:
     """torch's optimizers import its compiler to hide from it: 2,000 modules, 3 s of a rank's start. Where nothing is compiled, what
     they hide is called as it is. (tests/test_imports.py: a process of a run trains without the compiler)"""

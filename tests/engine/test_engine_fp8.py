@@ -207,9 +207,9 @@ def test_products_that_are_computed_again_outside_of_it_are_seen(pool, tmp_path:
     assert others
 
 
-def left(path: Path, kept: bool = False) -> tuple[int, int]:
+def left(path: Path, kept: bool = False, fails: bool = False) -> tuple[int, int]:
     """How many copies of weights were made in a forward pass, and how many are left; as TransformerEngine's layers keep them. kept:
-    nobody drops them, planted."""
+    nobody drops them, planted. fails: the pass ends in an error."""
     from quintet.data.batch import make_batch
     from quintet.engine import fp8
     from quintet.engine.fp8 import copies
@@ -226,10 +226,13 @@ def left(path: Path, kept: bool = False) -> tuple[int, int]:
     def count(*_: Any) -> None:
         nonlocal seen
         seen = len(list(copies(made.chunks)))
+        if fails:
+            raise ArithmeticError
 
     chunk.decoder.register_forward_hook(count)
     batch = make_batch(token_ids(), [PROMPT] * len(token_ids()))
-    with mock.patch.object(fp8, "drop_copies") if kept else contextlib.nullcontext():
+    kept_or_not = mock.patch.object(fp8, "drop_copies") if kept else contextlib.nullcontext()
+    with kept_or_not, contextlib.suppress(ArithmeticError):
         made.forward(batch, [RankCell(list(range(len(token_ids()))))])
     return seen, len(list(copies(made.chunks)))
 
@@ -240,6 +243,26 @@ def test_no_copy_of_a_weight_outlives_its_run(pool, tmp_path: Path) -> None:
     assert made == 4 * 4
     assert after == 0
     assert pool.run(left, 1, tmp_path / "model", True)[0] == (made, made)
+    assert pool.run(left, 1, tmp_path / "model", False, True)[0] == (made, 0)
+
+
+@pytest.mark.usefixtures("_megatron")
+def test_no_layer_is_told_that_a_micro_batch_is_the_first() -> None:
+    """It would write over what another half of the row has added to its gradient buffer."""
+    from megatron.core.transformer.module import MegatronModule
+
+    from quintet.engine.megatron_compat import no_first_microbatch
+
+    told = []
+    for guarded in (False, True):
+        chunk = MegatronModule(SimpleNamespace(fp8="hybrid", fp4=None))
+        chunk.linear = torch.nn.Linear(1, 1)
+        chunk.linear.is_first_microbatch = False
+        if guarded:
+            no_first_microbatch(chunk)
+        chunk.set_is_first_microbatch()
+        told.append(chunk.linear.is_first_microbatch)
+    assert told == [True, False]
 
 
 def rules(path: Path) -> list[list[str]]:

@@ -25,6 +25,9 @@ from quintet.errors import QuintetError
 from quintet.rollout.vllm.compat import asked_as
 from quintet.rollout.vllm.token_records import LOGPROBS, ROUTES, TokenRecords, asks
 
+MOST_TOKENS = 1 << 16
+"""Of which what is written comes to the host in one copy: until then it lies beside a full KV cache once more."""
+
 
 class TokenStore:
     """What is written down of the tokens of one worker's requests.
@@ -125,15 +128,28 @@ class TokenStore:
             self._first[name] = records(self._first.get(name, {}))
 
     def _read(self, names: Iterable[str]) -> Iterator[tuple[str, Callable[[TokenRecords], TokenRecords]]]:
-        """Begin to bring to the host what is written of the tokens that were computed of those of these requests that asked for it: all in
+        """Begin to bring to the host what is written of the tokens that were computed of those of these requests that asked for it: many in
         one copy, for the launches of one a request are more than all else that a step adds. Yields each with what waits for it, and
         takes what was kept of its first tokens."""
-        names = [name for name in names if name in self._asked]
-        if not names:
-            return
-        states, tables = self._runner.req_states, self._runner.block_tables
-        at = [states.req_id_to_index.get(self._asked[name], -1) for name in names]  # -1: it waits for a place
-        counts = [int(states.num_computed_tokens_np[one]) if one >= 0 else 0 for one in at]
+        states, some, tokens = self._runner.req_states, list[tuple[str, int, int]](), 0
+        for name in names:
+            if name in self._asked:
+                at = states.req_id_to_index.get(self._asked[name], -1)  # -1: it waits for a place
+                count = int(states.num_computed_tokens_np[at]) if at >= 0 else 0
+                if some and tokens + count > MOST_TOKENS:
+                    yield from self._read_together(some)
+                    some, tokens = [], 0
+                some.append((name, at, count))
+                tokens += count
+        if some:
+            yield from self._read_together(some)
+
+    def _read_together(
+        self, requests: Sequence[tuple[str, int, int]]
+    ) -> Iterator[tuple[str, Callable[[TokenRecords], TokenRecords]]]:
+        """As `_read`, of requests by name, row of the block table, and how many tokens."""
+        names, at, counts = zip(*requests, strict=True)
+        tables = self._runner.block_tables
         ends, size = np.cumsum([0, *counts]), tables.block_sizes[self._group]
         places = np.arange(ends[-1]) - np.repeat(ends[:-1], counts)
         where = torch.from_numpy(np.stack([np.repeat(at, counts), places // size, places % size]))
@@ -162,8 +178,8 @@ class TokenStore:
 
 
 def _cut(told: Mapping[str, Callable[[], Tensor]], begin: int, end: int, first: TokenRecords) -> TokenRecords:
-    """What is of one request, of whose tokens the first ones may be known from an earlier time. Copied: the rest of what came with it
-    need not stay."""
+    """What is of one request, of whose tokens the first ones may be known from an earlier time. Copied: what came with it stays until the
+    last of it is taken, and no longer."""
     rows = {what: wait()[begin:end].numpy() for what, wait in told.items()}
     kept = {what: first.get(what, now[:0]) for what, now in rows.items()}
     return {what: np.concatenate([kept[what], now[len(kept[what]) :]]) for what, now in rows.items()}
