@@ -54,7 +54,6 @@ LIMITS = {
     "its own, where bf16 has torch's one launch for all. `proof` is no speed: how far 8 bits are from bf16.",
     "gsm8k": "what 135M parameters can learn of it, and time: rewards still rose when it was up. Of a step two thirds are generation, which the host limits: "
     "vLLM schedules 1,024 sequences a step in Python.",
-
     "laptop_grpo": "two cores, shared with whatever else the machine does.",
     "laptop_real": "two cores, shared with whatever else the machine does.",
     "memory": "nothing here is a speed but `offload_s` and `reload_s`, which the link between GPU and host limits; the others say how near "
