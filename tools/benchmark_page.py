@@ -40,7 +40,7 @@ LIMITS = {
     "that move memory and compute little, and the host's launches share the rest, and no record tells them apart. Qwen3-8B in rows of 16k has to compute "
     "products again to fit 141 GB, which is most of what it loses to rows of 8k. Of experts, the sending of tokens between ranks, and what the fullest rank "
     "has to compute: routers with random weights choose more unevenly than trained ones. Of Qwen3-30B-A3B three steps a depth are measured, so that "
-    "a line through two depths is less certain than either; megatron-core alone launches its experts one by one, which is most of the distance.",
+    "a line through two depths is less certain than either; megatron-core alone launches its experts one by one.",
     "expert_kernels": "the host, which launches the products of TransformerEngine's experts one by one, 128 a layer where a rank holds all and 32 at "
     "`layout.ep=4`; torch's are one launch.",
     "experts": "memory and the size of the products: 1,024 rows an expert are enough to keep a GPU busy with one product at a time, so that a single launch "
@@ -50,8 +50,8 @@ LIMITS = {
     "nothing. `controller_share` is planning, scattering, and what is in no phase.",
     "kv_cache": "memory bandwidth: slots or pages are read once a token.",
     "fp8": "what is not multiplied in 8 bits (attention, head, norms, optimizer), and rounding, which passes over memory: at a model's full depth "
-    "head and optimizer are a smaller part, so that more is gained than at 8 layers. Of 128 experts the host: each is rounded and multiplied by launches of "
-    "its own, where bf16 has torch's one launch for all. `proof` is no speed: how far 8 bits are from bf16.",
+    "head and optimizer are a smaller part, so that more is gained than at 8 layers. Of 128 experts each is rounded and multiplied by launches of "
+    "its own, where bf16 has torch's one launch for all: no profile has yet shown that this is the distance. `proof` is no speed: how far 8 bits are from bf16.",
     "gsm8k": "what 135M parameters can learn of it, and time: rewards still rose when it was up. Of a step two thirds are generation, which the host limits: "
     "vLLM schedules 1,024 sequences a step in Python.",
     "laptop_grpo": "two cores, shared with whatever else the machine does.",
