@@ -159,10 +159,8 @@ class DeviceHandover:
         offload = partial(self._policy.all(Policy.offload, phase="offload"), asleep=asleep)
         if kinds:
             self._tell(f"training state left: {', '.join(kinds)}", lambda: sum(offload(kinds)))
-        elif (
-            self._several or self._rollouts.apart
-        ):  # rollouts in other processes get what torch holds without need
-            offload(kinds)
+        elif self._several or self._rollouts.apart:
+            offload(kinds)  # rollouts in other processes get what torch holds without need
 
     def _tell(self, event: str, move: Callable[[], int]) -> None:
         """Do a step of the hand-over, and write it down. move: returns the bytes, of all ranks, that left devices or came to them."""

@@ -51,7 +51,7 @@ from quintet.packing import Cell, costs_of, rank_cells
 from quintet.plan.describe import own_layout
 from quintet.plan.fullest import cheaper, fullest_rank
 from quintet.plan.kernels import with_kernels
-from quintet.plan.offload import with_shares
+from quintet.plan.offload import SPARE_BYTES, with_shares
 from quintet.recipe import schema
 from quintet.recipe.derived import moe_layers_of, optimizers
 from quintet.recipe.rollout import placement_of
@@ -65,8 +65,6 @@ from quintet.sync.wire import Ticket
 
 SYNC_TIMEOUT_S = 60.0
 """How long a rollout may take to come for weights, or to take a bucket."""
-SPARE = 4 << 30
-"""Bytes of a device beyond a rollout's share of it: for kernels, and for weights on their way."""
 
 
 class PolicyWorker(Worker):
@@ -270,12 +268,12 @@ class PolicyWorker(Worker):
 
     def offload(self, kinds: Sequence[str], *, asleep: bool) -> int:
         """Take the recipe's shares of these kinds of training state off the device; bytes. asleep: whether the rollout holds nothing of
-        the device yet. Where what it takes of it, and SPARE, is free then, torch keeps what activations and buckets left: to take it again takes time."""
+        the device yet. Where what it takes of it, and SPARE_BYTES, is free then, torch keeps what activations and buckets left: to take it again takes time."""
         left = self.roles.offload(kinds)
         if self.device != "cpu":
             if asleep:
                 free, total = torch.cuda.mem_get_info()
-                self._has_room = free >= self.recipe.rollout.memory_fraction * total + SPARE
+                self._has_room = free >= self.recipe.rollout.memory_fraction * total + SPARE_BYTES
             if not self._has_room:
                 torch.cuda.empty_cache()
         return left

@@ -84,8 +84,7 @@ class CopyTable:
         assert memories <= MEMORIES
         self.rest: list[Pair] = []
         self._device, self._memories = device, memories
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        self._numbers: dict[int, int] = {}
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         tables: dict[int, array[int]] = defaultdict(lambda: array("q"))
         for pair in pairs:
             entries = list(self._entries(*pair))
@@ -99,7 +98,7 @@ class CopyTable:
 
     def run(self, *memory: Tensor) -> None:
         """Make the copies. memory: see `Copies.run`."""
-        where = [one.data_ptr() for one in self._storages.values()]
+        where = [one.data_ptr() for _, one in self._storages.values()]
         if where != self._known:  # training state was away, and has come back to elsewhere
             self._bases, self._known = upload(torch.tensor(where, dtype=torch.int64), self._device), where
         given = [one.data_ptr() for one in memory] + [0] * (MEMORIES - len(memory))
@@ -139,8 +138,7 @@ class CopyTable:
         if isinstance(one, Place):
             return -1 - one.memory % self._memories, one.offset
         storage = one.untyped_storage()
-        number = self._numbers.setdefault(storage._cdata, len(self._numbers))
-        self._storages.setdefault(storage._cdata, storage)
+        number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
         return number, int(one.storage_offset())
 
     def _spans(self, numbers: array[int]) -> tuple[Tensor, Tensor, Tensor]:
