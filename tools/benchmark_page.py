@@ -51,8 +51,8 @@ LIMITS = {
     "kv_cache": "memory bandwidth: slots or pages are read once a token.",
     "fp8": "what is not multiplied in 8 bits (attention, head, norms, optimizer), and rounding, which passes over memory: at a model's full depth "
     "head and optimizer are a smaller part, so that more is gained than at 8 layers. Of 128 experts each is rounded and multiplied by launches of "
-    "its own, where bf16 has torch's one launch for all: no profile has yet shown that this is the distance. `proof` is no speed: how far 8 bits are from bf16.",
-    "gsm8k": "what 135M parameters can learn of it, and time: rewards still rose when it was up. Of a step two thirds are generation, which the host limits: "
+    "its own, where bf16 has torch's one launch for all; under the profiler the GPU computes for 440 ms of a step's 1,014. `proof` is no speed: how far 8 bits are from bf16.",
+    "gsm8k": "what 135M parameters can learn of it, and time: rewards still rose when it was up. Of a step more than half is generation, which the host limits: "
     "vLLM schedules 1,024 sequences a step in Python.",
     "laptop_grpo": "two cores, shared with whatever else the machine does.",
     "laptop_real": "two cores, shared with whatever else the machine does.",
@@ -62,7 +62,7 @@ LIMITS = {
     "between runs; at 256 sequences, the verification of more tokens than a captured graph has.",
     "oracle": "no speed: how far results are from one transformers process.",
     "plan": "no speed: how near `quintet plan`, the baseline, comes. Measured memory has CUDA's contexts and what torch keeps in it, which is not "
-    "planned; seconds are planned at the best.",
+    "planned; seconds are planned at the best. Why a sync has ten times the planned memory in use is not known.",
     "rollout": "the native back end, one kernel launched after the other for each token by the host; vLLM through quintet, vLLM itself "
     "(`bare`) within a few percent.",
     "routes": "of training, the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s, so that seconds are no measure of what replay costs, and why the step "
