@@ -22,6 +22,7 @@ from quintet.engine.copies import copy_all
 from quintet.engine.engine import Engine
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.engine.weights.reshard import Owners, gather_holdings
+from quintet.engine.weights.rounds import connect
 from quintet.engine.weights.shards import Shard
 from quintet.models.mcore import meet, whole_box
 from quintet.recipe import schema
@@ -98,6 +99,7 @@ class Trainer(_Side):
             for one in self.shards:  # the same on ranks that hold the same
                 digest = hashlib.blake2b(f"{one.name} {one.box}".encode(), digest_size=7).digest()
                 one.view.normal_(0, 0.02, generator=generator.manual_seed(int.from_bytes(digest, "big")))
+        connect(self.device)
         self.wait()
         self.server = WeightServer(
             lambda: self.shards, self.shape, self.dtype, self.device, self.setup.bucket_mib, timeout_s=120.0

@@ -74,7 +74,9 @@ class RolloutReplicas(Rollouts):
     # life and death
 
     def start(self) -> None:
-        """Start those that are missing, all at once. An error that ends the run ends the others' start too."""
+        """Start those that are missing, all at once; the trainer's ranks connect meanwhile. An error that ends the run ends the others'
+        start too."""
+        connecting = self._policy.all(Policy.open_server, phase="sync").submit()
         absent = [number for number, group in enumerate(self.groups) if group is None]
         given_up = threading.Event()
         pool = ThreadPoolExecutor(len(absent))
@@ -86,6 +88,7 @@ class RolloutReplicas(Rollouts):
                     self._lose(number, made)
                 else:
                     self.groups[number] = made
+            connecting.result()
         except Stopped:
             raise
         except QuintetError:

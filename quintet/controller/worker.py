@@ -44,6 +44,7 @@ from quintet.engine.layers.specs import choose_backend
 from quintet.engine.lora import split_adapters
 from quintet.engine.routes import BatchRoutes
 from quintet.engine.weights.fp8_fingerprint import quantized_fingerprints
+from quintet.engine.weights.rounds import connect
 from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.errors import SyncMismatch, UserError
 from quintet.models import trained_shape
@@ -287,9 +288,10 @@ class PolicyWorker(Worker):
         self.roles.use("policy")
         return self.engine.master_fingerprint()
 
-    def plan_sync(self, specs: list[ReceiverSpec]) -> list[Ticket]:
-        """Plan for those that take weights from this rank from now on: their tickets."""
+    def open_server(self) -> None:
+        """Make what serves this rank's weights, once, and connect the ranks that exchange them. Collective."""
         if self._server is None:
+            connect(build.device())
             self._server = WeightServer(
                 self._exported,
                 self.shape,
@@ -300,6 +302,10 @@ class PolicyWorker(Worker):
                 host=self.place.host,
                 timeout_s=min(SYNC_TIMEOUT_S, self.place.collective_timeout_s / 2),
             )
+
+    def plan_sync(self, specs: list[ReceiverSpec]) -> list[Ticket]:
+        """Plan for those that take weights from this rank from now on: their tickets."""
+        assert self._server is not None, "open_server comes first"
         return self._server.plan(specs)
 
     def _exported(self) -> list[Shard]:

@@ -103,7 +103,7 @@ def test_a_stop_waits_for_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise Stopped("ended by SIGTERM")
 
     recipe, nothing = Recipe(rollout=Rollout(own_processes=True)), SimpleNamespace()
-    made = replicas.RolloutReplicas(nothing, recipe, tmp_path, nothing, nothing)  # type: ignore[arg-type]
+    made = replicas.RolloutReplicas(nothing, recipe, tmp_path, policy_of(), nothing)  # type: ignore[arg-type]
     monkeypatch.setattr(made, "_start_one", start_one)
     monkeypatch.setattr(replicas, "as_completed", stop)
     with pytest.raises(Stopped, match="ended by SIGTERM"):
@@ -124,8 +124,13 @@ def replicas_of(
     monkeypatch.setattr(replicas, "WorkerGroup", group)
     recipe = Recipe(cluster=ClusterSettings(ranks=2), rollout=Rollout(own_processes=True, restart=True))
     nodes = [SimpleNamespace(node_id=ray_cluster_node(), gpus=())] * 2
-    policy: Any = SimpleNamespace(locations=nodes)
-    return replicas.RolloutReplicas(cluster, recipe, model_dir, policy, SimpleNamespace())  # type: ignore[arg-type]
+    return replicas.RolloutReplicas(cluster, recipe, model_dir, policy_of(nodes), SimpleNamespace())  # type: ignore[arg-type]
+
+
+def policy_of(locations: list[Any] | None = None) -> Any:
+    """The trainer's ranks, which have connected at once."""
+    done = SimpleNamespace(submit=lambda: SimpleNamespace(result=lambda: None))
+    return SimpleNamespace(locations=locations, all=lambda verb, phase: done)
 
 
 def ray_cluster_node() -> str:

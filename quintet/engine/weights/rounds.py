@@ -208,6 +208,12 @@ def agreed_rounds(turns: Turns, sources: Sequence[Holding]) -> list[list[Round]]
     return [turns.rounds(turn, busiest[turn], tries[turn]) for turn in range(count)]
 
 
+def connect(device: torch.device) -> None:
+    """Have the ranks meet before their first round: NCCL connects those that exchange when they first do, which takes seconds. Collective."""
+    sent = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(torch.empty_like(sent), sent)
+
+
 class Round:
     """Transfers that are made together, seen from one rank. own: what stays there. sending: by target, receiving: by source. types: what
     each name travels as. crosses: whether any rank's part crosses, the same on all."""

@@ -183,9 +183,17 @@ def make_offline(arguments: Mapping[str, Any], *, processes: bool) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    return LLMEngine.from_engine_args(
+    engine = LLMEngine.from_engine_args(
         EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS, enable_multiprocessing=processes
     )
+    if (core := core_here(engine)) is not None:
+        core.scheduler.tells_at_end = True  # see WholeScheduler
+    return engine
+
+
+def core_here(engine: Any) -> Any:
+    """Return the core of a synchronous engine; None where it is in a process of its own."""
+    return getattr(engine.engine_core, "engine_core", None)
 
 
 def end_offline(engine: Any) -> None:
@@ -193,7 +201,7 @@ def end_offline(engine: Any) -> None:
     not fit (vLLM 0.32.0: one with experts; test_families.py)."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    core = getattr(engine.engine_core, "engine_core", None)
+    core = core_here(engine)
     if core is not None:
         complete_runner(core.model_executor.driver_worker.worker.model_runner)
     engine.engine_core.shutdown()
@@ -206,7 +214,7 @@ def settle(engine: Any) -> None:
     vLLM 0.20.2 drops what it counted in a step that ends no request: such a step would take the next requests' prefix cache
     counts with it (tests/rollout/vllm/test_offline.py::test_the_prefix_cache_is_used_and_counted, on a GPU).
     """
-    core = getattr(engine.engine_core, "engine_core", None)
+    core = core_here(engine)
     while core is not None and core.batch_queue:
         engine.step()
 
@@ -217,9 +225,11 @@ def unfinished(engine: Any, name: str) -> tuple[list[int], Any]:
     vLLM 0.20.2 to 0.32.0 tell of a request that is aborted only in the asynchronous engine
     (tests/rollout/vllm/test_offline.py::test_abort_ends_what_is_under_way).
     """
+    core = core_here(engine)
     for state in engine.output_processor.request_states.values():
         if getattr(state, "external_req_id", state.request_id) == name or state.request_id == name:
-            return list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
+            drawn = state.detokenizer if core is None else core.scheduler.requests[state.request_id]
+            return list(drawn.output_token_ids), state.logprobs_processor.logprobs
     return [], None
 
 
