@@ -33,7 +33,7 @@ def at(*ratios: float) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(("loss", "passes"), [(0.09, False), (0.07, True), (-0.5, True)])
 def test_more_than_8_percent_below_the_record_fails(loss: float, passes: bool) -> None:
     ours = 1.04 * (1 - loss)
-    passed, line = judged(ENGINE, at(ours, ours, ours), CARD, kept(ENGINE, 52.0, 50.0))
+    passed, line = judged(ENGINE, at(ours, ours, ours), CARD, kept(ENGINE, 3120.0, 3000.0))
     assert passed is passes
     assert f"engine qwen2.5-1.5b/te: {2000 * ours:,.4g} tokens/s, {ours:.3f} of the baseline" in line
     assert f"{-loss:+.1%} against the record's 1.040" in line
@@ -41,10 +41,16 @@ def test_more_than_8_percent_below_the_record_fails(loss: float, passes: bool) -
 
 
 def test_the_median_of_the_repeats_counts() -> None:
-    assert judged(ENGINE, at(0.5, 1.0, 1.01), CARD, kept(ENGINE, 1.0, 1.0))[0]
-    assert not judged(ENGINE, at(0.5, 0.9, 1.01), CARD, kept(ENGINE, 1.0, 1.0))[0]
+    assert judged(ENGINE, at(0.5, 1.0, 1.01), CARD, kept(ENGINE, 3000.0, 3000.0))[0]
+    assert not judged(ENGINE, at(0.5, 0.9, 1.01), CARD, kept(ENGINE, 3000.0, 3000.0))[0]
     value, baseline = middle(at(0.5, 0.9, 1.01))
     assert value / baseline == pytest.approx(0.9)
+
+
+def test_a_faster_host_that_the_baseline_alone_gains_by_fails_nothing() -> None:
+    repeats = [(960.0, 800.0)] * 3
+    assert judged(ROLLOUT, repeats, CARD, kept(ROLLOUT, 1000.0, 500.0))[0]
+    assert not judged(ROLLOUT, repeats, CARD, kept(ROLLOUT, 1100.0, 500.0))[0]
 
 
 def test_without_a_record_a_check_fails_and_says_how_to_make_one() -> None:
@@ -83,7 +89,7 @@ def test_what_is_slower_fails_until_it_is_recorded(tmp_path: Path, monkeypatch, 
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     both = CHECKS[:2]
-    write_records(tmp_path / FILES["engine"], [kept(check, 100.0, 100.0) for check in both])
+    write_records(tmp_path / FILES["engine"], [kept(check, 1e4, 1e4) for check in both])
 
     def planted(checks: list[Check], *_: object) -> list[dict[str, Any]]:
         return [

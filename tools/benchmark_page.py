@@ -28,7 +28,7 @@ record. This page is made by `python tools/benchmark_page.py`.
 - Under each table stand the command that makes it, device, date, commit and versions. Case by case,
   [benchmarks/README.md](../benchmarks/README.md) says what is timed, what is not, and what must be the same on both sides; a command fails
   where it is not.
-- Weights are random but of a published model's shape where a case is named after one. `make test-gpu` holds a machine to the ratios, within 8%.
+- Weights are random but of a published model's shape where a case is named after one. `make test-gpu` holds a machine to ratios or values, within 8%.
 """
 LIMITS = {
     "checkpoint": "the disk, whose own rate stands first in the table and as the baseline of what is written and read; `async_save` is cut "
@@ -52,8 +52,8 @@ LIMITS = {
     "fp8": "what is not multiplied in 8 bits (attention, head, norms, optimizer), and rounding, which passes over memory: at a model's full depth "
     "head and optimizer are a smaller part, so that more is gained than at 8 layers. Of 128 experts each is rounded and multiplied by launches of "
     "its own, where bf16 has torch's one launch for all; under the profiler the GPU computes for 440 ms of a step's 1,014. `proof` is no speed: how far 8 bits are from bf16.",
-    "gsm8k": "what 135M parameters can learn of it, and time: rewards still rose when it was up. Of a step more than half is generation, which the host limits: "
-    "vLLM schedules 1,024 sequences a step in Python.",
+    "gsm8k": "what 135M parameters can learn of it, and time: rewards still rose when it was up. Of a step more than half was generation, when vLLM's "
+    "scheduler went through 1,024 sequences a step in Python.",
     "laptop_grpo": "two cores, shared with whatever else the machine does.",
     "laptop_real": "two cores, shared with whatever else the machine does.",
     "memory": "nothing here is a speed but `offload_s` and `reload_s`, which the link between GPU and host limits; the others say how near "
@@ -62,12 +62,14 @@ LIMITS = {
     "between runs; at 256 sequences, the verification of more tokens than a captured graph has.",
     "oracle": "no speed: how far results are from one transformers process.",
     "plan": "no speed: how near `quintet plan`, the baseline, comes. Measured memory has CUDA's contexts and what torch keeps in it, which is not "
-    "planned; seconds are planned at the best. Why a sync has ten times the planned memory in use is not known.",
-    "rollout": "the native back end, one kernel launched after the other for each token by the host; vLLM through quintet, vLLM itself "
-    "(`bare`) within a few percent.",
+    "planned; seconds are planned at the best. Until 2026-11-27 `sync` and `generate` told what training had in use just before and after.",
+    "rollout": "the native back end, one kernel launched after the other for each token by the host; of vLLM through quintet the GPU, for 512 "
+    "sequences of a small model, whose steps quintet schedules in a tenth of vLLM's time; of vLLM itself (`bare`) the host, by which it moves from run to run. "
+    "A long tail is limited by steps of few sequences, which launch as much as those of many; Qwen3-8B was measured before.",
     "routes": "of training, the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s, so that seconds are no measure of what replay costs, and why the step "
     "without it takes longer is not known; `kernel_s` and `host_ms` are its own. Of the rollout, two pairs of calls: an interval that holds 0.",
-    "step": "generation, more than half of it on either side (`generate_s_median`). Responses of long-tailed lengths have no record yet.",
+    "step": "generation, more than half of it on either side (`generate_s_median`), while vLLM's own scheduler held the GPU up: without it 45.7 samples/s were "
+    "seen on one GPU (4.6 s of generation) and 120 on four, by runs of one side. Responses of long-tailed lengths have no record yet.",
     "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "
     "Planning is Python over a model's tensors, 18,867 of Qwen3-30B-A3B; that of before 2026-11-23 was of all ranks on each.",
 }

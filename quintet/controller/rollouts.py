@@ -120,7 +120,7 @@ class Rollouts(ABC):
     def counts(self) -> dict[str, float]:
         """Return what they counted since the last time, summed: see `Rollout.metrics`."""
         found: dict[str, float] = {}
-        for ranks in self.ask(Rollout.counts, phase="generate")().values():
+        for ranks in self.ask(Rollout.counts, phase="counts")().values():
             for name, value in ranks[0].items():
                 found[name] = found.get(name, 0.0) + value
         return found

@@ -55,7 +55,7 @@ class Proof:
     def changed(self) -> None:
         """Note that the trainer has taken a step, or new master weights, and its optimizer state is there to be looked at."""
         if self.asked:
-            self._masters, self._due = self._policy.all(Policy.masters, phase="sync")(), True
+            self._masters, self._due = self._policy.all(Policy.masters, phase="masters")(), True
 
     def of(self, copies: Copies) -> dict[str, float]:
         """Compare what each copy of the rollout holds with what the trainer hands out; metrics. {} where the recipe wants no

@@ -96,7 +96,8 @@ def test_by_default_the_first_record_that_is_lost_ends_the_run(recipe, observe, 
     recipe.run.dir, recipe.run.trackers = disk, ["tensorboard"]
     observer, _ = observe()
     fill(disk)
-    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: No space left on device"):
+    lost = pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: No space left on device")
+    with lost, observer:
         record(observer, 1)
 
 
