@@ -36,10 +36,10 @@ REPEATS = 3
 WORST_FALL = 0.08
 PART_S = 540.0
 ORACLE = {"oracle-te": "transformer_engine", "oracle-portable": "portable"}
-PARTS = (*ORACLE, "steps", "kills", "fp8", "engine", "rollout", "sync")
+PARTS = (*ORACLE, "steps", "scheduler", "kills", "fp8", "engine", "rollout", "sync")
 ELSEWHERE = ("sglang",)
 """What runs only where it is named: it needs another environment than the rest."""
-NEVER_TINY = {*ORACLE, "kills", *ELSEWHERE}
+NEVER_TINY = {*ORACLE, "scheduler", "kills", *ELSEWHERE}
 """What has no dry run."""
 Repeats = list[tuple[float, float]]
 """Value and baseline of each repeat, both the more the better."""
@@ -322,6 +322,9 @@ def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str
 
 
 TESTS = {
+    "scheduler": run_tests(
+        "tests/rollout/vllm/test_scheduled_steps.py", "vllm", "steps scheduled here are those of vLLM"
+    ),
     "kills": run_tests("tests/rollout/vllm/test_deaths.py", "vllm", "started anew, and no sample is missing"),
     "sglang": run_tests(
         "tests/rollout/sglang/test_real.py", "sglang", "it draws, tells and takes what it should"
@@ -352,7 +355,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.part = options.part or [part for part in PARTS if not (options.tiny and part in NEVER_TINY)]
     if options.tiny and (options.record or options.out or set(options.part) & NEVER_TINY):
         parser.error(
-            "--tiny is a dry run of the benchmarks: leave --record, --out, the oracle's parts, kills and sglang out"
+            "--tiny is a dry run of the benchmarks: leave --record, --out, the oracle's parts, scheduler, kills and sglang out"
         )
     return options
 
