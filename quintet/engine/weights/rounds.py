@@ -209,9 +209,14 @@ def agreed_rounds(turns: Turns, sources: Sequence[Holding]) -> list[list[Round]]
 
 
 def connect(device: torch.device) -> None:
-    """Have the ranks meet before their first round: NCCL connects those that exchange when they first do, which takes seconds. Collective."""
-    sent = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(torch.empty_like(sent), sent)
+    """Have the ranks meet before their first round, and the kernel of copies compiled, which both take a GPU seconds at their first time.
+    Collective."""
+    sent = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    arrived = torch.empty_like(sent)
+    dist.all_to_all_single(arrived, sent)
+    copies = Copies([(arrived, Place(0, sent.dtype, tuple(sent.shape), sent.stride(), 0))])
+    for _ in range(2):
+        copies.run(sent.view(torch.uint8))
 
 
 class Round:
