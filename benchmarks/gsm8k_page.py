@@ -1,11 +1,14 @@
 """Keeps what `benchmarks.gsm8k` came to: its records, and docs/gsm8k.md with the curve and ten answered questions.
 
-python -m benchmarks.gsm8k_page OUT/full/gsm8k.json OUT/lora/gsm8k.json
+    python -m benchmarks.gsm8k_page OUT/full/gsm8k.json OUT/lora/gsm8k.json
+
+A run takes the place of the last one of its kind, all weights or adapters alone; the other's records and part of the page stay.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gsm8k import LOADED, TRAINED, WARM
-from benchmarks.records import RESULTS, ROOT, merged, write_records
+from benchmarks.records import RESULTS, ROOT, read_records, write_records
 
 FILE = RESULTS / "gsm8k.json"
 PAGE = ROOT / "docs" / "gsm8k.md"
 ROWS = {LOADED: "as loaded", WARM: "after the warm-up (SFT)", TRAINED: "after GRPO"}
+TITLES = {False: "All weights", True: "Adapters alone (LoRA)"}
+"""By whether adapters are trained alone, in the page's order."""
 POINTS = 12
 """Of a curve, each a mean over as many steps."""
 BAR = 40
@@ -34,7 +39,7 @@ is measured; this page is made by `python -m benchmarks.gsm8k_page`.
 def section(told: Mapping[str, Any]) -> str:
     """Return the page's part of one run, an OUT/gsm8k.json: accuracies, how certain the gain is, the curve and the samples."""
     records = told["records"]
-    title = "Adapters alone (LoRA)" if told["recipe"].get("lora") is not None else "All weights"
+    title = TITLES[told["recipe"].get("lora") is not None]
     found = {(one["case"].split("/", 2)[2], one["metric"]): one["value"] for one in records}
     lines = [f"## {title}\n", "| | greedy | sampled | tokens a response |", "|---|---|---|---|"]
     for name, said in ROWS.items():
@@ -96,9 +101,28 @@ def _quoted(text: str) -> list[str]:
     return ["~~~~text", cut.strip(), "~~~~", ""]
 
 
-def page(told: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page of these runs."""
-    return "\n".join([HEAD, *map(section, told)]).rstrip() + "\n"
+def page(told: Sequence[Mapping[str, Any]], before: str = "") -> str:
+    """Return the page of these runs. before: the page as it was, whose part of a run that is not among these stays."""
+    parts = re.split(rf"^(?=## (?:{'|'.join(map(re.escape, TITLES.values()))})$)", before, flags=re.MULTILINE)
+    by_title = {
+        title: one
+        for one in [*parts, *map(section, told)]
+        for title in TITLES.values()
+        if one.startswith(f"## {title}\n")
+    }
+    found = [by_title[title].rstrip() + "\n" for title in TITLES.values() if title in by_title]
+    return "\n".join([HEAD, *found])
+
+
+def replaced(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records, those of a run in place of all that its kind had: a shorter one has fewer of its curve."""
+    places = [_place(one) for one in new]
+    return [*(one for one in old if _place(one) not in places), *new]
+
+
+def _place(one: Mapping[str, Any]) -> list[str]:
+    """A record's model, and whether all its weights are trained."""
+    return one["case"].split("/")[:2]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,9 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     told = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    text = page(told)
-    for one in told:
-        write_records(FILE, merged(FILE, one["records"]))
+    text = page(told, PAGE.read_text(encoding="utf-8") if PAGE.exists() else "")
+    old = read_records(FILE) if FILE.exists() else []
+    write_records(FILE, replaced(old, [record for one in told for record in one["records"]]))
     PAGE.write_text(text, encoding="utf-8")
     return 0
 

@@ -101,6 +101,23 @@ def test_the_recipe_is_sound_with_adapters_and_without(lora: bool, tmp_path: Pat
     assert recipe.sft is not None
 
 
+def test_a_run_takes_the_place_of_the_last_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gsm8k_page.PAGE.read_text(encoding="utf-8")
+    assert gsm8k_page.page([], before) == before
+    monkeypatch.setattr(gsm8k_page, "section", lambda told: f"## {told}\nanew\n\n## of an answer\n")
+    adapters = before.index("## Adapters alone (LoRA)")
+    assert (
+        gsm8k_page.page(["Adapters alone (LoRA)"], before)
+        == (  # type: ignore[list-item]
+            before[:adapters] + "## Adapters alone (LoRA)\nanew\n\n## of an answer\n"
+        )
+    )
+    made = gsm8k_page.page(["All weights"], before)  # type: ignore[list-item]
+    assert made.endswith("anew\n\n## of an answer\n\n" + before[adapters:])
+    old = [{"case": "m/full/grpo/steps1-2"}, {"case": "m/lora/grpo"}, {"case": "m/full/loaded"}]
+    assert gsm8k_page.replaced(old, [{"case": "m/full/grpo"}]) == [old[1], {"case": "m/full/grpo"}]
+
+
 @pytest.mark.nightly
 def test_a_run_is_judged_on_a_cpu(tmp_path: Path) -> None:
     printed = benchmark("gsm8k", "--tiny", "--out", str(tmp_path), "--limit-s", "0.5")
