@@ -39,8 +39,9 @@ BANDWIDTH_SHARE = 0.87
 DECODE_LAYER_S = {"vllm": 60e-6, "sglang": 60e-6, "native": 1.14e-3}
 """A layer of a decode step but for what it reads and multiplies: launches and small kernels (rollout.json: qwen2.5-1.5b/1gpu, all at once
 and long-tail; mtp.json: 400m/vllm/seqs1). What a step takes besides its layers is in it. SGLang's was not measured."""
-DECODE_SEQUENCE_S = {"vllm": 11.5e-6, "sglang": 11.5e-6, "native": 8.7e-6}
-"""What a sequence adds to that: scheduling, sampling (the same of rollout.json, which differ in how many are alive)."""
+DECODE_SEQUENCE_S = {"vllm": 5.5e-6, "sglang": 11.5e-6, "native": 8.7e-6}
+"""What a sequence adds to that: sampling, and scheduling where that is Python (the same of rollout.json, which differ in how many are alive; of
+SGLang that of vLLM with its own scheduler)."""
 ALL_REDUCE_S, ALL_REDUCE_BYTE_S = 9e-6, 19e-12
 """Of a sum over tp ranks of a node, whatever it is of, and for a byte that a rank sends; up to 1 MiB of vLLM's kernel on 2 to 8 H100s,
 measured in https://github.com/sgl-project/sglang/pull/2904."""

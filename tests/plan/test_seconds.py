@@ -99,13 +99,13 @@ def test_decoding_by_hand(tiny):
     reads = (WEIGHTS * 2 + 6 * 25 * of_token) / (1e6 * seconds.BANDWIDTH_SHARE)
     prompts = 8 * 10 * (2 * WEIGHTS + 2 * HEADS * 5)
     prefill = prompts / (4 * 1e9 * seconds.PEAK_SHARE)
-    assert times["generate"].seconds == pytest.approx(prefill + 40 * (reads + LAUNCHES + 6 * 11.5e-6))
+    assert times["generate"].seconds == pytest.approx(prefill + 40 * (reads + LAUNCHES + 6 * 5.5e-6))
     flops = prompts + 8 * 4 * 30 * (2 * WEIGHTS + 2 * HEADS * 25)
     assert times["generate"].flops == pytest.approx(flops)
     slow = Card(flops=1e6, bandwidth=1e12)
     bound = plan_seconds(recipe, shape, slow, samples_of(recipe, (10, 30)))["generate"]
     step = 6 * (2 * WEIGHTS + 2 * HEADS * 25) / (1e6 * seconds.PEAK_SHARE)
-    assert bound.seconds == pytest.approx(prefill * 1e3 + 40 * (step + LAUNCHES + 6 * 11.5e-6))
+    assert bound.seconds == pytest.approx(prefill * 1e3 + 40 * (step + LAUNCHES + 6 * 5.5e-6))
 
 
 def test_slots_make_more_steps(tiny):
@@ -117,7 +117,7 @@ def test_slots_make_more_steps(tiny):
         plan_seconds(one, shape, fast, samples_of(one, (10, 30)))["generate"].seconds for one in (few, many)
     )
     assert (longer, shorter) == pytest.approx(
-        (120 * (LAUNCHES + 2 * 11.5e-6), 40 * (LAUNCHES + 6 * 11.5e-6)), rel=1e-3
+        (120 * (LAUNCHES + 2 * 5.5e-6), 40 * (LAUNCHES + 6 * 5.5e-6)), rel=1e-3
     )
 
 
@@ -127,7 +127,7 @@ def test_a_rollout_cut_over_ranks_reads_its_part(tiny):
         plan_seconds(recipe, shape, Card(1e15, 1e6), samples_of(recipe, (10, 30)))["generate"].seconds / 40
         for recipe, shape in (tiny(), tiny("rollout.layout.tp=2"))
     )
-    whole, cut = whole - LAUNCHES - 6 * 11.5e-6, cut - LAUNCHES - 12 * 11.5e-6
+    whole, cut = whole - LAUNCHES - 6 * 5.5e-6, cut - LAUNCHES - 12 * 5.5e-6
     # Two sums a layer over both ranks, of 12 sequences' hidden states of 64 numbers in bf16.
     cut -= 2 * 2 * (9e-6 + 12 * 64 * 2 * 19e-12)
     of_token = 2 * 2 * 2 * 16 * 2
@@ -146,7 +146,7 @@ def test_a_small_cache_makes_more_steps(tiny):
     recipe, shape = tiny("rollout.memory_fraction=1")
     room = rollout_bytes(recipe, setup_of(recipe, shape), None)[0] + 2 * 25 * 256
     found = plan_seconds(recipe, shape, Card(1e15, 1e15), samples_of(recipe, (10, 30)), room)["generate"]
-    assert found.seconds == pytest.approx(8 * 30 / 2 * (LAUNCHES + 2 * 11.5e-6), rel=1e-3)
+    assert found.seconds == pytest.approx(8 * 30 / 2 * (LAUNCHES + 2 * 5.5e-6), rel=1e-3)
 
 
 def test_states_on_the_host_are_read_and_written_in_each_update(tiny):
