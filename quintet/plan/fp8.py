@@ -17,8 +17,11 @@ from quintet.recipe.schema import Recipe
 """Of an H100: operations and bytes a second, and operations in 8 bits, by its data sheet."""
 LITTLE = 1.10
 """A gain below this is warned of. Measured elsewhere: 1.34 to 1.42 with 8B dense on 8 H100, 1.01 with 30B-A3B."""
-MEASURED = "Measured on an H200, with 128 of 768: 0.38× as fast."
-"""What `benchmarks.fp8 --shape 30b-a3b` came to, where each expert is rounded by launches of its own."""
+OF_EXPERTS = (
+    "Warning: each expert is rounded and multiplied by launches of its own, which is not counted: with 128 of 768 units a rank a step on an H200 "
+    "was 0.38× as fast, by blockwise (docs/fp8.md)."
+)
+"""What `benchmarks.fp8 --shape 30b-a3b` came to."""
 _SAVED = 6 * (1 / BF16 - 1 / FP8)
 _PADDED = 16
 
@@ -46,15 +49,17 @@ def break_even(hidden: int) -> int:
 
 
 def in_8_bits(recipe: Recipe, shape: ModelShape) -> str:
-    """Return what is multiplied in 8 bits and what is not, and a warning where little is gained."""
+    """Return what is multiplied in 8 bits and what is not, and warnings: of experts, and where little is gained."""
     gain = most_gain(recipe, shape)
-    text = (
+    bound = (
         f"Products in 8 bits, {recipe.engine.fp8}; in bf16 stay {', '.join(unquantized(shape))}. At most {gain:.2f}× as fast, counted "
         "from dims for an H100; docs/fp8.md tells what was measured."
     )
-    if gain >= LITTLE:
-        return text
-    why = ""
-    if shape.moe is not None and shape.moe.ffn_hidden_size < (width := break_even(shape.hidden_size)):
-        why = f" Experts gain from {width} units on, and these have {shape.moe.ffn_hidden_size}. {MEASURED}"
-    return f"{text} Warning: hardly worth it; engine.fp8=null computes more exactly.{why}"
+    told = [bound]
+    if gain < LITTLE:
+        told.append("Warning: hardly worth it; engine.fp8=null computes more exactly.")
+    if shape.moe is not None:
+        if shape.moe.ffn_hidden_size < (width := break_even(shape.hidden_size)):
+            told.append(f"Experts gain from {width} units on, and these have {shape.moe.ffn_hidden_size}.")
+        told.append(OF_EXPERTS)
+    return " ".join(told)

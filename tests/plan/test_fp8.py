@@ -86,6 +86,10 @@ def test_who_gains_is_who_was_measured_to_gain() -> None:
         in told
     )
     assert "in bf16 stay embedding, norms, attention's scores, head, routers." in told
+    wide = replace(SPARSE, moe=MoeShape(128, 8, 4096))
+    assert "hardly worth" not in in_8_bits(recipe(), wide)
+    for one in (told, in_8_bits(recipe(), wide)):
+        assert one.endswith("0.38× as fast, by blockwise (docs/fp8.md).")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
