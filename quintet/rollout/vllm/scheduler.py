@@ -35,18 +35,20 @@ class WholeScheduler(AsyncScheduler):
         config = self.parallel_config
         alone = config.pipeline_parallel_size * self.dcp_world_size * self.pcp_world_size == 1
         elsewhere = self.connector or self.ec_connector or self.is_encoder_decoder or self.num_spec_tokens
+        elsewhere = elsewhere or self.perf_metrics
         # Of layers that drop keys, of stages and of drafts there is more to do in a step.
         self._simple = self.use_v2_model_runner and alone and not (others or elsewhere)
         self._simple = self._simple and type(blocks) is FullAttentionManager
         self._block = int(blocks.block_size)
 
     def add_request(self, request: Any) -> None:
-        """Take a request. `ends`: the tokens that may end it, None where it is to be told of each step."""
-        params = request.sampling_params
+        """Take a request. simple: whether nothing but its next token is to be thought of; ends: the tokens that may end it, None where it is to
+        be told of each step."""
+        params, grammar = request.sampling_params, request.structured_output_request
+        request.simple = grammar is None and not request.has_encoder_inputs and not request.resumable
         told = params is None or params.output_kind is not RequestOutputKind.FINAL_ONLY or params.stop
         told = told or params.logprobs is not None or params.prompt_logprobs is not None
-        told = told or params.repetition_detection is not None or request.resumable
-        told = told or request.structured_output_request is not None
+        told = told or params.repetition_detection is not None or not request.simple
         request.ends, request.told = None if told else frozenset(params.all_stop_token_ids), 0
         super().add_request(request)
 
@@ -72,11 +74,7 @@ class WholeScheduler(AsyncScheduler):
             if under_way and computed + 2 - under_way >= request.num_prompt_tokens + request.max_tokens:
                 continue  # its last token is under way
             reads = len(request._all_token_ids) + under_way - computed
-            if (
-                reads != 1
-                or computed + 1 >= self.max_model_len
-                or request.structured_output_request is not None
-            ):
+            if reads != 1 or computed + 1 >= self.max_model_len or not request.simple:
                 return []
             blocks += computed % self._block == 0
             found.append(request)
@@ -90,8 +88,11 @@ class WholeScheduler(AsyncScheduler):
             if request.num_computed_tokens % self._block == 0:
                 names.append(request.request_id)
                 blocks.append(manager.allocate_slots(request, 1).get_block_ids(allow_none=True))
+            elif not request.num_output_placeholders:  # else it was noted with a step under way
+                manager.cache_blocks(request, request.num_computed_tokens + 1)
             request.num_computed_tokens += 1
             request.num_output_placeholders += 1
+        manager.take_new_block_ids()  # which vLLM would keep a list of for ever
         # vLLM's second runner, which draws here, looks for new blocks alone.
         grown = replace(CachedRequestData.make_empty(), req_ids=names, new_block_ids=blocks)
         scheduled = dict.fromkeys([one.request_id for one in requests], 1)
