@@ -102,9 +102,8 @@ class CopyTable:
         if where != self._known:  # training state was away, and has come back to elsewhere
             self._bases, self._known = upload(torch.tensor(where, dtype=torch.int64), self._device), where
         given = [one.data_ptr() for one in memory]
-        given += given[:1] * (
-            MEMORIES - len(given)
-        )  # not 0: for numbers of 32 bits the kernel would be compiled anew
+        # Filled up with an address: for 0, a number of 32 bits, the kernel would be compiled anew.
+        given += given[:1] * (MEMORIES - len(given))
         for unit, entries, owners, begins in self._tables:
             _copy_kernel[(len(owners),)](
                 entries,

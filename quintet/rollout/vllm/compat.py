@@ -201,8 +201,7 @@ def end_offline(engine: Any) -> None:
     not fit (vLLM 0.32.0: one with experts; test_families.py)."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    core = core_here(engine)
-    if core is not None:
+    if (core := core_here(engine)) is not None:
         complete_runner(core.model_executor.driver_worker.worker.model_runner)
     engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()

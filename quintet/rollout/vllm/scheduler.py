@@ -31,25 +31,31 @@ class WholeScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        blocks, *others = self.kv_cache_manager.coordinator.single_type_managers
-        config = self.parallel_config
-        alone = config.pipeline_parallel_size * self.dcp_world_size * self.pcp_world_size == 1
-        elsewhere = self.connector or self.ec_connector or self.is_encoder_decoder or self.num_spec_tokens
-        elsewhere = elsewhere or self.perf_metrics
-        # Of layers that drop keys, of stages and of drafts there is more to do in a step.
-        self._simple = self.use_v2_model_runner and alone and not (others or elsewhere)
-        self._simple = self._simple and type(blocks) is FullAttentionManager
-        self._block = int(blocks.block_size)
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        stages = self.parallel_config.pipeline_parallel_size
+        # Of layers that drop keys, of stages, of drafts and where FLOPs are counted there is more to do in a step.
+        self._simple = (
+            self.use_v2_model_runner
+            and [type(one) for one in managers] == [FullAttentionManager]
+            and stages * self.dcp_world_size * self.pcp_world_size == 1
+            and not (self.connector or self.ec_connector or self.is_encoder_decoder)
+            and not (self.num_spec_tokens or self.perf_metrics)
+        )
+        self._block = int(managers[0].block_size)
 
     def add_request(self, request: Any) -> None:
         """Take a request. simple: whether nothing but its next token is to be thought of; ends: the tokens that may end it, None where it is to
         be told of each step."""
         params, grammar = request.sampling_params, request.structured_output_request
         request.simple = grammar is None and not request.has_encoder_inputs and not request.resumable
-        told = params is None or params.output_kind is not RequestOutputKind.FINAL_ONLY or params.stop
-        told = told or params.logprobs is not None or params.prompt_logprobs is not None
-        told = told or params.repetition_detection is not None or not request.simple
-        request.ends, request.told = None if told else frozenset(params.all_stop_token_ids), 0
+        waits = (
+            request.simple
+            and params is not None
+            and params.output_kind is RequestOutputKind.FINAL_ONLY
+            and not params.stop
+            and (params.logprobs, params.prompt_logprobs, params.repetition_detection) == (None, None, None)
+        )
+        request.ends, request.told = frozenset(params.all_stop_token_ids) if waits else None, 0
         super().add_request(request)
 
     # a step is scheduled
@@ -141,7 +147,7 @@ class WholeScheduler(AsyncScheduler):
             return dict(scheduled)  # what is counted is told with what is told
         left, places, drawn = dict[str, int](), made.req_id_to_index, made.sampled_token_ids
         for name, count in scheduled.items():
-            request, tokens = self.requests.get(name), drawn[places[name]] if drawn else list[int]()
+            request, tokens = self.requests.get(name), drawn[places[name]]
             if request is None or len(tokens) != 1 or self._ends(request, tokens[0]):
                 left[name] = count
                 continue

@@ -119,7 +119,7 @@ class Worker:
             ready = self.read[name] == self.known[name]
             drawn.append([token(name, self.known[name])] if ready else [])
             self.known[name] += ready
-        for one in names:  # what is not of the same prompt is nobody else's
+        for one in names:
             mine = self.blocks[one]
             assert len(set(mine)) == len(mine), "a block is there twice"
         return SimpleNamespace(
