@@ -24,6 +24,7 @@ from quintet.errors import UserError
 from quintet.models import ModelShape
 from quintet.models.lora import LoraShape
 from quintet.plan import parameters
+from quintet.recipe.recompute import recompute_modules
 from quintet.recipe.schema import Engine as EngineRecipe
 from quintet.recipe.schema import Layout
 
@@ -99,7 +100,8 @@ def build_chunks(
         model_parallel_cuda_manual_seed(
             0, tp_rank=mesh.at("tp"), ep_rank=0, etp_rank=mesh.at("tp"), force_reset_rng=True
         )
-    provider = provider_of(backend, recipe.experts)
+    again = shape.mla is None and "layernorm" in recompute_modules(recipe, shape)
+    provider = provider_of(backend, recipe.experts, norms_apart=again)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     chunks = [PolicyModel(shape, config, mesh, provider, stage).to(device()) for stage in stages]
     if recipe.overlap_dispatch and layout.ep > 1:  # native rollouts have it without

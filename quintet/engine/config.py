@@ -77,6 +77,8 @@ def transformer_config(
         raise UserError(
             "engine.megatron.moe_router_fusion is a kernel of TransformerEngine 2.6 or later, which is not installed here; remove it"
         )
+    if recipe.recompute == "selective":
+        config.recompute_modules = recompute_modules(recipe, shape)  # core knows no mlp_act
     # Not in the constructor, which refuses biases of experts under etp: core's would be added once a rank, ours are not.
     config.add_bias_linear = shape.proj_bias
     return config
@@ -193,4 +195,7 @@ def _recompute(shape: ModelShape, recipe: schema.Engine) -> dict[str, Any]:
             raise UserError(
                 f"engine.recompute_modules: {module} is not part of a {shape.family} model like this one; leave it out"
             )
-    return {"recompute_granularity": "selective", "recompute_modules": names}
+    return {
+        "recompute_granularity": "selective",
+        "recompute_modules": [one for one in names if one != "mlp_act"],
+    }

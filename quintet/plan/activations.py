@@ -9,6 +9,7 @@ rows of T tokens on a rank, S of them between blocks (S = T / tp under sequence 
     projections in  the norms' outputs: 2 S H w
     attention       q, k, v and the output, no scores (flash attention): T (2 q + 2 kv) w / tp, and 4 bytes a head;
                     norms of q and k: their inputs, and with k's all of the projection's output, of which it is a view
+                    but for TransformerEngine's norm, which copies it
     SwiGLU          gate and up, and their product: 3 T F w / tp
     experts         the same of each token's top-k, after the tokens themselves: T k (H + 3 f) w
     latent          (MLA) each latent before and after its norm; q and k as wide as they are, with their rotary part
@@ -153,9 +154,10 @@ def _before_block(sizes: _Sizes, discarded: bool) -> int:
 
 
 def _discards(sizes: _Sizes, own_norm: bool) -> bool:
-    """Whether a norm's output is computed again. TransformerEngine's norms are mostly part of the linear layer after
+    """Whether a norm's output is computed again. With latent attention TransformerEngine's norms are mostly part of the linear layer after
     them, which keeps their output in any case. own_norm: this one is not."""
-    return "layernorm" in sizes.recomputed and (own_norm or sizes.setup.backend == "portable")
+    apart = own_norm or sizes.setup.backend == "portable" or sizes.setup.shape.mla is None
+    return apart and "layernorm" in sizes.recomputed
 
 
 def _attention(sizes: _Sizes) -> int:
@@ -164,12 +166,13 @@ def _attention(sizes: _Sizes) -> int:
     kept = _before_block(sizes, _discards(sizes, own_norm=False))
     projected = t * (heads + 2 * kv_heads) * d * sizes.w
     in_fp32 = not sizes.on_gpu and sizes.w == 2
+    alone = in_fp32 or sizes.setup.backend == "transformer_engine"  # which copies k for its norm
     if shape.qk_norm:
         copied = kv_heads > 1 or in_fp32  # of one group, q is a view of the projection's output too
         kept += _norm(sizes, t, heads * d if copied else 0, heads)
-        kept += _norm(sizes, t, kv_heads * d, kv_heads) if in_fp32 else projected + 4 * t * kv_heads
+        kept += _norm(sizes, t, kv_heads * d, kv_heads) if alone else projected + 4 * t * kv_heads
     if "core_attn" in sizes.recomputed:
-        views = 0 if shape.qk_norm and not in_fp32 else projected  # v is one
+        views = 0 if shape.qk_norm and not alone else projected  # v is one
         return kept + t * (2 * heads + kv_heads) * d * sizes.w + views
     return kept + _core(sizes, heads * d, kv_heads * d, kv_heads * d, heads * d)
 
@@ -217,11 +220,14 @@ def _gated(sizes: _Sizes, rows: float, width: int, glu: Glu = SWIGLU, *, weighte
 
 
 def _dense(sizes: _Sizes) -> int:
-    if "mlp" in sizes.recomputed and sizes.setup.backend == "transformer_engine":
+    apart = _discards(sizes, own_norm=False)
+    if "mlp" in sizes.recomputed and sizes.setup.backend == "transformer_engine" and not apart:
         return sizes.s * sizes.hidden * sizes.w  # the norm is part of what is computed again
-    kept = _before_block(sizes, _discards(sizes, own_norm=False))
+    kept = _before_block(sizes, apart)
     if "mlp" in sizes.recomputed:
         return kept
+    if "mlp_act" in sizes.recomputed:
+        return kept + 2 * sizes.t * sizes.setup.shape.ffn_hidden_size // sizes.setup.layout.tp * sizes.w
     return kept + _gated(sizes, sizes.t, sizes.setup.shape.ffn_hidden_size // sizes.setup.layout.tp)
 
 

@@ -7,6 +7,7 @@ from quintet.recipe.schema import Engine
 
 MODULES = {
     "mlp": ("layers without experts", lambda shape: len(shape.moe_layers) < shape.layers),
+    "mlp_act": ("layers without experts", lambda shape: len(shape.moe_layers) < shape.layers),
     "moe": ("experts", lambda shape: shape.moe is not None),
     "moe_act": ("experts", lambda shape: shape.moe is not None),
     "shared_experts": (
@@ -18,7 +19,7 @@ MODULES = {
 """Module → what a model must have for it, in words and in its shape. Others are in every model."""
 
 _BEST = ("mlp", "moe_act", "shared_experts", "mla_up_proj")
-"""What keeps the most for the least work. `core_attn` is not among them: flash kernels keep nothing that the layers
+"""What saves the most for the least work. `core_attn` is not among them: flash kernels keep nothing that the layers
 around them do not keep as well."""
 
 

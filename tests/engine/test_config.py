@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -91,14 +92,15 @@ def test_experts_are_those_that_the_recipe_says(monkeypatch):
     """Beside TransformerEngine's layers, whose own providers are pretended."""
     from quintet.engine.layers.specs import PortableProvider, provider_of
 
-    named = {name: type(name, (), {}) for name in ("TransformerEngineProvider", "WithTorchExperts")}
+    names = ("TransformerEngineProvider", "WithTorchExperts")
+    named = {name: partial(lambda name, apart: (name, apart), name) for name in names}
     monkeypatch.setitem(sys.modules, "quintet.engine.layers.te", SimpleNamespace(**named))
     for experts in ("auto", "transformer_engine"):
-        assert type(provider_of("transformer_engine", experts)) is named["TransformerEngineProvider"]
-    assert type(provider_of("transformer_engine", "torch")) is named["WithTorchExperts"]
-    assert isinstance(provider_of("portable", "auto"), PortableProvider)
+        assert provider_of("transformer_engine", experts, norms_apart=True) == (names[0], True)
+    assert provider_of("transformer_engine", "torch", norms_apart=False) == (names[1], False)
+    assert isinstance(provider_of("portable", "auto", norms_apart=False), PortableProvider)
     with pytest.raises(UserError, match=r"engine\.experts=transformer_engine: the layers are portable here"):
-        provider_of("portable", "transformer_engine")
+        provider_of("portable", "transformer_engine", norms_apart=False)
 
 
 def test_transformer_engine_is_refused_where_it_cannot_be_had(caplog):

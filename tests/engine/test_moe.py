@@ -203,7 +203,7 @@ def calls(path: Path, **recipe: Any) -> dict[str, int]:
         "layernorm": "input_layernorm",
         "mla_up_proj": "linear_kv_up_proj",
     }
-    counts = dict.fromkeys([*parts, "mlp", "moe_act"], 0)
+    counts = dict.fromkeys([*parts, "mlp", "mlp_act", "moe_act"], 0)
 
     def count(part: str) -> None:
         counts[part] += 1
@@ -214,19 +214,20 @@ def calls(path: Path, **recipe: Any) -> dict[str, int]:
         for part, end in parts.items():
             if name.endswith(end):
                 module.register_forward_pre_hook(lambda *_, part=part: count(part))
-    experts, activate = sparse.mlp.experts, sparse.mlp.experts._activate
-    experts._activate = lambda *args: (count("moe_act"), activate(*args))[1]
+    for part, module in (("mlp_act", dense.mlp), ("moe_act", sparse.mlp.experts)):
+        module._activate = lambda *args, part=part, real=module._activate: (count(part), real(*args))[1]
     batch = make_batch(token_ids(), [PROMPT] * len(LENGTHS))
     engine.forward_backward(batch, [RankCell(list(range(len(LENGTHS))))], MeanNll())
     return counts
 
 
 @pytest.mark.parametrize(
-    "module", ["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
+    "module", ["core_attn", "mlp", "mlp_act", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
 )
 def test_what_is_recomputed_runs_twice_and_nothing_else_does(pool, directory, module):
     found = pool.run(calls, 1, directory("deepseek_v3"), recompute="selective", recompute_modules=[module])[0]
-    twice = {module} | ({"moe_act", "shared_experts"} if module == "moe" else set())
+    parts = {"mlp": {"mlp_act"}, "moe": {"moe_act", "shared_experts"}}
+    twice = {module} | parts.get(module, set())
     assert found == {part: 2 if part in twice else 1 for part in found}
 
 

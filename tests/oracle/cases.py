@@ -220,10 +220,11 @@ class Case:
 _LATENT = ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]
 _MODULES: dict[str, list[Any]] = {
     **{family: ["core_attn", "mlp", "layernorm"] for family in DENSE},
+    **{family: ["core_attn", "mlp_act", "layernorm"] for family in ("llama", "qwen3-tied")},
     **{family: ["core_attn", "moe_act", "layernorm"] for family in ("qwen3_moe", "gpt_oss")},
     "deepseek_v3": _LATENT,
     "deepseek_v3-tied": _LATENT,
-    "glm4_moe": ["core_attn", "mlp", "moe_act", "shared_experts", "layernorm"],
+    "glm4_moe": ["core_attn", "mlp_act", "moe_act", "shared_experts", "layernorm"],
     "mixtral": ["core_attn", "moe", "layernorm"],
 }
 """What selective recompute computes again: all that the family has and that go together."""

@@ -358,6 +358,8 @@ ACTIVATIONS: list[tuple[str, dict[str, Any]]] = [
             ("llama", "core_attn"),
             ("qwen3", "mlp"),
             ("qwen3", "layernorm"),
+            ("qwen3", "mlp_act"),
+            ("llama", "mlp_act layernorm"),
             ("qwen3", "core_attn mlp layernorm"),
             ("qwen3_moe", "layernorm"),
             ("qwen3_moe", "moe"),

@@ -284,6 +284,16 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
         ["moe_act is part of moe", "shared_experts is part of moe"],
     ),
     (
+        "recompute_modules_are_there",
+        ["engine.recompute=selective", "engine.recompute_modules=[mlp, mlp_act]"],
+        ["mlp_act is part of mlp"],
+    ),
+    (
+        "recompute_modules_are_there",
+        ["@moe", "engine.recompute=selective", "engine.recompute_modules=[mlp_act]"],
+        ["mlp_act is of layers without experts"],
+    ),
+    (
         "keys_are_read",
         ["engine.cp_comm=all_to_all"],
         ["engine.cp_comm=all_to_all is not read while layout.cp=1"],

@@ -96,12 +96,12 @@ BROKEN_FP8: list[tuple[str, list[str], list[str]]] = [
         ["latent attention's down projections stay in bf16"],
     ),
     (
-        "recomputed_norms_are_kept",
+        "inputs_in_8_bits_are_kept",
         [
             *("@mla", "engine.fp8=tensorwise", *ON_GPU, OWN, "engine.recompute=selective"),
-            "engine.recompute_modules=[layernorm]",
+            "engine.recompute_modules=[layernorm, mlp_act]",
         ],
-        ["layernorm with engine.fp8=tensorwise and latent attention is untried"],
+        [f"{one} with engine.fp8=tensorwise is untried" for one in ("layernorm", "mlp_act")],
     ),
     (
         "megatron_options_are_free",

@@ -300,6 +300,7 @@ def test_a_broken_rule_is_told_with_its_keys(
         ["engine.recompute=selective"],
         ["@mla", "engine.recompute=selective"],
         ["engine.recompute=selective", "engine.recompute_modules=[core_attn, mlp, layernorm]"],
+        ["engine.recompute=selective", "engine.recompute_modules=[mlp_act, layernorm]"],
         ["@moe", "engine.recompute=selective", "engine.recompute_modules=[core_attn, moe_act]"],
         ["@moe", "engine.recompute=selective", "engine.recompute_modules=[core_attn, moe]"],
         ["@mla", "engine.recompute=selective", "engine.recompute_modules=[mlp, shared_experts, mla_up_proj]"],

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import divide
 from torch import Tensor
 
 from quintet.engine.device import upload
-from quintet.engine.layers.mlp import gated
+from quintet.engine.layers.mlp import forgotten, gated, recomputes
 from quintet.models.shape import SWIGLU, Glu
 
 
@@ -64,9 +63,6 @@ class GroupedExperts(MegatronModule):
             mark_expert(self.bias2, pg_collection, dim=0, vectors=True)
             self.bias2.shared = etp.rank() > 0  # type: ignore[attr-defined]
         self._glu, self._etp = glu, etp.size()
-        self._recompute = (
-            config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
-        )
         self._grouped: bool | None = None
         self.after: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
         """What is done to the products linear_fc1 and linear_fc2: (input, output, tokens of each expert) → output."""
@@ -86,16 +82,10 @@ class GroupedExperts(MegatronModule):
             hidden = add_bias(hidden, self.bias1, groups)
         hidden = self._after("linear_fc1", tokens, hidden, tokens_per_expert)
         weights = probs.unsqueeze(-1)
-        checkpoint = CheckpointWithoutOutput(fp8=None) if self._recompute else None
-        active = (
-            checkpoint.checkpoint(self._activate, hidden, weights)
-            if checkpoint
-            else self._activate(hidden, weights)
-        )
+        active, forget = forgotten(recomputes(self.config, "moe_act"), self._activate, hidden, weights)
         out = grouped_linear(active, self.weight2, groups)
         out = self._after("linear_fc2", active, out, tokens_per_expert)
-        if checkpoint:
-            checkpoint.discard_output_and_register_recompute(out)
+        forget(out)
         if self.bias2 is not None:
             out = add_bias(out, self.bias2, groups, weights, self._etp)
         return out, None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
@@ -71,15 +74,44 @@ def _parts(x: Tensor, glu: Glu) -> tuple[Tensor, Tensor, Tensor]:
     return gate, up, torch.sigmoid(glu.alpha * gate)
 
 
+def forgotten(
+    again: bool, compute: Callable[..., Tensor], *inputs: Tensor
+) -> tuple[Tensor, Callable[[Tensor], None]]:
+    """Compute something that the products after it alone keep. again: they are not to keep it, it is computed again in backward.
+
+    Returns it, and what is to be called with the output of those products.
+    """
+    if not again:
+        return compute(*inputs), lambda out: None
+    checkpoint = CheckpointWithoutOutput(fp8=None)
+    return checkpoint.checkpoint(compute, *inputs), checkpoint.discard_output_and_register_recompute
+
+
+def recomputes(config: TransformerConfig, module: str) -> bool:
+    """Return whether selective recompute has a module."""
+    return config.recompute_granularity == "selective" and module in config.recompute_modules
+
+
 class GatedMLP(MLP):
     """A gated feed-forward part: W2 (silu(G x) ⊙ U x), W1 = [G; U]. Without biases."""
+
+    recomputed = "mlp_act"
+    """What selective recompute calls its activation function."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Transform hidden states [T (/tp under SP), 1, hidden] → the same, and the projection's bias (None)."""
         hidden, _ = self.linear_fc1(hidden_states)
-        out, bias = self.linear_fc2(gated(hidden))
+        active, forget = forgotten(recomputes(self.config, self.recomputed), self._activate, hidden)
+        out, bias = self.linear_fc2(active)
+        forget(out)
         return out, bias
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        return gated(hidden)
 
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):
     """Core's shared experts call their base's forward, which here is GatedMLP's."""
+
+    recomputed = ""
+    """None of theirs alone: `shared_experts` is all of them."""

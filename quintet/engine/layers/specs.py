@@ -109,9 +109,9 @@ class PortableProvider(LocalSpecProvider):
         return GroupedExperts, None
 
 
-def provider_of(backend: str, experts: str) -> Any:
-    """Return the spec provider of a back end that `choose_backend` named. experts: engine.experts. Raises UserError for TransformerEngine's
-    experts in portable layers."""
+def provider_of(backend: str, experts: str, *, norms_apart: bool) -> Any:
+    """Return the spec provider of a back end that `choose_backend` named. experts: engine.experts. norms_apart: none is part of a linear
+    layer. Raises UserError for TransformerEngine's experts in portable layers."""
     if backend == "portable":
         if experts == "transformer_engine":
             raise UserError(
@@ -121,7 +121,7 @@ def provider_of(backend: str, experts: str) -> Any:
         return PortableProvider()
     from quintet.engine.layers.te import TransformerEngineProvider, WithTorchExperts
 
-    return WithTorchExperts() if experts == "torch" else TransformerEngineProvider()
+    return (WithTorchExperts if experts == "torch" else TransformerEngineProvider)(norms_apart)
 
 
 def block_spec(

@@ -21,7 +21,15 @@ from quintet.engine.layers.mla import ReplicatedLinear
 
 
 class TransformerEngineProvider(TESpecProvider):
-    """megatron-core's TransformerEngine layers; norms are part of the linear layers after them."""
+    """megatron-core's TransformerEngine layers. apart: norms are modules of their own, whose output can be computed again; else they are
+    part of the linear layers after them."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.apart = apart
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return not self.apart
 
     def core_attention(self) -> type:
         return TransformerEngineAttention

@@ -72,8 +72,8 @@ def recompute_modules_are_there(facts: Facts) -> Iterator[Problem]:
         what, has = MODULES.get(name, ("", lambda shape: True))
         if shape is not None and not has(shape):
             yield Problem(f"{key}: {name} is of {what}, and the model has none; remove it")
-    if "moe" in names:
-        for part in [one for one in names if one in ("moe_act", "shared_experts")]:
+    for whole, parts in {"mlp": ("mlp_act",), "moe": ("moe_act", "shared_experts")}.items():
+        for part in [one for one in names if one in parts and whole in names]:
             yield Problem(
-                f"{key}: {part} is part of moe, which would compute it again a second time; name one"
+                f"{key}: {part} is part of {whole}, which would compute it again a second time; name one"
             )

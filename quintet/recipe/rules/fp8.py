@@ -105,13 +105,13 @@ def eight_bits_are_the_same_on_both_sides(facts: Facts) -> Iterator[Problem]:
 
 
 @rule
-def recomputed_norms_are_kept(facts: Facts) -> Iterator[Problem]:
-    """Layers after a recomputed norm are told to keep their input as it was, which latent attention's cannot be."""
-    engine, shape = facts.recipe.engine, facts.shape
-    if engine.fp8 is None or shape is None or shape.mla is None or engine.recompute != "selective":
+def inputs_in_8_bits_are_kept(facts: Facts) -> Iterator[Problem]:
+    """A product in 8 bits keeps its input in 8 bits, and forgets nothing where what made the input is computed again."""
+    engine = facts.recipe.engine
+    if engine.fp8 is None or engine.recompute != "selective":
         return
-    if "layernorm" in (engine.recompute_modules or ()):
+    for name in (one for one in ("layernorm", "mlp_act") if one in (engine.recompute_modules or ())):
         yield Problem(
-            f"engine.recompute_modules: layernorm with engine.fp8={engine.fp8} and latent attention is untried; remove it, or set "
-            "engine.fp8=null"
+            f"engine.recompute_modules: {name} with engine.fp8={engine.fp8} is untried: the products after it keep their inputs in 8 bits; "
+            "remove it, or set engine.fp8=null"
         )

@@ -19,6 +19,11 @@ from quintet.recipe.sections.fields import (
 )
 from quintet.recipe.sections.model import Layout
 
+Recomputed = Literal[
+    "core_attn", "mlp", "mlp_act", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"
+]
+"""A module that selective recompute computes again."""
+
 
 class Optimizer(Section):
     key: ClassVar[str] = "optimizer"
@@ -89,12 +94,9 @@ class Engine(Section):
     KV heads, with latent attention the heads)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: of no, of some (`recompute_modules`), or of every layer."""
-    recompute_modules: (
-        list[Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]]
-        | None
-    ) = None
-    """What recompute=selective computes again, in megatron-core's names; null takes what the model has of mlp, moe_act,
-    shared_experts and mla_up_proj."""
+    recompute_modules: list[Recomputed] | None = None
+    """What recompute=selective computes again, in megatron-core's names, and mlp_act, the activation function of layers without experts;
+    null takes what the model has of mlp, moe_act, shared_experts and mla_up_proj."""
     replay_routes: Literal["old", "rollout"] | None = None
     """The experts that tokens are sent to in every update: as recorded when the old log-probs are computed, or as the rollout chose
     them, then for the old log-probs too; null is as the router chooses each time (docs/routes.md)."""
