@@ -96,8 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     _table(stages)
     full = max(stages, key=lambda one: one.device[one.fullest])
+    per_stage = recipe.cluster.ranks // recipe.layout.pp
+    first = full.stage * per_stage
+    fullest = f"rank {first}" if per_stage == 1 else f"ranks {first} to {first + per_stage - 1}"
     print(
-        f"Fullest: stage {full.stage} in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB; "
+        f"Fullest: {fullest}, stage {full.stage}, in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB; "
         f"host memory of a node up to {max(one.host for one in stages) / GIB:.0f} GiB."
     )
     if recipe.engine.fp8 is not None:

@@ -67,7 +67,7 @@ _WORDS = {
     "cluster.ranks": "data_parallel_size dp world_size num_gpus gpus nnodes",
     "cluster.ranks_per_node": "n_gpus_per_node gpus_per_node",
     "engine.backend": "transformer_impl",
-    "engine.fp8": "fp8_recipe fp8_format fp8_hybrid fp8_e4m3 use_fp8 enable_fp8",
+    "engine.fp8": "fp8_recipe fp8_format fp8_hybrid fp8_e4m3 use_fp8 enable_fp8 fp8_param_gather fp8_param",
     "engine.distributed_optimizer": "use_distributed_optimizer",
     "engine.recompute": "recompute_granularity recompute_method recompute_num_layers gradient_checkpointing activation_checkpointing "
     "enable_gradient_checkpointing",
