@@ -71,10 +71,17 @@ DRAFTS = [
 # rule → overrides of a valid recipe that break it ("@moe" names a model) → parts of the message
 BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
     *DRAFTS,
-    (
-        "rollouts_read_no_eight_bits",
-        ["@fp8", "rollout.backend=vllm"],
-        ["its weights are in 8 bits", "vllm would be started for 8 bits"],
+    *(
+        ("rollouts_read_no_eight_bits", ["@fp8", *others], ["its weights are in 8 bits", said])
+        for others, said in (
+            (["rollout.backend=sglang", "cluster.device=cuda"], "SGLang would be started for 8 bits"),
+            (["rollout.backend=vllm", "rollout.vllm.load_format=auto"], "vLLM loads none of them"),
+            (
+                ["rollout.backend=vllm", "rollout.draft_tokens=1"],
+                "vLLM's drafter would be started for 8 bits",
+            ),
+            ([*ALONE, "lora.rank=4"], "vLLM would read them raw"),
+        )
     ),
     (
         "separate_rollouts_have_devices",

@@ -526,3 +526,8 @@ def test_fp8_goes_where_transformer_engine_is(load, models, monkeypatch: pytest.
     load("engine.fp8=blockwise", *ON_GPU, "rollout.own_processes=true")
     load("engine.fp8=tensorwise", *WIDE, *ON_GPU, "rollout.own_processes=true")
     load("engine.fp8=blockwise", *WIDE, *ON_GPU, "model.build.head_dim=128", *VLLM)
+
+
+def test_vllm_goes_with_a_directory_in_8_bits(load, models) -> None:
+    for others in ([], ["rollout.quantization=fp8", "cluster.device=cuda"]):
+        load(*models["fp8"], "rollout.backend=vllm", *others)

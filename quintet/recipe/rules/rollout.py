@@ -164,15 +164,20 @@ def routes_are_kept(facts: Facts) -> Iterator[Problem]:
 
 @rule
 def rollouts_read_no_eight_bits(facts: Facts) -> Iterator[Problem]:
-    """Other engines make of a directory in 8 bits a model in 8 bits, which the trained weights are not."""
-    backend = facts.recipe.rollout.backend
-    if backend == "native" or facts.command == "sft" or facts.read is None:
+    """Of a directory in 8 bits other engines make a model in 8 bits, which the trained weights are not, but where vLLM is told not to."""
+    rollout, path = facts.recipe.rollout, facts.recipe.model.directory if facts.read is not None else None
+    quantized = path is not None and read_config(path).get("quantization_config")
+    if not quantized or rollout.backend == "native" or facts.command == "sft":
         return
-    path = facts.recipe.model.directory
-    if path is not None and read_config(path).get("quantization_config"):
+    refused = {
+        "SGLang would be started for 8 bits; use rollout.backend=vllm or native": rollout.backend == "sglang",
+        "vLLM loads none of them; remove rollout.vllm.load_format": "load_format" in rollout.vllm,
+        "vLLM's drafter would be started for 8 bits; use rollout.draft_tokens=0": rollout.draft_tokens != 0,
+        "vLLM would read them raw; use rollout.adapter_sync=merged": rollout.adapter_sync == "separate",
+    }
+    for why in (one for one, met in refused.items() if met):
         yield Problem(
-            f"rollout.backend={backend} with model.path={path}: its weights are in 8 bits, are trained in model.dtype, and {backend} "
-            "would be started for 8 bits; convert them once (quintet convert hf-to-mcore, then mcore-to-hf), or use "
-            "rollout.backend=native",
+            f"rollout.backend={rollout.backend} with model.path={path}: its weights are in 8 bits, are trained in model.dtype, and {why}, "
+            "or convert them once (quintet convert hf-to-mcore, then mcore-to-hf)",
             "model.path",
         )

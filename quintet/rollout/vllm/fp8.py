@@ -8,9 +8,8 @@ from quintet.engine.weights.fp8 import quantized_names
 from quintet.models import ModelShape, family_named
 
 
-def fp8_arguments(shape: ModelShape) -> dict[str, Any]:
-    """Return the arguments of vLLM's EngineArgs with which it makes FP8 layers. The model's directory holds no FP8 weights, so
-    none are loaded from it: the first sync brings them.
+def fp8_config(shape: ModelShape) -> dict[str, Any]:
+    """Return the quantization_config with which vLLM makes FP8 layers.
 
     Not quantised are embedding, head and routers, as in the FP8 models on the hub.
     """
@@ -23,14 +22,9 @@ def fp8_arguments(shape: ModelShape) -> dict[str, Any]:
         if len(size) == 2 and name not in quantized
     }
     return {
-        "load_format": "dummy",
-        "hf_overrides": {
-            "quantization_config": {
-                "quant_method": "fp8",
-                "fmt": "e4m3",
-                "activation_scheme": "dynamic",
-                "weight_block_size": [128, 128],
-                "modules_to_not_convert": sorted(others),
-            }
-        },
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": sorted(others),
     }

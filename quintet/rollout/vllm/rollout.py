@@ -41,9 +41,9 @@ from quintet.rollout.vllm.weights import combine
 class VllmRollout(ExternalEngineRollout[Job, Answer]):
     """vLLM on the devices of one rollout: rollout.layout.tp × pp of them.
 
-    model_dir: a Hugging Face directory, whose weights are good until the first sync. device: cpu or cuda. decode: token
-    ids → text. progress: told how many samples of a call are done. Raises UserError for a vLLM that is missing or not
-    supported, and for options that it does not know or take.
+    model_dir: a Hugging Face directory, whose weights are good until the first sync, but for those in 8 bits, which are not read.
+    device: cpu or cuda. decode: token ids → text. progress: told how many samples of a call are done. Raises UserError for a
+    vLLM that is missing or not supported, and for options that it does not know or take.
     """
 
     title = "vLLM"
@@ -80,8 +80,8 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
             compat.stop_within_drafts()
             self._engine.rpc(Extension.begin_to_draft)
         self._alone = placement_of(recipe).adapters_separate
-        # The directory holds other weights, or no adapters.
-        self._forgot = recipe.rollout.quantization is not None or self._alone
+        # The directory holds other weights, or no adapters, and vLLM makes weights up without being asked to by the recipe.
+        self._forgot = arguments.get("load_format") != recipe.rollout.vllm.get("load_format")
         if self._alone:
             check_taken(self._engine.rpc(Extension.read_frozen))
 

@@ -9,6 +9,7 @@ import psutil
 
 from quintet.errors import UserError
 from quintet.models import read_shape
+from quintet.models.family import read_config
 from quintet.models.shape import ModelShape
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
@@ -20,7 +21,7 @@ from quintet.rollout.options import passed_through
 from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.adapters import adapter_arguments
 from quintet.rollout.vllm.extension import Extension
-from quintet.rollout.vllm.fp8 import fp8_arguments
+from quintet.rollout.vllm.fp8 import fp8_config
 from quintet.rollout.vllm.sampling import mode_of
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -84,10 +85,11 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     tokens = rollout.sequences_per_rank * (1 + drafted)
     if device == "cuda" and tokens > _GRAPHED and not _GRAPHS & rollout.vllm.keys():
         arguments["cudagraph_capture_sizes"] = captured_sizes(tokens)
-    if rollout.quantization == "fp8":
-        fp8 = fp8_arguments(read_shape(model_dir))
-        fp8["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | fp8["hf_overrides"]
-        arguments |= fp8
+    if rollout.quantization == "fp8" or read_config(model_dir).get("quantization_config"):
+        # The directory holds no such weights: the first sync brings them. None has vLLM forget what config.json says of 8 bits.
+        told = fp8_config(read_shape(model_dir)) if rollout.quantization == "fp8" else None
+        arguments["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | {"quantization_config": told}
+        arguments["load_format"] = "dummy"
     return arguments
 
 

@@ -11,24 +11,26 @@ from torch import nn
 
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.engine.weights.fp8 import dequantize, quantize, quantized_names, scales_shape
+from quintet.errors import QuintetError
 from quintet.models import read_shape
 from quintet.models.mcore import whole_box
 from quintet.rollout.base import Piece
 from quintet.rollout.vllm import compat
-from quintet.rollout.vllm.fp8 import fp8_arguments
+from quintet.rollout.vllm.fp8 import fp8_config
 from quintet.rollout.vllm.weights import Weights, check, combine
 from quintet.rollout.vllm.worker_models import WorkerModels
+from tests.engine import test_fp8_checkpoints as published
 from tests.rollout.vllm.conftest import DEVICE
+from tests.rollout.vllm.greedy import greedy, greedy_by_transformers
 from tests.rollout.vllm.models import model, save
 from tests.rollout.vllm.sent import update
-from tests.rollout.vllm.test_update import Source
+from tests.rollout.vllm.test_update import Source, weights_of
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe"])
 def test_routers_embedding_and_head_stay_as_they_are(name: str, tmp_path: Path) -> None:
     shape = read_shape(save(name, tmp_path))
-    config = fp8_arguments(shape)["hf_overrides"]["quantization_config"]
-    kept = set(config["modules_to_not_convert"])
+    kept = set(fp8_config(shape)["modules_to_not_convert"])
     routers = {f"model.layers.{i}.mlp.gate" for i in range(shape.layers) if shape.moe and shape.moe.is_moe(i)}
     assert kept == {"model.embed_tokens", "lm_head"} | routers
     assert not {f"{one}.weight" for one in kept} & quantized_names(shape)
@@ -85,9 +87,14 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("kernel")
-def test_a_rollout_in_eight_bits(start: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_rollout_in_eight_bits(start: Any, tmp_path: Path, itself: bool) -> None:
+    """itself: of a directory that is in 8 bits, with scales of its own."""
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
-    rollout = start("qwen3", save("qwen3", tmp_path, **sizes), dtype="bf16", quantization="fp8")
+    save("qwen3", tmp_path, **sizes)
+    if itself:
+        published.in_eight_bits(tmp_path)
+    rollout = start("qwen3", tmp_path, dtype="bf16", quantization="fp8")
     for seed in range(2):
         one = model("qwen3", seed=seed, **sizes)
         sent = in_eight_bits(one, quantized_names(read_shape(tmp_path)))
@@ -101,6 +108,18 @@ def test_a_rollout_in_eight_bits(start: Any, tmp_path: Path) -> None:
             rows = one(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
         assert rollout.score([ids])[0] == pytest.approx(expected, abs=0.05 if DEVICE == "cpu" else 0.5)
+    rollout.close()
+
+
+@pytest.mark.vllm
+def test_a_directory_in_eight_bits_waits_for_the_trainers_weights(start: Any, tmp_path: Path) -> None:
+    published.in_eight_bits(save("qwen3", tmp_path))
+    rollout = start("qwen3", tmp_path)
+    with pytest.raises(QuintetError, match="the rollout's weights are undefined"):
+        greedy(rollout)
+    update(rollout, weights_of("qwen3"))
+    assert greedy(rollout) == greedy_by_transformers("qwen3", 8)
+    rollout.close()
 
 
 def in_eight_bits(made: Any, eight: set[str]) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from quintet.rollout.draft_length import Measured
 from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.sampling import check, mode_of
 from quintet.rollout.vllm.settings import captured_sizes, draft_length, engine_arguments
-from tests.models.directory import QWEN3, write_model
+from tests.models.directory import DEEPSEEK_V3, QWEN3, write_model
 from tests.rollout.vllm.conftest import recipe_of
 
 MIMO = QWEN3 | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
@@ -154,6 +154,21 @@ def test_8_bits_are_told_as_a_model_of_8_bits_tells_them(arguments):
     assert made["load_format"] == "dummy"
     assert made["hf_overrides"]["quantization_config"]["weight_block_size"] == [128, 128]
     assert made["hf_overrides"]["rope_theta"] == 1
+
+
+@pytest.mark.usefixtures("arguments")
+@pytest.mark.parametrize("config", [QWEN3, DEEPSEEK_V3])
+def test_of_a_directory_in_8_bits_vllm_loads_none(tmp_path, config):
+    published = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    plain = write_model(tmp_path / "plain", config)
+    eight = write_model(tmp_path / "eight", config | {"quantization_config": published})
+    made = engine_arguments(recipe_of(), eight, "cuda")
+    told = {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}
+    assert made == engine_arguments(recipe_of(), plain, "cuda") | told | {"model": str(eight)}
+    of_plain, of_eight = (
+        engine_arguments(recipe_of(quantization="fp8"), one, "cuda") for one in (plain, eight)
+    )
+    assert of_eight == of_plain | {"model": str(eight)}
 
 
 def test_options_go_through(arguments):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from quintet.cli import main
+from quintet.data.tokenizer import build_char_tokenizer
 from quintet.runs.ledger import read_metrics
+from tests.engine.test_fp8_checkpoints import in_eight_bits
 from tests.rollout.vllm.conftest import DEVICE, TOLERANCE
+from tests.rollout.vllm.models import save
 
 ROOT = Path(__file__).parents[3]
 TINY = [
@@ -70,3 +74,22 @@ def test_a_run_trains_on_what_vllm_generates(
     travelled = {line["sync/gib"] * 2**30 / weights.stat().st_size for line in steps}
     low, high = (0.0, 0.2) if "rollout.adapter_sync=separate" in placement else (0.9, 1.2)
     assert all(low < one < high for one in travelled), travelled
+
+
+@pytest.mark.timeout(900)
+def test_a_directory_in_8_bits_is_trained_and_generates_in_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without 8 bits in vLLM, whose log-probs are those of the numbers that the trainer makes of the blocks."""
+    path = save("qwen3_moe", tmp_path / "model", hidden_size=256, moe_intermediate_size=160)
+    in_eight_bits(path)
+    build_char_tokenizer("0123456789+=>", path)
+    given = [one for one in TINY if "model.build" not in one]
+    given += ["model.build=null", f"model.path={path}", "cluster.ranks=1", f"run.dir={tmp_path / 'runs'}"]
+    recipe = str(ROOT / "recipes" / "laptop_demo.yaml")
+    assert main(["train", recipe, *given]) == 0, capsys.readouterr()
+    (run,) = (tmp_path / "runs").iterdir()
+    steps = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+    assert len(steps) == 2
+    assert all(line["mismatch/logprob_gap_max"] < max(TOLERANCE, 1e-3) for line in steps)
+    assert "quantization_config" not in json.loads((run / "checkpoint" / "config.json").read_text())
