@@ -195,7 +195,5 @@ def _recompute(shape: ModelShape, recipe: schema.Engine) -> dict[str, Any]:
             raise UserError(
                 f"engine.recompute_modules: {module} is not part of a {shape.family} model like this one; leave it out"
             )
-    return {
-        "recompute_granularity": "selective",
-        "recompute_modules": [one for one in names if one != "mlp_act"],
-    }
+    cores = [one for one in names if one != "mlp_act"]
+    return {"recompute_granularity": "selective", "recompute_modules": cores}

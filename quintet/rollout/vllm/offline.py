@@ -62,7 +62,9 @@ class OfflineEngine:
         from vllm.sampling_params import RequestOutputKind
 
         for job in jobs:
-            params = SamplingParams(**job.parameters, output_kind=RequestOutputKind.FINAL_ONLY)
+            params = SamplingParams(
+                **job.parameters, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True
+            )
             self._under_way.add(job.name)
             prompt = TokensPrompt(prompt_token_ids=job.prompt_ids)
             self._engine.add_request(job.name, prompt, params, lora_request=self._adapter)

@@ -44,18 +44,19 @@ class WholeScheduler(AsyncScheduler):
         self._block = int(managers[0].block_size)
 
     def add_request(self, request: Any) -> None:
-        """Take a request. simple: whether nothing but its next token is to be thought of; ends: the tokens that may end it, None where it is to
-        be told of each step."""
+        """Take a request. simple: whether nothing but its next token is to be thought of; ends: the tokens that may end it; waits: whether it
+        is told of at its end alone; looked_at: of how many tokens vLLM must look at it, 0 where at any."""
         params, grammar = request.sampling_params, request.structured_output_request
         request.simple = grammar is None and not request.has_encoder_inputs and not request.resumable
-        waits = (
+        request.waits = (
             request.simple
             and params is not None
             and params.output_kind is RequestOutputKind.FINAL_ONLY
             and not params.stop
             and (params.logprobs, params.prompt_logprobs, params.repetition_detection) == (None, None, None)
         )
-        request.ends, request.told = frozenset(params.all_stop_token_ids) if waits else None, 0
+        request.ends = frozenset(params.all_stop_token_ids) if request.waits else frozenset()
+        request.looked_at = request.told = 0
         super().add_request(request)
 
     # a step is scheduled
@@ -138,6 +139,10 @@ class WholeScheduler(AsyncScheduler):
                 request = requests[one.request_id]
                 one.new_token_ids = request._output_token_ids[request.told :]
                 request.told += len(one.new_token_ids)
+        for request in requests.values():
+            # At its first token, and where it throws one away, vLLM must look again.
+            if request.waits and request.prefill_stats is None and not request.discard_latest_async_tokens:
+                request.looked_at = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         return told
 
     def _go_on(self, scheduled: Mapping[str, int], made: Any) -> dict[str, int]:
@@ -146,28 +151,23 @@ class WholeScheduler(AsyncScheduler):
         if made.logprobs or made.prompt_logprobs_dict or (stats is not None and stats.requests):
             return dict(scheduled)  # what is counted is told with what is told
         left, places, drawn = dict[str, int](), made.req_id_to_index, made.sampled_token_ids
+        requests, block = self.requests, self._block
         for name, count in scheduled.items():
-            request, tokens = self.requests.get(name), drawn[places[name]]
-            if request is None or len(tokens) != 1 or self._ends(request, tokens[0]):
+            request, tokens = requests.get(name), drawn[places[name]]
+            if request is None or len(tokens) != 1:
                 left[name] = count
                 continue
-            request._output_token_ids.append(tokens[0])
-            request._all_token_ids.append(tokens[0])
-            if len(request._all_token_ids) % self._block == 0:
+            known, (token,) = request._all_token_ids, tokens
+            length = len(known) + 1
+            if length >= request.looked_at or token in request.ends:
+                left[name] = count
+                continue
+            known.append(token)
+            request._output_token_ids.append(token)
+            if length % block == 0:
                 request.update_block_hashes()
             request.num_output_placeholders -= 1
         return left
-
-    def _ends(self, request: Any, token: int) -> bool:
-        """Whether vLLM must look at a request's next token: it may be the last one, is the first, or is thrown away."""
-        return (
-            request.ends is None
-            or token in request.ends
-            or request.prefill_stats is not None
-            or len(request._output_token_ids) + 1 >= request.max_tokens
-            or len(request._all_token_ids) + 1 >= self.max_model_len
-            or request.discard_latest_async_tokens
-        )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Empty the prefix cache; all requests that run are read anew, if they are to be."""
@@ -176,4 +176,5 @@ class WholeScheduler(AsyncScheduler):
         if reset_running_requests:
             for request, is_drawing in running:
                 request.discard_latest_async_tokens = is_drawing
+                request.looked_at = 0
         return emptied

@@ -58,7 +58,7 @@ class ServerEngine:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**job.parameters, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = SamplingParams(**job.parameters, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
         self._under_way.add(job.name)
         try:
             async for output in self._engine.generate(
