@@ -272,7 +272,10 @@ def _config(setup: Setup, shape: ModelShape, device: torch.device) -> Transforme
             "recompute_num_layers": 1,
         }
     if setup.recompute == "selective":
-        modules = recompute_modules(setup.engine_recipe, shape)
+        # Of an MLP's parts core knows none apart.
+        modules = [
+            "mlp" if one == "mlp_act" else one for one in recompute_modules(setup.engine_recipe, shape)
+        ]
         fields |= {"recompute_granularity": "selective", "recompute_modules": modules}
     if shape.moe:
         fields |= {
