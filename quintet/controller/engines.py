@@ -19,12 +19,12 @@ from quintet.engine.outputs import Loss, MiniBatchResult
 from quintet.engine.reference import AdapterReference
 from quintet.engine.routes import Routes
 from quintet.engine.weights.reshard import Resharder
-from quintet.models import ModelShape, trained_shape
+from quintet.models import ModelShape
 from quintet.models.weights_on_disk import VALUE_HEAD
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.offload import KINDS, shares_asked
-from quintet.recipe.roles import layout_of, optimizer_of, roles_of
+from quintet.recipe.roles import critic_shape, layout_of, optimizer_of, roles_of
 
 
 class Engines(Mapping[str, Engine | AdapterReference]):
@@ -60,8 +60,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
     def _made(self, role: str, shape: ModelShape, model_dir: Path) -> Engine | AdapterReference:
         recipe = self._recipe
         if role == "critic":
-            directory = recipe.critic.path or model_dir
-            value = (shape if recipe.critic.path is None else trained_shape(directory)).as_value_model()
+            value, directory = critic_shape(recipe, shape), recipe.critic.path or model_dir
             return self._engine(value, layout_of(recipe, role), directory, optimizer_of(recipe, role))
         if self._lora is not None:
             return AdapterReference(self.policy)

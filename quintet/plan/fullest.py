@@ -12,7 +12,7 @@ from quintet.plan.setup import Place, Setup
 from quintet.recipe.derived import optimizers
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.offload import most_shares
-from quintet.recipe.roles import layout_of, optimizer_of, roles_of
+from quintet.recipe.roles import critic_shape, layout_of, optimizer_of, roles_of
 from quintet.recipe.rules import Command, broken_rules
 from quintet.recipe.schema import Optimizer, Recipe
 
@@ -55,7 +55,7 @@ def layers_of(recipe: Recipe) -> str:
 
 def memories(recipe: Recipe, shape: ModelShape, command: Command) -> dict[str, list[Memory]]:
     """Return, by role, the memory of the first rank of each stage with each optimizer that the command starts. With LoRA the reference
-    policy is the model under its adapters; a critic's trunk is taken to be as large as the policy's."""
+    policy is the model under its adapters."""
     setup = setup_of(recipe, shape)
     sections = optimizers(recipe)
     sections.pop("critic.optimizer", None)
@@ -66,7 +66,7 @@ def memories(recipe: Recipe, shape: ModelShape, command: Command) -> dict[str, l
     for role in roles_of(recipe) if command == "train" else ():
         own = replace(setup, layout=layout_of(recipe, role))
         if role == "critic":
-            roles[role] = replace(own, shape=shape.as_value_model()), [optimizer_of(recipe, role)]
+            roles[role] = replace(own, shape=critic_shape(recipe, shape)), [optimizer_of(recipe, role)]
         elif recipe.lora is None:
             roles[role] = replace(own, shape=shape.without_mtp()), [None]
     return {

@@ -10,7 +10,7 @@ from quintet.models.lora import adapter_parameters
 from quintet.recipe import schema
 from quintet.recipe.derived import optimizers
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.roles import roles_of
+from quintet.recipe.roles import critic_shape, roles_of
 
 Type = Literal["fp32", "bf16"]
 
@@ -31,10 +31,13 @@ def checkpoint_bytes(recipe: schema.Recipe, shape: ModelShape, dtype: Type) -> i
     master = 4 if dtype == "bf16" else 0
     found = optimizers(recipe)
     of_critic = found.pop("critic.optimizer", recipe.optimizer)
-    each = [max(_moments(one) for one in found.values())]
-    if "critic" in roles_of(recipe):  # its trunk is taken to be as large as the policy's
-        each.append(_moments(of_critic))
-    return sum(weights_bytes(recipe, shape, dtype) + _trained(recipe, shape) * (master + one) for one in each)
+    each = [(shape, max(_moments(one) for one in found.values()))]
+    if "critic" in roles_of(recipe):
+        each.append((critic_shape(recipe, shape), _moments(of_critic)))
+    return sum(
+        weights_bytes(recipe, one, dtype) + _trained(recipe, one) * (master + moments)
+        for one, moments in each
+    )
 
 
 def _trained(recipe: schema.Recipe, shape: ModelShape) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from quintet.models.family import trained_shape
+from quintet.models.shape import ModelShape
 from quintet.recipe.schema import Layout, Optimizer, Recipe
 
 
@@ -23,3 +25,9 @@ def layout_of(recipe: Recipe, role: str) -> Layout:
 def optimizer_of(recipe: Recipe, role: str) -> Optimizer:
     """Return a trained role's optimizer: its own, or the policy's."""
     return (recipe.critic.optimizer if role == "critic" else None) or recipe.optimizer
+
+
+def critic_shape(recipe: Recipe, policy: ModelShape) -> ModelShape:
+    """Return the value model's shape: that of critic.path, or the policy's. Raises UserError for a path that cannot be read."""
+    trunk = policy if recipe.critic.path is None else trained_shape(recipe.critic.path)
+    return trunk.as_value_model()

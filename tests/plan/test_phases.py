@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quintet.models.family import read_shape
-from quintet.plan import Place, rank_memory
-from quintet.plan.fullest import setup_of
+from quintet.plan import Place, checkpoint_bytes, rank_memory
+from quintet.plan.fullest import memories, setup_of
 from quintet.plan.phases import PHASES, advice, plan_stages
 from quintet.plan.rollout import rollout_bytes, token_bytes
 from quintet.recipe import load_recipe
@@ -129,6 +129,24 @@ def test_other_roles_count(more):
         held.parameters // 2 + held.gradients
     }
     assert other.host - one.host == 8 * (held.parameters // 2 + held.optimizer)
+
+
+def test_a_critic_of_its_own_directory_is_as_large_as_that(tmp_path):
+    """In memory and in checkpoints."""
+    CONFIGS["qwen3"].save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace("{", '{"architectures": ["Qwen3ForCausalLM"],', 1))
+    words = ["algorithm.name=ppo", "engine.offload_params=0"]
+    alone, shape = loaded("qwen2_7b_8_h20", words[1])
+    same, _ = loaded("qwen2_7b_8_h20", *words)
+    small = same.model_copy(update={"critic": same.critic.model_copy(update={"path": tmp_path})})
+    count = read_shape(tmp_path).as_value_model().parameter_count
+    assert count < memories(small, shape, "train")["critic"][0].parameters < 2 * count  # half of most on a rank
+    less, more = (plan_stages(one, shape, 89 << 30)[0].device["generate"] for one in (alone, small))
+    assert 0 < more - less < 10 * count
+    policy, both, other = (checkpoint_bytes(recipe, shape, "bf16") for recipe in (alone, same, small))
+    assert other - policy == (2 + 4 + 8) * count
+    assert both - policy == (2 + 4 + 8) * shape.as_value_model().parameter_count
 
 
 @pytest.mark.parametrize(("family", "tp"), [("qwen3", 2), ("qwen2", 1), ("deepseek_v3", 2)])
