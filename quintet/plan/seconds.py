@@ -29,7 +29,7 @@ from quintet.plan.phases import ranks_of_node
 from quintet.plan.rollout import rollout_bytes, token_bytes
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
-from quintet.recipe.roles import roles_of
+from quintet.recipe.roles import critic_shape, roles_of
 from quintet.recipe.rollout import RolloutPlacement, placement_of
 
 PEAK_SHARE = 0.53
@@ -142,15 +142,16 @@ def _passes(
 def _score(recipe: schema.Recipe, setup: Setup, card: Card, samples: Samples) -> PhaseTime:
     algorithm = recipe.algorithm
     old = recipe.train.mini_batches_per_step > 1 or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
-    flops = _forward(setup.shape.without_mtp(), samples) * (old + len(roles_of(recipe)))
+    scored = old + ("reference" in roles_of(recipe))
+    flops = _forward(setup.shape.without_mtp(), samples) * scored + _of_critic(recipe, setup, samples)
     return PhaseTime(_passes(recipe, setup, card, samples, flops, 1), flops)
 
 
 def _train(recipe: schema.Recipe, setup: Setup, card: Card, samples: Samples, on_host: int) -> PhaseTime:
-    """A critic is taken to be as large as the policy, selective recompute to cost nothing; frozen weights have no gradients. on_host:
-    bytes of a rank's optimizer there. What is computed again, or beforehand to be counted, takes time and is no use."""
+    """Selective recompute is taken to cost nothing; frozen weights have no gradients. on_host: bytes of a rank's optimizer there.
+    What is computed again, or beforehand to be counted, takes time and is no use."""
     policy = _forward(setup.shape, samples)
-    forward = policy * (1 + ("critic" in roles_of(recipe)))
+    forward = policy + _of_critic(recipe, setup, samples)
     flops = forward * (3 if recipe.lora is None else 2)
     steps = recipe.train.mini_batches_per_step
     again = forward * (recipe.engine.recompute == "full")
@@ -159,6 +160,11 @@ def _train(recipe: schema.Recipe, setup: Setup, card: Card, samples: Samples, on
     seconds = _passes(recipe, setup, card, samples, flops + again, steps)
     # What is on the host is read and written.
     return PhaseTime(seconds + steps * 2 * on_host * ranks_of_node(recipe) / HOST_RATE, flops)
+
+
+def _of_critic(recipe: schema.Recipe, setup: Setup, samples: Samples) -> float:
+    """FLOPs of a critic's forward pass."""
+    return _forward(critic_shape(recipe, setup.shape), samples) if "critic" in roles_of(recipe) else 0.0
 
 
 def _sync(recipe: schema.Recipe, setup: Setup) -> float:

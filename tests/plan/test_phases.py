@@ -10,9 +10,11 @@ import torch
 
 from quintet.models.family import read_shape
 from quintet.plan import Place, checkpoint_bytes, rank_memory
+from quintet.plan.cards import CARDS
 from quintet.plan.fullest import memories, setup_of
 from quintet.plan.phases import PHASES, advice, plan_stages
 from quintet.plan.rollout import rollout_bytes, token_bytes
+from quintet.plan.seconds import plan_seconds, samples_of
 from quintet.recipe import load_recipe
 from quintet.recipe.hub import SHAPES, shapes_alone
 from quintet.recipe.rules import shape_of
@@ -141,9 +143,16 @@ def test_a_critic_of_its_own_directory_is_as_large_as_that(tmp_path):
     same, _ = loaded("qwen2_7b_8_h20", *words)
     small = same.model_copy(update={"critic": same.critic.model_copy(update={"path": tmp_path})})
     count = read_shape(tmp_path).as_value_model().parameter_count
-    assert count < memories(small, shape, "train")["critic"][0].parameters < 2 * count  # half of most on a rank
+    assert (
+        count < memories(small, shape, "train")["critic"][0].parameters < 2 * count
+    )  # half of most on a rank
     less, more = (plan_stages(one, shape, 89 << 30)[0].device["generate"] for one in (alone, small))
     assert 0 < more - less < 10 * count
+    trained = [
+        plan_seconds(one, shape, CARDS["H20"], samples_of(one, None))["train"].flops
+        for one in (alone, same, small)
+    ]
+    assert trained[0] < trained[2] < 1.001 * trained[0] < 1.9 * trained[0] < trained[1]
     policy, both, other = (checkpoint_bytes(recipe, shape, "bf16") for recipe in (alone, same, small))
     assert other - policy == (2 + 4 + 8) * count
     assert both - policy == (2 + 4 + 8) * shape.as_value_model().parameter_count
