@@ -30,6 +30,9 @@ class Constraint:
     holds: Callable[..., bool]
 
 
+_Way = list[tuple[str, list[Constraint]]]
+
+
 class Table:
     """Axes under constraints.
 
@@ -41,35 +44,63 @@ class Table:
         self.axes = {name: tuple(values) for name, values in axes.items()}
         counted = [c for c in constraints if set(c.axes) <= set(axes)]
         self._of_axis = {name: [c for c in counted if name in c.axes] for name in axes}
+        self._ways: dict[frozenset[str], _Way] = {}
 
-    def allows(self, row: PackedRow, added: Iterable[str] | None = None) -> bool:
-        """Whether no constraint is broken between the axes that the row has. added: those not looked at before."""
+    def allows(self, row: PackedRow) -> bool:
+        """Whether no constraint is broken between the axes that the row has."""
         return all(
             c.holds(*(row[a] for a in c.axes))
-            for name in (row if added is None else added)
+            for name in row
             for c in self._of_axis[name]
             if all(a in row for a in c.axes)
         )
 
     def complete(
-        self, row: PackedRow, worth: Callable[[PackedRow, str, Any], int] = lambda *_: 0
+        self, row: PackedRow, worth: Callable[[PackedRow, str, Any], int] | None = None
     ) -> PackedRow | None:
         """An allowed row that extends this one, or None where there is none.
 
         worth: of a value of an axis beside the row so far; the highest is tried first.
         """
-        return self._extend(row, worth) if self.allows(row) else None
+        if not self.allows(row):
+            return None
+        whole = dict(row)
+        return (
+            {name: whole[name] for name in self.axes} if self._extend(whole, self._way(row), worth) else None
+        )
 
-    def _extend(self, row: PackedRow, worth: Callable[[PackedRow, str, Any], int]) -> PackedRow | None:
-        name = next((name for name in self.axes if name not in row), None)
-        if name is None:
-            return {name: row[name] for name in self.axes}
-        for value in sorted(self.axes[name], key=lambda v: -worth(row, name, v)):
-            longer = {**row, name: value}
-            found = self._extend(longer, worth) if self.allows(longer, [name]) else None
-            if found is not None:
-                return found
-        return None
+    def _way(self, row: PackedRow) -> _Way:
+        """The axes that a row lacks, in the order in which they are tried, and what constrains each beside those before it."""
+        names = frozenset(row)
+        if names not in self._ways:
+            seen, way = set(names), []
+            for name in self.axes:
+                if name not in names:
+                    seen.add(name)
+                    way.append((name, [c for c in self._of_axis[name] if seen.issuperset(c.axes)]))
+            self._ways[names] = way
+        return self._ways[names]
+
+    def _extend(
+        self, row: PackedRow, way: _Way, worth: Callable[[PackedRow, str, Any], int] | None, at: int = 0
+    ) -> bool:
+        """Extend the row itself along the way; it is as it was where there is no such row."""
+        if at == len(way):
+            return True
+        name, constraints = way[at]
+        values = self.axes[name]
+        if worth is not None and len(values) > 1:
+            values = tuple(sorted(values, key=lambda v: -worth(row, name, v)))
+        for value in values:
+            row[name] = value
+            for c in constraints:
+                if not c.holds(*[row[a] for a in c.axes]):
+                    break
+            else:
+                if self._extend(row, way, worth, at + 1):
+                    return True
+        del row[name]
+        return False
 
     def allowed(self, strength: int = 2) -> Iterator[Together]:
         """Every choice of values of `strength` axes that stands in some allowed row."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from quintet.recipe.rules import broken_rules
+from quintet.recipe.rules import model as rules_of_models
 from tests.oracle.ahead import save_with_layers
 from tests.oracle.cases import (
     FAMILIES,
@@ -57,7 +59,9 @@ def test_pairs_are_covered(family: str, ranks: int) -> None:
     assert covered == set(whole.allowed())
 
 
-def test_recipes_of_all_cases_are_accepted(models: dict[str, Path]) -> None:
+def test_recipes_of_all_cases_are_accepted(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of the same few models every time.
+    monkeypatch.setattr(rules_of_models, "check_weights", cache(rules_of_models.check_weights))
     # With TransformerEngine's layers, a rule asks whether it is installed here.
     on_cpu, on_gpus = [*fast_cases(), *slow_cases(), *nightly_cases()], gpu_cases(8, ["portable"])
     refused = {case.name: problems(case, models) for case in on_cpu}
