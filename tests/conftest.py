@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -26,6 +27,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOMS_TOGETHER = {"cluster": "system", "end_to_end": "system", "oracle": "oracle"}
 """Rooms whose tests one worker runs, one after another: those of "system" look for processes left behind, those of
 "oracle" share reference runs."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is there once all tests are collected stays: no collection of garbage looks at it, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
