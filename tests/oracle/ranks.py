@@ -212,8 +212,8 @@ class Training:
         return self.report
 
 
-def train(case: Case, path: Path, mistake: str | None = None) -> Report:
-    """A forward pass over the first batch, then one optimizer step on each batch.
+def train(case: Case, path: Path, mistake: str | None = None, steps: int | None = None) -> Report:
+    """A forward pass over the first batch, then one optimizer step on each batch, or on so many.
 
     mistake: the name of one of `tests.oracle.mistakes`, made for as long as this runs.
     """
@@ -221,7 +221,7 @@ def train(case: Case, path: Path, mistake: str | None = None) -> Report:
 
     with made(mistake), mock.patch("quintet.packing.align.ROW_WASTE", ROW_WASTE):
         training = Training(case, path)
-        for batch in case.batches:
+        for batch in case.batches[:steps]:
             training.step(batch)
         return training.finish()
 
