@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -78,3 +79,23 @@ def families_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     family.family_named("llama")  # the built-in ones first: they register once a process
     for table in ("_FAMILIES", "_OF_ARCHITECTURE"):
         monkeypatch.setattr(family, table, dict(getattr(family, table)))
+
+
+_RENDERED: dict[tuple[str, str], list[str]] = {}
+
+
+@pytest.fixture
+def templates_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what a command says: where conversations have been rendered by a template, no process is started to do it again."""
+    from quintet.data import chat_template, prompts
+
+    real = chat_template.render
+
+    def render(template: Any, conversations: Any, variables: Any) -> list[str]:
+        key = template.text, json.dumps([list(conversations), dict(variables)])
+        if key not in _RENDERED:
+            _RENDERED[key] = real(template, conversations, variables)
+        return _RENDERED[key]
+
+    for module in (chat_template, prompts):
+        monkeypatch.setattr(module, "render", render)

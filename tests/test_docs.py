@@ -16,6 +16,8 @@ from tests.models.directory import write_model, write_tokenizer
 from tests.runs.test_checkpoints import save
 from tests.shown import commands, run_as_shown
 
+pytestmark = pytest.mark.usefixtures("templates_rendered_once")
+
 ROOT = Path(__file__).parents[1]
 
 

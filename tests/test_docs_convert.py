@@ -15,6 +15,8 @@ from quintet.engine.convert import hf_to_mcore
 from quintet.engine.weights.hf_write import Planned, hf_writer
 from tests.models.directory import QWEN3, shapes_of, write_tokenizer
 
+pytestmark = pytest.mark.usefixtures("templates_rendered_once")
+
 PAGE = (Path(__file__).parents[1] / "docs" / "convert.md").read_text()
 SAID = [
     part.partition("\n")

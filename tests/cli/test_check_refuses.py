@@ -14,6 +14,8 @@ from quintet.recipe import load_recipe
 from quintet.train.inputs import prepare
 from tests.models.directory import QWEN3, write_model, write_tokenizer
 
+pytestmark = pytest.mark.usefixtures("templates_rendered_once")
+
 RECIPE = """\
 model: {path: model}
 data: {train_path: train.jsonl, eval_path: test.jsonl, max_prompt_tokens: 16}

@@ -23,6 +23,8 @@ from quintet.runs.lock import LOCK, RunLock
 from tests.models.directory import QWEN3, QWEN3_MOE, write_model, write_tokenizer
 from tests.patience import BUSY
 
+pytestmark = pytest.mark.usefixtures("templates_rendered_once")
+
 RECIPE = (
     "model:\n  build: {layers: 2}\ndata:\n  task: addition\n  task_options: {digits: 1}\nsft:\n  steps: 3\n"
 )

@@ -18,6 +18,8 @@ from quintet.cli import COMMANDS, main
 from quintet.data.tokenizer import build_char_tokenizer
 from tests.models.directory import QWEN3, write_model
 
+pytestmark = pytest.mark.usefixtures("templates_rendered_once")
+
 ROOT = Path(__file__).parents[2]
 RECIPE = """\
 model: {path: model}

@@ -14,6 +14,12 @@ from tests.models.directory import QWEN3, write_model
 ALPHABET = "0123456789+="
 
 
+@pytest.fixture(autouse=True)
+def few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is checked of a task's problems is no other of 16,384."""
+    monkeypatch.setattr("quintet.data.prompts.TRAIN_PROBLEMS", 512)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     path = tmp_path / "model"
