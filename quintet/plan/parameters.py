@@ -55,7 +55,7 @@ def chunks(setup: Setup, stage: int) -> list[list[Parameter]]:
         begins = stage == 0 and part == 0
         ends = stage == setup.last and part == layout.vpp - 1
         held = [
-            replace(one, trained=one.trained and one.name not in frozen)
+            replace(one, trained=False) if one.name in frozen else one
             for one in _of_chunk(setup, weights, layers, begins, ends)
         ]
         beside = [weight for number in layers for weight in weights.layers.get(number, [])]
@@ -155,7 +155,7 @@ def _of_chunk(setup: Setup, weights: Sorted, layers: range, begins: bool, ends: 
 def _of_layer(setup: Setup, weights: list[Weight]) -> Iterator[Parameter]:
     """core builds grouped-query attention from its end, and all experts' matrices and biases are a parameter each."""
     if not setup.shape.mla:
-        weights = sorted(weights, key=lambda w: (_rank_in_layer(w.name), weights.index(w)))
+        weights = sorted(weights, key=lambda weight: _rank_in_layer(weight.name))
     experts: dict[str, int] = {}
     done = False
     for weight in weights:
