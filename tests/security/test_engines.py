@@ -12,15 +12,17 @@ from quintet.rollout.sglang import compat
 
 ROOT = Path(__file__).parents[2]
 MEET = """
-import sys, time
+import os, sys, time
 {before}
 import torch, torch.distributed as dist
 from tests.security.ranks import listening
-rank = int(sys.argv[2])
-dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
+other = os.fork()
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(other == 0), world_size=2)
 dist.all_reduce(torch.ones(1))
-print(*(address for address, _ in listening()))
+print(*(address for address, _ in listening()), flush=True)
 dist.barrier()
+if other:
+    os.waitpid(other, 0)
 """
 
 
@@ -28,11 +30,12 @@ def met(where: str, before: str) -> set[str]:
     """Addresses that two processes listen on which have met there."""
     command = [sys.executable, "-c", MEET.format(before=before), where]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    return {address for rank in ranks for address in rank.communicate(timeout=240)[0].split()}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=240, check=True
+    )
+    ranks = done.stdout.splitlines()
+    assert len(ranks) == 2
+    return {address for rank in ranks for address in rank.split()}
 
 
 def free_port() -> int:
