@@ -35,7 +35,7 @@ quick: $(STAMP)  ## the tests of the rooms without engine (under a minute on two
 	  tests/test_typed.py $(addprefix --ignore=tests/,$(SLOWER)) $(ARGS)
 
 # Three test processes for two cores: many tests wait more than they compute. ARGS="-n 0" runs them in one.
-test: $(STAMP)  ## the tests (about 7 minutes on two cores); ARGS="-k name" is handed to pytest
+test: $(STAMP)  ## the tests (5 to 6 minutes on two cores); ARGS="-k name" is handed to pytest
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(ARGS)
 
 # 5 is pytest's exit code for "nothing selected", which is no failure here.
@@ -44,7 +44,7 @@ test-slow: $(STAMP)  ## the tests that take minutes each and guard most (about 2
 
 # Its versions of torch and transformers are those that vLLM for CPU was built for, so it has an environment of its own.
 OF_VLLM := vllm and not nightly
-test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (about 7 minutes on two cores)
+test-vllm:  ## the tests with real vLLM, on CPU, in .venv-vllm (5 to 6 minutes on two cores)
 	@export QUINTET_TORCH=cpu; $(BOOTSTRAP) --venv .venv-vllm --constraints tests/vllm-constraints.txt -- --no-deps -r tests/vllm-constraints.txt -e .
 	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 3 -m "$(OF_VLLM)" -o timeout=600 $(ARGS)
 

@@ -134,8 +134,8 @@ def test_one_gpu_is_told_what_it_cannot_measure(
 @pytest.mark.parametrize(
     ("options", "gib", "layers"),
     [
-        (["--gpus", "1"], 139.8, 24),
-        (["--gpus", "1"], 79.2, 10),
+        (["--gpus", "1"], 139.8, 25),
+        (["--gpus", "1"], 79.2, 11),
         (["--gpus", "1", "--shape", "qwen3-30b-a3b"], 139.8, 9),
         (["--gpus", "1", "--layers", "6"], 79.2, 6),
         (["--gpus", "1"], None, None),
@@ -152,7 +152,7 @@ def test_one_gpu_has_the_layers_that_it_holds(
 
 def test_more_layers_than_one_gpu_holds_are_refused() -> None:
     for options, said in (
-        (["--layers", "36"], r"36 layers of qwen3-8b take 1\d\d GiB of a card of 79: --layers 10 fits"),
+        (["--layers", "36"], r"36 layers of qwen3-8b take 1\d\d GiB of a card of 79: --layers 11 fits"),
         (["--most-tokens", "524288"], r"36 layers .*: --most-tokens makes rows smaller"),
     ):
         with pytest.raises(SystemExit, match=said):

@@ -96,11 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     _table(stages)
     full = max(stages, key=lambda one: one.device[one.fullest])
-    per_stage = recipe.cluster.ranks // recipe.layout.pp
-    first = full.stage * per_stage
-    fullest = f"rank {first}" if per_stage == 1 else f"ranks {first} to {first + per_stage - 1}"
     print(
-        f"Fullest: {fullest}, stage {full.stage}, in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB; "
+        f"Fullest: {_ranks_like(full, stages, recipe.cluster.ranks)} in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB; "
         f"host memory of a node up to {max(one.host for one in stages) / GIB:.0f} GiB."
     )
     if recipe.engine.fp8 is not None:
@@ -130,6 +127,15 @@ def run(arguments: argparse.Namespace) -> int:
     if (narrow := without_room(recipe, setup_of(recipe, shape), limit)) is not None:
         print(f"generate: {narrow}")
     return MISFIT if over or narrow else 0
+
+
+def _ranks_like(full: StagePlan, stages: Sequence[StagePlan], ranks: int) -> str:
+    """The ranks of all stages that are as full as the fullest."""
+    each, phase = ranks // len(stages), full.fullest
+    alike = [one.stage for one in stages if one.device[phase] == full.device[phase]]
+    if len(alike) == len(stages):
+        return "all ranks"
+    return ", ".join(f"ranks {one * each} to {one * each + each - 1} (stage {one})" for one in alike)
 
 
 def _build(recipe: Recipe, shape: ModelShape, which: int | str) -> int:

@@ -168,7 +168,7 @@ def _attention(sizes: _Sizes) -> int:
     in_fp32 = not sizes.on_gpu and sizes.w == 2
     alone = in_fp32 or sizes.setup.backend == "transformer_engine"  # which copies k for its norm
     if shape.qk_norm:
-        copied = kv_heads > 1 or in_fp32  # of one group, q is a view of the projection's output too
+        copied = kv_heads > 1 or alone  # of one group, q is a view of the projection's output too
         kept += _norm(sizes, t, heads * d if copied else 0, heads)
         kept += _norm(sizes, t, kv_heads * d, kv_heads) if alone else projected + 4 * t * kv_heads
     if "core_attn" in sizes.recomputed:

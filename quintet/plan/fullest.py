@@ -109,13 +109,18 @@ def cheaper(recipe: Recipe, shape: ModelShape, command: Command) -> list[tuple[s
     found = []
     for key, value in _settings(recipe):
         section, name = key.split(".")
-        part = getattr(recipe, section).model_copy(update={name: value})
+        # Which modules are computed again is of selective recompute alone.
+        beside = {"recompute_modules": None} if name == "recompute" else {}
+        part = getattr(recipe, section).model_copy(update={name: value} | beside)
         other = recipe.model_copy(update={section: part})
         if any(one not in known for one in broken_rules(other, command)):
             continue
         needs = sum(fullest_rank(other, shape, command).values())
         if needs < (1 - WORTH) * now:
-            found.append((f"{key}={value}", needs))
+            modules = " engine.recompute_modules=null" * (
+                bool(beside) and recipe.engine.recompute_modules is not None
+            )
+            found.append((f"{key}={value}{modules}", needs))
     return sorted(found, key=lambda one: one[1])
 
 

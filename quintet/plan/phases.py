@@ -118,12 +118,13 @@ def advice(recipe: schema.Recipe, phase: str) -> str:
     shared = placement_of(recipe).shares_weights
     asked = {kind: share_asked(recipe, kind) for kind in KINDS if kind != "params" or not shared}
     kept = [kind for kind, share in asked.items() if share is not None and share < 1]
+    modules = " with engine.recompute_modules=null" * (recipe.engine.recompute_modules is not None)
     return {
         "load": "more ranks, a larger layout.tp, pp or ep, or optimizer.cpu_fraction=1",
         "generate": ", ".join(f"engine.offload_{kind}=auto" for kind in kept)
         or "a larger rollout.layout.tp, or a smaller rollout.memory_fraction",
         "logprob": "a smaller engine.tokens_per_microbatch_per_rank",
-        "train": "fewer layers on that stage (layout.stage_layers), engine.recompute=full, a smaller "
+        "train": f"fewer layers on that stage (layout.stage_layers), engine.recompute=full{modules}, a smaller "
         "engine.tokens_per_microbatch_per_rank, or optimizer.cpu_fraction=1",
         "sync": "a larger rollout.layout.tp, or a smaller rollout.bucket_mib",
         "save": "more ranks, a larger layout.tp, pp or ep, or optimizer.cpu_fraction=1",

@@ -67,7 +67,7 @@ _WORDS = {
     "cluster.ranks": "data_parallel_size dp world_size num_gpus gpus nnodes",
     "cluster.ranks_per_node": "n_gpus_per_node gpus_per_node",
     "engine.backend": "transformer_impl",
-    "engine.fp8": "fp8_recipe fp8_format fp8_hybrid fp8_e4m3 use_fp8 enable_fp8 fp8_param_gather fp8_param",
+    "engine.fp8": "fp8_recipe fp8_format fp8_hybrid fp8_e4m3 use_fp8 enable_fp8",
     "engine.distributed_optimizer": "use_distributed_optimizer",
     "engine.recompute": "recompute_granularity recompute_method recompute_num_layers gradient_checkpointing activation_checkpointing "
     "enable_gradient_checkpointing",
@@ -90,7 +90,7 @@ _WORDS = {
     "data.long_prompts": "truncation truncate_prompt_tokens truncation_mode",
     "data.chat": "apply_chat_template",
     "model.path": "model_name_or_path pretrain hf_model_path",
-    "model.dtype": "bf16 torch_dtype param_dtype",
+    "model.dtype": "bf16 torch_dtype param_dtype fp8_param_gather",
     "run.trackers": "report_to logger use_wandb",
     "run.dir": "output_dir default_local_dir",
     "run.name": "run_name experiment_name project_name",

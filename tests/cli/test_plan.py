@@ -197,3 +197,15 @@ def test_a_device_has_a_size(size, capsys):
     with pytest.raises(SystemExit):
         main(["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), f"--gpu-gib={size}"])
     assert "--gpu-gib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ([], "all ranks in generate"),
+        (["engine.offload_params=0", "engine.offload_grads=0"], "ranks 80 to 87 (stage 10) in "),
+    ],
+)
+def test_ranks_of_all_stages_that_are_as_full_are_told(capsys, words, ranks):
+    main(["plan", str(RECIPES / "deepseek_v3_96_h20.yaml"), "--gpu-gib", "89", *words])
+    assert f"Fullest: {ranks}" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from quintet.engine.layers import linear
 from quintet.models import family_of
 from quintet.models.lora import LoraShape
 from quintet.plan import Memory, Place, Setup, rank_memory
-from quintet.plan.activations import SINK_DIMS, of_chunk
+from quintet.plan.activations import SINK_DIMS, kept_in_layer, of_chunk
 from quintet.plan.memory import CHUNK_LOGITS_BYTES, KEPT_LOGITS_BYTES, packed_bytes
 from quintet.recipe import schema
 from tests.engine.storage import held
@@ -500,3 +500,17 @@ def test_the_benchmark_runs_dry():
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=400)
     ratios = {line.split()[0]: float(line.split()[-1]) for line in done.stdout.splitlines()[2:5]}
     assert ratios == {"parameters": 1.0, "gradients": 1.0, "optimizer": 1.0}
+
+
+def test_a_rank_with_one_group_of_heads_keeps_its_part():
+    """TransformerEngine's norms copy q and k, whether a rank's heads are of one group or of several."""
+    some, one = (
+        kept_in_layer(
+            replace(
+                setup("qwen3", tp, device="cuda", dtype="bf16", tp=tp, sp=True), backend="transformer_engine"
+            ),
+            0,
+        )
+        for tp in (2, 4)
+    )
+    assert some == 2 * one

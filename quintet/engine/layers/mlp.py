@@ -81,7 +81,7 @@ def forgotten(
 
     Returns it, and what is to be called with the output of those products.
     """
-    if not again:
+    if not (again and torch.is_grad_enabled()):
         return compute(*inputs), lambda out: None
     checkpoint = CheckpointWithoutOutput(fp8=None)
     return checkpoint.checkpoint(compute, *inputs), checkpoint.discard_output_and_register_recompute

@@ -1,7 +1,7 @@
 """The layers of a model: which modules a back end gives, and one function that makes a layer of them.
 
 `portable` needs torch and megatron-core alone. `transformer_engine` (quintet/engine/layers/te.py, imported when chosen) takes
-NVIDIA's linear layers and norms, which fuse norms into the projections after them. Both have the same attention
+NVIDIA's linear layers and norms, which fuse norms into the projections after them unless norms are computed again. Both have the same attention
 around a kernel of their own, the same router, and parameters that `quintet.engine.weights.shards` names alike.
 """
 
