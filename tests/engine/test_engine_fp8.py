@@ -145,7 +145,7 @@ def recomputed(path: Path, modules: list[str], outside: bool = False) -> tuple[l
 
     from quintet.data.batch import make_batch
     from quintet.engine import fp8
-    from quintet.engine.layers import mla
+    from quintet.engine.layers import mlp
     from quintet.packing import RankCell
     from tests.engine.test_engine import Nll
     from tests.oracle.reference import PROMPT, token_ids
@@ -172,7 +172,7 @@ def recomputed(path: Path, modules: list[str], outside: bool = False) -> tuple[l
         for target, name, instead in (
             (te, "te_checkpoint", te_checkpoint),
             (tensor_parallel, "checkpoint", core),
-            (mla, "CheckpointWithoutOutput", without_output),
+            (mlp, "CheckpointWithoutOutput", without_output),
             (transformer_block, "get_fp8_context", lambda *a: contextlib.nullcontext()),
             (made.config, "fp8", "e4m3"),
         ):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import CheckpointWithoutOutput, checkpoint
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from quintet.engine.layers.attention import rotate
+from quintet.engine.layers.mlp import forgotten, recomputes
 from quintet.engine.row import PackedRow
 
 LATENT_NORM_EPS = 1e-6
@@ -71,8 +72,9 @@ class PackedLatentAttention(MegatronModule):
             softmax_scale=softmax_scale,
             pg_collection=pg_collection,
         )
-        modules = config.recompute_modules if config.recompute_granularity == "selective" else []
-        self._recompute_core, self._recompute_up = "core_attn" in modules, "mla_up_proj" in modules
+        self._recompute_core, self._recompute_up = (
+            recomputes(config, module) for module in ("core_attn", "mla_up_proj")
+        )
 
     def _build(self, parts: LatentAttentionSubmodules, config: MLATransformerConfig) -> None:
         hidden, heads = config.hidden_size, config.num_attention_heads
@@ -131,16 +133,14 @@ class PackedLatentAttention(MegatronModule):
         def up(query: Tensor, latent: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return self._up(query, latent, rotary_key, row)
 
-        # None has it not ask TransformerEngine for its FP8 context, which it enters again otherwise.
-        outer = CheckpointWithoutOutput(fp8=self.config.fp8) if self._recompute_up and self.training else None
-        query, key, value = outer.checkpoint(up, *latents) if outer else up(*latents)
+        again = self._recompute_up and self.training
+        (query, key, value), forget = forgotten(again, up, *latents, fp8=self.config.fp8)
         if self._recompute_core and self.training:
             context = checkpoint(lambda q, k, v: self.core_attention(q, k, v, row), False, query, key, value)
         else:
             context = self.core_attention(query, key, value, row)
         context = context.flatten(1).unsqueeze(1)
-        if outer:
-            outer.discard_output_and_register_recompute(context)
+        forget(context)
         out, bias = self.linear_proj(context)
         return out, bias
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from quintet.engine.device import runs_fused
 from quintet.models.shape import SWIGLU, Glu
+
+T = TypeVar("T")
 
 
 def gated(x: Tensor, weights: Tensor | None = None, glu: Glu = SWIGLU) -> Tensor:
@@ -75,15 +77,16 @@ def _parts(x: Tensor, glu: Glu) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forgotten(
-    again: bool, compute: Callable[..., Tensor], *inputs: Tensor
-) -> tuple[Tensor, Callable[[Tensor], None]]:
-    """Compute something that the products after it alone keep. again: they are not to keep it, it is computed again in backward.
+    again: bool, compute: Callable[..., T], *inputs: Tensor, fp8: Any = None
+) -> tuple[T, Callable[[Tensor], None]]:
+    """Compute something that what comes after it alone keeps. again: that is not to keep it, it is computed again in backward. fp8: None has
+    core not ask TransformerEngine for its FP8 context, which it enters again otherwise.
 
-    Returns it, and what is to be called with the output of those products.
+    Returns it, and what is to be called with the output of what comes after.
     """
     if not (again and torch.is_grad_enabled()):
         return compute(*inputs), lambda out: None
-    checkpoint = CheckpointWithoutOutput(fp8=None)
+    checkpoint = CheckpointWithoutOutput(fp8=fp8)
     return checkpoint.checkpoint(compute, *inputs), checkpoint.discard_output_and_register_recompute
 
 
