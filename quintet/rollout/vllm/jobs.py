@@ -32,6 +32,15 @@ class Engine(served.Engine[Job, Answer], Protocol):
         ...
 
 
+def asked(job: Job) -> tuple[Any, Any]:
+    """Return a job's prompt and its parameters in vLLM's types. These are nobody else's, and are not copied deeply."""
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(**job.parameters, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
+    return TokensPrompt(prompt_token_ids=job.prompt_ids), params
+
+
 def answer(output: Any) -> Answer:
     """Return the answer in a finished RequestOutput of vLLM."""
     (one,) = output.outputs

@@ -15,7 +15,7 @@ from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_request
 from quintet.rollout.vllm.extension import answers, message
-from quintet.rollout.vllm.jobs import answer
+from quintet.rollout.vllm.jobs import answer, asked
 from quintet.rollout.vllm.sampling import own_logprobs
 
 P = ParamSpec("P")
@@ -58,15 +58,9 @@ class OfflineEngine:
                         self._under_way.clear()
 
     def _add(self, jobs: Sequence[Job]) -> None:
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
         for job in jobs:
-            params = SamplingParams(
-                **job.parameters, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True
-            )
+            prompt, params = asked(job)
             self._under_way.add(job.name)
-            prompt = TokensPrompt(prompt_token_ids=job.prompt_ids)
             self._engine.add_request(job.name, prompt, params, lora_request=self._adapter)
 
     def _step_through(self, names: Sequence[str]) -> Iterator[tuple[int, Answer]]:

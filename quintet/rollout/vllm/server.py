@@ -13,7 +13,7 @@ from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.adapters import adapter_request
 from quintet.rollout.vllm.extension import answers, message
-from quintet.rollout.vllm.jobs import answer
+from quintet.rollout.vllm.jobs import answer, asked
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,15 +55,10 @@ class ServerEngine:
                 task.cancel()
 
     async def _one(self, job: Job) -> Answer:
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(**job.parameters, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
+        prompt, params = asked(job)
         self._under_way.add(job.name)
         try:
-            async for output in self._engine.generate(
-                TokensPrompt(prompt_token_ids=job.prompt_ids), params, job.name, lora_request=self._adapter
-            ):
+            async for output in self._engine.generate(prompt, params, job.name, lora_request=self._adapter):
                 if output.finished:
                     return answer(output)
         finally:
