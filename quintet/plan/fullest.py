@@ -109,18 +109,17 @@ def cheaper(recipe: Recipe, shape: ModelShape, command: Command) -> list[tuple[s
     found = []
     for key, value in _settings(recipe):
         section, name = key.split(".")
-        # Which modules are computed again is of selective recompute alone.
-        beside = {"recompute_modules": None} if name == "recompute" else {}
-        part = getattr(recipe, section).model_copy(update={name: value} | beside)
+        changes = {name: value}
+        if name == "recompute" and recipe.engine.recompute_modules is not None:
+            changes["recompute_modules"] = None  # they are of selective recompute alone
+        part = getattr(recipe, section).model_copy(update=changes)
         other = recipe.model_copy(update={section: part})
         if any(one not in known for one in broken_rules(other, command)):
             continue
         needs = sum(fullest_rank(other, shape, command).values())
         if needs < (1 - WORTH) * now:
-            modules = " engine.recompute_modules=null" * (
-                bool(beside) and recipe.engine.recompute_modules is not None
-            )
-            found.append((f"{key}={value}{modules}", needs))
+            words = (f"{section}.{one}={'null' if to is None else to}" for one, to in changes.items())
+            found.append((" ".join(words), needs))
     return sorted(found, key=lambda one: one[1])
 
 

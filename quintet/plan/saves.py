@@ -34,10 +34,7 @@ def checkpoint_bytes(recipe: schema.Recipe, shape: ModelShape, dtype: Type) -> i
     each = [(shape, max(_moments(one) for one in found.values()))]
     if "critic" in roles_of(recipe):
         each.append((critic_shape(recipe, shape), _moments(of_critic)))
-    return sum(
-        weights_bytes(recipe, one, dtype) + _trained(recipe, one) * (master + moments)
-        for one, moments in each
-    )
+    return sum(_trained(recipe, one) * (_width(dtype) + master + moments) for one, moments in each)
 
 
 def _trained(recipe: schema.Recipe, shape: ModelShape) -> int:

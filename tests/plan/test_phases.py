@@ -97,9 +97,7 @@ def test_auto_keeps_what_fits_and_lets_the_rest_leave():
 
 def test_small_models_have_small_buckets_and_logits(tmp_path):
     """A model of 0.4 MB, and 99 words for each of 64 tokens: neither fills a bucket or a chunk."""
-    CONFIGS["qwen3"].save_pretrained(tmp_path)
-    text = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace("{", '{"architectures": ["Qwen3ForCausalLM"],', 1))
+    write_config(tmp_path, "qwen3")
     words = ["cluster.device=cuda", "rollout.own_processes=true", "engine.tokens_per_microbatch_per_rank=64"]
     words += ["rollout.max_response_tokens=16", "data.max_prompt_tokens=16"]
     with shapes_alone():
@@ -133,11 +131,17 @@ def test_other_roles_count(more):
     assert other.host - one.host == 8 * (held.parameters // 2 + held.optimizer)
 
 
+def write_config(path: Path, family: str) -> None:
+    """Write the config.json of a tiny model, as it would be published."""
+    (CONFIGS | MOE_CONFIGS)[family].save_pretrained(path)
+    text = (path / "config.json").read_text()
+    names = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+    (path / "config.json").write_text(text.replace("{", f'{{"architectures": ["{names[family]}"],', 1))
+
+
 def test_a_critic_of_its_own_directory_is_as_large_as_that(tmp_path):
     """In memory and in checkpoints."""
-    CONFIGS["qwen3"].save_pretrained(tmp_path)
-    text = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace("{", '{"architectures": ["Qwen3ForCausalLM"],', 1))
+    write_config(tmp_path, "qwen3")
     words = ["algorithm.name=ppo", "engine.offload_params=0"]
     alone, shape = loaded("qwen2_7b_8_h20", words[1])
     same, _ = loaded("qwen2_7b_8_h20", *words)
@@ -160,10 +164,7 @@ def test_a_critic_of_its_own_directory_is_as_large_as_that(tmp_path):
 
 @pytest.mark.parametrize(("family", "tp"), [("qwen3", 2), ("qwen2", 1), ("deepseek_v3", 2)])
 def test_a_token_takes_what_the_cache_allocates(tmp_path, family, tp):
-    (CONFIGS | MOE_CONFIGS)[family].save_pretrained(tmp_path)
-    text = (tmp_path / "config.json").read_text()
-    names = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
-    (tmp_path / "config.json").write_text(text.replace("{", f'{{"architectures": ["{names[family]}"],', 1))
+    write_config(tmp_path, family)
     shape = read_shape(tmp_path)
     width = torch.bfloat16.itemsize
     cache = SlotCache(

@@ -169,14 +169,15 @@ def rollouts_read_no_eight_bits(facts: Facts) -> Iterator[Problem]:
     quantized = path is not None and read_config(path).get("quantization_config")
     if not quantized or rollout.backend == "native" or facts.command == "sft":
         return
-    refused = {
+    of_vllm = {
         "vLLM loads none of them; remove rollout.vllm.load_format": "load_format" in rollout.vllm,
         "vLLM's drafter would be started for 8 bits; use rollout.draft_tokens=0": rollout.draft_tokens != 0,
         "vLLM would read them raw; use rollout.adapter_sync=merged": rollout.adapter_sync == "separate",
     }
+    reasons = [one for one, met in of_vllm.items() if met]
     if rollout.backend == "sglang":
-        refused = {"SGLang would be started for 8 bits; use rollout.backend=vllm or native": True}
-    for why in (one for one, met in refused.items() if met):
+        reasons = ["SGLang would be started for 8 bits; use rollout.backend=vllm or native"]
+    for why in reasons:
         yield Problem(
             f"rollout.backend={rollout.backend} with model.path={path}: its weights are in 8 bits, are trained in model.dtype, and {why}, "
             "or convert them once (quintet convert hf-to-mcore, then mcore-to-hf)",
