@@ -37,8 +37,8 @@ LIMITS = {
     "experts, and without them on the hosts of two tables, launches: a micro-batch took 0.15 to 0.19 s there whatever was in it (`fixed`). A `step` is "
     "as long as its generation. `plans` is no speed: how far random plans are from whole blocks.",
     "engine": "`mfu` is the part of the card's dense bf16 rate that is used; attention of ragged lengths, kernels "
-    "that move memory and compute little, and the host's launches share the rest, and no record tells them apart. Qwen3-8B in rows of 16k has to compute "
-    "products again to fit 141 GB, which is most of what it loses to rows of 8k. Of experts, the sending of tokens between ranks, and what the fullest rank "
+    "that move memory and compute little, and the host's launches share the rest, and no record tells them apart. Qwen3-8B in rows of 16k fits 141 GB "
+    "where what lies between products is computed again, and is then as fast as in rows of 8k. Of experts, the sending of tokens between ranks, and what the fullest rank "
     "has to compute: routers with random weights choose more unevenly than trained ones. Of Qwen3-30B-A3B three steps a depth are measured, so that "
     "a line through two depths is less certain than either; megatron-core alone launches its experts one by one.",
     "expert_kernels": "the host, which launches the products of TransformerEngine's experts one by one, 128 a layer where a rank holds all and 32 at "
