@@ -43,7 +43,7 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
 
 def run_steps(settings: schema.Recipe, work: dict[str, Any]) -> dict[str, Any]:
     """Train for the work's steps (`Case.work`); return seconds by step (warm-up left out) and their summary. controller_share: of a
-    step, what the controller takes to plan and scatter it, and what is in no phase."""
+    step, what the controller takes to plan and scatter it, and what is in no phase. first_step_at: Unix time."""
     model = settings.model.path
     tokenizer = load_tokenizer(model)
     texts, lengths, per_prompt = work["prompts"], work["lengths"], work["samples_per_prompt"]
@@ -60,6 +60,7 @@ def run_steps(settings: schema.Recipe, work: dict[str, Any]) -> dict[str, Any]:
         pool = stack.enter_context(RewardPool(reward, settings.reward, cluster.log_dir))
         controller = Controller(cluster, settings, model, read_shape(model), phase=timed, rewards=pool)
         policy = controller.policy
+        first_step_at = time.time()
         for step, wanted in enumerate(lengths):
             chosen = prompts[step * per_step : (step + 1) * per_step]
             by_prompt = [wanted[i : i + per_prompt] for i in range(0, len(wanted), per_prompt)]
@@ -90,6 +91,7 @@ def run_steps(settings: schema.Recipe, work: dict[str, Any]) -> dict[str, Any]:
         "train_s_median": statistics.median(train_s),
         "samples_per_s": len(lengths[0]) / statistics.median(step_s),
         "controller_share": statistics.median(shares),
+        "first_step_at": first_step_at,
         "versions": versions(),
         "settings": {"ranks": settings.cluster.ranks},
     }

@@ -95,7 +95,7 @@ def check(one: dict[str, Any]) -> None:
 def command() -> str:
     """The command that makes these records, from the root of the source tree; without where it writes to."""
     arguments = list(sys.argv[1:])
-    for option in ("--out", "--profile-dir", "--table"):
+    for option in ("--out", "--profile-dir", "--table", "--keep"):
         if option in arguments:
             at = arguments.index(option)
             del arguments[at : at + 2]

@@ -7,8 +7,9 @@
 
 Same random weights, prompts, samples per prompt, response lengths (each forced), reward and algorithm, as in `laptop_grpo`; prompts of 256
 tokens, 512 samples a step, of 512 tokens or log-normal with a median of 256 up to 2048. A step is timed from the end of one to the end of
-the next; `controller_share` is the part of it that the controller takes to plan and scatter, or that is in no phase. quintet keeps fp32 weights and moments beside bf16; TRL trains in bf16 alone, which is less work and less memory. Both keep vLLM and
-trainer on the GPU at the same time, as all fits. TRL comes from TRL_PYTHON, by default the interpreter that runs this.
+the next; `controller_share` is the part of it that the controller takes to plan and scatter, or that is in no phase; `start_s` is what
+passes before the first step, the import of libraries included. quintet keeps fp32 weights and moments beside bf16; TRL trains in bf16
+alone, which is less work and less memory. Both keep vLLM and trainer on the GPU at the same time, as all fits. TRL comes from TRL_PYTHON, by default the interpreter that runs this.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import string
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,9 @@ WARMUP_STEPS = 2
 OWN: dict[str, Any] = {"tokens": 16384, "backend": "transformer_engine", "memory_fraction": 0.3, "trl": ""}
 """What a record's case says of other values."""
 LETTERS = string.ascii_lowercase
-TRL_SETTINGS = {"": ["--micro-batches", "32"], "long-tail": ["--micro-batches", "64", "--recompute"]}
-"""What fits a GPU of 80 GB beside vLLM; a sample's row is as long as the longest of its micro-batch."""
+TRL_SETTINGS = {"": (16, []), "long-tail": (8, ["--recompute"])}
+"""Samples of a micro-batch and further options that fit a GPU of 80 GB beside vLLM; a sample's row is as long as the longest of its
+micro-batch."""
 
 
 def write_inputs(directory: Path, config: dict[str, Any]) -> Path:
@@ -115,7 +118,10 @@ def trl(args: argparse.Namespace, model: Path, work: Path, case: Case) -> dict[s
     if not args.tiny:
         command += ["--vllm", "--memory-fraction", str(args.memory_fraction)]
         command += ["--prompt-tokens", str(case.prompt_tokens)]
-        command += args.trl.split() if args.trl else TRL_SETTINGS[case.name]
+        rows, options = TRL_SETTINGS[case.name]
+        samples = case.prompts * case.samples_per_prompt
+        own = ["--micro-batches", str(max(samples // args.gpus // rows, 1)), *options]
+        command += args.trl.split() if args.trl else own
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -126,7 +132,7 @@ def trl(args: argparse.Namespace, model: Path, work: Path, case: Case) -> dict[s
 def told(side: str, found: dict[str, Any]) -> str:
     share = f", controller {found['controller_share']:.1%}" if "controller_share" in found else ""
     return (
-        f"  {side:8} {statistics.median(found['step_s']):7.2f} s/step ({min(found['step_s']):.2f} to {max(found['step_s']):.2f}), "
+        f"  {side:8} starts in {found['start_s']:.0f} s, {statistics.median(found['step_s']):7.2f} s/step ({min(found['step_s']):.2f} to {max(found['step_s']):.2f}), "
         f"generate {found['generate_s_median']:.2f}, train {found['train_s_median']:.2f}, {found['samples_per_s']:.1f} samples/s{share}"
     )
 
@@ -156,6 +162,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="quintet in 8 bits (engine.fp8=blockwise, rollout.quantization=fp8), beside itself in bf16 and not TRL",
     )
     add("--write", action="store_true", help="keep the records")
+    add("--keep", type=Path, help="directory for model and answers; a side whose answer is there does not run again")
     add("--out", type=Path, default=FILE, help="records are merged into this file, with --write")
     add("--tiny", action="store_true", help="a dry run on a CPU")
     add("--worker", type=Path, help=argparse.SUPPRESS)
@@ -168,6 +175,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def place_of(args: argparse.Namespace, case: Case) -> str:
+    """The case of the records."""
+    place = f"{args.shape}/{args.gpus}gpu" + (f"/{case.name}" if case.name else "")
+    if args.fp8:
+        place += "/blockwise"
+    for option, own in OWN.items():
+        if (value := getattr(args, option)) != own and not args.tiny:
+            place += f"/{option}-{value}".replace(" ", "").replace("_", "-")
+    return place
+
+
 def sides_of(args: argparse.Namespace) -> tuple[str, str]:
     """What is measured, and what it is measured beside."""
     return ("quintet", "bf16") if args.fp8 else ("quintet", "trl")
@@ -175,23 +193,25 @@ def sides_of(args: argparse.Namespace) -> tuple[str, str]:
 
 def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str, Any]]:
     """Run both sides of a case one after the other, and print them; the records, where both ran."""
-    name = case.name or "one-length"
-    work = model.parent / f"{name}.json"
+    name, place = case.name or "one-length", place_of(args, case)
+    work = model.parent / f"{place}-{args.steps}steps.json".replace("/", "_")
     work.write_text(json.dumps(work_of(case, args.steps)))
     found, sides = {}, sides_of(args)
     for side in sides:
-        if args.only not in (None, "quintet" if side == "bf16" else side):
-            continue
-        if side == "trl":
-            found[side] = trl(args, model, work, case)
-        else:  # a process of its own, so that the other side finds the GPU empty
-            words = [
-                "--worker",
-                str(work),
-                *(word for word in sys.argv[1:] if side != "bf16" or word != "--fp8"),
-            ]
-            subprocess.run([sys.executable, "-m", "benchmarks.step", *words], cwd=ROOT, check=True)
-            found[side] = json.loads(work.with_suffix(".answer").read_text())
+        answer = work.with_suffix(f".{side}")
+        if not answer.exists():
+            began = time.time()
+            if args.only not in (None, "quintet" if side == "bf16" else side):
+                continue
+            if side == "trl":
+                given = trl(args, model, work, case)
+            else:  # a process of its own, so that the other side finds the GPU empty
+                words = [word for word in sys.argv[1:] if side != "bf16" or word != "--fp8"]
+                words += ["--worker", str(work)]
+                subprocess.run([sys.executable, "-m", "benchmarks.step", *words], cwd=ROOT, check=True)
+                given = json.loads(work.with_suffix(".answer").read_text())
+            answer.write_text(json.dumps(given | {"start_s": given.pop("first_step_at") - began}))
+        found[side] = json.loads(answer.read_text())
         print(told(side, found[side]), flush=True)
     if len(found) < 2:
         return []
@@ -200,14 +220,8 @@ def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str,
     named = versions()
     if not args.fp8:
         named |= {f"trl side: {key}": version for key, version in theirs["versions"].items()}
-    place = f"{args.shape}/{args.gpus}gpu" + (f"/{case.name}" if case.name else "")
-    if args.fp8:
-        place += "/blockwise"
-    for option, own in OWN.items():
-        if (value := getattr(args, option)) != own and not args.tiny:
-            place += f"/{option}-{value}".replace(" ", "").replace("_", "-")
     units = {"samples_per_s": "samples/s", "generate_s_median": "s", "train_s_median": "s"}
-    units["controller_share"] = "fraction"
+    units |= {"controller_share": "fraction", "start_s": "s"}
     return [
         record("step", place, key, ours[key], unit, baseline=theirs.get(key)) | {"versions": named}
         for key, unit in units.items()
@@ -222,8 +236,11 @@ def main(argv: list[str] | None = None) -> None:
         found = quintet(args, args.worker.parent / "model", json.loads(args.worker.read_text()))
         args.worker.with_suffix(".answer").write_text(json.dumps(found))
         return
-    with tempfile.TemporaryDirectory(prefix="quintet-step-") as directory:
-        model = write_inputs(Path(directory), CONFIGS[args.shape])
+    with tempfile.TemporaryDirectory(prefix="quintet-step-") as temporary:
+        directory = Path(args.keep or temporary) / args.shape
+        model = directory / "model"
+        if not (model / "tokenizer.json").exists():  # which is written last
+            write_inputs(directory, CONFIGS[args.shape])
         for case in cases_of(args.shape):
             if args.case in (None, case.name or "one-length"):
                 made = measure(args, model, case)

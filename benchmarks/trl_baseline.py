@@ -104,8 +104,11 @@ class StepClock(TrainerCallback):
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.first_step_at = 0.0
+        """Unix time."""
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.first_step_at = time.time()
         self.ends.append(time.perf_counter())
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -196,6 +199,7 @@ def run(args: argparse.Namespace, work: dict[str, Any]) -> dict[str, Any]:
     return {
         "case": work["case"],
         "step_s": step_s,
+        "first_step_at": clock.first_step_at,
         "step_s_median": statistics.median(step_s),
         "step_s_min": min(step_s),
         "step_s_max": max(step_s),
