@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,12 @@ def run_quintet(case: Case, model: Path, cores: int) -> dict[str, Any]:
     return run_steps(recipe(model, cores, case.longest), case.work())
 
 
-def run_steps(settings: schema.Recipe, work: dict[str, Any]) -> dict[str, Any]:
+def run_steps(
+    settings: schema.Recipe, work: dict[str, Any], tell: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """Train for the work's steps (`Case.work`); return seconds by step (warm-up left out) and their summary. controller_share: of a
-    step, what the controller takes to plan and scatter it, and what is in no phase. first_step_at: Unix time."""
+    step, what the controller takes to plan and scatter it, and what is in no phase. first_step_at: Unix time. tell: is told how long the start and each step took."""
+    called = time.perf_counter()
     model = settings.model.path
     tokenizer = load_tokenizer(model)
     texts, lengths, per_prompt = work["prompts"], work["lengths"], work["samples_per_prompt"]
@@ -61,6 +65,7 @@ def run_steps(settings: schema.Recipe, work: dict[str, Any]) -> dict[str, Any]:
         controller = Controller(cluster, settings, model, read_shape(model), phase=timed, rewards=pool)
         policy = controller.policy
         first_step_at = time.time()
+        tell(f"started in {time.perf_counter() - called:.1f} s")
         for step, wanted in enumerate(lengths):
             chosen = prompts[step * per_step : (step + 1) * per_step]
             by_prompt = [wanted[i : i + per_prompt] for i in range(0, len(wanted), per_prompt)]
@@ -79,6 +84,7 @@ def run_steps(settings: schema.Recipe, work: dict[str, Any]) -> dict[str, Any]:
             policy.publish()
             ended = time.perf_counter()
             phases, whole = timed.lap()
+            tell(f"step {step + 1}: {ended - began:.2f} s, of which {generated - began:.2f} generate")
             if [g.response_tokens for g in samples.generated] != wanted:
                 raise AssertionError("the responses do not have the lengths of the work")
             if step >= work["warmup_steps"]:

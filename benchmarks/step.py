@@ -104,7 +104,7 @@ def quintet(args: argparse.Namespace, model: Path, work: dict[str, Any]) -> dict
             "optimizer": {"lr": 1e-6},
         }
     )
-    return run_steps(settings, work)
+    return run_steps(settings, work, lambda line: print(f"    {line}", flush=True))
 
 
 def trl(args: argparse.Namespace, model: Path, work: Path, case: Case) -> dict[str, Any]:
