@@ -40,7 +40,8 @@ def make_rollout(
     if recipe.rollout.backend == "vllm":
         from quintet.rollout.vllm import VllmRollout
 
-        vllm: Any = VllmRollout(recipe, model_dir, device=kind, decode=decode, progress=progress)
+        how: Any = {"device": kind, "decode": decode, "progress": progress}
+        vllm: Any = VllmRollout(recipe, model_dir, **how, empty=True)
         return vllm
     if recipe.rollout.backend == "sglang":
         from quintet.rollout.sglang import SglangRollout

@@ -41,9 +41,9 @@ from quintet.rollout.vllm.weights import combine
 class VllmRollout(ExternalEngineRollout[Job, Answer]):
     """vLLM on the devices of one rollout: rollout.layout.tp × pp of them.
 
-    model_dir: a Hugging Face directory, whose weights are good until the first sync, but for those in 8 bits, which are not read.
-    device: cpu or cuda. decode: token ids → text. progress: told how many samples of a call are done. Raises UserError for a
-    vLLM that is missing or not supported, and for options that it does not know or take.
+    model_dir: a Hugging Face directory, whose weights are good until the first sync, but for those in 8 bits, which are not read;
+    none are with `empty`, and it generates from the first sync on. device: cpu or cuda. decode: token ids → text. progress: told how many
+    samples of a call are done. Raises UserError for a vLLM that is missing or not supported, and for options that it does not know or take.
     """
 
     title = "vLLM"
@@ -57,6 +57,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
         device: str,
         decode: Callable[[list[int]], str],
         progress: Progress = lambda done: None,
+        empty: bool = False,
     ) -> None:
         compat.prepare(device)
         drafted = draft_length(recipe, model_dir, device)
@@ -65,6 +66,8 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
             print(runners.choose_runner(second_runner_lacks(recipe), needs), flush=True)
         self._mode = mode_of(recipe.rollout)
         arguments = engine_arguments(recipe, model_dir, device)
+        if empty:
+            arguments.setdefault("load_format", "dummy")
         if recipe.rollout.draft_tokens == "auto":
             print(f"vLLM: {drafted.why}", flush=True)
         make = ServerEngine if recipe.rollout.mode == "server" else OfflineEngine
@@ -80,7 +83,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
             compat.stop_within_drafts()
             self._engine.rpc(Extension.begin_to_draft)
         self._alone = placement_of(recipe).adapters_separate
-        # The directory holds other weights, or no adapters, and vLLM makes weights up without being asked to by the recipe.
+        # vLLM makes weights up without being asked to by the recipe: the directory's are others, or come by a sync as well.
         self._forgot = arguments.get("load_format") != recipe.rollout.vllm.get("load_format")
         if self._alone:
             check_taken(self._engine.rpc(Extension.read_frozen))

@@ -40,15 +40,15 @@ def recipe_of(
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """`start(model, **rollout)`: a VllmRollout that ends with the module."""
+    """`start(model, **rollout)`: a VllmRollout that ends with the module; `empty`: with no weights before the first update."""
     from quintet.rollout.vllm import VllmRollout
     from tests.rollout.vllm import sent
 
     made: list[VllmRollout] = []
 
-    def one(name: str, path: Path | None = None, **rollout: Any) -> VllmRollout:
+    def one(name: str, path: Path | None = None, empty: bool = False, **rollout: Any) -> VllmRollout:
         path = path or save(name, tmp_path_factory.mktemp(name))
-        made.append(VllmRollout(recipe_of(**rollout), path, device=DEVICE, decode=text))
+        made.append(VllmRollout(recipe_of(**rollout), path, device=DEVICE, decode=text, empty=empty))
         return made[-1]
 
     yield one

@@ -56,7 +56,13 @@ def weights_of(name: str, seed: int = 0) -> Source:
 
 @pytest.fixture(scope="module", params=["offline", "server"])
 def rollout(start, request):
-    return start(MODEL, mode=request.param)
+    """Made without weights, as runs make it."""
+    made = start(MODEL, mode=request.param, empty=True)
+    with pytest.raises(QuintetError, match=r"weights are undefined: .* was made without"):
+        greedy(made)
+    update(made, weights_of(MODEL))
+    assert greedy(made) == greedy_by_transformers(MODEL, 8)
+    return made
 
 
 def sync(rollout, source, level=2):
