@@ -96,6 +96,11 @@ BROKEN_FP8: list[tuple[str, list[str], list[str]]] = [
         ["latent attention's down projections stay in bf16"],
     ),
     (
+        "rollouts_hold_whole_blocks",
+        ["model.build.head_dim=128", "model.build.ffn_hidden_size=448", *VLLM, *ON_GPU],
+        ["vLLM would hold feed-forward parts in parts of 448", "128; use rollout.quantization=null"],
+    ),
+    (
         "inputs_in_8_bits_are_kept",
         [
             *("@mla", "engine.fp8=tensorwise", *ON_GPU, OWN, "engine.recompute=selective"),

@@ -18,7 +18,12 @@ data:
 """
 
 _FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-MODELS = {"dense": QWEN3, "moe": QWEN3_MOE, "mla": DEEPSEEK_V3, "fp8": QWEN3 | _FP8}
+MODELS = {
+    "dense": QWEN3,
+    "moe": QWEN3_MOE,
+    "mla": DEEPSEEK_V3,
+    "fp8": QWEN3 | _FP8 | {"head_dim": 128, "intermediate_size": 128},
+}
 
 Load = Callable[..., Recipe]
 

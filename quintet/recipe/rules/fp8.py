@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from quintet.models.shape import ModelShape
 from quintet.recipe.fp8 import MULTIPLE, matrices
 from quintet.recipe.problem import Problem
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules.facts import Facts, rule
+from quintet.recipe.schema import RolloutLayout
 
 
 @rule
@@ -102,6 +105,44 @@ def eight_bits_are_the_same_on_both_sides(facts: Facts) -> Iterator[Problem]:
                 "rollout.quantization",
             )
             break
+
+
+@rule
+def rollouts_hold_whole_blocks(facts: Facts) -> Iterator[Problem]:
+    """A rank of vLLM holds whole blocks of each matrix that it cuts or lays over another, and starts with nothing else (0.20.2, 0.32.0)."""
+    rollout, shape = facts.recipe.rollout, facts.shape
+    if (rollout.backend, rollout.quantization) != ("vllm", "fp8") or shape is None or facts.command == "sft":
+        return
+    layout, block = placement_of(facts.recipe).layout, MULTIPLE["blockwise"]
+    for name, width in _cut_by_vllm(shape, layout):
+        if width % block:
+            ways = ["a smaller rollout.layout.tp"] * (layout.tp > 1)
+            ways += [f"rollout.layout.ep={layout.tp}"] * (name == "experts" and layout.tp > 1)
+            yield Problem(
+                f"rollout.quantization=fp8: vLLM would hold {name} in parts of {width} on a rank, and its scales are of blocks of {block}; "
+                f"use {', or '.join([*ways, 'rollout.quantization=null'])}",
+                "rollout.quantization",
+            )
+            break
+
+
+def _cut_by_vllm(shape: ModelShape, layout: RolloutLayout) -> Iterator[tuple[str, int]]:
+    """Of the matrices that a rank of vLLM has a part of, or several over one another, what each comes to."""
+    tp, mla, moe = layout.tp, shape.mla, shape.moe
+    if mla is None:
+        yield "attention's queries", shape.heads // tp * shape.head_dim
+        yield "attention's keys and values", max(1, shape.kv_heads // tp) * shape.head_dim
+    if tp > 1 and mla is not None:
+        yield "attention's queries", shape.heads // tp * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        yield "attention's keys and values", shape.heads // tp * (mla.qk_nope_head_dim + mla.v_head_dim)
+    if tp > 1:
+        yield "attention's output", shape.heads // tp * shape.v_head_dim
+    if len(shape.moe_layers) < shape.layers:
+        yield "feed-forward parts", shape.ffn_hidden_size // tp
+    if moe is not None:
+        yield "experts", moe.ffn_hidden_size // (1 if layout.ep > 1 else tp)
+        if moe.shared_ffn_hidden_size:
+            yield "shared experts", moe.shared_ffn_hidden_size // tp
 
 
 @rule
