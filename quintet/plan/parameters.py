@@ -10,6 +10,7 @@ ranks than the rest have buffers of their own.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from quintet.plan.setup import Place, Setup
 from quintet.recipe.frozen import is_frozen
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.linear_fc(\d)\.")
+_EXPERT = re.compile(r"mlp\.experts\.\d+\.linear_fc(\d)\.")
 BUCKET_ELEMENTS = 40_000_000
 """Of gradients that are reduced in the backward pass, at least; megatron-core's own number."""
 
@@ -68,13 +69,14 @@ def _frozen(setup: Setup) -> set[str]:
     patterns = setup.optimizer.frozen if setup.optimizer is not None else []
     if not patterns:
         return set()
-    found = {
-        _EXPERT.sub(r"mlp.experts.*.linear_fc\2.", weight.name)
-        for weight in table_of(setup.shape)
-        if is_frozen(weight.hf[0], patterns)
-    }
+    found = {_in_stack(weight.name) for weight in table_of(setup.shape) if is_frozen(weight.hf[0], patterns)}
     tied = setup.shape.tied_embeddings and "embedding.word_embeddings.weight" in found
     return found | ({"output_layer.weight"} if tied else set())
+
+
+def _in_stack(name: str) -> str:
+    """The name of the parameter of all experts that an expert's weight is in; any other name as it is."""
+    return _EXPERT.sub(r"mlp.experts.*.linear_fc\1.", name)
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ def _with_adapters(
     experts = setup.layout.ep
     for weight in adapter_weights(weights, lora):
         linear, _, which = weight.name.partition(".lora_")
-        in_stack = _EXPERT.sub(r"mlp.experts.*.linear_fc\2.", f"{linear}.")
-        numels = beside.setdefault(in_stack, {})
+        numels = beside.setdefault(_in_stack(f"{linear}."), {})
         numels[which] = numels.get(which, 0) + _numel(setup, weight)
     waiting: list[Parameter] = []  # the experts' adapters come after both of their matrices
     for parameter in held:
@@ -146,8 +147,9 @@ def _of_chunk(setup: Setup, weights: Sorted, layers: range, begins: bool, ends: 
     if twice:
         yield Parameter("output_layer.weight", _numel(setup, embedding), shared=True)
     # Layers for multi-token prediction read an embedding on their own stage.
-    for one in _of_layer(setup, weights.ahead):
-        yield replace(one, trained=setup.depths > 0)
+    for _, of_depth in itertools.groupby(weights.ahead, lambda weight: weight.name.split(".")[2]):
+        for one in _of_layer(setup, list(of_depth)):
+            yield replace(one, trained=setup.depths > 0)
     if copied:
         yield Parameter(embedding.name, _numel(setup, embedding), shared=True)
 
@@ -159,17 +161,16 @@ def _of_layer(setup: Setup, weights: list[Weight]) -> Iterator[Parameter]:
     experts: dict[str, int] = {}
     done = False
     for weight in weights:
-        found = _EXPERT.search(weight.name)
-        if found:
-            kind = found[2] + weight.name[found.end() - 1 :]
-            experts[kind] = experts.get(kind, 0) + _numel(setup, weight)
+        stack = _in_stack(weight.name)
+        if stack != weight.name:
+            experts[stack] = experts.get(stack, 0) + _numel(setup, weight)
             continue
         if experts and not done:
             done = True
-            yield from _grouped(setup, weights, experts)
+            yield from _grouped(setup, experts)
         yield Parameter(weight.name, _numel(setup, weight))
     if experts and not done:
-        yield from _grouped(setup, weights, experts)
+        yield from _grouped(setup, experts)
 
 
 def _rank_in_layer(name: str) -> int:
@@ -180,10 +181,8 @@ def _rank_in_layer(name: str) -> int:
     return 2 if "self_attention.linear_proj." in name else 3
 
 
-def _grouped(setup: Setup, weights: list[Weight], experts: dict[str, int]) -> Iterator[Parameter]:
-    layer = weights[0].name.partition(".input_layernorm")[0]
-    for kind, numel in experts.items():
-        name = f"{layer}.mlp.experts.*.linear_fc{kind}"
+def _grouped(setup: Setup, experts: dict[str, int]) -> Iterator[Parameter]:
+    for name, numel in experts.items():
         yield Parameter(name, numel // setup.layout.ep, expert=True)
 
 

@@ -160,6 +160,15 @@ def test_ranks_that_there_are_not(plan):
     assert "--build 8: the recipe has the ranks 0 to 7" in said
 
 
+@pytest.mark.slow
+def test_layers_for_multi_token_prediction_have_experts_of_their_own(plan):
+    words = [str(RECIPES / "deepseek_v3_96_h20.yaml"), "mtp.train=true"]
+    code, said = plan(*words, "--build", "95")
+    assert code == 0, said
+    frozen = plan(*words, 'optimizer.frozen=["model.layers.61.mlp.experts.*"]')[1]
+    assert frozen != plan(*words)[1]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "ranks"), [("deepseek_v3_96_h20", 96), ("qwen3_235b_a22b_32_h20", 32), ("mimo_7b_mtp_8gpu", 8)]
