@@ -162,7 +162,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="quintet in 8 bits (engine.fp8=blockwise, rollout.quantization=fp8), beside itself in bf16 and not TRL",
     )
     add("--write", action="store_true", help="keep the records")
-    add("--keep", type=Path, help="directory for model and answers; a side whose answer is there does not run again")
+    add(
+        "--keep",
+        type=Path,
+        help="directory for model and answers; a side whose answer is there does not run again",
+    )
     add("--out", type=Path, default=FILE, help="records are merged into this file, with --write")
     add("--tiny", action="store_true", help="a dry run on a CPU")
     add("--worker", type=Path, help=argparse.SUPPRESS)

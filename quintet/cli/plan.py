@@ -72,7 +72,7 @@ def _rank(text: str) -> int | str:
 def run(arguments: argparse.Namespace) -> int:
     """Print the memory of each pipeline stage's fullest rank by phase. 0 it fits or is not compared, 2 it does not fit."""
     from quintet.plan.describe import in_units
-    from quintet.plan.fp8 import in_8_bits
+    from quintet.plan.fp8 import USUAL, in_8_bits
     from quintet.plan.fullest import setup_of
     from quintet.plan.phases import advice, plan_stages
     from quintet.plan.rollout import without_room
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"host memory of a node up to {max(one.host for one in stages) / GIB:.0f} GiB."
     )
     if recipe.engine.fp8 is not None:
-        print(in_8_bits(recipe, shape))
+        print(in_8_bits(recipe, shape, arguments.gpu or USUAL))
     if arguments.gpu is not None:
         _predict(recipe, shape, arguments, limit)
     ranks, reported = PUBLISHED.get(Path(str(recipe.model.path)).name, (0, ""))
@@ -114,17 +114,18 @@ def run(arguments: argparse.Namespace) -> int:
                 "rollout.memory_fraction of the device."
             )
         return 0
+    narrow = without_room(recipe, setup_of(recipe, shape), limit)
     over = {
         phase: max(stages, key=lambda one: one.device[phase])
         for phase in full.device
-        if max(one.device[phase] for one in stages) > limit
+        if max(one.device[phase] for one in stages) > limit and not (phase == "generate" and narrow)
     }
     for phase, one in over.items():
         print(
             f"{phase}: {one.device[phase] / GIB:.1f} GiB on stage {one.stage} are more than {arguments.gpu_gib:g}; take "
-            f"{advice(recipe, phase)}"
+            f"{advice(recipe, shape, phase, rests=one.device['load'] > limit)}"
         )
-    if (narrow := without_room(recipe, setup_of(recipe, shape), limit)) is not None:
+    if narrow is not None:
         print(f"generate: {narrow}")
     return MISFIT if over or narrow else 0
 

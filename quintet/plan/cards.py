@@ -28,6 +28,10 @@ CARDS = {
 """By a part of the device's name; of those with several sizes of memory the fastest, but for GH200."""
 
 
+WITHOUT = ("A100", "A800")
+"""Those without products in 8 bits, of which the others make twice as many as in bf16."""
+
+
 def card_of(device: str) -> Card | None:
     """Return the card by its device's name, None where it is not known; the longest part that fits counts."""
     fitting = [part for part in CARDS if part in device]

@@ -113,19 +113,32 @@ def _scoring(setup: Setup, stage: int, layers: Sequence[int]) -> int:
     return max(widest, 2 * min(logits, CHUNK_LOGITS_BYTES[setup.device]) if stage == setup.last else 0)
 
 
-def advice(recipe: schema.Recipe, phase: str) -> str:
-    """Return what to change where the device's memory does not suffice for a phase."""
+def advice(recipe: schema.Recipe, shape: ModelShape, phase: str, *, rests: bool = False) -> str:
+    """Return what to change where the device's memory does not suffice for a phase. rests: nor for what is there in each of the
+    trainer's phases, whatever it computes."""
+    engine, layout = recipe.engine, recipe.layout
+    axes = ["layout.tp", "pp", *["ep"] * (shape.moe is not None)]
+    ways = {
+        "load": ["more ranks", f"a larger {', '.join(axes[:-1])} or {axes[-1]}"],
+        "generate": _of_generate(recipe)
+        or ["a larger rollout.layout.tp", "a smaller rollout.memory_fraction"],
+        "logprob": ["a smaller engine.tokens_per_microbatch_per_rank"],
+        "train": ["fewer layers on that stage (layout.stage_layers)"] * (layout.pp > 1),
+        "sync": ["a larger rollout.layout.tp", "a smaller rollout.bucket_mib"],
+    }
+    if engine.recompute != "full":
+        modules = " with engine.recompute_modules=null" * (engine.recompute_modules is not None)
+        ways["train"].append(f"engine.recompute=full{modules}")
+    ways["train"] += ways["logprob"]
+    if recipe.optimizer.cpu_fraction < 1:
+        ways["load"].append("optimizer.cpu_fraction=1")
+        ways["train"].append("optimizer.cpu_fraction=1")
+    chosen = ways["load" if phase == "save" or (rests and phase in ("logprob", "train")) else phase]
+    return ", or ".join([", ".join(chosen[:-1]), chosen[-1]] if chosen[1:] else chosen)
+
+
+def _of_generate(recipe: schema.Recipe) -> list[str]:
+    """Shares that could leave while rollouts generate, and do not."""
     shared = placement_of(recipe).shares_weights
     asked = {kind: share_asked(recipe, kind) for kind in KINDS if kind != "params" or not shared}
-    kept = [kind for kind, share in asked.items() if share is not None and share < 1]
-    modules = " with engine.recompute_modules=null" * (recipe.engine.recompute_modules is not None)
-    return {
-        "load": "more ranks, a larger layout.tp, pp or ep, or optimizer.cpu_fraction=1",
-        "generate": ", ".join(f"engine.offload_{kind}=auto" for kind in kept)
-        or "a larger rollout.layout.tp, or a smaller rollout.memory_fraction",
-        "logprob": "a smaller engine.tokens_per_microbatch_per_rank",
-        "train": f"fewer layers on that stage (layout.stage_layers), engine.recompute=full{modules}, a smaller "
-        "engine.tokens_per_microbatch_per_rank, or optimizer.cpu_fraction=1",
-        "sync": "a larger rollout.layout.tp, or a smaller rollout.bucket_mib",
-        "save": "more ranks, a larger layout.tp, pp or ep, or optimizer.cpu_fraction=1",
-    }[phase]
+    return [f"engine.offload_{kind}=auto" for kind, share in asked.items() if share is not None and share < 1]

@@ -55,10 +55,10 @@ def without_room(recipe: schema.Recipe, setup: Setup, device_bytes: int) -> str 
     share = int(rollout.memory_fraction * device_bytes)
     if weights + sample <= share:
         return None
+    larger = " or rollout.memory_fraction" * (weights + sample < device_bytes)
     return (
         f"weights of {weights / GIB:.1f} GiB and {sample / GIB:.1f} of cache for the longest sample are more than "
-        f"rollout.memory_fraction={rollout.memory_fraction:g} of a device, {share / GIB:.1f}; take a larger rollout.layout.tp or "
-        "rollout.memory_fraction"
+        f"rollout.memory_fraction={rollout.memory_fraction:g} of a device, {share / GIB:.1f}; take a larger rollout.layout.tp{larger}"
     )
 
 

@@ -114,6 +114,7 @@ _DOTTED = {
     "reward.overlong_penalty": "overlong_buffer.penalty_factor",
     "reward.function": "custom_reward_function.path custom_reward_function.name",
     "mtp={}": "mtp.enable mtp.enabled",
+    "rollout.quantization=fp8": "rollout.fp8",
     "rollout.draft_tokens": "mtp.enable_rollout mtp.method rollout.speculative_config.method",
     "engine.replay_routes": "router_replay.mode actor.router_replay.mode megatron.router_replay.mode",
 }

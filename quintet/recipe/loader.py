@@ -115,7 +115,7 @@ def _read(path: Path) -> _Source:
         hint = f"; {shipped} came with quintet" if shipped_recipe(shipped) else ""
         if "=" in str(path):
             hint = "; overrides come after a recipe"
-        elif are_shapes_alone() and not hint and not path.suffix:
+        elif are_shapes_alone() and not hint and path.suffix not in (".yaml", ".yml", ".json"):
             hint = f"; shapes that came with quintet are {known_shapes()}"
         raise UserError(f"recipe {path} does not exist (looked in {Path.cwd()}){hint}") from None
     except IsADirectoryError:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from quintet.errors import UserError
 from quintet.models.family import read_shape
 from quintet.plan import Place, checkpoint_bytes, rank_memory
 from quintet.plan.cards import CARDS
 from quintet.plan.fullest import memories, setup_of
 from quintet.plan.phases import PHASES, advice, plan_stages
-from quintet.plan.rollout import rollout_bytes, token_bytes
+from quintet.plan.rollout import rollout_bytes, token_bytes, without_room
 from quintet.plan.seconds import plan_seconds, samples_of
 from quintet.recipe import load_recipe
 from quintet.recipe.hub import SHAPES, shapes_alone
@@ -90,9 +91,52 @@ def test_auto_keeps_what_fits_and_lets_the_rest_leave():
     assert small.device["generate"] < 80 << 30
     memory = rank_memory(replace(setup_of(made, shape), optimizer=made.optimizer))
     assert large.device["generate"] == memory.static + int(0.7 * (400 << 30))
-    assert "offload" not in advice(made, "generate")
+    assert "offload" not in advice(made, shape, "generate")
     kept, _ = loaded("qwen2_7b_8_h20", "engine.offload_grads=0.5")
-    assert advice(kept, "generate") == "engine.offload_grads=auto"
+    assert advice(kept, shape, "generate") == "engine.offload_grads=auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("qwen3_235b_a22b_32_h20", ["engine.fp8=blockwise"], "experts in parts of 192 on a rank"),
+        ("qwen3_235b_a22b_32_h20", ["rollout.layout.tp=4", "rollout.layout.ep=4"], None),
+        ("deepseek_v3_96_h20", [], "feed-forward parts in parts of 576 on a rank"),
+        ("deepseek_v3_96_h20", ["rollout.layout.tp=16", "rollout.layout.ep=16"], None),
+    ],
+)
+def test_vllm_in_8_bits_holds_whole_blocks(name, words, said):
+    """By the sizes that vLLM's own check (`validate_fp8_block_shape`) refuses."""
+    words = [*words, "rollout.quantization=fp8", "rollout.memory_fraction=0.9"]
+    if said is None:
+        loaded(name, *words)
+        return
+    with pytest.raises(UserError, match=said):
+        loaded(name, *words)
+
+
+def test_nothing_is_advised_that_is_there_already_or_cannot_help():
+    """DeepSeek-V3's recipe recomputes all and has its optimizer on the CPU; Qwen2-7B's has one stage and no experts."""
+    recipe, shape = loaded("deepseek_v3_96_h20")
+    few = "a smaller engine.tokens_per_microbatch_per_rank"
+    assert advice(recipe, shape, "train") == f"fewer layers on that stage (layout.stage_layers), or {few}"
+    more = "more ranks, or a larger layout.tp, pp or ep"
+    assert {advice(recipe, shape, one, rests=True) for one in ("load", "logprob", "train", "save")} == {more}
+    recipe, shape = loaded("qwen2_7b_8_h20", "engine.recompute=none")
+    assert advice(recipe, shape, "train") == f"engine.recompute=full, {few}, or optimizer.cpu_fraction=1"
+    assert (
+        advice(recipe, shape, "save") == "more ranks, a larger layout.tp or pp, or optimizer.cpu_fraction=1"
+    )
+
+
+def test_a_larger_share_is_advised_where_a_device_has_it():
+    recipe, shape = loaded("deepseek_v3_96_h20", "rollout.layout.tp=8")
+    of = [without_room(recipe, setup_of(recipe, shape), size << 30) or "" for size in (89, 200, 400)]
+    assert [one.partition("take ")[2] for one in of] == [
+        "a larger rollout.layout.tp",
+        "a larger rollout.layout.tp or rollout.memory_fraction",
+        "",
+    ]
 
 
 def test_small_models_have_small_buckets_and_logits(tmp_path):
