@@ -35,7 +35,7 @@ from benchmarks.engine_work import (
     peak_flops,
     setup_of,
 )
-from benchmarks.options import parse_layout, positive_int
+from benchmarks.options import need_gpus, need_whole, parse_layout, positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.sides import Side, answer_stream
 
@@ -362,6 +362,9 @@ def main() -> None:
     if args.worker:
         work(args.worker, Setup(**args.setup))
         return
+    if args.shape not in TINY:
+        need_gpus(args.gpus, "--shape tiny")
+    need_whole(args.layout, args.gpus)
     names = [args.only] if args.only else list(SIDES)
     for backend in args.backend or (["portable"] if args.shape in TINY else list(BACKENDS)):
         setups = [

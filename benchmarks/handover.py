@@ -135,7 +135,8 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="quintet-handover-") as directory:
         runs = Path(directory)
         command = [sys.executable, "-m", "quintet", "train", *words_of(args, runs)]
-        subprocess.run(command, cwd=ROOT, check=True)
+        if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
+            sys.exit(code)
         (log,) = runs.glob("*/logs/hybrid.log")
         steps, moves = steps_of(runs)[UNCOUNTED:], log.read_text(encoding="utf-8")
     rates = {} if args.tiny else link()

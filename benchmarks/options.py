@@ -1,8 +1,10 @@
-"""Types of command line options that several benchmarks have."""
+"""Command line options that several benchmarks have: their types, and whether this machine can do what they ask."""
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Mapping
 
 
 def positive_int(text: str) -> int:
@@ -28,3 +30,23 @@ def parse_layout(text: str) -> dict[str, int | bool]:
 def layout_name(layout: dict[str, int | bool]) -> str:
     """The same in a record's case: "tp2-sp"."""
     return "-".join(key if value is True else f"{key}{value}" for key, value in layout.items() if value)
+
+
+def need_gpus(wanted: int, otherwise: str) -> None:
+    """End where this machine has fewer GPUs. otherwise: what tries the plumbing without one."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if found < wanted:
+        there = f"{found} {'GPU was' if found == 1 else 'GPUs were'}" if found else "no GPU was"
+        raise SystemExit(f"{there} found, and {wanted} needed; {otherwise} is a dry run on a CPU")
+
+
+def need_whole(layout: Mapping[str, int | bool], gpus: int) -> None:
+    """End where a layout cannot be spread over so many GPUs."""
+    tp, pp, cp, ep = (int(layout.get(axis) or 1) for axis in ("tp", "pp", "cp", "ep"))
+    experts = int(layout.get("etp") or tp) * ep * pp
+    if gpus % math.lcm(tp * pp * cp, experts):
+        raise SystemExit(
+            f"tp {tp} × pp {pp} × cp {cp}, and of experts etp × ep × pp = {experts}, have to divide --gpus {gpus}"
+        )

@@ -30,7 +30,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import positive_int
+from benchmarks.options import need_gpus, positive_int
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.sides import Side, answer_stream
@@ -350,6 +350,8 @@ def main() -> None:
     if args.worker:
         work(args, args.model, args.model.parent / f"{args.worker}.json")
         return
+    if args.shape != ON_CPU and not args.shape.startswith("tiny"):
+        need_gpus(args.gpus, f"--shape {ON_CPU}")
     with tempfile.TemporaryDirectory(prefix="quintet-rollout-") as directory:
         model = Path(directory) / "model"
         run_side("write", 1, model, args)

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.compare import compare
 from benchmarks.engine_work import MODELS
-from benchmarks.options import layout_name, parse_layout, positive_int
+from benchmarks.options import layout_name, need_gpus, need_whole, parse_layout, positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.sync_work import Setup, Took, serve
 from quintet.sync.source import ChannelSource
@@ -100,7 +100,7 @@ class Processes:
             for pipe in ready:
                 try:
                     found[pipe] = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     sys.exit(f"a {kind} ended: its error is above")
         return [found[one] for one in pipes]
 
@@ -253,9 +253,12 @@ def main() -> None:
     parser.add_argument("--serial-rounds", type=positive_int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "sync.json")
     args = parser.parse_args()
+    if args.device == "cuda":
+        need_gpus(args.gpus, "--tiny --device cpu")
     models = ["tiny"] if args.tiny else args.model or ["qwen2.5-1.5b", "qwen3-8b", "qwen3-30b-a3b"]
     for model in models:
         train, rollout = layouts(model, args.gpus)
+        need_whole(args.train or train, args.gpus)
         setup = Setup(
             model,
             args.device,

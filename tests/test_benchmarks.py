@@ -19,7 +19,7 @@ from benchmarks.engine_work import MODELS, REAL, Setup, parse_engine, peak_flops
 from benchmarks.fingerprints import experts, measure
 from benchmarks.fingerprints import items as fingerprinted
 from benchmarks.laptop_cases import CASES, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT
-from benchmarks.options import parse_layout
+from benchmarks.options import need_gpus, need_whole, parse_layout
 from benchmarks.records import RESULTS, command, merged, read_records, record, write_records
 from benchmarks.rollout import arguments, records_of
 from benchmarks.rollout_work import CONFIGS, LONG_TAIL, cases_of
@@ -298,6 +298,16 @@ def test_prompts_of_steps_have_the_tokens_that_a_case_has(tmp_path, shape: str) 
     tokenizer, case = load_tokenizer(write_inputs(tmp_path, CONFIGS[shape])), cases_of(shape)[1]
     assert {len(tokenizer.encode(one)) for one in step_work(case, 2)["prompts"]} == {case.prompt_tokens}
     assert len(tokenizer.decode([29, 100])) > 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_a_machine_cannot_do_is_said_before_anything_starts() -> None:
+    with pytest.raises(SystemExit, match="no GPU was found, and 4 needed; --tiny is a dry run"):
+        need_gpus(4, "--tiny")
+    need_whole({"tp": 2, "sp": True, "ep": 4, "etp": 1}, 8)
+    for layout in ({"tp": 3}, {"ep": 8}, {"tp": 2, "pp": 2, "cp": 2}):
+        with pytest.raises(SystemExit, match="have to divide --gpus 4"):
+            need_whole(layout, 4)
 
 
 @pytest.mark.nightly
