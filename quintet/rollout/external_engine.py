@@ -209,7 +209,10 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
         tokens = len(request.prompt_ids)
         if not tokens:
             raise UserError(f"prompt {at} has no tokens: a response cannot start from nothing")
-        most = max(request.limits(sampling), default=0)
+        limits = request.limits(sampling)
+        most = max(limits, default=0)
+        if min(limits, default=1) < 1:
+            raise UserError(f"prompt {at} has a response of {min(limits)} tokens: one has at least 1")
         if tokens + most > self._longest:
             raise UserError(
                 f"prompt {at} has {tokens} tokens and its response may have {most}; {self.title} was made for "

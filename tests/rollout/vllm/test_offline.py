@@ -129,6 +129,11 @@ def test_cut_sampling_keeps_the_policys_log_probs(rollout):
             Sampling(max_response_tokens=32),
             "prompt 0 has 34 tokens and its response may have 32",
         ),
+        (
+            Request([1]),
+            Sampling(max_response_tokens=0),
+            "prompt 0 has a response of 0 tokens: one has at least 1",
+        ),
         (Request([1]), Sampling(temperature=0.5), "at temperature 0.5.*an engine made for raw_logprobs"),
     ],
 )
