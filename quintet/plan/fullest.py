@@ -12,6 +12,7 @@ from quintet.plan.setup import Place, Setup
 from quintet.recipe.derived import optimizers
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.offload import most_shares
+from quintet.recipe.recompute import without_products
 from quintet.recipe.roles import critic_shape, layout_of, optimizer_of, roles_of
 from quintet.recipe.rules import Command, broken_rules
 from quintet.recipe.schema import Optimizer, Recipe
@@ -107,27 +108,34 @@ def cheaper(recipe: Recipe, shape: ModelShape, command: Command) -> list[tuple[s
     """Return settings with which the recipe is still sound and its fullest rank needs less, and the bytes of that, least first."""
     now, known = sum(fullest_rank(recipe, shape, command).values()), broken_rules(recipe, command)
     found = []
-    for key, value in _settings(recipe):
-        section, name = key.split(".")
-        changes = {name: value}
-        if name == "recompute" and recipe.engine.recompute_modules is not None:
-            changes["recompute_modules"] = None  # they are of selective recompute alone
+    for section, changes in _settings(recipe, shape):
         part = getattr(recipe, section).model_copy(update=changes)
         other = recipe.model_copy(update={section: part})
         if any(one not in known for one in broken_rules(other, command)):
             continue
         needs = sum(fullest_rank(other, shape, command).values())
         if needs < (1 - WORTH) * now:
-            words = (f"{section}.{one}={'null' if to is None else to}" for one, to in changes.items())
+            words = (f"{section}.{one}={_written(to)}" for one, to in changes.items())
             found.append((" ".join(words), needs))
     return sorted(found, key=lambda one: one[1])
 
 
-def _settings(recipe: Recipe) -> Iterator[tuple[str, object]]:
-    """What may help, by key."""
+def _written(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
+    return "null" if value is None else str(value)
+
+
+def _settings(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, dict[str, object]]]:
+    """What may help: keys of a section."""
     engine, layout = recipe.engine, recipe.layout
-    yield "engine.tokens_per_microbatch_per_rank", engine.tokens_per_microbatch_per_rank // 2
-    yield from (("engine.recompute", how) for how in ("selective", "full") if engine.recompute != how)
-    yield "engine.distributed_optimizer", True
-    yield "optimizer.cpu_fraction", 1.0
-    yield from ((f"layout.{axis}", 2 * getattr(layout, axis)) for axis in ("tp", "pp", "ep"))
+    yield "engine", {"tokens_per_microbatch_per_rank": engine.tokens_per_microbatch_per_rank // 2}
+    if engine.recompute == "none":
+        yield "engine", {"recompute": "selective", "recompute_modules": without_products(shape)}
+    named: dict[str, object] = {} if engine.recompute_modules is None else {"recompute_modules": None}
+    yield from (
+        ("engine", {"recompute": how, **named}) for how in ("selective", "full") if engine.recompute != how
+    )
+    yield "engine", {"distributed_optimizer": True}
+    yield "optimizer", {"cpu_fraction": 1.0}
+    yield from (("layout", {axis: 2 * getattr(layout, axis)}) for axis in ("tp", "pp", "ep"))

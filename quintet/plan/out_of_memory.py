@@ -8,6 +8,8 @@ from dataclasses import dataclass
 GIB = 1 << 30
 NAMED = 4
 """Most settings that a message names."""
+SHARE = 0.95
+"""Of a device's memory: what may be planned for, as some is lost between tensors."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,11 @@ def out_of_memory(
         total = sum(planned.values()) / GIB
         text += f"\nWhile it trains the fullest rank needs about {total:.1f} GiB by the memory formula ({parts}), and a rollout on top."
     if settings:
-        named = "; ".join(f"{key} ({size / GIB:.1f} GiB)" for key, size in settings[:NAMED])
-        text += f"\nWhat needs less, by the same formula: {named}."
+        room = SHARE * (held.total - held.elsewhere) if held else 0
+        fitting = [one for one in reversed(settings) if one[1] <= room]  # what changes least first
+        named = "; ".join(f"{key} ({size / GIB:.1f} GiB)" for key, size in (fitting or settings)[:NAMED])
+        fits = f" and fits {room / GIB:.1f} GiB" if fitting else ""
+        text += f"\nWhat needs less{fits}, by the same formula: {named}."
     if held and held.elsewhere > held.total // 4:
         text += "\nA rollout in a process of its own takes less with a smaller rollout.memory_fraction."
     return text

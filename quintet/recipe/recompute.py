@@ -30,3 +30,8 @@ def recompute_modules(engine: Engine, shape: ModelShape) -> list[str]:
     if engine.recompute_modules is not None:
         return list(engine.recompute_modules)
     return [name for name in _BEST if MODULES[name][1](shape)]
+
+
+def without_products(shape: ModelShape) -> list[str]:
+    """Return modules that take no product to compute again: they save the least, and cost hardly anything."""
+    return [*(name for name in ("mlp_act", "moe_act") if MODULES[name][1](shape)), "layernorm"]

@@ -43,12 +43,14 @@ def test_settings_that_need_less_are_sound_and_need_it(recipe: Any) -> None:
     now = sum(fullest_rank(made, shape, "train").values())
     found = cheaper(made, shape, "train")
     assert [needs for _, needs in found] == sorted(needs for _, needs in found)
-    assert {"engine.recompute=full", "engine.tokens_per_microbatch_per_rank=2048"} <= {
-        key for key, _ in found
-    }
+    assert {
+        "engine.recompute=full",
+        "engine.tokens_per_microbatch_per_rank=2048",
+        "engine.recompute=selective engine.recompute_modules=[mlp_act,layernorm]",
+    } <= {key for key, _ in found}
     assert not any(key.startswith("layout.ep") for key, _ in found)  # it has no experts
     for setting, needs in found:
-        other = recipe(setting)  # raises where it is not sound
+        other = recipe(*setting.split())  # raises where it is not sound
         assert sum(fullest_rank(other, shape, "train").values()) == needs < 0.95 * now
 
 
@@ -71,8 +73,16 @@ def test_the_message_names_what_held_how_much() -> None:
         "out of GPU memory in train (2.50 GiB more were asked for). Of the device's 80.0 GiB this process's tensors held 50.0, its "
         "allocator kept 4.0 for more, and 25.0 were other processes' (a rollout beside it) and CUDA's own.\n"
         "While it trains the fullest rank needs about 3.0 GiB by the memory formula (parameters 3.0), and a rollout on top.\n"
-        "What needs less, by the same formula: engine.recompute=0 (0.0 GiB); engine.recompute=1 (1.0 GiB); engine.recompute=2 (2.0 GiB); "
-        "engine.recompute=3 (3.0 GiB).\n"
+        "What needs less and fits 52.2 GiB, by the same formula: engine.recompute=5 (5.0 GiB); engine.recompute=4 (4.0 GiB); "
+        "engine.recompute=3 (3.0 GiB); engine.recompute=2 (2.0 GiB).\n"
         "A rollout in a process of its own takes less with a smaller rollout.memory_fraction."
     )
+    large = out_of_memory(
+        "train",
+        "no room",
+        held,
+        {"parameters": 90 * GIB},
+        [("layout.tp=2", 60 * GIB), ("layout.pp=2", 70 * GIB)],
+    )
+    assert "What needs less, by the same formula: layout.tp=2 (60.0 GiB); layout.pp=2 (70.0 GiB)." in large
     assert out_of_memory("generate", "no room", None) == "out of memory in generate (no room)."
