@@ -219,7 +219,7 @@ def test_a_whole_step_has_both_sides_in_8_bits(
     args = step.arguments(["--gpus", "8", "--shape", "qwen3-8b", *(["--fp8"] if eight else [])])
     assert step.sides_of(args) == ("quintet", "bf16" if eight else "trl")
     made: list[schema.Recipe] = []
-    monkeypatch.setattr("benchmarks.laptop_quintet.run_steps", lambda recipe, work: made.append(recipe))
+    monkeypatch.setattr("benchmarks.laptop_quintet.run_steps", lambda recipe, *_: made.append(recipe))
     step.quintet(args, tmp_path, {"lengths": [[1] * 8], "longest": 5, "prompt_tokens": 5})
     told = made[0].engine.fp8, made[0].rollout.quantization, made[0].rollout.backend
     assert told == (("blockwise", "fp8", "vllm") if eight else (None, None, "vllm"))

@@ -89,10 +89,16 @@ def test_means_beyond_the_recipe_are_refused(capsys):
 
 
 def test_what_does_not_fit_is_said_with_what_to_change(capsys):
-    assert main(["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "--gpu-gib", "30"]) == 2
+    words = ["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "--gpu-gib"]
+    assert main([*words, "34"]) == 2
     said = capsys.readouterr().out
-    assert re.search(r"train: [\d.]+ GiB on stage 0 are more than 30; take fewer layers", said)
-    assert "generate:" not in said  # vLLM takes its share of what there is
+    assert re.search(r"train: [\d.]+ GiB on stage 0 are more than 34; take a smaller engine\.tokens", said)
+    assert not re.search("load:|generate:", said)  # vLLM takes its share of what there is
+    assert main([*words, "30"]) == 2
+    told = re.findall(
+        r"(load|train|save): [\d.]+ GiB on stage 0 are more than 30; take more ranks", capsys.readouterr().out
+    )
+    assert told == ["load", "train", "save"]  # whatever is computed, too much rests there
 
 
 def test_a_rollout_whose_weights_are_more_than_its_share_is_told(capsys):
