@@ -41,7 +41,9 @@ def make_rollout(
         from quintet.rollout.vllm import VllmRollout
 
         how: Any = {"device": kind, "decode": decode, "progress": progress}
-        vllm: Any = VllmRollout(recipe, model_dir, **how, empty=True)
+        # vLLM makes up buffers as well, which no sync brings: a user's family may have some, and some caches of keys and values do.
+        empty = recipe.model.family is None and "kv_cache_dtype" not in recipe.rollout.vllm
+        vllm: Any = VllmRollout(recipe, model_dir, **how, empty=empty)
         return vllm
     if recipe.rollout.backend == "sglang":
         from quintet.rollout.sglang import SglangRollout

@@ -99,9 +99,13 @@ def test_auto_keeps_what_fits_and_lets_the_rest_leave():
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [
-        ("qwen3_235b_a22b_32_h20", ["engine.fp8=blockwise"], "experts in parts of 192 on a rank"),
+        (
+            "qwen3_235b_a22b_32_h20",
+            ["engine.fp8=blockwise"],
+            "experts are 192 wide on a rank of vLLM.* use a smaller rollout.layout.tp, or rollout.layout.ep=8, or",
+        ),
         ("qwen3_235b_a22b_32_h20", ["rollout.layout.tp=4", "rollout.layout.ep=4"], None),
-        ("deepseek_v3_96_h20", [], "feed-forward parts in parts of 576 on a rank"),
+        ("deepseek_v3_96_h20", [], "feed-forward parts are 576 wide on a rank"),
         ("deepseek_v3_96_h20", ["rollout.layout.tp=16", "rollout.layout.ep=16"], None),
     ],
 )

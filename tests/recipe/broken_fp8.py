@@ -98,7 +98,12 @@ BROKEN_FP8: list[tuple[str, list[str], list[str]]] = [
     (
         "rollouts_hold_whole_blocks",
         ["model.build.head_dim=128", "model.build.ffn_hidden_size=448", *VLLM, *ON_GPU],
-        ["vLLM would hold feed-forward parts in parts of 448", "128; use rollout.quantization=null"],
+        ["feed-forward parts are 448 wide on a rank of vLLM", "128; use rollout.quantization=null"],
+    ),
+    (
+        "rollouts_hold_whole_blocks",
+        ["@mla", *VLLM, *ON_GPU],
+        ["hidden states are 64 wide on a rank of vLLM", "128; use rollout.quantization=null"],
     ),
     (
         "inputs_in_8_bits_are_kept",

@@ -22,7 +22,7 @@ MODELS = {
     "dense": QWEN3,
     "moe": QWEN3_MOE,
     "mla": DEEPSEEK_V3,
-    "fp8": QWEN3 | _FP8 | {"head_dim": 128, "intermediate_size": 128},
+    "fp8": QWEN3 | _FP8 | {"hidden_size": 128, "head_dim": 128, "intermediate_size": 128},
 }
 
 Load = Callable[..., Recipe]

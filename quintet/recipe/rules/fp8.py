@@ -109,40 +109,45 @@ def eight_bits_are_the_same_on_both_sides(facts: Facts) -> Iterator[Problem]:
 
 @rule
 def rollouts_hold_whole_blocks(facts: Facts) -> Iterator[Problem]:
-    """A rank of vLLM holds whole blocks of each matrix that it cuts or lays over another, and starts with nothing else (0.20.2, 0.32.0)."""
+    """A rank of vLLM holds whole blocks of each matrix that it cuts or lays over another, and of what goes into them: with nothing else it
+    starts (0.20.2, 0.32.0)."""
     rollout, shape = facts.recipe.rollout, facts.shape
     if (rollout.backend, rollout.quantization) != ("vllm", "fp8") or shape is None or facts.command == "sft":
         return
     layout, block = placement_of(facts.recipe).layout, MULTIPLE["blockwise"]
-    for name, width in _cut_by_vllm(shape, layout):
+    alone = dict(_widths(shape, RolloutLayout()))
+    for name, width in _widths(shape, layout):
         if width % block:
-            ways = ["a smaller rollout.layout.tp"] * (layout.tp > 1)
-            ways += [f"rollout.layout.ep={layout.tp}"] * (name == "experts" and layout.tp > 1)
+            ways = ["a smaller rollout.layout.tp"] * (alone.get(name, 0) % block == 0)
+            ways += [f"rollout.layout.ep={layout.tp}"] * (name == "experts" and bool(ways))
             yield Problem(
-                f"rollout.quantization=fp8: vLLM would hold {name} in parts of {width} on a rank, and its scales are of blocks of {block}; "
-                f"use {', or '.join([*ways, 'rollout.quantization=null'])}",
+                f"rollout.quantization=fp8: {name} are {width} wide on a rank of vLLM, and its scales are of blocks of {block}; use "
+                f"{', or '.join([*ways, 'rollout.quantization=null'])}",
                 "rollout.quantization",
             )
             break
 
 
-def _cut_by_vllm(shape: ModelShape, layout: RolloutLayout) -> Iterator[tuple[str, int]]:
-    """Of the matrices that a rank of vLLM has a part of, or several over one another, what each comes to."""
-    tp, mla, moe = layout.tp, shape.mla, shape.moe
+def _widths(shape: ModelShape, layout: RolloutLayout) -> Iterator[tuple[str, int]]:
+    """Of the matrices that a rank of vLLM has a part of, or several over one another, and of their inputs, what each comes to."""
+    heads, mla, moe = shape.heads // layout.tp, shape.mla, shape.moe
+    yield "hidden states", shape.hidden_size
     if mla is None:
-        yield "attention's queries", shape.heads // tp * shape.head_dim
-        yield "attention's keys and values", max(1, shape.kv_heads // tp) * shape.head_dim
-    if tp > 1 and mla is not None:
-        yield "attention's queries", shape.heads // tp * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        yield "attention's keys and values", shape.heads // tp * (mla.qk_nope_head_dim + mla.v_head_dim)
-    if tp > 1:
-        yield "attention's output", shape.heads // tp * shape.v_head_dim
+        yield "attention's queries", heads * shape.head_dim
+        yield "attention's keys and values", max(1, shape.kv_heads // layout.tp) * shape.head_dim
+    else:
+        yield "attention's latent queries", mla.q_lora_rank or shape.hidden_size
+        yield "attention's latent keys and values", mla.kv_lora_rank
+        yield "attention's heads", heads * shape.v_head_dim
+    if mla is not None and layout.tp > 1:
+        yield "attention's queries", heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        yield "attention's keys and values", heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     if len(shape.moe_layers) < shape.layers:
-        yield "feed-forward parts", shape.ffn_hidden_size // tp
+        yield "feed-forward parts", shape.ffn_hidden_size // layout.tp
     if moe is not None:
-        yield "experts", moe.ffn_hidden_size // (1 if layout.ep > 1 else tp)
+        yield "experts", moe.ffn_hidden_size // (1 if layout.ep > 1 else layout.tp)
         if moe.shared_ffn_hidden_size:
-            yield "shared experts", moe.shared_ffn_hidden_size // tp
+            yield "shared experts", moe.shared_ffn_hidden_size // layout.tp
 
 
 @rule
