@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import statistics
 import string
@@ -29,8 +30,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.options import positive_int
-from benchmarks.records import RESULTS, ROOT, merged, record, versions, write_records
+from benchmarks.options import need_gpus, positive_int
+from benchmarks.records import RESULTS, ROOT, commit, merged, record, versions, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 
 FILE = RESULTS / "step.json"
@@ -165,7 +166,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--keep",
         type=Path,
-        help="directory for model and answers; a side whose answer is there does not run again",
+        help="directory for model and answers; a side whose answer of this commit and machine is there does not run again",
     )
     add("--out", type=Path, default=FILE, help="records are merged into this file, with --write")
     add("--tiny", action="store_true", help="a dry run on a CPU")
@@ -200,10 +201,11 @@ def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str,
     name, place = case.name or "one-length", place_of(args, case)
     work = model.parent / f"{place}-{args.steps}steps.json".replace("/", "_")
     work.write_text(json.dumps(work_of(case, args.steps)))
-    found, sides = {}, sides_of(args)
+    found, sides, made_by = {}, sides_of(args), [commit(), platform.node()]
     for side in sides:
         answer = work.with_suffix(f".{side}")
-        if not answer.exists():
+        kept = json.loads(answer.read_text()) if answer.exists() else {}
+        if kept.get("of") != made_by:
             began = time.time()
             if args.only not in (None, "quintet" if side == "bf16" else side):
                 continue
@@ -214,10 +216,11 @@ def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str,
                 words += ["--worker", str(work)]
                 subprocess.run([sys.executable, "-m", "benchmarks.step", *words], cwd=ROOT, check=True)
                 given = json.loads(work.with_suffix(".answer").read_text())
-            answer.write_text(json.dumps(given | {"start_s": given.pop("first_step_at") - began}))
-        found[side] = json.loads(answer.read_text())
+            kept = given | {"start_s": given.pop("first_step_at") - began, "of": made_by}
+            answer.write_text(json.dumps(kept))
+        found[side] = kept
         print(told(side, found[side]), flush=True)
-    if len(found) < 2:
+    if args.only or len(found) < 2:
         return []
     ours, theirs = (found[side] for side in sides)
     print(f"  {name}: {ours['samples_per_s'] / theirs['samples_per_s']:.2f}x of {sides[1]}", flush=True)
@@ -234,8 +237,8 @@ def measure(args: argparse.Namespace, model: Path, case: Case) -> list[dict[str,
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    if not (args.tiny or torch.cuda.is_available()):
-        raise SystemExit("no GPU was found; --tiny is a dry run on a CPU")
+    if not args.tiny:
+        need_gpus(args.gpus, "--tiny")
     if args.worker:
         found = quintet(args, args.worker.parent / "model", json.loads(args.worker.read_text()))
         args.worker.with_suffix(".answer").write_text(json.dumps(found))

@@ -259,6 +259,7 @@ def main() -> None:
     for model in models:
         train, rollout = layouts(model, args.gpus)
         need_whole(args.train or train, args.gpus)
+        need_whole(args.rollout or rollout, args.gpus)
         setup = Setup(
             model,
             args.device,

@@ -313,7 +313,7 @@ def test_what_a_machine_cannot_do_is_said_before_anything_starts() -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_steps_need_a_gpu_or_are_tiny() -> None:
-    with pytest.raises(SystemExit, match="no GPU was found; --tiny"):
+    with pytest.raises(SystemExit, match="no GPU was found, and 1 needed; --tiny"):
         time_steps(["--gpus", "1"])
 
 
