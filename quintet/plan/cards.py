@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 
 class Card(NamedTuple):
-    """flops: dense, in bf16, a second (half of "with sparsity"). bandwidth: of its memory, bytes a second."""
+    """flops: dense, in bf16, a second (half of "with sparsity"). bandwidth: of its memory, bytes a second. eight: how many times as many in
+    8 bits, 0 where there are none."""
 
     flops: float
     bandwidth: float
+    eight: float = 2.0
 
 
 CARDS = {
@@ -21,15 +23,11 @@ CARDS = {
     "GH200": Card(989e12, 4.0e12),
     "B200": Card(2250e12, 8.0e12),
     "B100": Card(1750e12, 8.0e12),
-    "A100": Card(312e12, 2.04e12),
-    "A800": Card(312e12, 2.04e12),
+    "A100": Card(312e12, 2.04e12, 0.0),
+    "A800": Card(312e12, 2.04e12, 0.0),
     "L40S": Card(362e12, 0.864e12),
 }
 """By a part of the device's name; of those with several sizes of memory the fastest, but for GH200."""
-
-
-WITHOUT = ("A100", "A800")
-"""Those without products in 8 bits, of which the others make twice as many as in bf16."""
 
 
 def card_of(device: str) -> Card | None:

@@ -9,7 +9,7 @@ that leaves of the products' gain is the most a step can win; attention, head, o
 from __future__ import annotations
 
 from quintet.models import ModelShape
-from quintet.plan.cards import CARDS, WITHOUT
+from quintet.plan.cards import CARDS
 from quintet.recipe.fp8 import Matrix, matrices, unquantized
 from quintet.recipe.schema import Recipe
 
@@ -25,8 +25,8 @@ _PADDED = 16
 
 
 def _saved(card: str) -> float:
-    """Seconds that one weight saves a token: of its products, half."""
-    return 6 / (2 * CARDS[card].flops)
+    """Seconds that one weight saves a token."""
+    return 6 * (1 - 1 / CARDS[card].eight) / CARDS[card].flops
 
 
 def saved_seconds(one: Matrix, card: str = USUAL) -> float:
@@ -57,7 +57,7 @@ def break_even(hidden: int, card: str = USUAL) -> int:
 def in_8_bits(recipe: Recipe, shape: ModelShape, card: str = USUAL) -> str:
     """Return what is multiplied in 8 bits and what is not, and warnings: of experts, and where little is gained."""
     what = f"Products in 8 bits, {recipe.engine.fp8}; in bf16 stay {', '.join(unquantized(shape))}."
-    if card in WITHOUT:
+    if not CARDS[card].eight:
         return f"{what} Warning: an {card} has no products in 8 bits; engine.fp8=null is for it."
     gain = most_gain(recipe, shape, card)
     told = [

@@ -105,7 +105,7 @@ def resting(memory: Memory, shares: Mapping[str, float]) -> int:
 
 
 def cheaper(recipe: Recipe, shape: ModelShape, command: Command) -> list[tuple[str, int]]:
-    """Return settings with which the recipe is still sound and its fullest rank needs less, and the bytes of that, least first."""
+    """Return settings with which the recipe is still sound and its fullest rank needs less, and the bytes of that; what costs least first."""
     now, known = sum(fullest_rank(recipe, shape, command).values()), broken_rules(recipe, command)
     found = []
     for section, changes in _settings(recipe, shape):
@@ -117,7 +117,7 @@ def cheaper(recipe: Recipe, shape: ModelShape, command: Command) -> list[tuple[s
         if needs < (1 - WORTH) * now:
             words = (f"{section}.{one}={_written(to)}" for one, to in changes.items())
             found.append((" ".join(words), needs))
-    return sorted(found, key=lambda one: one[1])
+    return found
 
 
 def _written(value: object) -> str:
@@ -127,15 +127,16 @@ def _written(value: object) -> str:
 
 
 def _settings(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, dict[str, object]]]:
-    """What may help: keys of a section."""
+    """What may help: keys of a section, and what costs least first."""
     engine, layout = recipe.engine, recipe.layout
-    yield "engine", {"tokens_per_microbatch_per_rank": engine.tokens_per_microbatch_per_rank // 2}
+    yield "engine", {"distributed_optimizer": True}
     if engine.recompute == "none":
         yield "engine", {"recompute": "selective", "recompute_modules": without_products(shape)}
     named: dict[str, object] = {} if engine.recompute_modules is None else {"recompute_modules": None}
-    yield from (
-        ("engine", {"recompute": how, **named}) for how in ("selective", "full") if engine.recompute != how
-    )
-    yield "engine", {"distributed_optimizer": True}
+    if engine.recompute == "none" or (engine.recompute == "selective" and named):
+        yield "engine", {"recompute": "selective", **named}
+    yield "engine", {"tokens_per_microbatch_per_rank": engine.tokens_per_microbatch_per_rank // 2}
+    if engine.recompute != "full":
+        yield "engine", {"recompute": "full", **named}
+    yield from (("layout", {axis: 2 * getattr(layout, axis)}) for axis in ("ep", "tp", "pp"))
     yield "optimizer", {"cpu_fraction": 1.0}
-    yield from (("layout", {axis: 2 * getattr(layout, axis)}) for axis in ("tp", "pp", "ep"))

@@ -31,7 +31,7 @@ def out_of_memory(
     settings: Sequence[tuple[str, int]] = (),
 ) -> str:
     """Return the message, which goes on after "Rank 3: ". said: by torch or NCCL. held: None on a CPU. planned: by `fullest_rank`, None for a
-    process that does not train. settings: by `cheaper`."""
+    process that does not train. settings: by `cheaper`; named are those that fit, or else those that need least."""
     where = "GPU memory" if held else "memory"
     text = f"out of {where} in {phase} ({said})."
     if held:
@@ -45,9 +45,13 @@ def out_of_memory(
         text += f"\nWhile it trains the fullest rank needs about {total:.1f} GiB by the memory formula ({parts}), and a rollout on top."
     if settings:
         room = SHARE * (held.total - held.elsewhere) if held else 0
-        fitting = [one for one in reversed(settings) if one[1] <= room]  # what changes least first
-        named = "; ".join(f"{key} ({size / GIB:.1f} GiB)" for key, size in (fitting or settings)[:NAMED])
-        fits = f" and fits {room / GIB:.1f} GiB" if fitting else ""
+        fitting = [one for one in settings if one[1] <= room]
+        if (
+            planned is None or sum(planned.values()) <= room or not fitting
+        ):  # then nothing tells what would do
+            room, fitting = 0, sorted(settings, key=lambda one: one[1])
+        named = "; ".join(f"{key} ({size / GIB:.1f} GiB)" for key, size in fitting[:NAMED])
+        fits = f" and fits {room / GIB:.1f} GiB" if room else ""
         text += f"\nWhat needs less{fits}, by the same formula: {named}."
     if held and held.elsewhere > held.total // 4:
         text += "\nA rollout in a process of its own takes less with a smaller rollout.memory_fraction."

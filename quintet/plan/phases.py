@@ -120,8 +120,7 @@ def advice(recipe: schema.Recipe, shape: ModelShape, phase: str, *, rests: bool 
     axes = ["layout.tp", "pp", *["ep"] * (shape.moe is not None)]
     ways = {
         "load": ["more ranks", f"a larger {', '.join(axes[:-1])} or {axes[-1]}"],
-        "generate": _of_generate(recipe)
-        or ["a larger rollout.layout.tp", "a smaller rollout.memory_fraction"],
+        "generate": _of_generate(recipe),
         "logprob": ["a smaller engine.tokens_per_microbatch_per_rank"],
         "train": ["fewer layers on that stage (layout.stage_layers)"] * (layout.pp > 1),
         "sync": ["a larger rollout.layout.tp", "a smaller rollout.bucket_mib"],
@@ -133,12 +132,23 @@ def advice(recipe: schema.Recipe, shape: ModelShape, phase: str, *, rests: bool 
     if recipe.optimizer.cpu_fraction < 1:
         ways["load"].append("optimizer.cpu_fraction=1")
         ways["train"].append("optimizer.cpu_fraction=1")
-    chosen = ways["load" if phase == "save" or (rests and phase in ("logprob", "train")) else phase]
+    apart = recipe.rollout.placement == "separate"  # no rollout is on the device
+    if (
+        phase == "save"
+        or (rests and phase in ("logprob", "train"))
+        or (apart and phase in ("generate", "sync"))
+    ):
+        phase = "load"
+    chosen = ways[phase]
     return ", or ".join([", ".join(chosen[:-1]), chosen[-1]] if chosen[1:] else chosen)
 
 
 def _of_generate(recipe: schema.Recipe) -> list[str]:
-    """Shares that could leave while rollouts generate, and do not."""
+    """Shares that could leave while rollouts generate, and do not; where there are none, what makes these smaller."""
     shared = placement_of(recipe).shares_weights
     asked = {kind: share_asked(recipe, kind) for kind in KINDS if kind != "params" or not shared}
-    return [f"engine.offload_{kind}=auto" for kind, share in asked.items() if share is not None and share < 1]
+    if found := [f"engine.offload_{kind}=auto" for kind, one in asked.items() if one is not None and one < 1]:
+        return found
+    if recipe.rollout.backend == "native":
+        return ["a larger rollout.layout.tp", "fewer rollout.sequences_per_rank", "shorter responses"]
+    return ["a larger rollout.layout.tp", "a smaller rollout.memory_fraction"]

@@ -19,6 +19,7 @@ from quintet.plan.seconds import plan_seconds, samples_of
 from quintet.recipe import load_recipe
 from quintet.recipe.hub import SHAPES, shapes_alone
 from quintet.recipe.rules import shape_of
+from quintet.recipe.schema import Rollout
 from quintet.rollout.native.cache import SlotCache
 from tests.oracle.models import CONFIGS, MOE_CONFIGS
 
@@ -131,6 +132,13 @@ def test_nothing_is_advised_that_is_there_already_or_cannot_help():
     assert (
         advice(recipe, shape, "save") == "more ranks, a larger layout.tp or pp, or optimizer.cpu_fraction=1"
     )
+
+
+def test_what_is_advised_is_of_the_rollouts_that_there_are():
+    recipe, shape = loaded("qwen3_8b_dapo_8gpu", "rollout.placement=separate", "rollout.ranks=8")
+    assert {advice(recipe, shape, one)[:10] for one in ("generate", "sync")} == {"more ranks"}
+    native = recipe.model_copy(update={"rollout": Rollout(own_processes=True)})
+    assert "fewer rollout.sequences_per_rank" in advice(native, shape, "generate")
 
 
 def test_a_larger_share_is_advised_where_a_device_has_it():
