@@ -80,7 +80,6 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
                 ["rollout.backend=vllm", "rollout.draft_tokens=1"],
                 "vLLM's drafter would be started for 8 bits",
             ),
-            ([*ALONE, "lora.rank=4"], "vLLM would read them raw"),
         )
     ),
     (

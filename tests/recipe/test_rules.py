@@ -529,5 +529,9 @@ def test_fp8_goes_where_transformer_engine_is(load, models, monkeypatch: pytest.
 
 
 def test_vllm_goes_with_a_directory_in_8_bits(load, models) -> None:
-    for others in ([], ["rollout.quantization=fp8", "cluster.device=cuda"]):
+    for others in (
+        [],
+        ["rollout.quantization=fp8", "cluster.device=cuda"],
+        ["lora.rank=4", "rollout.adapter_sync=separate"],
+    ):
         load(*models["fp8"], "rollout.backend=vllm", *others)

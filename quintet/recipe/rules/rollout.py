@@ -172,7 +172,6 @@ def rollouts_read_no_eight_bits(facts: Facts) -> Iterator[Problem]:
     of_vllm = {
         "vLLM loads none of them; remove rollout.vllm.load_format": "load_format" in rollout.vllm,
         "vLLM's drafter would be started for 8 bits; use rollout.draft_tokens=0": rollout.draft_tokens != 0,
-        "vLLM would read them raw; use rollout.adapter_sync=merged": rollout.adapter_sync == "separate",
     }
     reasons = [one for one, met in of_vllm.items() if met]
     if rollout.backend == "sglang":

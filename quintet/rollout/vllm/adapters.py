@@ -11,6 +11,7 @@ vLLM is made without weights. They are read as a sync's are taken, so that it is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from quintet.engine.weights.fp8 import dequantize
 from quintet.errors import SyncMismatch
 from quintet.models import ModelShape, check_weights, family_named, trained_shape
+from quintet.models.fp8_blocks import SCALE
 from quintet.models.lora import PEFT_PREFIX, LoraShape, adapted, linears
 from quintet.models.mcore import whole_box
 from quintet.recipe.vllm import RANKS
@@ -55,16 +58,20 @@ def pieces_on_disk(model_dir: Path, dtype: torch.dtype, device: torch.device) ->
     """Yield the weights in a Hugging Face directory, as the engine has them."""
     shape = trained_shape(model_dir)
     names = {name for weight in family_named(shape.family).weights(shape) for name in weight.hf}
-    by_file: dict[Path, list[str]] = {}
-    for name, located in check_weights(model_dir, shape).tensors.items():
-        if name in names:
-            by_file.setdefault(located.file, []).append(name)
-    for path, held in by_file.items():
-        with safe_open(path, framework="pt") as file:
-            for name in held:
-                tensor = file.get_tensor(name).to(device, dtype)
-                full = tuple(tensor.shape)
-                yield Piece(name, full, whole_box(full), tensor)
+    found = check_weights(model_dir, shape).tensors
+    with ExitStack() as stack:
+        files = {
+            path: stack.enter_context(safe_open(path, framework="pt"))
+            for path in {of.file for one in found.values() for of in (one, one.scales) if of is not None}
+        }
+        for name in sorted(
+            names & found.keys(), key=lambda name: (found[name].file, found[name].entry.start)
+        ):
+            tensor, scales = files[found[name].file].get_tensor(name).to(device), found[name].scales
+            if scales is not None:
+                tensor = dequantize(tensor, files[scales.file].get_tensor(name + SCALE).to(device).float())
+            full = tuple(tensor.shape)
+            yield Piece(name, full, whole_box(full), tensor.to(dtype))
 
 
 class LoraSlots:

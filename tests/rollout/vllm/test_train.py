@@ -77,15 +77,32 @@ def test_a_run_trains_on_what_vllm_generates(
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("family", "sizes", "words"),
+    [
+        ("qwen3_moe", {"moe_intermediate_size": 160}, []),
+        (
+            "qwen3",
+            {"intermediate_size": 160},
+            ["lora.rank=4", "rollout.adapter_sync=separate", "optimizer.lr=1.0e-3"],
+        ),
+    ],
+    ids=["whole", "adapters"],
+)
 def test_a_directory_in_8_bits_is_trained_and_generates_in_more(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    family: str,
+    sizes: dict[str, int],
+    words: list[str],
 ) -> None:
     """Without 8 bits in vLLM, whose log-probs are those of the numbers that the trainer makes of the blocks."""
-    path = save("qwen3_moe", tmp_path / "model", hidden_size=256, moe_intermediate_size=160)
+    path = save(family, tmp_path / "model", hidden_size=256, **sizes)
     in_eight_bits(path)
     build_char_tokenizer("0123456789+=>", path)
     given = [one for one in TINY if "model.build" not in one]
     given += ["model.build=null", f"model.path={path}", "cluster.ranks=1", f"run.dir={tmp_path / 'runs'}"]
+    given += words
     recipe = str(ROOT / "recipes" / "laptop_demo.yaml")
     assert main(["train", recipe, *given]) == 0, capsys.readouterr()
     (run,) = (tmp_path / "runs").iterdir()
