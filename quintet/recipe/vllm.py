@@ -95,6 +95,12 @@ def second_runner_lacks(recipe: Recipe) -> str | None:
     return None
 
 
+def starts_empty(recipe: Recipe) -> bool:
+    """Return whether vLLM may start without reading weights. It makes up buffers then as well, which no sync brings: a user's family may
+    have some, and some caches of keys and values do."""
+    return recipe.model.family is None and "kv_cache_dtype" not in recipe.rollout.vllm
+
+
 def drafts_refused(recipe: Recipe) -> Iterator[str]:
     """Yield what of a recipe keeps vLLM from drafting with the model's own layers: a sentence each, which `rollout.draft_tokens=n: ` goes
     before."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.recipe.schema import Recipe
+from quintet.recipe.vllm import starts_empty
 from quintet.rollout.base import Rollout
 
 
@@ -40,10 +41,8 @@ def make_rollout(
     if recipe.rollout.backend == "vllm":
         from quintet.rollout.vllm import VllmRollout
 
-        how: Any = {"device": kind, "decode": decode, "progress": progress}
-        # vLLM makes up buffers as well, which no sync brings: a user's family may have some, and some caches of keys and values do.
-        empty = recipe.model.family is None and "kv_cache_dtype" not in recipe.rollout.vllm
-        vllm: Any = VllmRollout(recipe, model_dir, **how, empty=empty)
+        empty = starts_empty(recipe)
+        vllm: Any = VllmRollout(recipe, model_dir, device=kind, decode=decode, progress=progress, empty=empty)
         return vllm
     if recipe.rollout.backend == "sglang":
         from quintet.rollout.sglang import SglangRollout
