@@ -15,6 +15,7 @@ from quintet.recipe.offload import most_shares
 from quintet.recipe.recompute import without_products
 from quintet.recipe.roles import critic_shape, layout_of, optimizer_of, roles_of
 from quintet.recipe.rules import Command, broken_rules
+from quintet.recipe.rules.facts import written
 from quintet.recipe.schema import Optimizer, Recipe
 
 WORTH = 0.05
@@ -115,15 +116,9 @@ def cheaper(recipe: Recipe, shape: ModelShape, command: Command) -> list[tuple[s
             continue
         needs = sum(fullest_rank(other, shape, command).values())
         if needs < (1 - WORTH) * now:
-            words = (f"{section}.{one}={_written(to)}" for one, to in changes.items())
+            words = (f"{section}.{one}={written(to)}" for one, to in changes.items())
             found.append((" ".join(words), needs))
     return found
-
-
-def _written(value: object) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(value)}]"
-    return "null" if value is None else str(value)
 
 
 def _settings(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, dict[str, object]]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from quintet.plan.offload import SPARE_SHARE
+
 GIB = 1 << 30
 NAMED = 4
 """Most settings that a message names."""
-SHARE = 0.95
-"""Of a device's memory: what may be planned for, as some is lost between tensors."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def out_of_memory(
         total = sum(planned.values()) / GIB
         text += f"\nWhile it trains the fullest rank needs about {total:.1f} GiB by the memory formula ({parts}), and a rollout on top."
     if settings:
-        room = SHARE * (held.total - held.elsewhere) if held else 0
+        room = (1 - SPARE_SHARE) * (held.total - held.elsewhere) if held else 0
         fitting = [one for one in settings if one[1] <= room]
         if (
             planned is None or sum(planned.values()) <= room or not fitting

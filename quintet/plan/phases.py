@@ -132,13 +132,11 @@ def advice(recipe: schema.Recipe, shape: ModelShape, phase: str, *, rests: bool 
     if recipe.optimizer.cpu_fraction < 1:
         ways["load"].append("optimizer.cpu_fraction=1")
         ways["train"].append("optimizer.cpu_fraction=1")
-    apart = recipe.rollout.placement == "separate"  # no rollout is on the device
-    if (
-        phase == "save"
-        or (rests and phase in ("logprob", "train"))
-        or (apart and phase in ("generate", "sync"))
-    ):
-        phase = "load"
+    ways["save"] = ways["load"]
+    if rests:
+        ways["logprob"] = ways["train"] = ways["load"]
+    if recipe.rollout.placement == "separate":  # no rollout is on the device
+        ways["generate"] = ways["sync"] = ways["load"]
     chosen = ways[phase]
     return ", or ".join([", ".join(chosen[:-1]), chosen[-1]] if chosen[1:] else chosen)
 

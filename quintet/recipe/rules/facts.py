@@ -14,6 +14,13 @@ from quintet.recipe.schema import BuildModel, Recipe
 Command = Literal["train", "sft", "generate", "eval"]
 
 
+def written(value: object) -> str:
+    """Return a key's value as an override has it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a rule may look at. `shape` is None where the model is missing or cannot be read."""
@@ -36,8 +43,7 @@ class Facts:
         given = getattr(section, name)
         if given == type(section).model_fields[name].default:
             return None
-        text = "null" if given is None else str(given).lower() if isinstance(given, bool) else given
-        return f"{key}={text}"
+        return f"{key}={written(given)}"
 
     @property
     def dp(self) -> int:
