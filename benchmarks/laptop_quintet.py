@@ -46,7 +46,8 @@ def run_steps(
     settings: schema.Recipe, work: dict[str, Any], tell: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """Train for the work's steps (`Case.work`); return seconds by step (warm-up left out) and their summary. controller_share: of a
-    step, what the controller takes to plan and scatter it, and what is in no phase. first_step_at: Unix time. tell: is told how long the start and each step took."""
+    step, what the controller takes to plan and scatter it, and what is in no phase. first_step_at: Unix time. tell: is told how long the
+    start and each step took."""
     called = time.perf_counter()
     model = settings.model.path
     tokenizer = load_tokenizer(model)

@@ -38,8 +38,8 @@ def need_gpus(wanted: int, otherwise: str) -> None:
 
     found = torch.cuda.device_count()
     if found < wanted:
-        there = f"{found} {'GPU was' if found == 1 else 'GPUs were'}" if found else "no GPU was"
-        raise SystemExit(f"{there} found, and {wanted} needed; {otherwise} is a dry run on a CPU")
+        there = f"GPUs were found: {found}, and {wanted} are needed" if found else "no GPU was found"
+        raise SystemExit(f"{there}; {otherwise} is a dry run on a CPU")
 
 
 def need_whole(layout: Mapping[str, int | bool], gpus: int) -> None:

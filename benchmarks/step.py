@@ -9,7 +9,8 @@ Same random weights, prompts, samples per prompt, response lengths (each forced)
 tokens, 512 samples a step, of 512 tokens or log-normal with a median of 256 up to 2048. A step is timed from the end of one to the end of
 the next; `controller_share` is the part of it that the controller takes to plan and scatter, or that is in no phase; `start_s` is what
 passes before the first step, the import of libraries included. quintet keeps fp32 weights and moments beside bf16; TRL trains in bf16
-alone, which is less work and less memory. Both keep vLLM and trainer on the GPU at the same time, as all fits. TRL comes from TRL_PYTHON, by default the interpreter that runs this.
+alone, which is less work and less memory. Both keep vLLM and trainer on the GPU at the same time, as all fits. TRL comes from
+TRL_PYTHON, by default the interpreter that runs this.
 """
 
 from __future__ import annotations

@@ -47,9 +47,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def rollout(start: Any, path: Any) -> Any:
-    made = start(
-        "mimo", path, empty=True, draft_tokens=1, stop=["never"]
-    )  # one with stop strings reads the tokenizer
+    # One with stop strings reads the tokenizer.
+    made = start("mimo", path, empty=True, draft_tokens=1, stop=["never"])
     sync(made, Source(tensors()))
     tokenizer = load_tokenizer(path)
     made._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
