@@ -125,9 +125,11 @@ def trl(args: argparse.Namespace, model: Path, work: Path, case: Case) -> dict[s
         own = ["--micro-batches", str(max(samples // args.gpus // rows, 1)), *options]
         command += args.trl.split() if args.trl else own
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    log = work.with_suffix(".trl-log")  # which a run that is cut short leaves with --keep
+    with log.open("w") as told:
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=told, text=True)
     if done.returncode:
-        raise SystemExit(f"TRL failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        raise SystemExit(f"TRL failed:\n{done.stdout[-2000:]}\n{log.read_text()[-6000:]}")
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
