@@ -69,8 +69,8 @@ LIMITS = {
     "A long tail is limited by steps of few sequences, which launch as much as those of many; Qwen3-8B was measured before.",
     "routes": "of training, the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s, so that seconds are no measure of what replay costs, and why the step "
     "without it takes longer is not known; `kernel_s` and `host_ms` are its own. Of the rollout, two pairs of calls: an interval that holds 0.",
-    "step": "generation, more than half of it on either side (`generate_s_median`), while vLLM's own scheduler held the GPU up: without it 45.7 samples/s were "
-    "seen on one GPU (4.6 s of generation) and 120 on four, by runs of one side. Responses of long-tailed lengths have no record yet.",
+    "step": "generation, three fifths of it or more on either side (`generate_s_median`). The record of one GPU is of when vLLM's own scheduler held the GPU "
+    "up: without it 45.7 samples/s were seen there (4.6 s of generation), by a run of one side. Responses of long-tailed lengths have no record yet.",
     "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "
     "Planning is Python over a model's tensors, 18,867 of Qwen3-30B-A3B; that of before 2026-11-23 was of all ranks on each.",
 }
