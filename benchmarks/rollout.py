@@ -180,6 +180,8 @@ def write_model(path: Path, config: dict[str, Any], dtype: str, *, weights: bool
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = getattr(transformers, architecture)._from_config(made, dtype=getattr(torch, dtype))
     model.save_pretrained(path)
+    del model
+    torch.cuda.empty_cache()  # a process that lives on would hold it beside those that read it
 
 
 def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
