@@ -113,7 +113,9 @@ class StepClock(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.ends.append(time.perf_counter())
-        print(f"step {len(self.ends) - 1}: {self.ends[-1] - self.ends[-2]:.2f} s", file=sys.stderr, flush=True)
+        print(
+            f"step {len(self.ends) - 1}: {self.ends[-1] - self.ends[-2]:.2f} s", file=sys.stderr, flush=True
+        )
 
 
 def share_of_digits(completions: list[str], **_: Any) -> list[float]:
