@@ -10,9 +10,10 @@ share devices, the order is always the same, and every step of it is told to `hy
     the recipe says so → the KV cache wakes   …   the rollout sleeps → training state comes back
 
 The rollout sleeps, its KV cache released, whenever training state is there: so nothing is held twice, and buckets are
-allocated while neither KV cache nor optimizer state is. What the trainer's allocator holds without need leaves as well, where a rollout that
-takes `rollout.memory_fraction` has no room beside it. A rollout on devices of its own takes weights as soon as there are new
-ones, holds what is under way meanwhile, and has no KV cache either while there are buckets beside it:
+allocated while neither KV cache nor optimizer state is. At level 0, which needs room for all of it, the rollout is held and keeps what it
+has. What the trainer's allocator holds without need leaves as well, where what the rollout is about to take has no room beside it. A rollout
+on devices of its own takes weights as soon as there are new ones, holds what is under way meanwhile, and has no KV cache either while
+there are buckets beside it:
 
     the rollout pauses → its KV cache sleeps → weights are brought, and proved → the KV cache wakes → the rollout goes on
 """
@@ -32,15 +33,14 @@ from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, Worker
 from quintet.recipe import schema
 from quintet.recipe.offload import KINDS
 from quintet.recipe.roles import roles_of
-from quintet.recipe.rollout import placement_of
 
 if TYPE_CHECKING:  # they bring Ray
     from quintet.cluster.group import WorkerGroup
 
 
 class DeviceHandover:
-    """Hands the devices over. shares: of what training keeps, by kind, that leave. phase: times a part of the run; log: where each step
-    of a hand-over is written."""
+    """Hands the devices over. shares: of what training keeps, by kind, that leave; level: of the rollout's sleep. phase: times a part of the
+    run; log: where each step of a hand-over is written."""
 
     def __init__(
         self,
@@ -48,12 +48,13 @@ class DeviceHandover:
         rollouts: Rollouts,
         recipe: schema.Recipe,
         shares: Mapping[str, float],
+        level: int,
         phase: Callable[[str], AbstractContextManager[None]],
         log: Path,
     ) -> None:
         self._policy, self._rollouts, self._phase, self._log = policy, rollouts, phase, log
-        self._level = placement_of(recipe).sleep_level
-        self._shares = shares
+        self._shares, self._level = shares, level
+        self._room = recipe.rollout.memory_fraction
         # With several roles another one than the policy may be on the devices, and the policy not.
         self._several = bool(roles_of(recipe))
         self._weights_stale = True
@@ -104,7 +105,7 @@ class DeviceHandover:
         """Start rollouts while training state is away, for they take memory at once; and put them to sleep."""
         if not self._rollouts.missing():
             return
-        self._offload_training(*KINDS)
+        self._offload_training(*KINDS, to_come=self._room)
         while self._rollouts.missing():
             self._rollouts.start()
         self._log_event("rollouts started")
@@ -119,8 +120,9 @@ class DeviceHandover:
             rollouts.pause()
             self._log_event("rollouts paused")
             self._tell("rollouts sleep: kv_cache", lambda: rollouts.sleep(0))
-        self._offload_training("grads", "optimizer")
-        if rollouts.colocated:
+        sleeps = bool(self._level) or not rollouts.colocated
+        self._offload_training("grads", "optimizer", to_come=self._room if sleeps else 0.0)
+        if rollouts.colocated and sleeps:
             self._tell("rollouts woke: weights", lambda: rollouts.wake("weights"))
         came = self._weights_stale
         if came:
@@ -130,8 +132,9 @@ class DeviceHandover:
             seconds = self.metrics.get("sync/seconds", 0.0)
             self._log_event("weights brought" if self.metrics else "weights are shared", moved, seconds)
             self._weights_stale = False
-        self._offload_training("params", asleep=False)
-        self._tell("rollouts woke: kv_cache", lambda: rollouts.wake("kv_cache"))
+        self._offload_training("params", to_come=None)
+        if sleeps:
+            self._tell("rollouts woke: kv_cache", lambda: rollouts.wake("kv_cache"))
         rollouts.resume()
         if not rollouts.colocated:
             self._log_event("rollouts go on")
@@ -144,7 +147,10 @@ class DeviceHandover:
         rollouts = self._rollouts
         if not rollouts.colocated:
             return
-        self._tell("rollouts sleep", lambda: rollouts.sleep(self._level))
+        if self._level:
+            self._tell("rollouts sleep", lambda: rollouts.sleep(self._level))
+        else:
+            rollouts.pause()
         self._awake = False
         self._weights_stale = self._weights_stale or self._level == 2
         if any(self._shares.values()):
@@ -152,11 +158,11 @@ class DeviceHandover:
                 "training state is back", lambda: sum(self._policy.all(Policy.onload, phase="reload")())
             )
 
-    def _offload_training(self, *kinds: str, asleep: bool = True) -> None:
+    def _offload_training(self, *kinds: str, to_come: float | None) -> None:
         if not self._rollouts.colocated:
             return
         kinds = tuple(kind for kind in kinds if self._shares[kind])
-        offload = partial(self._policy.all(Policy.offload, phase="offload"), asleep=asleep)
+        offload = partial(self._policy.all(Policy.offload, phase="offload"), to_come=to_come)
         if kinds:
             self._tell(f"training state left: {', '.join(kinds)}", lambda: sum(offload(kinds)))
         elif self._several or self._rollouts.apart:

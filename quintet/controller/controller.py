@@ -96,7 +96,7 @@ class Controller:
             self.roles[name] = Role(name, self.workers, found, phase, progress)
         device = self.workers.one(Policy.device_name)()
         self._scatterer = Scatterer(self.workers, recipe, shape, placements, device)
-        shares, self.offload_reason = self.workers.one(Policy.offload_shares)()
+        shares, level, self.offload_reason = self.workers.one(Policy.offload_shares)()
         self._handover: DeviceHandover | None = None
         if command != "sft":  # the one that generates nothing
             proof = Proof(self.workers, recipe, shape, cluster.say)
@@ -106,7 +106,7 @@ class Controller:
                 else InProcessRolloutGroup(self.workers, recipe, proof)
             )
             log = cluster.log_dir / "hybrid.log"
-            self._handover = DeviceHandover(self.workers, self.rollouts, recipe, shares, phase, log)
+            self._handover = DeviceHandover(self.workers, self.rollouts, recipe, shares, level, phase, log)
 
     def describe(self) -> list[str]:
         """Return lines: which layers and kernels the ranks compute with, and what each role's own layout comes to."""

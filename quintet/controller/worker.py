@@ -115,9 +115,10 @@ class PolicyWorker(Worker):
         smallest, low, high = least.tolist()
         return smallest or None, name if low == -high else None
 
-    def offload_shares(self) -> tuple[dict[str, float], str | None]:
-        """Return the shares that leave the device while others need it, by kind, and why, where the recipe leaves some open."""
-        return self.roles.shares, self._offload_reason
+    def offload_shares(self) -> tuple[dict[str, float], int, str | None]:
+        """Return the shares that leave the device while others need it, by kind, how deep the rollout sleeps while others do, and why, where the
+        recipe leaves it open."""
+        return self.roles.shares, self.placement.sleep_level, self._offload_reason
 
     def _routes(self) -> RouteSizes | None:
         """Of the model, where updates replay a rollout's."""
@@ -267,14 +268,15 @@ class PolicyWorker(Worker):
 
     # the devices change hands: see `quintet.controller.colocation`
 
-    def offload(self, kinds: Sequence[str], *, asleep: bool) -> int:
-        """Take the recipe's shares of these kinds of training state off the device; bytes. asleep: whether the rollout holds nothing of
-        the device yet. Where what it takes of it, and SPARE_BYTES, is free then, torch keeps what activations and buckets left: to take it again takes time."""
+    def offload(self, kinds: Sequence[str], *, to_come: float | None) -> int:
+        """Take the recipe's shares of these kinds of training state off the device; bytes. to_come: the share of the device that the rollout is
+        about to take; None where it takes it already. Where that and SPARE_BYTES are free, torch keeps what activations and buckets left: to
+        take it again takes time."""
         left = self.roles.offload(kinds)
         if self.device != "cpu":
-            if asleep:
+            if to_come is not None:
                 free, total = torch.cuda.mem_get_info()
-                self._has_room = free >= self.recipe.rollout.memory_fraction * total + SPARE_BYTES
+                self._has_room = free >= to_come * total + SPARE_BYTES
             if not self._has_room:
                 torch.cuda.empty_cache()
         return left

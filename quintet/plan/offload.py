@@ -1,4 +1,5 @@
-"""What leaves the devices while a rollout generates on them, where `engine.offload_*` is auto: the least that has to.
+"""What leaves the devices while a rollout generates on them, where `engine.offload_*` is auto: the least that has to. And whether the
+rollout sleeps while others compute, where `rollout.sleep_level` is auto: where it has to.
 
 Rollout and training state share a device. What training keeps follows from the memory formula; what vLLM or SGLang takes is a share of
 the device, what a native rollout takes its weights, its KV cache and a prefill. With several roles one computes while the others rest
@@ -53,6 +54,8 @@ class Offload:
         """On auto, and able to leave."""
         self._asked = shares_asked(recipe)
         self.moments = list(_moments(recipe, shape, command)) if self.kinds else []
+        self._level = placement_of(recipe).sleep_level
+        self.training = None if any(self._asked.values()) else _training(recipe, shape, command)
 
     def most(self) -> dict[str, float]:
         """Return the largest share of each kind that may leave."""
@@ -77,6 +80,11 @@ class Offload:
                 shares[kind] = 1.0
         return shares
 
+    def level(self, total: int) -> int:
+        """Return how deep the rollout sleeps on a device of `total` bytes: see `rollout.sleep_level`."""
+        fits = self.training is not None and self.training.needs(total) + spare(total) <= total
+        return 0 if fits else self._level
+
     def lacking(self, total: int, shares: Mapping[str, float]) -> int:
         """Return the bytes by which the fullest moment does not fit a device of `total` bytes with these shares away, or 0."""
         return max(
@@ -99,6 +107,9 @@ class Offload:
             f"Offload while others need the devices: {', '.join(leaves) or 'nothing'}. Of {total / GIB:.1f} GiB {spare(total) / GIB:.1f} "
             f"are a margin; needed with nothing away: {needs}."
         )
+        if self.training is not None:
+            word = "sleeps while others compute" if self.level(total) else "stays awake"
+            text += f" The rollout {word}: {self.training.name} needs {self.training.needs(total) / GIB:.1f}."
         if lacking := self.lacking(total, shares):
             text += (
                 f" By the memory formula {lacking / GIB:.1f} GiB are missing even so: a smaller rollout.memory_fraction, or what "
@@ -131,6 +142,13 @@ def shares_away(recipe: Recipe, shape: ModelShape, device_bytes: int | None) -> 
     return Offload(recipe, shape, "train").shares(device_bytes)
 
 
+def level_of(recipe: Recipe, shape: ModelShape, device_bytes: int | None) -> int:
+    """Return how deep the rollout sleeps in training: on devices of so many bytes, or where that is not known at most."""
+    if device_bytes is None:
+        return placement_of(recipe).sleep_level
+    return Offload(recipe, shape, "train").level(device_bytes)
+
+
 def spare(total: int) -> int:
     """Return the bytes of a device that nothing is planned into."""
     return SPARE_BYTES + math.ceil(SPARE_SHARE * total)
@@ -139,14 +157,16 @@ def spare(total: int) -> int:
 def with_shares(
     recipe: Recipe, shape: ModelShape, command: Command, total: int | None
 ) -> tuple[Recipe, str | None]:
-    """Return the recipe with a number for each `engine.offload_*`, and why, where something may leave. total: bytes of the smallest
-    device; None on CPU ranks, where nothing would be gained."""
-    shares, why = shares_asked(recipe), None
-    if total is not None and on_auto(recipe, command):
+    """Return the recipe with a number for each `engine.offload_*` and for `rollout.sleep_level`, and why, where something may leave. total:
+    bytes of the smallest device; None on CPU ranks, where nothing would be gained."""
+    shares, level, why = shares_asked(recipe), placement_of(recipe).sleep_level, None
+    if total is not None:
         found = Offload(recipe, shape, command)
-        shares, why = found.shares(total), found.reason(total)
+        shares, level = found.shares(total), found.level(total)
+        why = found.reason(total) if found.kinds else None
     engine = recipe.engine.model_copy(update={f"offload_{kind}": share for kind, share in shares.items()})
-    return recipe.model_copy(update={"engine": engine}), why
+    rollout = recipe.rollout.model_copy(update={"sleep_level": level})
+    return recipe.model_copy(update={"engine": engine, "rollout": rollout}), why
 
 
 def _moments(recipe: Recipe, shape: ModelShape, command: Command) -> list[Moment]:
@@ -175,6 +195,24 @@ def _moments(recipe: Recipe, shape: ModelShape, command: Command) -> list[Moment
         others = [one for one in held if one != role]
         found.append(Moment(what, of(others), max(one.peak for one in ranks)))
     return found
+
+
+def _training(recipe: Recipe, shape: ModelShape, command: Command) -> Moment | None:
+    """Training at its fullest, of each role beside the others that rest, and a rollout that keeps what it generates with; None where it is not
+    to."""
+    rollout = recipe.rollout
+    if command != "train" or (rollout.backend, rollout.placement, rollout.sleep_level) != (
+        "vllm",
+        "colocated",
+        "auto",
+    ):
+        return None
+    held = memories(recipe, shape, command)
+    static = {role: max(one.static for one in ranks) for role, ranks in held.items()}
+    peaks = [
+        max(one.peak for one in ranks) + sum(static.values()) - static[role] for role, ranks in held.items()
+    ]
+    return Moment("training beside it", dict.fromkeys(KINDS, 0), max(peaks), rollout.memory_fraction)
 
 
 def _native(recipe: Recipe, shape: ModelShape) -> int:

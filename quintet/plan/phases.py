@@ -16,7 +16,7 @@ from quintet.models import ModelShape
 from quintet.plan.activations import kept_in_layer
 from quintet.plan.fullest import memories, resting, setup_of
 from quintet.plan.memory import CHUNK_LOGITS_BYTES, Memory, rank_memory
-from quintet.plan.offload import shares_away
+from quintet.plan.offload import level_of, shares_away
 from quintet.plan.rollout import bytes_under_way, rollout_bytes
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
@@ -47,8 +47,8 @@ def plan_stages(recipe: schema.Recipe, shape: ModelShape, device_bytes: int | No
     """Return the plan of each pipeline stage of the policy. device_bytes: of one device, None where it is not known."""
     setup = replace(setup_of(recipe, shape), optimizer=recipe.optimizer)
     generating = rollout_bytes(recipe, setup, device_bytes)
-    away = shares_away(recipe, shape, device_bytes)
-    plans = [_stage(recipe, setup, stage, generating, away) for stage in range(recipe.layout.pp)]
+    away, level = shares_away(recipe, shape, device_bytes), level_of(recipe, shape, device_bytes)
+    plans = [_stage(recipe, setup, stage, generating, away, level) for stage in range(recipe.layout.pp)]
     if not roles_of(recipe):
         return plans
     stay, leave = _of_roles(recipe, shape, away)
@@ -73,24 +73,32 @@ def _of_roles(recipe: schema.Recipe, shape: ModelShape, shares: Mapping[str, flo
 
 
 def _stage(
-    recipe: schema.Recipe, setup: Setup, stage: int, generating: tuple[int, int], shares: Mapping[str, float]
+    recipe: schema.Recipe,
+    setup: Setup,
+    stage: int,
+    generating: tuple[int, int],
+    shares: Mapping[str, float],
+    level: int,
 ) -> StagePlan:
     memory = rank_memory(setup, Place(pp=stage))
     layers = [layer for chunk in recipe.layout.layers_of(setup.shape.layers, stage) for layer in chunk]
     colocated = recipe.rollout.placement == "colocated"
     weights, cache = generating if colocated else (0, 0)
+    awake = 0 if level else weights + cache
     stays = resting(memory, shares)
     device = {
         "load": memory.static,
         "generate": stays + weights + cache if colocated else memory.static,
         # Without gradients no copy in 8 bits is transposed.
-        "logprob": memory.static + memory.copies // 2 + _scoring(setup, stage, layers),
-        "train": memory.peak,
-        # Parameters travel before the rest comes back, beside a rollout without its cache.
-        "sync": resting(memory, {**shares, "params": 0.0}) + weights + bytes_under_way(recipe, setup),
-        "save": memory.static,
+        "logprob": memory.static + memory.copies // 2 + _scoring(setup, stage, layers) + awake,
+        "train": memory.peak + awake,
+        # Parameters travel before the rest comes back, beside a rollout without its cache, if it sleeps.
+        "sync": resting(memory, {**shares, "params": 0.0})
+        + (weights if level else awake)
+        + bytes_under_way(recipe, setup),
+        "save": memory.static + awake,
     }
-    asleep = weights if colocated and placement_of(recipe).sleep_level == 1 else 0
+    asleep = weights if colocated and level == 1 else 0
     host = (_on_host(memory, shares) + asleep) * ranks_of_node(recipe)
     return StagePlan(stage, len(layers), memory.parameters // setup.width, device, host)
 

@@ -25,7 +25,7 @@ class RolloutPlacement:
     ranks_per_copy: int
     """Native has one a device; the others' engines make their own workers."""
     sleep_level: int
-    """What colocated ones do with their weights while training: frozen ones, which do not come again, are kept."""
+    """Of colocated ones that sleep while training: frozen weights, which do not come again, are kept. 0 where they never do."""
     adapters_separate: bool
     """Whether adapters alone travel, to a rollout that has the frozen weights already; others get them merged."""
     adapters_scaled: bool
@@ -51,7 +51,14 @@ def placement_of(recipe: Recipe) -> RolloutPlacement:
         copies=((rollout.ranks if separate else recipe.cluster.ranks) or 0) // size,
         devices_per_copy=size,
         ranks_per_copy=size if native else 1,
-        sleep_level=1 if adapters else rollout.sleep_level,
+        sleep_level=_sleep_level(rollout.sleep_level, kept=adapters),
         adapters_separate=adapters,
         adapters_scaled=adapters and rollout.backend == "vllm",
     )
+
+
+def _sleep_level(asked: int | str, *, kept: bool) -> int:
+    """The level where the recipe asks for this one: auto is without the size of the device. kept: whether the weights do not come again."""
+    if asked == 0:
+        return 0
+    return 1 if kept or asked == 1 else 2

@@ -33,10 +33,10 @@ class Asked(AskedRanks):
         self.order: list[str] = []
         self.there = False
         self.lost: set[str] = set()
-        self.asleep: list[bool] = []
+        self.to_come: list[float | None] = []
 
     def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> int:
-        self.asleep += [kwargs["asleep"]] if name == "offload" else []
+        self.to_come += [kwargs["to_come"]] if name == "offload" else []
         self._note(" ".join([name, *args[0]]) if args else name)
         time.sleep(0.01)
         return BYTES
@@ -110,10 +110,14 @@ GIVEN = ["sleep 2", "onload"]
 STARTED = ["offload grads optimizer params", "start", *GIVEN]
 
 
-def handover(asked: Asked, tmp_path: Path, **rollout: Any) -> DeviceHandover:
+def handover(
+    asked: Asked, tmp_path: Path, away: float = 1.0, level: int = 2, **rollout: Any
+) -> DeviceHandover:
     recipe = Recipe(rollout=Rollout(own_processes=True, **rollout))
-    away = dict.fromkeys(KINDS, 1.0)
-    return DeviceHandover(asked, asked, recipe, away, lambda name: nullcontext(), tmp_path / "hybrid.log")  # type: ignore[arg-type]
+    shares = dict.fromkeys(KINDS, away)
+    return DeviceHandover(  # type: ignore[arg-type]
+        asked, asked, recipe, shares, level, lambda name: nullcontext(), tmp_path / "hybrid.log"
+    )
 
 
 def test_the_rollout_is_awake_only_while_training_state_is_away(tmp_path: Path) -> None:
@@ -158,17 +162,20 @@ def test_whether_there_is_room_for_a_rollout_is_looked_at_while_it_sleeps(
     one = handover(asked, tmp_path)
     with one.generating():
         pass
-    assert asked.asleep == [True, True, False]
+    assert asked.to_come == [0.5, 0.5, None]
     worker = PolicyWorker.__new__(PolicyWorker)
-    worker.device, worker.recipe = "cuda", Recipe(rollout=Rollout(memory_fraction=0.5))
+    worker.device = "cuda"
     worker.roles = SimpleNamespace(offload=lambda kinds: 7)  # type: ignore[assignment]
     total, emptied = 100 << 30, list[int]()
-    for free, asleep, empties in ((54, True, 0), (20, False, 0), (53, True, 1), (90, False, 1)):
+    for free, to_come, empties in (
+        *((54, 0.5, 0), (20, None, 0), (53, 0.5, 1), (90, None, 1)),
+        *((4, 0.0, 0), (3, None, 0), (3, 0.0, 1)),
+    ):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda free=free: (free << 30, total))
         monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(1))
         emptied.clear()
-        assert worker.offload((), asleep=asleep) == 7
-        assert len(emptied) == empties, (free, asleep)
+        assert worker.offload((), to_come=to_come) == 7
+        assert len(emptied) == empties, (free, to_come)
 
 
 def test_a_rollout_in_the_trainer_sleeps_from_the_start(tmp_path: Path) -> None:
@@ -204,7 +211,7 @@ def test_a_run_directory_that_is_gone_is_named(tmp_path: Path) -> None:
 
 def test_what_is_kept_in_sleep_is_not_brought_again(tmp_path: Path) -> None:
     asked = Asked()
-    one = handover(asked, tmp_path, sleep_level=1)
+    one = handover(asked, tmp_path, level=1)
     with one.generating():
         pass
     asked.taken()
@@ -240,7 +247,27 @@ def test_one_that_dies_on_the_way_is_started_and_all_begins_anew(tmp_path: Path,
         assert asked.taken() == [*GIVEN, *STARTED, *TAKEN]
 
 
-@pytest.mark.parametrize("rollout", [{"sleep_level": 1}, {"placement": "separate", "ranks": 1}])
+def test_a_rollout_that_has_room_beside_training_is_held_and_keeps_what_it_has(tmp_path: Path) -> None:
+    asked = Asked()
+    one = handover(asked, tmp_path, away=0.0, level=0)
+    assert asked.taken() == ["offload", "start", "pause"]
+    for _ in range(2):
+        with one.generating():
+            assert asked.taken() == ["offload", "weights", "offload", "resume", "probe"]
+        assert asked.taken() == ["pause"]
+        with one.generating():
+            assert asked.taken() == ["offload", "offload", "resume"]
+        assert asked.taken() == ["pause"]
+        one.mark_weights_updated()
+        assert asked.taken() == ["look at masters"]
+    assert asked.to_come[:3] == [0.5, 0.0, None], "it takes its share once, when it starts"
+    asked.lost = {"weights"}
+    with one.generating():
+        assert asked.taken().count("start") == 1
+    assert asked.to_come[-3:] == [0.5, 0.0, None]
+
+
+@pytest.mark.parametrize("rollout", [{"level": 1}, {"level": 0}, {"placement": "separate", "ranks": 1}])
 def test_one_made_anew_gets_weights_that_the_others_have(tmp_path: Path, rollout: dict[str, Any]) -> None:
     asked = Asked(rollout.get("placement", "colocated"))
     one = handover(asked, tmp_path, **rollout)
@@ -255,10 +282,7 @@ def test_one_made_anew_gets_weights_that_the_others_have(tmp_path: Path, rollout
 
 def test_memory_that_torch_keeps_is_given_to_other_processes_in_any_case(tmp_path: Path) -> None:
     asked = Asked()
-    recipe = Recipe(rollout=Rollout(own_processes=True))
-    one = DeviceHandover(
-        asked, asked, recipe, dict.fromkeys(KINDS, 0.0), lambda name: nullcontext(), tmp_path / "log"
-    )  # type: ignore[arg-type]
+    one = handover(asked, tmp_path, away=0.0)
     asked.taken()
     with one.generating():
         assert asked.taken() == ["offload", "wake weights", "weights", "offload", *TAKEN[4:]]

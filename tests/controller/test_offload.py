@@ -27,8 +27,9 @@ def test_what_leaves_follows_from_the_smallest_device(
     with run(tmp_path, "cluster.ranks=1", "cluster.device=auto", *kept) as s:
         generate(s)
         log = (s.controller.workers._cluster.log_dir / "hybrid.log").read_text()
-        shares, why = s.controller.workers._worker.offload_shares()
+        shares, level, why = s.controller.workers._worker.offload_shares()
     assert shares["params"] == 0.0, "the rollout reads them"
+    assert level == 2
     assert bool(shares["grads"]) == leaves
     assert ("training state left: grads" in log) == leaves
     assert ("training state is back" in log) == leaves

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintet.models import family_of
-from quintet.plan.offload import GIB, Offload, spare, with_shares
+from quintet.plan.fullest import memories
+from quintet.plan.offload import GIB, Offload, level_of, spare, with_shares
+from quintet.plan.phases import plan_stages
 from quintet.recipe.offload import KINDS, on_auto
 from quintet.recipe.refused import REFUSED_PAIRS
 from quintet.recipe.schema import Recipe
@@ -252,3 +254,54 @@ def test_the_reason_has_the_figures() -> None:
     tight = Offload(recipe(rollout={"backend": "vllm", "memory_fraction": 0.99}), SHAPES["qwen3"], "train")
     assert "are missing even so" in tight.reason(total)
     assert "all of it leaves" in tight.sizes()
+
+
+def test_a_rollout_stays_awake_where_all_of_training_fits_beside_it() -> None:
+    """By hand: training at its fullest, vLLM's share and the margin; of roles one computes while the others rest."""
+    shape = SHAPES["qwen3"]
+    made = recipe(
+        cluster={"device": "cuda", "ranks": 1}, rollout={"backend": "vllm", "memory_fraction": 0.25}
+    )
+    peak = max(one.peak for one in memories(made, shape, "train")["policy"])
+    sizes = [n * GIB for n in range(8, 400)]
+    fits = [total for total in sizes if peak + 0.25 * total + spare(total) <= total]
+    assert sizes[0] < fits[0] < sizes[-1]
+    for total, level in ((fits[0] - GIB, 2), (fits[0], 0)):
+        resolved, why = with_shares(made, shape, "train", total)
+        assert resolved.rollout.sleep_level == level_of(made, shape, total) == level
+        assert why is not None
+        assert ("The rollout stays awake: training beside it needs" in why) == (level == 0)
+    asked = [
+        made.model_copy(update={"rollout": made.rollout.model_copy(update={"sleep_level": level})})
+        for level in (0, 2)
+    ]
+    awake, asleep = (plan_stages(one, shape, fits[0])[0].device for one in asked)
+    share = int(0.25 * fits[0])
+    more = {"load": 0, "generate": 0, "logprob": share, "train": share, "save": share}
+    assert {phase: awake[phase] - asleep[phase] for phase in more} == more
+    assert plan_stages(made, shape, fits[0])[0].device == awake
+    critic = recipe(
+        cluster={"device": "cuda", "ranks": 1},
+        rollout={"backend": "vllm", "memory_fraction": 0.25},
+        algorithm={"name": "ppo"},
+    )
+    assert level_of(critic, shape, fits[0]) == 2
+    assert level_of(critic, shape, 2 * fits[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "command", "level"),
+    [
+        ({"rollout": {"backend": "native"}}, "train", 2),
+        ({"rollout": {"backend": "sglang"}}, "train", 2),
+        ({"rollout": {"backend": "vllm", "sleep_level": 1}}, "train", 1),
+        ({"rollout": {"backend": "vllm"}}, "generate", 2),
+        ({"rollout": {"backend": "vllm"}, "engine": {"offload_grads": 0.5}}, "train", 2),
+        ({"rollout": {"backend": "vllm", "placement": "separate", "ranks": 1}}, "train", 2),
+        ({"rollout": {"backend": "vllm", "adapter_sync": "separate"}, "lora": {"rank": 8}}, "train", 0),
+    ],
+)
+def test_which_rollouts_may_stay_awake(sections: dict[str, Any], command: Any, level: int) -> None:
+    resolved, _ = with_shares(recipe(**sections), SHAPES["qwen3"], command, 1000 * GIB)
+    assert resolved.rollout.sleep_level == level
+    assert with_shares(recipe(**sections), SHAPES["qwen3"], command, None)[0].rollout.sleep_level != 0

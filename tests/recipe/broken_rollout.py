@@ -108,6 +108,11 @@ BROKEN_ROLLOUT: list[tuple[str, list[str], list[str]]] = [
         ["says nothing of a separate rollout"],
     ),
     (
+        "awake_rollouts_are_vllms",
+        ["rollout.sleep_level=0", "rollout.own_processes=true"],
+        ["rollout.sleep_level=0 is of vllm: native takes new weights with its KV cache asleep"],
+    ),
+    (
         "restart_needs_own_processes",
         ["rollout.restart=true"],
         ["dies with it", "`resume=auto` goes on from the last checkpoint", "rollout.own_processes=true"],

@@ -48,6 +48,16 @@ def own_processes_are_chosen_once(facts: Facts) -> Iterator[Problem]:
 
 
 @rule
+def awake_rollouts_are_vllms(facts: Facts) -> Iterator[Problem]:
+    """A rollout that never sleeps takes weights over its own, beside its KV cache."""
+    rollout = facts.recipe.rollout
+    if rollout.sleep_level == 0 and rollout.backend != "vllm":
+        yield Problem(
+            f"rollout.sleep_level=0 is of vllm: {rollout.backend} takes new weights with its KV cache asleep; remove it, or take 1 or 2"
+        )
+
+
+@rule
 def restart_needs_own_processes(facts: Facts) -> Iterator[Problem]:
     """What shares the trainer's process dies with it."""
     if facts.recipe.rollout.restart and not placement_of(facts.recipe).own_processes:

@@ -70,7 +70,11 @@ _UNREAD: list[_Row] = [
     ),
     ("rollout.sleep_level rollout.bucket_mib", lambda r: placement_of(r).shares_weights, _SHARED),
     ("rollout.sync_proof", lambda r: placement_of(r).shares_weights, _SHARED),
-    ("rollout.sleep_level", lambda r: placement_of(r).adapters_separate, _KEPT),
+    (
+        "rollout.sleep_level",
+        lambda r: placement_of(r).adapters_separate and r.rollout.sleep_level != 0,
+        _KEPT,
+    ),
     ("rollout.probe_tolerance", lambda r: not r.rollout.sync_proof, "with rollout.sync_proof=false"),
     (
         "rollout.probe_tolerance",

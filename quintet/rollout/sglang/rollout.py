@@ -125,7 +125,7 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
             )
         self._engine.release(sorted(parts))
         self._asleep |= parts
-        self._forgot = self._forgot or ("weights" in parts and self._recipe.sleep_level == 2)
+        self._forgot = self._forgot or ("weights" in parts and self._recipe.sleep_level != 1)
         return 0  # SGLang does not tell
 
     def wake(self, part: Part) -> int:
