@@ -49,9 +49,9 @@ pytestmark = pytest.mark.vllm
             [
                 *("cluster.ranks=1", "model.build.family=mimo", "model.build.tied_embeddings=false"),
                 *("model.build.heads=2", "model.build.kv_heads=2", "model.build.head_dim=32"),
-                *("mtp.init_layers=1", "rollout.draft_tokens=1"),
+                *("mtp.init_layers=1", "rollout.draft_tokens=1", "rollout.sleep_level=0"),
             ],
-            id="drafts",
+            id="drafts-awake",
         ),
     ],
 )
@@ -69,6 +69,10 @@ def test_a_run_trains_on_what_vllm_generates(
         assert (line.get("rollout/draft_tokens", 0) > 0) == ("rollout.draft_tokens=1" in placement)
         # The same weights, in fp32, by other kernels.
         assert line["mismatch/logprob_gap_max"] < max(TOLERANCE, 1e-3)
+    asleep = "rollouts sleep" in (run / "logs" / "hybrid.log").read_text()
+    assert asleep == (
+        "rollout.sleep_level=0" not in placement and "rollout.placement=separate" not in placement
+    )
     # Once vLLM's loading has shown what each of two devices needs, which is before the first step, each gets that alone.
     (weights,) = (run / "checkpoint").glob("*.safetensors")
     travelled = {line["sync/gib"] * 2**30 / weights.stat().st_size for line in steps}
