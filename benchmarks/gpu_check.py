@@ -299,11 +299,11 @@ def run_steps(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[s
     return run_module(command, "killed, resumed, and better than before training", part, options.part_s)
 
 
-def run_tests(files: str, needs: str, holds: str) -> Callable[..., tuple[list[str], list[str]]]:
-    """Return what runs a file of tests of a back end that it needs, those not for nights alone: lines as of `run_benchmarks`."""
+def run_tests(files: Sequence[str], needs: str, holds: str) -> Callable[..., tuple[list[str], list[str]]]:
+    """Return what runs files of tests of a back end that it needs, those not for nights alone: lines as of `run_benchmarks`."""
     # Of the settings of this tree some are of plugins, which a GPU machine need not have.
     bare = f"-c {os.devnull} --rootdir . --import-mode=importlib -p no:cacheprovider -W ignore".split()
-    command = ["pytest", *bare, "-m", "not nightly", files]
+    command = ["pytest", *bare, "-m", "not nightly", *files]
 
     def run(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
         if importlib.util.find_spec(needs) is None:
@@ -323,11 +323,15 @@ def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str
 
 TESTS = {
     "scheduler": run_tests(
-        "tests/rollout/vllm/test_scheduled_steps.py", "vllm", "steps scheduled here are those of vLLM"
+        ["tests/rollout/vllm/test_scheduled_steps.py", "tests/rollout/vllm/test_captured_draws.py"],
+        "vllm",
+        "steps scheduled and drawn here are those of vLLM",
     ),
-    "kills": run_tests("tests/rollout/vllm/test_deaths.py", "vllm", "started anew, and no sample is missing"),
+    "kills": run_tests(
+        ["tests/rollout/vllm/test_deaths.py"], "vllm", "started anew, and no sample is missing"
+    ),
     "sglang": run_tests(
-        "tests/rollout/sglang/test_real.py", "sglang", "it draws, tells and takes what it should"
+        ["tests/rollout/sglang/test_real.py"], "sglang", "it draws, tells and takes what it should"
     ),
 }
 """Parts that are tests."""

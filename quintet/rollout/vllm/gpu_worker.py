@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu_worker import Worker
 
 from quintet.engine.head import log_probs_of
+from quintet.rollout.vllm.captured_draws import CapturedDraws, Drawn
 from quintet.rollout.vllm.token_store import TokenStore, store_of
 
 
@@ -21,6 +22,9 @@ class StoringWorker(Worker):
 
     _store: TokenStore
     _logprobs: Tensor
+    _draws: CapturedDraws | None = None
+    _more = True
+    """Whether the step has requests that are new."""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the KV cache, and listen to routers and sampler before graphs are captured."""
@@ -31,27 +35,43 @@ class StoringWorker(Worker):
         self._store = store_of(runner, kv_cache_config.kv_cache_groups, routes=routes, tells=first)
         sampler = runner.sampler
         sample, processed = sampler.sample, sampler.logprobs_mode == "processed_logprobs"
+        draw, write = runner.sample, sampler.apply_staged_writes
 
         def sample_and_keep(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
             drawn: tuple[Tensor, Tensor] = sample(logits, *args)
             self._logprobs = log_probs_of(drawn[1] if processed else logits, drawn[0])
             return drawn
 
-        sampler.sample = sample_and_keep
+        def draw_and_store(hidden: Tensor, batch: Any, grammar: Any) -> Drawn:
+            drawn: Drawn = draw(hidden, batch, grammar)
+            self._store.end_draw(batch.logits_indices, self._logprobs)
+            return drawn
+
+        def write_where_new() -> None:
+            if self._more:
+                write()
+
+        sampler.sample, runner.sample = sample_and_keep, draw_and_store
+        sampler.apply_staged_writes = write_where_new
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile and capture, the draws of steps of few sequences too."""
+        told, runner = super().compile_or_warm_up_model(), self.model_runner
+        # With more devices or adapters the head is more than a product.
+        alone = self.parallel_config.tensor_parallel_size == 1 and self.vllm_config.lora_config is None
+        if alone and runner.cudagraph_manager.hidden_states is not None and not runner.sampler.compute_nans:
+            self._draws = CapturedDraws(runner, runner.sample)
+            self._draws.capture()
+            runner.sample = self._draws
+        return told
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any) -> Any:
         """Compute a step."""
         self._store.begin_step(scheduler_output)
+        self._more = bool(scheduler_output.scheduled_new_reqs)
+        if self._more and self._draws is not None:
+            self._draws.renew()
         made = super().execute_model(scheduler_output)
         self._store.end_forward(scheduler_output.total_num_scheduled_tokens)
-        return made
-
-    @torch.inference_mode()
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """Draw a step's tokens."""
-        state: Any = self.model_runner.execute_model_state
-        made = super().sample_tokens(grammar_output)
-        if state is not None:
-            self._store.end_draw(state.input_batch.logits_indices, self._logprobs)
         return made

@@ -98,8 +98,9 @@ class TokenStore:
         self._keep(self._asked)
 
     def release(self) -> None:
-        """Give the memory of the slots back, whose requests are done or kept."""
-        self._slots.clear()
+        """Give the memory of the slots back, whose requests are done or kept: of routes, for log-probs are little, and captured graphs know
+        where they go."""
+        self._slots.pop(ROUTES, None)
 
     def take(self, requests: Sequence[str]) -> dict[str, TokenRecords]:
         """Return what was written of those of these requests that asked for it, a row a token that was computed, and forget it. Raises

@@ -1,0 +1,89 @@
+"""A draw that a graph replays is the one that was captured: the same tokens and log-probs, whatever is asked beside it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from quintet.rollout import Request, Sampling
+from quintet.rollout.vllm import compat
+from tests.rollout.prompts import PROMPTS
+from tests.rollout.vllm.conftest import DEVICE
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(DEVICE != "cuda", reason="graphs are captured on a GPU"),
+]
+LENGTHS = [3, 32, 7, 20, 12]
+
+
+def worker_of(rollout):
+    return compat.core_here(rollout._engine._engine).model_executor.driver_worker.worker
+
+
+@pytest.fixture(scope="module")
+def rollout(start):
+    made = start("qwen3", sequences_per_rank=8)
+    draws = worker_of(made)._draws
+    draws.replayed = 0
+    for size, (graph, *rest) in draws._graphs.items():
+
+        class Counted:
+            def replay(self, graph=graph):
+                draws.replayed += 1
+                graph.replay()
+
+        draws._graphs[size] = (Counted(), *rest)
+    return made
+
+
+@contextmanager
+def launched(rollout):
+    """Within, no draw is replayed."""
+    runner = worker_of(rollout).model_runner
+    draws, runner.sample = runner.sample, runner.sample._draw
+    yield
+    runner.sample = draws
+
+
+def samples(rollout, seed=1, prompts=PROMPTS, **sampling):
+    given = {"max_response_tokens": 32, "ignore_end": True}
+    requests = [
+        Request(p, 2, seed=seed + at, max_response_tokens=(n, 33 - n))
+        for at, (p, n) in enumerate(zip(prompts, LENGTHS, strict=False))
+    ]
+    rows = rollout.generate(requests, Sampling(**given | sampling))
+    return [(s.response_ids, s.policy_logprobs) for row in rows for s in row]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0}], ids=["sampled", "greedy"])
+def test_a_replayed_draw_is_the_one_that_is_launched(rollout, sampling):
+    before = worker_of(rollout)._draws.replayed
+    replayed = samples(rollout, **sampling)
+    assert worker_of(rollout)._draws.replayed > before + 20
+    before = worker_of(rollout)._draws.replayed
+    with launched(rollout):
+        assert samples(rollout, **sampling) == replayed
+    assert worker_of(rollout)._draws.replayed == before
+    assert samples(rollout, seed=2, **sampling) != replayed or sampling
+
+
+def test_what_no_graph_was_captured_for_is_launched(rollout):
+    cut = {"top_k": 3, "top_p": 0.9}
+    before = worker_of(rollout)._draws.replayed
+    drawn = samples(rollout, **cut)
+    assert worker_of(rollout)._draws.replayed == before
+    with launched(rollout):
+        assert samples(rollout, **cut) == drawn
+    assert samples(rollout) != drawn
+
+
+def test_a_draw_is_replayed_after_sleep(rollout):
+    replayed = samples(rollout)
+    rollout.sleep(1)
+    for part in ("weights", "kv_cache"):
+        rollout.wake(part)
+    before = worker_of(rollout)._draws.replayed
+    assert samples(rollout) == replayed
+    assert worker_of(rollout)._draws.replayed > before + 20
