@@ -54,5 +54,8 @@ def out_of_memory(
         fits = f" and fits {room / GIB:.1f} GiB" if room else ""
         text += f"\nWhat needs less{fits}, by the same formula: {named}."
     if held and held.elsewhere > held.total // 4:
-        text += "\nA rollout in a process of its own takes less with a smaller rollout.memory_fraction."
+        text += (
+            "\nA rollout in a process of its own takes less with a smaller rollout.memory_fraction, and with rollout.sleep_level=2 little while "
+            "others compute."
+        )
     return text

@@ -74,7 +74,8 @@ def test_the_message_names_what_held_how_much() -> None:
         "While it trains the fullest rank needs about 3.0 GiB by the memory formula (parameters 3.0), and a rollout on top.\n"
         "What needs less, by the same formula: engine.recompute=0 (0.0 GiB); engine.recompute=1 (1.0 GiB); engine.recompute=2 (2.0 GiB); "
         "engine.recompute=3 (3.0 GiB).\n"
-        "A rollout in a process of its own takes less with a smaller rollout.memory_fraction."
+        "A rollout in a process of its own takes less with a smaller rollout.memory_fraction, and with rollout.sleep_level=2 little while "
+        "others compute."
     )
     assert out_of_memory("generate", "no room", None) == "out of memory in generate (no room)."
 
