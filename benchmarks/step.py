@@ -37,7 +37,10 @@ from benchmarks.rollout_work import CONFIGS, Case, cases_of
 
 FILE = RESULTS / "step.json"
 WARMUP_STEPS = 2
-OWN: dict[str, Any] = {"tokens": 16384, "backend": "transformer_engine", "memory_fraction": 0.3, "trl": ""}
+TOKENS = {"qwen2.5-1.5b": 16384}
+FEWER_TOKENS = 8192
+"""Of a micro-batch a GPU, by shape and of larger ones, so that all fits without recomputation."""
+OWN: dict[str, Any] = {"backend": "transformer_engine", "memory_fraction": 0.3, "trl": ""}
 """What a record's case says of other values."""
 LETTERS = string.ascii_lowercase
 TRL_SETTINGS = {"": (16, []), "long-tail": (8, ["--recompute"])}
@@ -151,7 +154,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--only", choices=["quintet", "trl"], help="one side alone; writes no records")
     add("--case", choices=["one-length", "long-tail"], help="one case alone")
     add("--steps", type=positive_int, default=3, help=f"timed steps, after {WARMUP_STEPS}")
-    add("--tokens", type=positive_int, default=OWN["tokens"], help="of a micro-batch a GPU, quintet's side")
+    add("--tokens", type=positive_int, help="of a micro-batch a GPU, quintet's side (default: the shape's)")
     add("--backend", default=OWN["backend"], choices=["transformer_engine", "portable"])
     add("--trl", default=OWN["trl"], help="options of trl_baseline.py in place of its settings here")
     add(
@@ -177,6 +180,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.fp8 and (args.tiny or args.only == "trl"):
         parser.error("--fp8 is of quintet on GPUs: leave --tiny and --only trl out")
+    args.own = OWN | {"tokens": TOKENS.get(args.shape, FEWER_TOKENS)}
+    args.tokens = args.tokens or args.own["tokens"]
     if args.tiny:
         args.shape, args.backend, args.tokens = "tiny", "portable", 2048
         os.environ.setdefault("TRL_PYTHON", str(ROOT / ".venv-trl" / "bin" / "python"))
@@ -188,7 +193,7 @@ def place_of(args: argparse.Namespace, case: Case) -> str:
     place = f"{args.shape}/{args.gpus}gpu" + (f"/{case.name}" if case.name else "")
     if args.fp8:
         place += "/blockwise"
-    for option, own in OWN.items():
+    for option, own in args.own.items():
         if (value := getattr(args, option)) != own and not args.tiny:
             place += f"/{option}-{value}".replace(" ", "").replace("_", "-")
     return place
