@@ -116,11 +116,12 @@ class DeviceHandover:
         rollouts = self._rollouts
         if self._awake and not self._weights_stale:
             return
+        sleeps = bool(self._level) or not rollouts.colocated
         if self._awake:
             rollouts.pause()
             self._log_event("rollouts paused")
-            self._tell("rollouts sleep: kv_cache", lambda: rollouts.sleep(0))
-        sleeps = bool(self._level) or not rollouts.colocated
+            if sleeps:
+                self._tell("rollouts sleep: kv_cache", lambda: rollouts.sleep(0))
         self._offload_training("grads", "optimizer", to_come=self._room if sleeps else 0.0)
         if rollouts.colocated and sleeps:
             self._tell("rollouts woke: weights", lambda: rollouts.wake("weights"))
@@ -150,7 +151,7 @@ class DeviceHandover:
         if self._level:
             self._tell("rollouts sleep", lambda: rollouts.sleep(self._level))
         else:
-            rollouts.pause()
+            rollouts.hold()
         self._awake = False
         self._weights_stale = self._weights_stale or self._level == 2
         if any(self._shares.values()):

@@ -86,8 +86,14 @@ class Rollouts(ABC):
             if not self._interject(Rollout.pause):
                 self.ask(Rollout.pause, phase="pause")()
 
+    def hold(self) -> None:
+        """Start nothing until `resume`, once a call under way has ended."""
+        with self._speaking:
+            self._held = True
+            self.ask(Rollout.pause, phase="pause")()
+
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Go on after `pause` or `hold`."""
         with self._speaking:
             if self._held and not self._interject(Rollout.resume):
                 self.ask(Rollout.resume, phase="resume")()

@@ -60,6 +60,9 @@ class Asked(AskedRanks):
     def pause(self) -> None:
         self._note("pause")
 
+    def hold(self) -> None:
+        self._note("hold")
+
     def resume(self) -> None:
         self._note("resume")
 
@@ -250,17 +253,31 @@ def test_one_that_dies_on_the_way_is_started_and_all_begins_anew(tmp_path: Path,
 def test_a_rollout_that_has_room_beside_training_is_held_and_keeps_what_it_has(tmp_path: Path) -> None:
     asked = Asked()
     one = handover(asked, tmp_path, away=0.0, level=0)
-    assert asked.taken() == ["offload", "start", "pause"]
+    assert asked.taken() == ["offload", "start", "hold"]
     for _ in range(2):
         with one.generating():
             assert asked.taken() == ["offload", "weights", "offload", "resume", "probe"]
-        assert asked.taken() == ["pause"]
+        assert asked.taken() == ["hold"]
         with one.generating():
             assert asked.taken() == ["offload", "offload", "resume"]
-        assert asked.taken() == ["pause"]
+        assert asked.taken() == ["hold"]
         one.mark_weights_updated()
         assert asked.taken() == ["look at masters"]
     assert asked.to_come[:3] == [0.5, 0.0, None], "it takes its share once, when it starts"
+    with one.generating():
+        asked.taken()
+        one.mark_weights_updated()
+        one.ready()
+        assert asked.taken() == [
+            "look at masters",
+            "pause",
+            "offload",
+            "weights",
+            "offload",
+            "resume",
+            "probe",
+        ]
+    one.mark_weights_updated()
     asked.lost = {"weights"}
     with one.generating():
         assert asked.taken().count("start") == 1
