@@ -1,7 +1,7 @@
 """What follows a forward pass of few sequences, as one CUDA graph. A part of `gpu_worker` by its length apart. vLLM alone imports this.
 
-vLLM 0.20.2's second runner captures the forward pass alone: logits, noise, log-probs and counts are some thirty launches a step, which take its
-host as long as the rest of a step of few sequences, and longer than the GPU computes for. A long tail is made of such steps.
+vLLM 0.20.2's second runner captures the forward pass alone: logits, noise, log-probs and counts are some thirty launches a step besides. On a
+slow host these took half of a step of few sequences, of which a long tail is made; where the GPU is what a step waits for, little is gained.
 """
 
 from __future__ import annotations
