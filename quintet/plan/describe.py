@@ -256,14 +256,14 @@ def _memory(recipe: Recipe, shape: ModelShape, command: Command) -> str:
 
 
 def _offload(recipe: Recipe, shape: ModelShape, command: Command, gpu_gib: float | None) -> str | None:
-    """What engine.offload_*=auto comes to, where there may be GPUs."""
+    """What engine.offload_*=auto and rollout.sleep_level=auto come to, where there may be GPUs."""
     laptop = recipe.cluster.device == "auto" and not Path("/dev/nvidiactl").exists()
     if gpu_gib is None and laptop and recipe.cluster.address is None:
         return None
     offload = Offload(recipe, shape, command)
-    if not offload.kinds:
-        return None
-    return offload.sizes() if gpu_gib is None else offload.reason(int(gpu_gib * _GIB))
+    if gpu_gib is not None:
+        return offload.reason(int(gpu_gib * _GIB))
+    return offload.sizes() if offload.kinds else None
 
 
 def _packed(setup: Setup, recipe: Recipe) -> str:

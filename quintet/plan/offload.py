@@ -98,24 +98,26 @@ class Offload:
             ),
         )
 
-    def reason(self, total: int) -> str:
-        """Return what leaves devices of `total` bytes, and why, in a sentence."""
-        shares = self.shares(total)
-        leaves = [f"{NAMES[kind]} {shares[kind]:.0%}" for kind in self.kinds if shares[kind]]
-        needs = ", ".join(f"{one.name} {one.needs(total) / GIB:.1f}" for one in self.moments)
-        text = (
-            f"Offload while others need the devices: {', '.join(leaves) or 'nothing'}. Of {total / GIB:.1f} GiB {spare(total) / GIB:.1f} "
-            f"are a margin; needed with nothing away: {needs}."
-        )
-        if self.training is not None:
-            word = "sleeps while others compute" if self.level(total) else "stays awake"
-            text += f" The rollout {word}: {self.training.name} needs {self.training.needs(total) / GIB:.1f}."
-        if lacking := self.lacking(total, shares):
-            text += (
-                f" By the memory formula {lacking / GIB:.1f} GiB are missing even so: a smaller rollout.memory_fraction, or what "
-                "quintet check names, needs less."
+    def reason(self, total: int) -> str | None:
+        """Return what leaves devices of `total` bytes and whether the rollout sleeps, and why, in sentences; None where a recipe says both."""
+        said = []
+        if self.kinds:
+            shares = self.shares(total)
+            leaves = [f"{NAMES[kind]} {shares[kind]:.0%}" for kind in self.kinds if shares[kind]]
+            needs = ", ".join(f"{one.name} {one.needs(total) / GIB:.1f}" for one in self.moments)
+            said.append(
+                f"Offload while others need the devices: {', '.join(leaves) or 'nothing'}; needed with nothing away: {needs} GiB."
             )
-        return text
+            if lacking := self.lacking(total, shares):
+                said.append(
+                    f"By the memory formula {lacking / GIB:.1f} GiB are missing even so: a smaller rollout.memory_fraction, or what "
+                    "quintet check names, needs less."
+                )
+        if one := self.training:
+            word = "sleeps while others compute" if self.level(total) else "stays awake"
+            said.append(f"The rollout {word}: {one.name} needs {one.needs(total) / GIB:.1f} GiB.")
+        margin = f"Of {total / GIB:.1f} GiB {spare(total) / GIB:.1f} are a margin."
+        return " ".join([*said, margin]) if said else None
 
     def sizes(self) -> str:
         """Return for which devices nothing leaves, and which are too small, in a sentence."""
@@ -128,25 +130,17 @@ class Offload:
             if nothing is None
             else f"nothing leaves devices of {nothing // GIB} GiB or more"
         )
-        if least is None:
-            return (
-                f"Offload while others need the devices: {at}, and by the memory formula it does not suffice."
-            )
-        return f"Offload while others need the devices: {at}; with all away {least // GIB} GiB suffice. --gpu-gib says what leaves others."
+        enough = "does not suffice" if least is None else f"suffices on {least // GIB} GiB or more"
+        return f"Offload while others need the devices: {at}; by the memory formula all away {enough}. --gpu-gib says what leaves others."
 
 
-def shares_away(recipe: Recipe, shape: ModelShape, device_bytes: int | None) -> dict[str, float]:
-    """Return the share of each kind that leaves in training: on devices of so many bytes, or where that is not known at most."""
+def leaves(recipe: Recipe, shape: ModelShape, device_bytes: int | None) -> tuple[dict[str, float], int]:
+    """Return the share of each kind that leaves in training, and how deep the rollout sleeps then: on devices of so many bytes, or where that
+    is not known at most."""
     if device_bytes is None:
-        return most_shares(recipe, "train")
-    return Offload(recipe, shape, "train").shares(device_bytes)
-
-
-def level_of(recipe: Recipe, shape: ModelShape, device_bytes: int | None) -> int:
-    """Return how deep the rollout sleeps in training: on devices of so many bytes, or where that is not known at most."""
-    if device_bytes is None:
-        return placement_of(recipe).sleep_level
-    return Offload(recipe, shape, "train").level(device_bytes)
+        return most_shares(recipe, "train"), placement_of(recipe).sleep_level
+    offload = Offload(recipe, shape, "train")
+    return offload.shares(device_bytes), offload.level(device_bytes)
 
 
 def spare(total: int) -> int:
@@ -163,7 +157,7 @@ def with_shares(
     if total is not None:
         found = Offload(recipe, shape, command)
         shares, level = found.shares(total), found.level(total)
-        why = found.reason(total) if found.kinds else None
+        why = found.reason(total)
     engine = recipe.engine.model_copy(update={f"offload_{kind}": share for kind, share in shares.items()})
     rollout = recipe.rollout.model_copy(update={"sleep_level": level})
     return recipe.model_copy(update={"engine": engine, "rollout": rollout}), why
@@ -209,9 +203,9 @@ def _training(recipe: Recipe, shape: ModelShape, command: Command) -> Moment | N
         return None
     held = memories(recipe, shape, command)
     static = {role: max(one.static for one in ranks) for role, ranks in held.items()}
-    peaks = [
-        max(one.peak for one in ranks) + sum(static.values()) - static[role] for role, ranks in held.items()
-    ]
+    rest = sum(static.values())
+    peaks = [max(one.peak for one in ranks) + rest - static[role] for role, ranks in held.items()]
+    peaks.append(rest + bytes_under_way(recipe, setup_of(recipe, shape)))
     return Moment("training beside it", dict.fromkeys(KINDS, 0), max(peaks), rollout.memory_fraction)
 
 

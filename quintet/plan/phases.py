@@ -16,7 +16,7 @@ from quintet.models import ModelShape
 from quintet.plan.activations import kept_in_layer
 from quintet.plan.fullest import memories, resting, setup_of
 from quintet.plan.memory import CHUNK_LOGITS_BYTES, Memory, rank_memory
-from quintet.plan.offload import level_of, shares_away
+from quintet.plan.offload import leaves
 from quintet.plan.rollout import bytes_under_way, rollout_bytes
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
@@ -47,7 +47,7 @@ def plan_stages(recipe: schema.Recipe, shape: ModelShape, device_bytes: int | No
     """Return the plan of each pipeline stage of the policy. device_bytes: of one device, None where it is not known."""
     setup = replace(setup_of(recipe, shape), optimizer=recipe.optimizer)
     generating = rollout_bytes(recipe, setup, device_bytes)
-    away, level = shares_away(recipe, shape, device_bytes), level_of(recipe, shape, device_bytes)
+    away, level = leaves(recipe, shape, device_bytes)
     plans = [_stage(recipe, setup, stage, generating, away, level) for stage in range(recipe.layout.pp)]
     if not roles_of(recipe):
         return plans
@@ -146,6 +146,8 @@ def advice(recipe: schema.Recipe, shape: ModelShape, phase: str, *, rests: bool 
     if recipe.rollout.placement == "separate":  # no rollout is on the device
         ways["generate"] = ways["sync"] = ways["load"]
     chosen = ways[phase]
+    if recipe.rollout.sleep_level == 0 and phase not in {"load", "generate"}:
+        chosen = ["rollout.sleep_level=auto", *chosen]
     return ", or ".join([", ".join(chosen[:-1]), chosen[-1]] if chosen[1:] else chosen)
 
 

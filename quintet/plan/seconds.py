@@ -24,7 +24,7 @@ from quintet.models.stages import slowest_over_mean
 from quintet.plan.cards import Card
 from quintet.plan.fullest import setup_of
 from quintet.plan.memory import rank_memory
-from quintet.plan.offload import shares_away
+from quintet.plan.offload import leaves
 from quintet.plan.phases import ranks_of_node
 from quintet.plan.rollout import rollout_bytes, token_bytes
 from quintet.plan.setup import Place, Setup
@@ -103,7 +103,7 @@ def plan_seconds(
     """Return the time of each phase, in the order in which they follow each other. device_bytes: as in `plan_stages`."""
     setup = replace(setup_of(recipe, shape), optimizer=recipe.optimizer)
     held = [rank_memory(setup, Place(pp=stage)) for stage in range(recipe.layout.pp)]
-    away = shares_away(recipe, shape, device_bytes)
+    away, _ = leaves(recipe, shape, device_bytes)
     moved = max(one.parameters * away["params"] + one.optimizer * away["optimizer"] for one in held)
     return {
         "generate": _generate(recipe, setup, card, samples, device_bytes),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quintet.models import family_of
 from quintet.plan.fullest import memories
-from quintet.plan.offload import GIB, Offload, level_of, spare, with_shares
+from quintet.plan.offload import GIB, Offload, leaves, spare, with_shares
 from quintet.plan.phases import plan_stages
 from quintet.recipe.offload import KINDS, on_auto
 from quintet.recipe.refused import REFUSED_PAIRS
@@ -268,7 +268,7 @@ def test_a_rollout_stays_awake_where_all_of_training_fits_beside_it() -> None:
     assert sizes[0] < fits[0] < sizes[-1]
     for total, level in ((fits[0] - GIB, 2), (fits[0], 0)):
         resolved, why = with_shares(made, shape, "train", total)
-        assert resolved.rollout.sleep_level == level_of(made, shape, total) == level
+        assert resolved.rollout.sleep_level == leaves(made, shape, total)[1] == level
         assert why is not None
         assert ("The rollout stays awake: training beside it needs" in why) == (level == 0)
     asked = [
@@ -285,8 +285,33 @@ def test_a_rollout_stays_awake_where_all_of_training_fits_beside_it() -> None:
         rollout={"backend": "vllm", "memory_fraction": 0.25},
         algorithm={"name": "ppo"},
     )
-    assert level_of(critic, shape, fits[0]) == 2
-    assert level_of(critic, shape, 2 * fits[0]) == 0
+    assert leaves(critic, shape, fits[0])[1] == 2
+    assert leaves(critic, shape, 2 * fits[0])[1] == 0
+
+
+def test_weights_on_their_way_count_beside_a_rollout_that_stays_awake() -> None:
+    shape = SHAPES["qwen3"]
+    made = recipe(
+        cluster={"device": "cuda", "ranks": 1},
+        engine={"backend": "portable", "tokens_per_microbatch_per_rank": 16, "recompute": "full"},
+        lora={"rank": 8},
+        rollout={"backend": "vllm", "memory_fraction": 0.2},
+    )
+    (held,) = memories(made, shape, "train")["policy"]
+    training = Offload(made, shape, "train").training
+    assert training is not None
+    assert training.needs(0) == held.static + GIB // 2 > held.peak
+
+
+def test_whether_a_rollout_sleeps_is_said_where_nothing_may_leave() -> None:
+    none = {f"offload_{kind}": 0 for kind in KINDS}
+    made = recipe(engine=none, rollout={"backend": "vllm", "memory_fraction": 0.25})
+    said = {total: with_shares(made, SHAPES["qwen3"], "train", total * GIB)[1] or "" for total in (24, 1000)}
+    assert "The rollout sleeps while others compute" in said[24]
+    assert "The rollout stays awake" in said[1000]
+    assert not any("Offload" in one for one in said.values())
+    fixed = made.rollout.model_copy(update={"sleep_level": 2})
+    assert with_shares(made.model_copy(update={"rollout": fixed}), SHAPES["qwen3"], "train", GIB)[1] is None
 
 
 @pytest.mark.parametrize(

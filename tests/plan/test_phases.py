@@ -139,6 +139,9 @@ def test_what_is_advised_is_of_the_rollouts_that_there_are():
     assert {advice(recipe, shape, one)[:10] for one in ("generate", "sync")} == {"more ranks"}
     native = recipe.model_copy(update={"rollout": Rollout(own_processes=True)})
     assert "fewer rollout.sequences_per_rank" in advice(native, shape, "generate")
+    awake, _ = loaded("qwen3_8b_dapo_8gpu", "rollout.sleep_level=0")
+    sleeps = [one for one in PHASES if advice(awake, shape, one).startswith("rollout.sleep_level=auto, ")]
+    assert sleeps == ["logprob", "train", "sync", "save"]
 
 
 def test_a_larger_share_is_advised_where_a_device_has_it():

@@ -48,8 +48,11 @@ class StoringWorker(Worker):
             return drawn
 
         def write_where_new() -> None:
-            if self._more:
-                write()
+            if not self._more:
+                return
+            write()
+            if self._draws is not None:
+                self._draws.renew()
 
         sampler.sample, runner.sample = sample_and_keep, draw_and_store
         sampler.apply_staged_writes = write_where_new
@@ -70,8 +73,6 @@ class StoringWorker(Worker):
         """Compute a step."""
         self._store.begin_step(scheduler_output)
         self._more = bool(scheduler_output.scheduled_new_reqs)
-        if self._more and self._draws is not None:
-            self._draws.renew()
         made = super().execute_model(scheduler_output)
         self._store.end_forward(scheduler_output.total_num_scheduled_tokens)
         return made
