@@ -8,14 +8,16 @@ import pytest
 
 from quintet.rollout import Request, Sampling
 from quintet.rollout.vllm import compat
-from tests.rollout.prompts import PROMPTS
 from tests.rollout.vllm.conftest import DEVICE
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(DEVICE != "cuda", reason="graphs are captured on a GPU"),
 ]
+PROMPTS = [[(7 * n + k) % 60 for k in range(28)] for n in range(5)]
 LENGTHS = [3, 32, 7, 20, 12]
+SMALL = {"num_gpu_blocks_override": 6, "block_size": 32}
+"""A KV cache of five blocks, and one that stays empty: sequences lose their place in every call, and come back in another row."""
 
 
 def worker_of(rollout):
@@ -24,7 +26,7 @@ def worker_of(rollout):
 
 @pytest.fixture(scope="module")
 def rollout(start):
-    made = start("qwen3", sequences_per_rank=8)
+    made = start("qwen3", sequences_per_rank=8, vllm=SMALL)
     draws = worker_of(made)._draws
     draws.replayed = 0
     for size, (graph, *rest) in draws._graphs.items():
@@ -55,6 +57,20 @@ def samples(rollout, seed=1, prompts=PROMPTS, **sampling):
     ]
     rows = rollout.generate(requests, Sampling(**given | sampling))
     return [(s.response_ids, s.policy_logprobs) for row in rows for s in row]
+
+
+def test_sequences_lose_their_place(rollout, monkeypatch):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt, preempted = Scheduler._preempt_request, []
+
+    def heard(self, request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", heard)
+    samples(rollout)
+    assert preempted
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0}], ids=["sampled", "greedy"])
