@@ -20,11 +20,14 @@ Box = tuple[tuple[int, int], ...]
 _BOXES = 1 << 16
 """Whose sizes are remembered: a model of experts has ten thousands of parts, and few boxes."""
 
-_FUSED_NORMS = {
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1",
 }
-"""Of latent attention. Other attention's q_layernorm stays by itself, and has no kv_layernorm."""
+"""Norms of a layer, and the linear layer that TransformerEngine fuses each with where there is one of that name; its weight is then
+the linear layer's `layer_norm_weight`."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,9 @@ class CheckpointMap:
         if not found:
             return name
         prefix, inner = found.groups()
-        if inner == "input_layernorm.weight" and prefix + "self_attention.linear_qkv.weight" in self.weights:
-            inner = "self_attention.linear_qkv.layer_norm_weight"
-        elif inner == "pre_mlp_layernorm.weight" and prefix + "mlp.linear_fc1.weight" in self.weights:
-            inner = "mlp.linear_fc1.layer_norm_weight"
-        elif prefix + "self_attention.linear_kv_up_proj.weight" in self.weights:
-            inner = _FUSED_NORMS.get(inner, inner)
+        linear = FUSED_NORMS.get(inner)
+        if linear is not None and f"{prefix}{linear}.weight" in self.weights:
+            inner = f"{linear}.layer_norm_weight"
         return prefix + re.sub(r"^mlp\.experts\.(\d+)\.", r"mlp.experts.experts.\1.", inner)
 
     def blocks(
@@ -86,11 +86,11 @@ class CheckpointMap:
             own = (min(rank * rows, first[0]), min((rank + 1) * rows, first[0]))
             return [Block(key, first, (own, *whole_box(first[1:])), 0)] if own[0] < own[1] else []
         if split == "gate_up":
-            box = _cut(first, 0, rank, parts)
+            box = equal_part(first, 0, rank, parts)
             return [Block(key + "_w", first, box, 0), Block(key + "_v", first, box, volume(box))]
         full = (sum(s[0] for s in weight.shapes), *first[1:])
         dim = {"replicated": None, "rows": 0, "rows_halves_swapped": 0, "qkv": 0, "columns": 1}[split]
-        return [Block(key, full, _cut(full, dim, rank, parts), 0)]
+        return [Block(key, full, equal_part(full, dim, rank, parts), 0)]
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], Weight]]:
         """Yield every tensor of a checkpoint: key, full shape, and the weight it is or is a part of."""
@@ -215,8 +215,8 @@ def slices(box: Box, part: Box) -> tuple[slice, ...]:
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))
 
 
-def _cut(full: tuple[int, ...], dim: int | None, rank: int, parts: int) -> Box:
-    """The whole tensor, or the rank-th of equal parts along one dim."""
+def equal_part(full: tuple[int, ...], dim: int | None, rank: int, parts: int) -> Box:
+    """Return the box of the rank-th of equal parts of a tensor along one dim; for None, that of the whole."""
     box = list(whole_box(full))
     if dim is not None:
         step = full[dim] // parts

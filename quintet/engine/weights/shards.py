@@ -21,8 +21,8 @@ from quintet.engine.mesh import Mesh, alone
 from quintet.engine.weights.fingerprint import Fingerprints, fingerprints
 from quintet.models import ModelShape, Weight, family_named
 from quintet.models.lora import adapter_weights, is_adapter
+from quintet.models.mcore import FUSED_NORMS, box_sizes, equal_part, whole_box
 from quintet.models.mcore import Box as Box
-from quintet.models.mcore import box_sizes
 from quintet.models.weight import Stack
 
 
@@ -192,18 +192,13 @@ def _renamed(model: Any, mesh: Mesh, name: str, tensor: Tensor) -> Iterator[tupl
         prefix = f"decoder.layers.{model.decoder.layers[int(number)].layer_number - 1}."
     experts = (model.config.num_moe_experts or 0) // mesh.sizes.ep
     for inner, view in _experts_apart(rest, tensor, mesh.at("ep") * experts):
-        yield prefix + _FUSED_NORMS.get(inner, inner), view
+        yield prefix + _NORMS.get(inner, inner), view
 
 
 _LAYER = re.compile(r"(decoder\.layers\.(\d+)\.|mtp\.layers\.\d+\.transformer_layer\.)(.*)")
 
-_FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-"""TransformerEngine's layers hold the norm before them."""
+_NORMS = {f"{linear}.layer_norm_weight": norm for norm, linear in FUSED_NORMS.items()}
+"""By the name that a norm has within the linear layer after it."""
 
 
 def _local_tensors(model: torch.nn.Module, of: str) -> Iterator[tuple[str, Tensor]]:
@@ -259,21 +254,21 @@ def _cut(weight: Weight, tensor: Tensor, shape: ModelShape, mesh: Mesh) -> list[
         return _cut_qkv(weight, tensor, shape, rank, parts)
     if split == "gate_up":
         return [
-            Shard(name, full, _box(full, 0, rank, parts), half)
+            Shard(name, full, equal_part(full, 0, rank, parts), half)
             for name, full, half in zip(weight.hf, weight.shapes, tensor.chunk(2, 0), strict=True)
         ]
     if split == "vocab":
         rows = len(tensor)
         start, stop = min(rank * rows, full[0]), min((rank + 1) * rows, full[0])
-        return [Shard(weight.hf[0], full, ((start, stop), *_box(full)[1:]), tensor[: stop - start])]
+        return [Shard(weight.hf[0], full, ((start, stop), *whole_box(full[1:])), tensor[: stop - start])]
     if split == "rows_halves_swapped":
-        held, half = _box(full, 0, rank, parts)[0], full[1] // 2
+        held, half = equal_part(full, 0, rank, parts)[0], full[1] // 2
         return [
             Shard(weight.hf[0], full, (held, (0, half)), tensor[:, half:]),
             Shard(weight.hf[0], full, (held, (half, full[1])), tensor[:, :half]),
         ]
     dim = {"replicated": None, "rows": 0, "columns": 1}[split]
-    return [Shard(weight.hf[0], full, _box(full, dim, rank, parts), tensor, weight.trained)]
+    return [Shard(weight.hf[0], full, equal_part(full, dim, rank, parts), tensor, weight.trained)]
 
 
 def _cut_qkv(weight: Weight, tensor: Tensor, shape: ModelShape, rank: int, tp: int) -> list[Shard]:
@@ -283,7 +278,7 @@ def _cut_qkv(weight: Weight, tensor: Tensor, shape: ModelShape, rank: int, tp: i
     by_group = tensor.view(groups, queries + 2, shape.head_dim, *tensor.shape[1:])
     views = (by_group[:, :queries], by_group[:, queries], by_group[:, queries + 1])
     return [
-        Shard(name, full, _box(full, 0, rank, tp), view)
+        Shard(name, full, equal_part(full, 0, rank, tp), view)
         for name, full, view in zip(weight.hf, weight.shapes, views, strict=True)
     ]
 
@@ -294,7 +289,7 @@ def _cut_stacked(weight: Weight, stack: Stack, tensor: Tensor, rank: int, parts:
     shape = weight.shapes[0]
     halves: list[tuple[Box, Tensor]] = []  # of one expert's matrix, outputs before inputs
     if split == "gate_up":
-        (start, stop), *rest = _box(shape, 0, rank, parts)
+        (start, stop), *rest = equal_part(shape, 0, rank, parts)
         if stack.interleaved:
             halves.append((((2 * start, 2 * stop), *rest), tensor.unflatten(0, (2, -1)).transpose(0, 1)))
         else:
@@ -302,7 +297,7 @@ def _cut_stacked(weight: Weight, stack: Stack, tensor: Tensor, rank: int, parts:
                 halves.append((((start + half * shape[0], stop + half * shape[0]), *rest), view))
     else:
         dim = {"replicated": None, "columns": 1}[split]
-        halves.append((_box(shape, dim, rank, parts), tensor))
+        halves.append((equal_part(shape, dim, rank, parts), tensor))
     name, full = weight.tensors[0]
     shards = []
     # Views are [rows, columns], interleaved [rows, 2, columns]; of a bias, without the columns.
@@ -311,12 +306,3 @@ def _cut_stacked(weight: Weight, stack: Stack, tensor: Tensor, rank: int, parts:
             box, view = box[::-1], view.movedim(-1, 0)
         shards.append(Shard(name, full, ((stack.expert, stack.expert + 1), *box), view[None]))
     return shards
-
-
-def _box(full: tuple[int, ...], dim: int | None = None, rank: int = 0, parts: int = 1) -> Box:
-    """The whole tensor, or the rank-th of equal parts along one dim."""
-    box = [(0, n) for n in full]
-    if dim is not None:
-        step = full[dim] // parts
-        box[dim] = (rank * step, (rank + 1) * step)
-    return tuple(box)
