@@ -23,7 +23,7 @@ from quintet.engine.device import upload
 from quintet.engine.gradients import mark_embedding_copy
 from quintet.engine.head import VocabSlice, log_probs_and_entropy
 from quintet.engine.layers.attention_backends import reads_offsets
-from quintet.engine.layers.mtp import MtpBlock
+from quintet.engine.layers.mtp import MtpLayer
 from quintet.engine.layers.specs import block_spec
 from quintet.engine.mesh import Mesh
 from quintet.engine.row import MicroBatch, PackedRow, TargetSet, attention_metadata
@@ -72,7 +72,10 @@ class PolicyModel(GPTModel):
             del self.output_layer
             self.value_head = ValueHead(shape.hidden_size, config.params_dtype)
         if self.post_process and shape.mtp_layers:
-            self.mtp = MtpBlock(shape, config, mesh, provider, vp_stage)
+            numbers = range(shape.mtp_layers)
+            layers = [MtpLayer(shape, config, mesh, provider, number, vp_stage) for number in numbers]
+            self.mtp: Any = torch.nn.Module()  # for core's names
+            self.mtp.layers = torch.nn.ModuleList(layers)
             if not self.pre_process:
                 self.embedding = self._embedding_of_last_stage()
         ends = self.pre_process or self.post_process

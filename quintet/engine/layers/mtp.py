@@ -32,23 +32,6 @@ from quintet.engine.row import PackedRow
 from quintet.models import ModelShape
 
 
-class MtpBlock(torch.nn.Module):
-    """All of a model's layers for multi-token prediction."""
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        config: TransformerConfig,
-        mesh: Mesh,
-        provider: Any,
-        vp_stage: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            MtpLayer(shape, config, mesh, provider, number, vp_stage) for number in range(shape.mtp_layers)
-        )
-
-
 def freeze_ahead(chunks: Iterable[Any]) -> None:
     """Keep the layers for multi-token prediction of a model's chunks from being trained."""
     for chunk in chunks:
