@@ -14,23 +14,11 @@ The group comes with the row, so it may differ from micro-batch to micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-
-class Exchange(Protocol):
-    """An exchange between context-parallel ranks: before the kernel, every rank's part of q, k and v → what this rank attends
-    with; after it, the way back."""
-
-    def before(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def after(self, context: Tensor) -> Tensor: ...
-
-    def of_heads(self, values: Tensor) -> Tensor:
-        """Return, of a value a head [heads], those of the heads that this rank attends with."""
 
 
 @dataclass
@@ -49,9 +37,11 @@ class AllGather:
         return query, key, value
 
     def after(self, context: Tensor) -> Tensor:
+        """Return what was attended as it is."""
         return context
 
     def of_heads(self, values: Tensor) -> Tensor:
+        """Return values a head [heads] as they are: this rank attends with all heads."""
         return values
 
 
@@ -112,7 +102,13 @@ class AllToAll:
         return mine.transpose(0, 1).reshape(len(rows) // ranks, -1, d)
 
     def of_heads(self, values: Tensor) -> Tensor:
+        """Return, of values a head [heads], those of the heads that this rank attends with."""
         return values.chunk(self.group.size())[self.group.rank()]
+
+
+Exchange = AllGather | AllToAll
+"""An exchange between context-parallel ranks: before the kernel, every rank's part of q, k and v becomes what this rank attends with;
+after it, the way back."""
 
 
 class _Swap(torch.autograd.Function):
