@@ -146,7 +146,9 @@ class _Adapter:
         wide = _in_columns(held)
         by_part = dict(zip(self.parts, wide, strict=True))
         if self.linear.split != "qkv":
-            return torch.cat([by_part.get(p, _zeros(wide[0], p, self.parts)) for p in self.linear.parts])
+            # Gate and up have as many rows: for the one without adapters.
+            nothing = torch.zeros_like(wide[0])
+            return torch.cat([by_part.get(p, nothing) for p in self.linear.parts])
         groups, d = self.shape.kv_heads // self.tp.size(), self.shape.head_dim
         heads = [
             by_part[p].view(groups, -1, d, wide[0].shape[1])
@@ -155,12 +157,6 @@ class _Adapter:
             for p in self.linear.parts
         ]
         return torch.cat(heads, dim=1).flatten(0, 2)
-
-
-def _zeros(like: Tensor, part: Part, adapted_parts: Sequence[Part]) -> Tensor:
-    """Of gate or up without adapters: as many rows as the other has."""
-    assert part.out == adapted_parts[0].out
-    return torch.zeros_like(like)
 
 
 def _in_columns(held: Sequence[Tensor]) -> list[Tensor]:
@@ -258,75 +254,53 @@ def split_adapters(shards: Iterable[Shard]) -> tuple[list[Shard], list[Shard]]:
 
 
 def merged(shards: Iterable[Shard], lora: LoraShape) -> list[Shard]:
-    """Return the model's shards with the adapters in them. A rank needs no other's: it holds the rows of B and columns of A that
-    its part of a weight takes. Nothing is computed before it is read."""
+    """Return the model's shards with the adapters in them, W + scale · B A. A rank needs no other's: it holds the rows of B and columns
+    of A that its part of a weight takes. Nothing is computed before it is read."""
+
+    def with_adapters(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return weight.add((b @ a).view(weight.shape), alpha=lora.scale)
+
     base, low_rank = split_adapters(shards)
     held = {shard.name.removeprefix(PEFT_PREFIX): shard for shard in low_rank}
     found = []
     for shard in base:
         module = shard.name.removesuffix(".weight")
         a, b = (held.get(f"{module}.lora_{x}.weight") for x in "AB")
-        found.append(shard if a is None or b is None else MergedShard(shard, a, b, lora.scale))
+        found.append(shard if a is None or b is None else ComputedShard(with_adapters, shard, a, b))
     return found
 
 
 def scaled(low_rank: Iterable[Shard], scale: float) -> list[Shard]:
     """Return the shards of adapters with their scale in B, so that B A is all that is added. Nothing is computed before it is
     read."""
-    return [ScaledShard(one, scale) if ".lora_B." in one.name else one for one in low_rank]
+    return [ComputedShard(lambda b: b * scale, one) if ".lora_B." in one.name else one for one in low_rank]
 
 
 class ComputedShard(Shard):
-    """A shard whose view is computed each time it is asked for, of the same size and in the type of `base`'s."""
+    """A shard whose view is computed in fp32 each time it is asked for, of `base` and of others beside it; it has the size and the type
+    of base's."""
 
     standing = False
 
-    def __init__(self, base: Shard) -> None:
+    def __init__(self, compute: Callable[..., Tensor], base: Shard, *others: Shard) -> None:
         self.name, self.shape, self.box, self.trained = base.name, base.shape, base.box, base.trained
-        self._base = base.view
+        self._compute, self._read = compute, (base.view, *(one.view for one in others))
+
+    @property
+    def view(self) -> Tensor:  # type: ignore[override]
+        dtype = self._read[0].dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        return self._compute(*(one.to(exact) for one in self._read)).to(dtype)
+
+    @property
+    def behind(self) -> tuple[Tensor, ...]:
+        """The tensors that are read (`Shard.behind`)."""
+        return self._read
 
     def unit(self, dim: int = 0) -> int:
         """Return the size of one step as `Shard.unit`; nothing is computed."""
-        return Shard(self.name, self.shape, self.box, self._base).unit(dim)
+        return Shard(self.name, self.shape, self.box, self._read[0]).unit(dim)
 
     def part(self, box: Box) -> Tensor:
         """Return the view of a box as `Shard.part`; computed once."""
         return Shard(self.name, self.shape, self.box, self.view).part(box)
-
-
-class MergedShard(ComputedShard):
-    """A shard of a weight with its adapters, W + scale · B A, computed in fp32."""
-
-    def __init__(self, base: Shard, a: Shard, b: Shard, scale: float) -> None:
-        super().__init__(base)
-        self._a, self._b, self._scale = a.view, b.view, scale
-
-    @property
-    def view(self) -> Tensor:  # type: ignore[override]
-        exact = torch.promote_types(self._base.dtype, torch.float32)
-        delta = self._b.to(exact) @ self._a.to(exact)
-        whole = self._base.to(exact).add(delta.view(self._base.shape), alpha=self._scale)
-        return whole.to(self._base.dtype)
-
-    @property
-    def behind(self) -> tuple[Tensor, ...]:
-        """The tensors that are read (`Shard.behind`): the weight and its adapters."""
-        return self._base, self._a, self._b
-
-
-class ScaledShard(ComputedShard):
-    """A shard of an adapter's B with its scale, scale · B, computed in fp32."""
-
-    def __init__(self, base: Shard, scale: float) -> None:
-        super().__init__(base)
-        self._scale = scale
-
-    @property
-    def view(self) -> Tensor:  # type: ignore[override]
-        exact = torch.promote_types(self._base.dtype, torch.float32)
-        return (self._base.to(exact) * self._scale).to(self._base.dtype)
-
-    @property
-    def behind(self) -> tuple[Tensor, ...]:
-        """The tensors that are read (`Shard.behind`): B itself."""
-        return (self._base,)
