@@ -48,9 +48,13 @@ def build_optimizer(
     sgd too, with momentum. Vectors (norms, biases) have no weight decay. bf16 parameters have fp32 master weights. With
     `cpu_fraction`, that share of masters and moments lives on the CPU and is updated there.
 
-    Raises UserError for what megatron-core refuses or would not do, and for lr_multipliers that fit no weight.
+    Raises UserError for `cpu_fraction` where there is no GPU, which a recipe for any device does not show, and for lr_multipliers that
+    fit no weight.
     """
-    _refuse(recipe, engine, dtype)
+    if recipe.cpu_fraction and not torch.cuda.is_available():
+        raise UserError(
+            f"{recipe.key}.cpu_fraction={recipe.cpu_fraction:g} moves state from GPUs to the CPU, and there are none; set it to 0"
+        )
     config = OptimizerConfig(
         optimizer="sgd" if recipe.name == "sgd" else "adam",
         lr=recipe.lr,
@@ -136,30 +140,6 @@ def set_learning_rate(optimizer: MegatronOptimizer, rate: float) -> None:
     """Give each parameter group the schedule's rate times its own factor."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_mult"]
-
-
-def _refuse(recipe: schema.Optimizer, engine: schema.Engine, dtype: torch.dtype) -> None:
-    """What the recipe's rules refuse as well, for those who make an engine without a recipe."""
-    cpu = f"{recipe.key}.cpu_fraction={recipe.cpu_fraction:g}"
-    if recipe.name == "muon":
-        why = f"{recipe.key}.name=muon is not available in this version; use adamw"
-    elif recipe.name == "sgd" and engine.distributed_optimizer:
-        why = (
-            f"{recipe.key}.name=sgd: megatron-core's distributed optimizer holds Adam's state only; set "
-            "engine.distributed_optimizer=false, or use adamw"
-        )
-    elif recipe.cpu_fraction and not torch.cuda.is_available():
-        why = f"{cpu} moves state from GPUs to the CPU, and there are none; set it to 0"
-    elif recipe.cpu_fraction and not (
-        recipe.name == "adamw" and engine.distributed_optimizer and dtype == torch.bfloat16
-    ):
-        why = (
-            f"{cpu}: megatron-core does it for adamw alone, with engine.distributed_optimizer=true and model.dtype=bf16; set "
-            "these, or set it to 0"
-        )
-    else:
-        return
-    raise UserError(why)
 
 
 def _keep_on_cpu(config: OptimizerConfig, fraction: float) -> None:
