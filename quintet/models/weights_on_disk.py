@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -195,8 +195,8 @@ def head_and_embedding(shape: ModelShape) -> list[str]:
     return [weight.hf[0] for weight in _ends(shape)]
 
 
-def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
-    """Check that every tensor is accounted for: none missing, none left over.
+def _fitting_table(names: set[str], shape: ModelShape, where: Path) -> Sequence[Weight]:
+    """The entries of what a directory holds, once every tensor is accounted for: none missing, none left over.
 
     A value model may start from a language model: it then leaves the LM head and has no head of its own yet. A directory
     that says it holds a value model has one.
@@ -214,6 +214,7 @@ def check_names(names: set[str], shape: ModelShape, where: Path) -> None:
         raise UserError(
             f"{where}: tensors do not fit a {shape.family} model of this config; {'; '.join(said)}"
         )
+    return table
 
 
 def listed(names: list[str], most: int = 12) -> str:
@@ -222,22 +223,15 @@ def listed(names: list[str], most: int = 12) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _tensors(weight: Weight) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield from weight.tensors
-    for copy in weight.copies:
-        yield copy, weight.shapes[0]
-
-
 def check_weights(path: Path, shape: ModelShape) -> WeightsOnDisk:
     """Check names, shapes and types of all weights in a directory against what config.json implies; reads headers only.
 
     Raises UserError naming the file, and the tensor where one is wrong.
     """
     found = find_weights(path)
-    check_names(set(found.tensors), shape, found.path)
-    table, _ = _stored(shape, set(found.tensors), found.path)
-    for weight in table:
-        for name, wanted in _tensors(weight):
+    for weight in _fitting_table(set(found.tensors), shape, found.path):
+        copies = [(copy, weight.shapes[0]) for copy in weight.copies]
+        for name, wanted in (*weight.tensors, *copies):
             if name not in found.tensors and (name == VALUE_HEAD or name in weight.copies):
                 continue
             file, entry = found.tensors[name].file, found.tensors[name].entry
