@@ -13,7 +13,7 @@ from quintet.engine.checkpoint.reader import Reader
 from quintet.engine.convert.places import Places
 from quintet.engine.weights.hf import planned_tensors
 from quintet.engine.weights.hf_write import hf_writer
-from quintet.models import ModelShape, family_named, family_of
+from quintet.models import ModelShape, family_of, table_of
 from quintet.models.mcore import CheckpointMap
 from quintet.recipe.schema import Layout
 
@@ -38,7 +38,7 @@ def recut(source: Path, destination: Path, shape: ModelShape, layout: Layout) ->
     """The same checkpoint, its tensors cut and filed as the ranks of another layout do."""
     reader, places = Reader(source), Places(shape, layout)
     places.check()
-    table = CheckpointMap(family_named(shape.family).weights(shape))
+    table = CheckpointMap(table_of(shape))
     destination.mkdir()
     files = [TensorFile(destination / f"__{rank}_0.distcp") for rank in range(places.ranks)]
     for name, weight in table.weights.items():

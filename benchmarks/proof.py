@@ -25,7 +25,7 @@ from benchmarks.engine_work import MODELS
 from benchmarks.options import positive_int
 from benchmarks.records import record, write_records
 from quintet.engine.weights.fingerprint import Fingerprints
-from quintet.models import ModelShape, family_named
+from quintet.models import ModelShape, table_of
 from quintet.models.mcore import Box, volume, whole_box
 from quintet.sync.proof import Comparison
 from quintet.sync.rank_fingerprints import INDEX, RankFingerprints, RankIndexer
@@ -36,7 +36,7 @@ MIB = 2**20
 
 def tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Of the whole model."""
-    table = family_named(shape.family).weights(shape)
+    table = table_of(shape)
     return {name: full for weight in table for name, full in weight.tensors}
 
 

@@ -32,7 +32,7 @@ from benchmarks.records import RESULTS, merged, record, write_records
 from quintet.engine.copies import without_collections
 from quintet.engine.mesh import Mesh, Sizes
 from quintet.engine.weights.shards import Shard, _cut
-from quintet.models import ModelShape, Weight, family_named
+from quintet.models import ModelShape, Weight, table_of
 from quintet.rollout.base import Wanted
 from quintet.sync.server import ReceiverSpec, WeightServer
 
@@ -76,7 +76,7 @@ def in_threads(world: int, work: Callable[[int], T]) -> list[T]:
 @functools.cache
 def table(shape: ModelShape) -> list[Weight]:
     """The family's weights of a model."""
-    return list(family_named(shape.family).weights(shape))
+    return list(table_of(shape))
 
 
 def shards(shape: ModelShape, sizes: Sizes, rank: int) -> list[Shard]:

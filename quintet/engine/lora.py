@@ -34,7 +34,7 @@ from torch import Tensor
 from quintet.engine.gradients import mark_etp_sum
 from quintet.engine.layers.experts import group_rows, grouped_linear, mark_expert
 from quintet.engine.weights.shards import Box, Shard
-from quintet.models import ModelShape, family_named
+from quintet.models import ModelShape, table_of
 from quintet.models.lora import PEFT_PREFIX, Linear, LoraShape, Part, adapted, is_adapter, linears
 
 
@@ -59,7 +59,7 @@ def attach(model: Any, lora: LoraShape) -> None:
         model.embedding.register_forward_hook(requires_grad)
     layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
     seen = set()
-    for linear in linears(family_named(model.shape.family).weights(model.shape)):
+    for linear in linears(table_of(model.shape)):
         number, inner = _place(linear.name)
         parts = adapted(linear, lora)
         if number not in layers or not parts or (number, inner) in seen:

@@ -24,7 +24,7 @@ from quintet.engine.convert import hf_to_mcore, mcore_to_hf
 from quintet.engine.convert.parts import Parameter
 from quintet.engine.weights.hf_read import HfReader
 from quintet.errors import UserError
-from quintet.models import check_weights, family_named, read_shape
+from quintet.models import check_weights, read_shape, table_of
 from quintet.models.mcore import CheckpointMap, stacked, whole_box
 from quintet.models.weights_on_disk import held_shape
 from quintet.packing import RankCell
@@ -126,7 +126,7 @@ def test_a_vocabulary_that_tp_does_not_divide_is_stored_without_padding(tmp_path
 def restack(path: Path, source: Path, *, padding: int = 0, beside: tuple[str, ...] = ()) -> None:
     """The checkpoint as megatron-core writes it by default: layers and experts in stacks, vocabulary padded, no checksums."""
     shape = held_shape(source)
-    table = CheckpointMap(family_named(shape.family).weights(shape))
+    table = CheckpointMap(table_of(shape))
     layers = None if shape.moe else shape.layers
     path.mkdir()
     file = TensorFile(path / "__0_0.distcp")

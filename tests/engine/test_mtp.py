@@ -189,9 +189,9 @@ def test_a_trained_model_takes_the_layers_of_its_source_along(pool, directory, t
 
 
 def names(shape: Any) -> list[str]:
-    from quintet.models import family_named
+    from quintet.models import table_of
 
-    return [name for weight in family_named(shape.family).weights(shape) for name in weight.hf]
+    return [name for weight in table_of(shape) for name in weight.hf]
 
 
 def in_two_files(path: Path, out: Path) -> Path:

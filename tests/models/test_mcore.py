@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintet.models import MlaShape, ModelShape, MoeShape, family_named
+from quintet.models import MlaShape, ModelShape, MoeShape, table_of
 from quintet.models.mcore import Block, CheckpointMap, flat_boxes, stacked, volume, whole_box
 
 DENSE = ModelShape(
@@ -39,7 +39,7 @@ EXPERTS = ModelShape(
 
 
 def table(shape: ModelShape) -> CheckpointMap:
-    return CheckpointMap(family_named(shape.family).weights(shape))
+    return CheckpointMap(table_of(shape))
 
 
 def inside(box: tuple[tuple[int, int], ...]) -> list[tuple[int, ...]]:

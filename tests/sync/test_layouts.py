@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quintet.models import family_named, read_shape
+from quintet.models import read_shape, table_of
 from tests.engine import mtp_models
 from tests.oracle.models import save
 from tests.sync import layouts
@@ -52,7 +52,7 @@ def test_whole_tensors_are_those_of_the_export(pool, tmp_path_factory, pair):
         name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()
     }
     shape = read_shape(path)
-    again = {name for weight in family_named(shape.family).weights(shape) for name in weight.copies}
+    again = {name for weight in table_of(shape) for name in weight.copies}
     assert set(expected) - again <= set(found) <= set(expected)
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     assert served.bytes >= sum(one.nbytes for one in found.values())

@@ -23,7 +23,7 @@ from quintet.engine.weights.hf_write import DTYPE_NAMES, HfWriter, Planned, hf_w
 from quintet.engine.weights.passthrough_tensors import Carried, carried_from
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
-from quintet.models import ModelShape, family_named, read_shape
+from quintet.models import ModelShape, read_shape, table_of
 from quintet.models.family import read_config
 from quintet.models.mcore import Block, CheckpointMap, box_sizes, stacked, volume, whole_box
 from quintet.models.weights_on_disk import listed
@@ -56,7 +56,7 @@ def mcore_to_hf(
     beside = _companions(path, None if companions is None else Path(companions))
     reader = _whole_model(path)
     shape = _shape(beside, reader)
-    table = CheckpointMap(family_named(shape.family).weights(shape))
+    table = CheckpointMap(table_of(shape))
     found = _Found(reader, table, shape, beside)
     dtypes = {name: found.dtype(name, cast, one.trained) for name, one in table.weights.items()}
     kinds: dict[str, torch.dtype] = {}

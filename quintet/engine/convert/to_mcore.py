@@ -22,7 +22,7 @@ from quintet.engine.weights.hf_aux_files import copy_companions
 from quintet.engine.weights.hf_read import TORCH_DTYPES, HfReader
 from quintet.engine.weights.passthrough_tensors import held_copies
 from quintet.errors import UserError
-from quintet.models import ModelShape, Weight, family_named
+from quintet.models import ModelShape, Weight, table_of
 from quintet.models.mcore import Block, CheckpointMap
 from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk, held_shape
 from quintet.recipe.schema import Layout
@@ -63,7 +63,7 @@ def hf_to_mcore(
     places = Places(shape, layout)
     places.check()
     weights = check_hf(shape, source)
-    table = CheckpointMap(family_named(shape.family).weights(shape))
+    table = CheckpointMap(table_of(shape))
     dtypes = {name: _dtype(weight, weights, cast) for name, weight in table.weights.items()}
     total = sum(nbytes_of(full, dtypes[weight.name]) for _, full, weight in table.tensors())
     done, count = 0, 0

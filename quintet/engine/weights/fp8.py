@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quintet.errors import UserError
-from quintet.models import ModelShape, family_named
+from quintet.models import ModelShape, table_of
 from quintet.models.fp8_blocks import BLOCK as BLOCK
 from quintet.models.fp8_blocks import SCALE as SCALE
 from quintet.models.fp8_blocks import scales_shape as scales_shape
@@ -31,7 +31,7 @@ def quantized_names(shape: ModelShape) -> set[str]:
 
     Raises UserError for a model whose experts are one tensor a layer, for which there is no such format.
     """
-    weights = list(family_named(shape.family).weights(shape))
+    weights = table_of(shape)
     if any(one.stack is not None for one in weights):
         raise UserError(
             f"rollout.quantization=fp8: {shape.family} has all experts of a layer in one tensor, of which no format with "

@@ -17,7 +17,7 @@ from torch import Tensor
 from quintet.engine.weights import fp8
 from quintet.engine.weights.fingerprint import Fingerprints, fingerprints
 from quintet.engine.weights.shards import Shard
-from quintet.models import ModelShape, family_named
+from quintet.models import ModelShape, table_of
 from quintet.models.mcore import Box, whole_box
 
 ROWS = 1024
@@ -59,7 +59,7 @@ class _Largest:
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         names = fp8.quantized_names(shape)
-        table = family_named(shape.family).weights(shape)
+        table = table_of(shape)
         self.shapes = {name: full for one in table for name, full in one.tensors if name in names}
         sizes = [math.prod(fp8.scales_shape(full)) for full in self.shapes.values()]
         self._flat = torch.zeros(sum(sizes), device=device)

@@ -19,7 +19,7 @@ from quintet.engine.weights.passthrough_tensors import Carried, carried_from, re
 from quintet.engine.weights.reshard import Holdings, Resharder, gather_holdings
 from quintet.engine.weights.shards import Box, Shard
 from quintet.errors import UserError
-from quintet.models import ModelShape, check_weights, family_named
+from quintet.models import ModelShape, check_weights, table_of
 from quintet.models.hf_config import read_json
 from quintet.models.mcore import whole_box
 from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk, head_and_embedding
@@ -115,7 +115,7 @@ def planned_tensors(shape: ModelShape, dtype: torch.dtype) -> list[Planned]:
     """Return every tensor of a model's directory in the family's order: parameters as `dtype`, buffers in fp32."""
     found = {  # by name: several weights may be parts of one tensor
         name: Planned(name, full, dtype if weight.trained else torch.float32)
-        for weight in family_named(shape.family).weights(shape)
+        for weight in table_of(shape)
         for name, full in weight.tensors
     }
     return list(found.values())

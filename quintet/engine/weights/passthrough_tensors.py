@@ -18,7 +18,7 @@ from quintet.engine.weights.hf_read import TORCH_DTYPES, HfReader, same_bytes
 from quintet.engine.weights.hf_write import Planned
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
-from quintet.models import ModelShape, family_named
+from quintet.models import ModelShape, table_of
 from quintet.models.mcore import whole_box
 from quintet.models.weights_on_disk import WeightsOnDisk, find_weights, held_shape, mtp_weights
 
@@ -96,5 +96,5 @@ def refuse_other_copies(weights: WeightsOnDisk, shape: ModelShape) -> None:
 
 def held_copies(weights: WeightsOnDisk, shape: ModelShape) -> Iterator[tuple[str, str]]:
     """Yield each tensor that a directory holds a second time: its name, and that of the copy."""
-    for weight in family_named(shape.family).weights(shape):
+    for weight in table_of(shape):
         yield from ((weight.hf[0], copy) for copy in weight.copies if copy in weights.tensors)

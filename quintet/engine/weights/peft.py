@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from quintet.engine.weights.hf import full_tensors
 from quintet.engine.weights.hf_write import Planned
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
-from quintet.models import ModelShape, family_named
+from quintet.models import ModelShape, table_of
 from quintet.models.lora import LoraShape, adapter_weights
 from quintet.models.peft import CONFIG, SCORE, WEIGHTS, Place, adapter_config, places, read_adapter
 from quintet.models.weight import Weight
@@ -31,12 +31,12 @@ def load_adapters(shards: Iterable[Shard], shape: ModelShape, lora: LoraShape, p
 
     Raises UserError on every rank when its adapters are not those of `lora`, or its files are damaged.
     """
-    weights = list(family_named(shape.family).weights(shape))
+    weights = table_of(shape)
     where = run_on_all_or_raise(lambda: _checked(weights, lora, path))
     run_on_all_or_raise(lambda: _fill(shards, where, lora.rank, path / WEIGHTS))
 
 
-def _checked(weights: list[Weight], lora: LoraShape, path: Path) -> dict[str, Place]:
+def _checked(weights: Sequence[Weight], lora: LoraShape, path: Path) -> dict[str, Place]:
     held, where = read_adapter(path, weights)
     wanted = {w.hf[0] for w in adapter_weights(weights, lora)}
     if (held.rank, held.scale) != (lora.rank, lora.scale) or set(where) != wanted:
@@ -90,7 +90,7 @@ def save_adapters(
 
     shards: of the adapters, and of a value head. base: the model that the adapters are for.
     """
-    weights = list(family_named(shape.family).weights(shape))
+    weights = table_of(shape)
     entries = [*adapter_weights(weights, lora), *(w for w in weights if w.name == "value_head.weight")]
     planned = [Planned(w.hf[0], w.shapes[0], dtype) for w in entries]
     tensors: dict[str, Tensor] = {}

@@ -11,16 +11,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from quintet.engine.mesh import Mesh, alone
 from quintet.engine.weights.fingerprint import Fingerprints, fingerprints
-from quintet.models import ModelShape, Weight, family_named
-from quintet.models.lora import adapter_weights, is_adapter
+from quintet.models import Family, ModelShape, Weight, table_of
+from quintet.models.family import family_named
+from quintet.models.lora import LoraShape, adapter_weights, is_adapter
 from quintet.models.mcore import FUSED_NORMS, box_sizes, equal_part, whole_box
 from quintet.models.mcore import Box as Box
 from quintet.models.weight import Stack
@@ -143,17 +144,15 @@ def shard_fingerprints(shards: Sequence[Shard]) -> Fingerprints:
 def table(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> Mapping[str, Weight]:
     """Return the entries of all weights of a model, by megatron-core's name, on whichever rank they are."""
     adapters: Any = getattr(chunks[0], "adapters", None)
-    known = _tables.get(chunks[0])
-    if known is None or known[:2] != (shape, adapters):
-        weights = list(family_named(shape.family).weights(shape))
-        if adapters is not None:
-            weights += list(adapter_weights(weights, adapters.lora))
-        known = _tables[chunks[0]] = shape, adapters, {w.name: w for w in weights}
-    return known[2]
+    return _by_name(family_named(shape.family), shape, None if adapters is None else adapters.lora)
 
 
-_tables: WeakKeyDictionary[torch.nn.Module, tuple[ModelShape, Any, dict[str, Weight]]] = WeakKeyDictionary()
-"""Of the models there are: one with many experts has tens of thousands of entries, and every sync reads them."""
+@lru_cache(maxsize=4)  # of one with many experts they are tens of thousands, and every sync reads them
+def _by_name(family: Family, shape: ModelShape, lora: LoraShape | None) -> Mapping[str, Weight]:
+    """family: that of the shape, whose file may have been loaded again."""
+    weights = table_of(shape)
+    low_rank = () if lora is None else adapter_weights(weights, lora)
+    return {weight.name: weight for weight in (*weights, *low_rank)}
 
 
 def stored_table(chunks: Sequence[Any], shape: ModelShape) -> Mapping[str, Weight]:

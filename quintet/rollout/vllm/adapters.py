@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quintet.engine.weights.fp8 import dequantize
 from quintet.errors import SyncMismatch
-from quintet.models import ModelShape, check_weights, family_named, trained_shape
+from quintet.models import ModelShape, check_weights, table_of, trained_shape
 from quintet.models.fp8_blocks import SCALE
 from quintet.models.lora import PEFT_PREFIX, LoraShape, adapted, linears
 from quintet.models.mcore import whole_box
@@ -36,7 +36,7 @@ ADAPTER = 1
 
 def adapter_arguments(shape: ModelShape, lora: LoraShape) -> dict[str, Any]:
     """Return the arguments of vLLM's EngineArgs with which it has a slot for these adapters, beside the layers that have some."""
-    layers = linears(list(family_named(shape.family).weights(shape)))
+    layers = linears(table_of(shape))
     keys = {part.name.rpartition(".")[2] for linear in layers for part in adapted(linear, lora)}
     return {
         "enable_lora": True,
@@ -57,7 +57,7 @@ def adapter_request() -> Any:
 def pieces_on_disk(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Iterator[Piece]:
     """Yield the weights in a Hugging Face directory, as the engine has them."""
     shape = trained_shape(model_dir)
-    names = {name for weight in family_named(shape.family).weights(shape) for name in weight.hf}
+    names = {name for weight in table_of(shape) for name in weight.hf}
     found = check_weights(model_dir, shape).tensors
     with ExitStack() as stack:
         files = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quintet.engine.weights.fp8 import quantized_names
-from quintet.models import ModelShape, family_named
+from quintet.models import ModelShape, table_of
 
 
 def fp8_config(shape: ModelShape) -> dict[str, Any]:
@@ -13,7 +13,7 @@ def fp8_config(shape: ModelShape) -> dict[str, Any]:
 
     Not quantised are embedding, head and routers, as in the FP8 models on the hub.
     """
-    weights = list(family_named(shape.family).weights(shape))
+    weights = table_of(shape)
     quantized = quantized_names(shape)
     others = {
         name.removesuffix(".weight")

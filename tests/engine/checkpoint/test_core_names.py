@@ -43,10 +43,10 @@ def core_boxes(state: dict[str, Any]) -> Found:
 
 
 def our_boxes(model: Any, mesh: Any, shape: Any, stack: bool) -> Found:
-    from quintet.models import family_named
+    from quintet.models import table_of
     from quintet.models.mcore import CheckpointMap, stacked
 
-    table = CheckpointMap(family_named(shape.family).weights(shape))
+    table = CheckpointMap(table_of(shape))
     sizes, at = mesh.sizes, mesh.coordinates
     layers, experts = shape.layers // sizes.pp, (shape.moe.experts if shape.moe else 0) // sizes.ep
     found: dict[str, tuple[tuple[int, ...], Any]] = {}

@@ -18,7 +18,7 @@ def save_and_read(path: Path, where: Path, metadata: dict[str, Any], ranks: int)
     from megatron.core import dist_checkpointing
 
     from quintet.engine.checkpoint.reader import Reader
-    from quintet.models import family_named, read_shape
+    from quintet.models import read_shape, table_of
     from quintet.models.mcore import CheckpointMap, stacked
     from quintet.recipe import schema
 
@@ -29,7 +29,7 @@ def save_and_read(path: Path, where: Path, metadata: dict[str, Any], ranks: int)
     where.mkdir(exist_ok=True)
     dist_checkpointing.save(state, str(where), validate_access_integrity=False)
     reader = Reader(where)
-    table = CheckpointMap(family_named(shape.family).weights(shape))
+    table = CheckpointMap(table_of(shape))
     count = 0
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         entry = name.replace("experts.local_experts", "experts")
