@@ -87,7 +87,7 @@ class HfConfig:
 
     def _number_from(self, least: int, key: str, default: int, most: int, expected: str) -> int:
         value = self._get(key, default, expected)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not _is_whole(value, least):
             raise self.wrong(key, expected)
         if value > most:
             raise self.wrong(key, f"at most {most:,}")
@@ -96,20 +96,14 @@ class HfConfig:
     def counts(self, key: str) -> list[int]:
         """Return the list of whole numbers of a key, 0 or more; empty when absent."""
         value = self._get(key, [], "a list of whole numbers")
-        if not isinstance(value, list) or not all(
-            isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value
-        ):
+        if not isinstance(value, list) or not all(_is_whole(one) for one in value):
             raise self.wrong(key, "a list of whole numbers, such as [0, 1]")
         return value
 
     def number(self, key: str, default: float = _NEEDED) -> float:
         """Return the finite number of a key, greater than 0."""
         value = self._get(key, default, "a number greater than 0")
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value <= sys.float_info.max
-        ):
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.wrong(key, "a number greater than 0")
         return float(value)
 
@@ -143,7 +137,7 @@ class HfConfig:
         """Return the token ids of a key, which holds one or a list of them; empty when absent."""
         value = self._get(key, [], "a token id")
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
+        if not all(_is_whole(one) for one in ids):
             raise self.wrong(key, "a token id or a list of token ids")
         return ids
 
@@ -155,6 +149,11 @@ class HfConfig:
         if default is _NEEDED:
             raise UserError(f"{self.where}: key {self.prefix}{key} is missing; expected {expected}")
         return default
+
+
+def _is_whole(value: Any, least: int = 0) -> bool:
+    """Whether it is a whole number, which true and false are not."""
+    return type(value) is int and value >= least
 
 
 def read_end_ids(path: Path) -> list[int]:
