@@ -186,16 +186,16 @@ class ModelShape:
         return self._count(self.moe.top_k if self.moe else 0)
 
     def _count(self, experts: int) -> int:
-        h = self.hidden_size
-        layers = 0
-        for layer in range(self.layers + self.mtp_layers):
-            layers += self.attention_parameters + 2 * h
-            if self.moe and self.moe.is_moe(layer):
-                layers += self.moe.parameters(h, experts)
-            else:
-                layers += 3 * h * self.ffn_hidden_size
+        h, every = self.hidden_size, range(self.layers + self.mtp_layers)
+        layers = sum(self.layer_parameters(layer, experts) + 2 * h for layer in every)
         layers += self.mtp_layers * (2 * h * h + 3 * h)  # a projection and three norms each
         return layers + self.vocab_size * h + h + self._head_parameters
+
+    def layer_parameters(self, layer: int, experts: int) -> int:
+        """Return the number of weights of a layer without its norms, counting so many of the routed experts that it has."""
+        if self.moe and self.moe.is_moe(layer):
+            return self.attention_parameters + self.moe.parameters(self.hidden_size, experts)
+        return self.attention_parameters + 3 * self.hidden_size * self.ffn_hidden_size
 
     @property
     def _head_parameters(self) -> int:

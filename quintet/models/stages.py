@@ -50,14 +50,8 @@ def _after_last(shape: ModelShape) -> tuple[int, int]:
 
 def _of_layer(shape: ModelShape, layer: int) -> tuple[int, int]:
     """Weights of a layer that a token is multiplied by, and all."""
-    if not shape.is_moe(layer) or shape.moe is None:
-        feed_forward = 3 * shape.hidden_size * shape.ffn_hidden_size
-        return shape.attention_parameters + feed_forward, shape.attention_parameters + feed_forward
-    time, held = (
-        shape.attention_parameters + shape.moe.parameters(shape.hidden_size, experts)
-        for experts in (shape.moe.top_k, shape.moe.experts)
-    )
-    return time, held
+    met, held = (shape.moe.top_k, shape.moe.experts) if shape.moe else (0, 0)
+    return shape.layer_parameters(layer, met), shape.layer_parameters(layer, held)
 
 
 def slowest_over_mean(shape: ModelShape, stages: Sequence[Sequence[range]]) -> float:
