@@ -21,6 +21,7 @@ from quintet.models.hf_config import HfConfig, read_json
 from quintet.models.lora import ALL_LINEAR, PEFT_PREFIX, Linear, LoraShape, adapted, linears
 from quintet.models.safetensors_header import Entry, read_header
 from quintet.models.weight import Weight
+from quintet.models.weights_on_disk import titled
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCORE = f"{PEFT_PREFIX}score.weight"
@@ -223,11 +224,8 @@ def _check_tensors(held: Mapping[str, Entry], found: Mapping[str, Place], file: 
     wanted = {place.name: place.shape for place in found.values()}
     missing, extra = sorted(set(wanted) - set(held)), sorted(set(held) - set(wanted) - {SCORE})
     if missing or extra or not wanted:
-        said = [f"missing: {', '.join(missing[:6])}"] if missing else []
-        said += [f"left over: {', '.join(extra[:6])}"] if extra else []
-        raise UserError(
-            f"{file}: its tensors are not adapters of this model's linear layers; {'; '.join(said)}"
-        )
+        said = titled({"missing": missing, "left over": extra})
+        raise UserError(f"{file}: its tensors are not adapters of this model's linear layers; {said}")
     for name, shape in wanted.items():
         if held[name].shape != shape:
             raise UserError(f"{file}: {name} has shape {held[name].shape}, model and rank imply {shape}")

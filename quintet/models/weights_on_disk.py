@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -209,11 +209,8 @@ def _fitting_table(names: set[str], shape: ModelShape, where: Path) -> Sequence[
     missing = sorted(wanted - names - ({VALUE_HEAD} if starts else set()))
     extra = sorted(n for n in names - wanted - spare if not n.endswith(IGNORED_SUFFIXES))
     if missing or extra:
-        said = [f"missing: {listed(missing)}"] if missing else []
-        said += [f"left over: {listed(extra)}"] if extra else []
-        raise UserError(
-            f"{where}: tensors do not fit a {shape.family} model of this config; {'; '.join(said)}"
-        )
+        said = titled({"missing": missing, "left over": extra})
+        raise UserError(f"{where}: tensors do not fit a {shape.family} model of this config; {said}")
     return table
 
 
@@ -221,6 +218,11 @@ def listed(names: list[str], most: int = 12) -> str:
     """Return names in a row, the rest counted."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def titled(found: Mapping[str, list[str]]) -> str:
+    """Return what was found wrong with tensors, a title and their names each; nothing of what there is none of."""
+    return "; ".join(f"{title}: {listed(names)}" for title, names in found.items() if names)
 
 
 def check_weights(path: Path, shape: ModelShape) -> WeightsOnDisk:

@@ -26,7 +26,7 @@ from quintet.errors import UserError
 from quintet.models import ModelShape, read_shape, table_of
 from quintet.models.family import read_config
 from quintet.models.mcore import Block, CheckpointMap, box_sizes, stacked, volume, whole_box
-from quintet.models.weights_on_disk import listed
+from quintet.models.weights_on_disk import titled
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -214,15 +214,10 @@ class _Found:
                         f"{at.key} is of {stored.dtype}, expected {', '.join(map(str, DTYPE_NAMES))}"
                     )
         extra = [one for one in reader.tensors if one not in used and not _OPTIMIZER.match(one)]
-        said = [
-            f"{title}: {listed(sorted(set(one)))}"
-            for title, one in (("missing", missing), ("left over", extra), ("of another shape", wrong))
-            if one
-        ]
-        if said:
+        faults = {"missing": missing, "left over": extra, "of another shape": wrong}
+        if said := titled({title: sorted(set(names)) for title, names in faults.items()}):
             raise UserError(
-                f"{reader.path}: tensors do not fit the {shape.family} model of {companions / 'config.json'}; "
-                + "; ".join(said)
+                f"{reader.path}: tensors do not fit the {shape.family} model of {companions / 'config.json'}; {said}"
             )
 
     def dtype(self, name: str, cast: torch.dtype | None, trained: bool) -> torch.dtype:
