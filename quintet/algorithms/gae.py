@@ -18,7 +18,6 @@ def gae(
     sample_ids: Tensor,
     gamma: float = 1.0,
     lam: float = 1.0,
-    bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438, eq. 16).
 
@@ -30,9 +29,8 @@ def gae(
         values: of the state each token was chosen in, [tokens].
         mask: 1 on trained tokens, [tokens]. What stands elsewhere is not looked at.
         sample_ids: the sample of each token, 0-based, [tokens] int64, samples one after another.
-        gamma, lam: discount of a step, and of estimates one step longer.
-        bootstrap: value of the state after the last trained token, [samples]: 0 for a sample that ended, the value
-            model's for one that was cut off; None takes 0 for all.
+        gamma, lam: discount of a step, and of estimates one step longer. The state after the last trained token is worth 0, also of a
+            sample that was cut off.
 
     Returns:
         advantages and returns (advantages + values: the value model's targets), [tokens] fp32 each, 0 where the mask
@@ -49,8 +47,7 @@ def gae(
     left = _tokens_after(sample)
     after = torch.zeros_like(value)
     after[:-1] = value[1:]
-    ending = 0.0 if bootstrap is None else bootstrap.detach().float()[sample]
-    total = reward + gamma * torch.where(left > 0, after, ending) - value
+    total = reward + gamma * torch.where(left > 0, after, 0.0) - value
 
     # A_t sums δ over a window that doubles: t's window of `step` terms and the next one, discounted, make 2 · step.
     step, longest = 1, int(left.max())
@@ -96,19 +93,16 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([on.sum().double(), v.sum(), v.square().sum()])
 
 
-def whiten(
-    values: Tensor, mask: Tensor, moments: Tensor, *, shift_mean: bool = True, eps: float = 1e-8
-) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, moments: Tensor, eps: float = 1e-8) -> Tensor:
     """Return (values - mean) / sqrt(variance + eps) under the mask, 0 elsewhere: [tokens] fp32.
 
     Args:
         values, mask: [tokens].
         moments: of the whole batch over all ranks and micro-batches (see `moments`), [3]; so the result does not
             depend on how it was split. The variance is the unbiased one, and 0 for fewer than two tokens.
-        shift_mean: whether the mean is taken off.
     """
     count, total, squares = moments.double().unbind()
     mean = total / count.clamp(min=1)
     variance = ((squares - total * mean) / (count - 1).clamp(min=1)).clamp(min=0)
-    centered = values.double() - mean if shift_mean else values.double()
+    centered = values.double() - mean
     return torch.where(mask > 0, centered * (variance + eps).rsqrt(), 0.0).float()
