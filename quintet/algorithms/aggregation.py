@@ -63,9 +63,8 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor] = {}
+        self._found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        """Sum, maximum and count, by name."""
         self._spread: dict[str, Histogram] = {}
 
     def add(self, quantities: Mapping[str, Tensor], mask: Tensor) -> None:
@@ -76,39 +75,33 @@ class Tally:
             value = value.detach().double()
             if name in SPREAD:
                 self._put_spread(name, Histogram(value, on))
-            top = torch.where(on, value, -torch.inf)
-            self._put(
-                name,
-                torch.where(on, value, 0.0).sum(),
-                top.max() if len(top) else value.new_tensor(-torch.inf),
-                count,
-            )
+            top = torch.where(on, value, -torch.inf).max() if len(value) else value.new_tensor(-torch.inf)
+            self._put(name, torch.where(on, value, 0.0).sum(), top, count)
 
     def merge(self, others: Iterable[Tally]) -> Tally:
         """Add other tallies to this one, and return it."""
         for other in others:
-            for name in other._sums:
-                self._put(name, other._sums[name], other._maxima[name], other._counts[name])
+            for name, found in other._found.items():
+                self._put(name, *found)
             for name, histogram in other._spread.items():
                 self._put_spread(name, histogram)
         return self
 
     def cpu(self) -> Tally:
         """Return this tally with its numbers on the CPU, to be sent elsewhere."""
-        for numbers in (self._sums, self._maxima, self._counts):
-            for name in numbers:
-                numbers[name] = numbers[name].cpu()
+        for name, (total, top, count) in self._found.items():
+            self._found[name] = total.cpu(), top.cpu(), count.cpu()
         for spread in self._spread.values():
             spread.counts = spread.counts.cpu()
         return self
 
     def means(self) -> dict[str, float]:
         """Return the mean over the counted tokens by name; 0 where none was counted."""
-        return {name: float(total) / max(int(self._counts[name]), 1) for name, total in self._sums.items()}
+        return {name: float(total) / max(int(count), 1) for name, (total, _, count) in self._found.items()}
 
     def maxima(self) -> dict[str, float]:
         """Return the largest counted value by name; 0 where none was counted."""
-        return {name: float(top) if self._counts[name] else 0.0 for name, top in self._maxima.items()}
+        return {name: float(top) if count else 0.0 for name, (_, top, count) in self._found.items()}
 
     def quantiles(self, name: str, shares: Iterable[float]) -> list[float]:
         """Return the values of a quantity in SPREAD that so large a share of the counted tokens does not exceed, to a percent of
@@ -119,8 +112,7 @@ class Tally:
         self._spread[name] = self._spread[name] + histogram if name in self._spread else histogram
 
     def _put(self, name: str, total: Tensor, top: Tensor, count: Tensor) -> None:
-        if name in self._sums:
-            total = self._sums[name] + total
-            top = torch.maximum(self._maxima[name], top)
-            count = self._counts[name] + count
-        self._sums[name], self._maxima[name], self._counts[name] = total, top, count
+        if name in self._found:
+            total_before, top_before, count_before = self._found[name]
+            total, top, count = total_before + total, torch.maximum(top_before, top), count_before + count
+        self._found[name] = total, top, count
