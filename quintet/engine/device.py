@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,16 @@ def download(values: Tensor) -> Callable[[], Tensor]:
         return copy
 
     return wait
+
+
+def copy_aside(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy (to, from) pairs between device and host on a stream of their own, once what is queued is done, and wait until all is there."""
+    stream: Any = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+    stream.synchronize()
 
 
 def memory(x: Tensor) -> memoryview:

@@ -17,6 +17,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from quintet.engine.device import copy_aside
 from quintet.recipe.offload import KINDS, NAMES
 
 CHUNK_BYTES = 1 << 27
@@ -46,7 +47,6 @@ class Offloader:
         self.chunks, self.optimizer = list(chunks), optimizer
         self._away: dict[str, list[_Away]] = {}
         self._host = {kind: _HostMemory() for kind in KINDS}
-        self._stream: Any = None
         for chunk in self.chunks:
             # A rollout may share the modules, and reading a storage of size 0 ends the process.
             module = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
@@ -66,7 +66,7 @@ class Offloader:
             for kind, fraction in fractions.items()
             if fraction > 0 and kind not in self._away
         }
-        self._copy(
+        copy_aside(
             (piece, part) for moved in leaving.values() for one in moved for part, piece in _pairs(one)
         )
         for moved in leaving.values():
@@ -83,7 +83,7 @@ class Offloader:
         back = [one for moved in self._away.values() for one in moved]
         for one in back:
             one.storage.resize_(one.nbytes)
-        self._copy((part, piece) for one in back for part, piece in _pairs(one))
+        copy_aside((part, piece) for one in back for part, piece in _pairs(one))
         for one in self._away.get("grads", ()):
             _bytes(one.storage, 0, one.nbytes).zero_()
         self._away.clear()
@@ -139,16 +139,6 @@ class Offloader:
                         for tensor in (parameter, *inner.state.get(parameter, {}).values()):
                             if torch.is_tensor(tensor) and tensor.dim() and tensor.device == device:
                                 yield tensor
-
-    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy (to, from) pairs on a stream of their own, and wait until all is there."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        self._stream.synchronize()
 
 
 class _HostMemory:

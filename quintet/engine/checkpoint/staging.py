@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintet.engine.device import copy_aside
+
 BUFFER_BYTES = 128 << 20
 """Memory comes in buffers of this size, or of one tensor's if that is larger: torch rounds each pinned allocation up to
 a power of two."""
@@ -19,7 +21,6 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
-        self._stream: Any = None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return a copy of each on the CPU, which owns its storage; valid until the next call. Waits for what computes them.
@@ -27,13 +28,7 @@ class Staging:
         On a GPU machine tensors may be on either side; those on the GPU are copied on a stream of their own.
         """
         copies = self._room(tensors)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for copy, tensor in zip(copies, tensors, strict=True):
-                copy.copy_(tensor, non_blocking=True)
-        self._stream.synchronize()
+        copy_aside(zip(copies, tensors, strict=True))
         return copies
 
     def _room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
