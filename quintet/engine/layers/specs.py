@@ -103,9 +103,8 @@ class PortableProvider(LocalSpecProvider):
         """Return the linear layer that is replicated over tp."""
         return ReplicatedLinear
 
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type, MLPSubmodules | None]:
+    def experts(self) -> tuple[type, MLPSubmodules | None]:
+        """Return the module of experts, and what it is made of."""
         return GroupedExperts, None
 
 
@@ -170,7 +169,7 @@ def _mlp(provider: Any, fuses: bool) -> MLPSubmodules:
 
 def _experts(shape: ModelShape, provider: Any, groups: ProcessGroupCollection) -> ModuleSpec:
     assert shape.moe is not None
-    experts, submodules = provider.grouped_mlp_modules(True, False)
+    experts, submodules = provider.experts()
     params: dict[str, Any] = {}
     if not shape.moe.plain:
         # Core's experts on TransformerEngine add the second bias once an etp rank.

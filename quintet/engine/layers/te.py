@@ -38,19 +38,16 @@ class TransformerEngineProvider(TESpecProvider):
         """Return the linear layer that is replicated over tp."""
         return ReplicatedLinear
 
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type, MLPSubmodules | None]:
-        _, submodules = super().grouped_mlp_modules(True, False)
+    def experts(self) -> tuple[type, MLPSubmodules | None]:
+        """Return the module of experts, and what it is made of."""
+        _, submodules = self.grouped_mlp_modules(True, False)
         return FusedExperts, submodules
 
 
 class WithTorchExperts(TransformerEngineProvider):
     """The same, but for the experts, which are the portable ones: a weight for all, and few launches."""
 
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type, MLPSubmodules | None]:
+    def experts(self) -> tuple[type, MLPSubmodules | None]:
         return GroupedExperts, None
 
 
