@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -81,6 +81,14 @@ class Claims:
             self.records.append(record("fp8", self.case, metric, number, unit, baseline=baseline))
 
 
+def copies(chunks: Iterable[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, weight and its copy in 8 bits, of all that are there."""
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            for name, copy in getattr(module, "_fp8_workspaces", {}).items():
+                yield f"{path}.{name}", getattr(module, name).detach(), copy
+
+
 @contextmanager
 def copies_seen(seen: list[tuple[int, list[str]]]) -> Iterator[None]:
     """Note at the end of each run how many copies there are, and which are not what the weight would be rounded to now."""
@@ -91,7 +99,7 @@ def copies_seen(seen: list[tuple[int, list[str]]]) -> Iterator[None]:
     drop = fp8.drop_copies
 
     def look(chunks: Any) -> None:
-        found = list(fp8.copies(chunks))
+        found = list(copies(chunks))
         old = []
         for name, weight, copy in found:
             fresh = copy._quantizer.copy()
@@ -283,7 +291,6 @@ def same_routes(made: Any) -> tuple[str, int, bool]:
 
 def copies_are_fresh(made: Any, recipe: str | None, claims: Claims) -> None:
     """Of a run after each thing that changes weights or moves them."""
-    from quintet.engine import fp8
 
     engine, (batch, cells) = made.engine, made.steps[0]
     with tempfile.TemporaryDirectory(prefix="quintet-fp8-") as directory:
@@ -309,7 +316,7 @@ def copies_are_fresh(made: Any, recipe: str | None, claims: Claims) -> None:
             with copies_seen(seen):
                 engine.forward(batch, cells)
             number, old = seen[-1]
-            left = len(list(fp8.copies(engine.chunks)))
+            left = len(list(copies(engine.chunks)))
             figure = f"{number} copies, {len(old)} old {old[:2]}, {left} left"
             holds = not old and not left and (number > 0) is bool(recipe)
             metric = f"old_copies_after_{what.split()[-1]}"

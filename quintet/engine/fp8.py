@@ -8,7 +8,7 @@ weight's after a step, a load, or a sync, and memory that no offload knows of: n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -72,14 +72,6 @@ def drop_copies(chunks: Iterable[torch.nn.Module]) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
-
-
-def copies(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Tensor, Any]]:
-    """Yield name, weight and its copy in 8 bits, of all that are there."""
-    for chunk in chunks:
-        for path, module in chunk.named_modules():
-            for name, copy in getattr(module, "_fp8_workspaces", {}).items():
-                yield f"{path}.{name}", getattr(module, name).detach(), copy
 
 
 @torch.no_grad()
