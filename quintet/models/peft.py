@@ -18,7 +18,7 @@ from typing import Any
 
 from quintet.errors import UserError
 from quintet.models.hf_config import HfConfig, read_json
-from quintet.models.lora import ALL_LINEAR, PEFT_PREFIX, Linear, LoraShape, adapted, linears
+from quintet.models.lora import ALL_LINEAR, PEFT_PREFIX, Linear, LoraShape, adapted, adapter_weights, linears
 from quintet.models.safetensors_header import Entry, read_header
 from quintet.models.weight import Weight
 from quintet.models.weights_on_disk import titled
@@ -49,7 +49,7 @@ class Place:
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     experts: int = 0
     expert: int = 0
     start: int = 0
@@ -104,15 +104,8 @@ def places(
     ranks_of: of each fused parameter, by its name, the ranks of an expert in a file that is read: as many as one adapter has
     where gate and up share A. Otherwise each has ranks of its own.
     """
-    found: dict[str, Place] = {}
-    for linear in linears(weights):
-        if linear.split.startswith("expert_"):
-            continue
-        for part in adapted(linear, lora):
-            for which, shape in (("lora_A", (lora.rank, part.in_)), ("lora_B", (part.out, lora.rank))):
-                name = f"{PEFT_PREFIX}{part.name}.{which}.weight"
-                found[name] = Place(name, shape)
-    for fused in fused_experts(weights, lora):
+    found = {one.hf[0]: Place(one.hf[0], one.shapes[0]) for one in adapter_weights(weights, lora)}
+    for fused in fused_experts(weights, lora):  # whose adapters are in other places
         wide = lora.rank * len(adapted(fused.experts[0], lora))
         ranks = (ranks_of or {}).get(fused.name, wide)
         for number, linear in enumerate(fused.experts):
