@@ -15,8 +15,6 @@ from functools import cache
 from math import lcm
 from typing import TYPE_CHECKING
 
-from quintet.errors import UserError
-
 if TYPE_CHECKING:
     from quintet.recipe.schema import Engine, Layout
 
@@ -71,13 +69,7 @@ def alignment(*, tp: int = 1, sp: bool = False, cp: int = 1, fp8: str | None = N
     """Return the alignment of a layout: 2·cp a sequence (zigzag chunks), tp·cp a row under sequence parallelism.
 
     fp8: recipe key engine.fp8; with it the slice of every rank, after both cuts, is a multiple of `FP8_TOKENS[fp8]`.
-
-    Raises UserError for a recipe whose multiple is not known.
     """
-    if fp8 is not None and fp8 not in FP8_TOKENS:
-        raise UserError(
-            f"engine.fp8={fp8}: it is not known what multiple of tokens it needs; use one of {', '.join(sorted(FP8_TOKENS))}"
-        )
     sequence = 2 * cp if cp > 1 else 1
     slices = (tp if sp else 1) * cp
     # A multiple of both: every cp rank gets as many tokens, and they divide by tp.
