@@ -22,14 +22,7 @@ class DeepseekV3(Family):
     def shape(self, config: HfConfig) -> ModelShape:
         refuse_biases(config, "attention_bias")
         mla = _latent(config)
-        shape = dense_shape(
-            config,
-            self.name,
-            qk_norm=False,
-            qkv_bias=False,
-            tied_by_default=False,
-            head_dim=mla.qk_head_dim,
-        )
+        shape = dense_shape(config, self.name, head_dim=mla.qk_head_dim)
         if shape.kv_heads != shape.heads:
             raise config.wrong(
                 "num_key_value_heads", f"num_attention_heads={shape.heads}, as its heads share no keys"

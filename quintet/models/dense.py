@@ -71,18 +71,18 @@ def dense_shape(
     config: HfConfig,
     family: str,
     *,
-    qk_norm: bool,
-    qkv_bias: bool,
-    tied_by_default: bool,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    tied_by_default: bool = False,
     head_dim: int | None = None,
     rotary_share: float | None = None,
     windows: bool = False,
 ) -> ModelShape:
-    """Return the shape of a Llama-like decoder from its Hugging Face config.
+    """Return the shape of a Llama-like decoder from its Hugging Face config; unless told otherwise, of one like Llama.
 
-    head_dim: given where the config's own is not it. rotary_share: of a head's dims that rotary embedding turns where the
-    config does not say, for a family in which it may turn a part. windows: layers may have sliding windows, which the
-    family reads itself.
+    qk_norm: q and k have norms. qkv_bias: q, k and v have biases. tied_by_default: embeddings are tied where the config does not say.
+    head_dim: given where the config's own is not it. rotary_share: of a head's dims that rotary embedding turns where the config does
+    not say, for a family in which it may turn a part. windows: layers may have sliding windows, which the family reads itself.
 
     Raises UserError for keys missing or of wrong type, and for everything that changes what the model computes
     and is not supported here.

@@ -10,7 +10,7 @@ each megatron-core parameter. Loading, exporting, weight sync and fingerprints a
         architectures = ("MineForCausalLM",)
 
         def shape(self, config: HfConfig) -> ModelShape:
-            return dense_shape(config, self.name, qk_norm=False, qkv_bias=False, tied_by_default=False)
+            return dense_shape(config, self.name, qk_norm=True)
 """
 
 from __future__ import annotations

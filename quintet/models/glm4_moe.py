@@ -25,7 +25,6 @@ class Glm4Moe(Family):
             self.name,
             qk_norm=config.flag("use_qk_norm", False),
             qkv_bias=config.flag("attention_bias", False),
-            tied_by_default=False,
             rotary_share=0.5,
         )
         moe = sigmoid_experts(config, shape.layers)

@@ -49,9 +49,7 @@ class GptOss(Family):
         if not given.keys() & {"rope_parameters", "rope_scaling"}:
             given["rope_parameters"] = _DEFAULT_ROPE
         config = HfConfig(_DEFAULTS | given, config.where)
-        shape = dense_shape(
-            config, self.name, qk_norm=False, qkv_bias=True, tied_by_default=False, windows=True
-        )
+        shape = dense_shape(config, self.name, qkv_bias=True, windows=True)
         experts, top_k = config.whole("num_local_experts"), config.whole("num_experts_per_tok")
         if not 1 < top_k <= experts:
             raise config.wrong("num_experts_per_tok", f"2 to num_local_experts={experts}")

@@ -15,4 +15,4 @@ class Llama(Family):
 
     def shape(self, config: HfConfig) -> ModelShape:
         refuse_biases(config, "attention_bias", "mlp_bias")
-        return dense_shape(config, self.name, qk_norm=False, qkv_bias=False, tied_by_default=False)
+        return dense_shape(config, self.name)

@@ -32,5 +32,5 @@ class Mimo(Family):
     )
 
     def shape(self, config: HfConfig) -> ModelShape:
-        shape = dense_shape(config, self.name, qk_norm=False, qkv_bias=True, tied_by_default=False)
+        shape = dense_shape(config, self.name, qkv_bias=True)
         return replace(shape, mtp_layers=read_mtp_layers(config))

@@ -26,7 +26,7 @@ class Mixtral(Family):
             raise config.wrong(
                 "router_jitter_noise", "0: routes must be the same each time they are computed"
             )
-        shape = dense_shape(config, self.name, qk_norm=False, qkv_bias=False, tied_by_default=False)
+        shape = dense_shape(config, self.name)
         experts, top_k = config.whole("num_local_experts"), config.whole("num_experts_per_tok")
         if not 1 < top_k <= experts:
             raise config.wrong("num_experts_per_tok", f"2 to num_local_experts={experts}")

@@ -14,4 +14,4 @@ class Qwen2(Family):
     architectures = ("Qwen2ForCausalLM",)
 
     def shape(self, config: HfConfig) -> ModelShape:
-        return dense_shape(config, self.name, qk_norm=False, qkv_bias=True, tied_by_default=False)
+        return dense_shape(config, self.name, qkv_bias=True)

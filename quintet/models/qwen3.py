@@ -15,4 +15,4 @@ class Qwen3(Family):
 
     def shape(self, config: HfConfig) -> ModelShape:
         refuse_biases(config, "attention_bias")
-        return dense_shape(config, self.name, qk_norm=True, qkv_bias=False, tied_by_default=False)
+        return dense_shape(config, self.name, qk_norm=True)

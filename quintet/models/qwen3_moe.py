@@ -17,7 +17,7 @@ class Qwen3Moe(Family):
 
     def shape(self, config: HfConfig) -> ModelShape:
         refuse_biases(config, "attention_bias")
-        shape = dense_shape(config, self.name, qk_norm=True, qkv_bias=False, tied_by_default=False)
+        shape = dense_shape(config, self.name, qk_norm=True)
         # transformers 5 writes num_local_experts, checkpoints before it num_experts.
         key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
         experts, top_k = config.whole(key), config.whole("num_experts_per_tok")
