@@ -44,14 +44,6 @@ SEAL_BYTES = 32
 
 
 @dataclass(frozen=True)
-class _Names:
-    """What the ranks know of a save that nobody else does: its name, and the key that seals what they tell."""
-
-    token: str
-    key: str
-
-
-@dataclass(frozen=True)
 class _Report:
     """What a rank tells of its part: what it wrote, or why it could not."""
 
@@ -59,16 +51,18 @@ class _Report:
     problem: Words | None
 
 
-_NAMES: Typed[_Names] = Typed(_Names, "the name of a save")
+_SECRETS: Typed[tuple[str, str]] = Typed(tuple[str, str], "the name of a save and its key")
 _REPORT: Typed[_Report] = Typed(_Report, "what a rank tells of its part of a checkpoint")
 
 
 @dataclass
 class _Job:
-    """One save of one rank. rng: random states of this rank. state: content of state.json."""
+    """One save of one rank. name, key: what the ranks know and nobody else does; the key seals what they tell. rng: random states of this
+    rank. state: content of state.json."""
 
     path: Path
-    names: _Names
+    name: str
+    key: str
     rank: int
     ranks: int
     parts: list[Part]
@@ -94,7 +88,8 @@ class Saver:
         """
         if self._job is not None:
             raise RuntimeError("the last save is not finished: call save_finished(wait=True) first")
-        names = _begin(path)
+        run_on_all_or_raise(lambda: _make(path) if dist.get_rank() == 0 else None)
+        name, key = gathered(_SECRETS, (secrets.token_hex(16), secrets.token_hex(32)))[0]
         pieces = [piece for part in parts if part.saved for piece in part.pieces()]
         try:
             copies = run_on_all_or_raise(lambda: self._staging.copy([piece.flat for piece in pieces]))
@@ -103,7 +98,7 @@ class Saver:
                 shutil.rmtree(path, ignore_errors=True)
             raise
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._job = _Job(path, names, rank, ranks, pieces, copies, rng, state)
+        self._job = _Job(path, name, key, rank, ranks, pieces, copies, rng, state)
         store = dist.distributed_c10d._get_default_store()
         threading.Thread(target=_write, args=(self._job, store), name="checkpoint", daemon=True).start()
 
@@ -121,12 +116,6 @@ class Saver:
         if job.error is not None:
             raise job.error
         return True
-
-
-def _begin(path: Path) -> _Names:
-    """Make the directory on rank 0, and the names of this save. Collective."""
-    run_on_all_or_raise(lambda: _make(path) if dist.get_rank() == 0 else None)
-    return gathered(_NAMES, _Names(secrets.token_hex(16), secrets.token_hex(32)))[0]
 
 
 def _make(path: Path) -> None:
@@ -243,11 +232,11 @@ def _told(job: _Job, store: Any, rank: int) -> _Report:
 
 
 def _seal(job: _Job, rank: int, data: bytes) -> bytes:
-    return hmac.digest(bytes.fromhex(job.names.key), _key(job, rank).encode() + b"\0" + data, "sha256")
+    return hmac.digest(bytes.fromhex(job.key), _key(job, rank).encode() + b"\0" + data, "sha256")
 
 
 def _key(job: _Job, rank: int) -> str:
-    return f"quintet checkpoint {job.names.token} {rank}"
+    return f"quintet checkpoint {job.name} {rank}"
 
 
 def _in_words(path: Path, cause: Exception) -> Exception:
