@@ -103,7 +103,7 @@ class PolicyModel(GPTModel):
 
     def row(self, micro: MicroBatch, comm: str = "all_gather") -> PackedRow:
         """Describe a micro-batch to the layers. comm: how context-parallel ranks share attention."""
-        offsets = reads_offsets(self.device, self.config.params_dtype, sinks=self.shape.sinks)
+        offsets = reads_offsets(self.device, self.config.params_dtype)
         row = attention_metadata(
             micro, self.device, rectangles=not offsets, group=self.mesh.cp_groups[micro.cp], comm=comm
         )

@@ -157,21 +157,21 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, backend: str, *, sin
     """Return the kernel for a device, a type and a back end of layers. Which one is logged once."""
     name = _best(device, dtype, backend, sinks)
     _tell(name, device.type, str(dtype))
-    return _KERNELS[name]
+    return _KERNELS[name][0]
 
 
 def kernel_title(device: torch.device, dtype: torch.dtype, backend: str, *, sinks: bool = False) -> str:
     """Return what `choose_kernel` would take, in words."""
-    return _TITLES[_best(device, dtype, backend, sinks)]
+    return _KERNELS[_best(device, dtype, backend, sinks)][1]
 
 
-def reads_offsets(device: torch.device, dtype: torch.dtype, *, sinks: bool = False) -> bool:
-    """Return whether the kernel reads offsets (`cu_q`, `cu_k`) and needs no rectangles."""
-    return _best(device, dtype, "portable", sinks) != "sdpa"
+def reads_offsets(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernel reads offsets (`cu_q`, `cu_k`) and needs no rectangles, whichever of a GPU's it is."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def _best(device: torch.device, dtype: torch.dtype, backend: str, sinks: bool) -> str:
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    if not reads_offsets(device, dtype):
         return "sdpa"
     # Of sinks, what takes part in the backward pass is torch's own operator.
     return "transformer_engine" if backend == "transformer_engine" and not sinks else "varlen_attn"
@@ -179,7 +179,7 @@ def _best(device: torch.device, dtype: torch.dtype, backend: str, sinks: bool) -
 
 @functools.cache
 def _tell(name: str, device: str, dtype: str) -> None:
-    log.info("attention on %s in %s: %s", device, dtype.removeprefix("torch."), _TITLES[name])
+    log.info("attention on %s in %s: %s", device, dtype.removeprefix("torch."), _KERNELS[name][1])
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, spans: Spans, how: AttentionParams) -> Tensor:
@@ -285,13 +285,9 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, spans: Spans, how: Attentio
     return rows[..., :narrow]
 
 
-_KERNELS: dict[str, Kernel] = {
-    "transformer_engine": _transformer_engine,
-    "varlen_attn": _varlen,
-    "sdpa": _sdpa,
+_KERNELS: dict[str, tuple[Kernel, str]] = {
+    "transformer_engine": (_transformer_engine, "TransformerEngine's fused kernel"),
+    "varlen_attn": (_varlen, "torch's varlen_attn (flash)"),
+    "sdpa": (_sdpa, "torch's SDPA on groups of similar length"),
 }
-_TITLES = {
-    "transformer_engine": "TransformerEngine's fused kernel",
-    "varlen_attn": "torch's varlen_attn (flash)",
-    "sdpa": "torch's SDPA on groups of similar length",
-}
+"""Kernels, each with its title in words."""

@@ -90,7 +90,7 @@ class SlotCache:
         flat_keys.index_copy_(0, self._write, key[:n])
         flat_values.index_copy_(0, self._write, value[:n])
         how: AttentionParams = attention.weighing
-        if reads_offsets(query.device, query.dtype, sinks=how.sinks is not None):
+        if reads_offsets(query.device, query.dtype):
             out = self._flash(query[:n], flat_keys, flat_values, how)
         else:
             out = self._masked(query[:n], keys[:n, : self._length], values[:n, : self._length], how)
