@@ -89,8 +89,7 @@ class RowLoad:
             z = ((logits.logsumexp(-1) * self.real) ** 2).sum() / losses.tokens
         if first:
             self.load.total[layer, -2:] += torch.stack((aux, z)).detach()
-        attached: Tensor = _Attached.apply(weights, losses.aux * aux + losses.z * z)
-        return attached
+        return _Attached.apply(weights, losses.aux * aux + losses.z * z)
 
     @torch.no_grad()
     def _shares(self, layer: int, chosen: Tensor) -> Tensor:

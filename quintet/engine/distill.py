@@ -29,10 +29,7 @@ def distilled(
     hidden, teacher: [N, H], the same on every rank of the tp group; weight, targets, vocab: as in `log_probs_and_entropy`. The
     teacher gets no gradient, neither by its states nor by the weight.
     """
-    found: tuple[Tensor, Tensor] = _Distilled.apply(
-        hidden, weight, teacher.detach(), targets, vocab, temperature
-    )
-    return found
+    return _Distilled.apply(hidden, weight, teacher.detach(), targets, vocab, temperature)
 
 
 class _Distilled(torch.autograd.Function):

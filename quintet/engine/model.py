@@ -150,8 +150,7 @@ class PolicyModel(GPTModel):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embed tokens [1, T] → [T (/tp under SP), 1, H]. On the first stage, and where layers for multi-token prediction are."""
-        embedded: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
-        return embedded
+        return self.embedding(input_ids=input_ids, position_ids=None)
 
     def head_weight(self) -> Tensor:
         """Return this rank's rows of the LM head: [padded vocab / tp, H]. Last stage only."""

@@ -96,8 +96,7 @@ class CoreAttention(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
         if row.cache is not None:
-            out: Tensor = row.cache.attend(self, query, key, value, row)
-            return out
+            return row.cache.attend(self, query, key, value, row)
         return self.within(query, key, value, row)
 
     def within(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:

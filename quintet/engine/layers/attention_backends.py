@@ -221,10 +221,9 @@ class _TorchFlash:
         # The random state of a dropout that there is none of.
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
         unused = torch.empty(0, device=query.device)
-        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        return torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, lse, *self._where, seed, unused, **self._how
         )
-        return gradients
 
 
 @functools.cache

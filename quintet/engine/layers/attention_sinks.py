@@ -36,8 +36,7 @@ class Flash(Protocol):
 
 def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, flash: Flash) -> Tensor:
     """Compute a flash kernel's attention, with sinks [heads]: [T, heads, d]."""
-    out: Tensor = _WithSinks.apply(query.contiguous(), key.contiguous(), value.contiguous(), sinks, flash)
-    return out
+    return _WithSinks.apply(query.contiguous(), key.contiguous(), value.contiguous(), sinks, flash)
 
 
 class _WithSinks(torch.autograd.Function):

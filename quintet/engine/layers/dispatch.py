@@ -219,13 +219,11 @@ class _Travel:
 
     def start(self, x: Tensor) -> Tensor:
         """Return what will be there. x may be longer than what is sent; the gradient of the rest is 0."""
-        out: Tensor = _Start.apply(x, self)
-        return out
+        return _Start.apply(x, self)
 
     def arrive(self, x: Tensor) -> Tensor:
         """Return what `start` returned, there."""
-        out: Tensor = _Arrive.apply(x, self)
-        return out
+        return _Arrive.apply(x, self)
 
     def begin(self, x: Tensor, sent: list[int], received: list[int], rows: int) -> Tensor:
         """Queue the exchange; what is returned is as long as `rows`, at least."""

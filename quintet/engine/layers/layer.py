@@ -49,8 +49,7 @@ class PackedMoELayer(MoELayer):
         """Transform hidden states [T (/tp under SP), 1, hidden] → the same, and no bias."""
         compute = partial(self._compute, row=row)
         if self.moe_layer_recompute:
-            out: tuple[Tensor, None] = fp8.checkpoint(compute, self.config, self.tp_group, hidden_states)
-            return out
+            return fp8.checkpoint(compute, self.config, self.tp_group, hidden_states)
         return compute(hidden_states)
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
@@ -59,8 +58,7 @@ class PackedMoELayer(MoELayer):
         if not self.use_shared_expert:
             return None
         if self.shared_experts_recompute:
-            out: Tensor = fp8.checkpoint(self.shared_experts, self.config, self.tp_group, hidden_states)
-            return out
+            return fp8.checkpoint(self.shared_experts, self.config, self.tp_group, hidden_states)
         return self.shared_experts(hidden_states)
 
     def _compute(self, hidden_states: Tensor, row: PackedRow) -> tuple[Tensor, None]:

@@ -26,8 +26,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     if not _by_onednn(x):
         return x.new_zeros(*x.shape[:-1], len(weight)) if weight.is_mkldnn else torch.matmul(x, weight.t())
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        found: Tensor = _Product.apply(x, weight)
-        return found
+        return _Product.apply(x, weight)
     return _multiplied(x, weight)
 
 
@@ -36,8 +35,7 @@ def packed(weight: Tensor) -> Tensor:
     values = weight.detach()
     if not _by_onednn(values):
         return values
-    copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(values, _PACKED_FOR_ROWS)
-    return copy
+    return torch.ops.mkldnn._reorder_linear_weight(values, _PACKED_FOR_ROWS)
 
 
 @contextmanager
@@ -74,8 +72,7 @@ def _by_onednn(x: Tensor) -> bool:
 
 
 def _multiplied(x: Tensor, weight: Tensor) -> Tensor:
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return found
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
 class _Direct(torch.nn.Module):
@@ -89,8 +86,7 @@ class _Direct(torch.nn.Module):
         """Return the product, and the bias where it is yet to be added."""
         direct = not torch.is_grad_enabled() or _by_onednn(input_)
         if args or kwargs or not direct or self.tp_group.size() > 1:
-            found: tuple[Tensor, Tensor | None] = super().forward(input_, *args, **kwargs)
-            return found
+            return super().forward(input_, *args, **kwargs)
         out = product(input_, self.weight if self.packed is None else self.packed)
         if self.bias is None or self.skip_bias_add:
             return out, self.bias

@@ -105,7 +105,4 @@ class MtpLayer(torch.nn.Module):
         return self.final_layernorm(joined)
 
     def _decode(self, hidden: Tensor, row: PackedRow) -> Tensor:
-        out: Tensor = self.transformer_layer(
-            hidden_states=hidden, attention_mask=None, packed_seq_params=row
-        )[0]
-        return out
+        return self.transformer_layer(hidden_states=hidden, attention_mask=None, packed_seq_params=row)[0]

@@ -19,8 +19,7 @@ BLOCK = 1024
 def gated(x: Tensor, weights: Tensor | None, glu: Glu) -> Tensor:
     """Compute `quintet.engine.layers.mlp.gated` in one kernel. x: [T, 2w] with contiguous rows; weights: [T] or None. Returns
     [T, w]."""
-    out: Tensor = _Gated.apply(x, weights, glu)
-    return out
+    return _Gated.apply(x, weights, glu)
 
 
 def _constants(glu: Glu, weights: Tensor | None) -> dict[str, Any]:

@@ -55,8 +55,7 @@ def _rotate_kernel(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embedding: see `quintet.engine.layers.attention.rotate`. x: [T, 1, heads, d] of any strides; the result is
     contiguous."""
-    out: Tensor = _Rotate.apply(x, cos, sin)
-    return out
+    return _Rotate.apply(x, cos, sin)
 
 
 class _Rotate(torch.autograd.Function):
