@@ -150,14 +150,11 @@ def _no_fp8_checkpoints() -> None:
     CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
-class _NoStream:
+class _NoStream(contextlib.AbstractContextManager["_NoStream"]):
     """Stream and event of a device on which everything is synchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cpu")
-
-    def __enter__(self) -> _NoStream:
-        return self
 
     def __exit__(self, *args: object) -> None:
         return None

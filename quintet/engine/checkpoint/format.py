@@ -58,7 +58,7 @@ class Entry:
     crc: int
 
 
-class TensorFile:
+class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
     """A file of tensors, written one after another.
 
     As a context it is closed at the end, or removed after an error. OSError (a full disk, no permission) names the file.
@@ -68,9 +68,6 @@ class TensorFile:
         self.path = path
         self.entries: list[Entry] = []
         self._file = path.open("xb")
-
-    def __enter__(self) -> TensorFile:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

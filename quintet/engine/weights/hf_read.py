@@ -15,7 +15,7 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ def same_bytes(one: Located, other: Located) -> bool:
     return one.scales is None or other.scales is None or same_bytes(one.scales, other.scales)
 
 
-class HfReader:
+class HfReader(AbstractContextManager["HfReader"]):
     """The tensors of a Hugging Face directory. A context: files stay open and buffers allocated until it is left."""
 
     def __init__(self, weights: WeightsOnDisk) -> None:
@@ -132,9 +132,6 @@ class HfReader:
         self._mine = threading.local()
         self._failed = False
         self._finite: list[tuple[Piece, Tensor]] = []
-
-    def __enter__(self) -> HfReader:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
