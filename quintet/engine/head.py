@@ -43,10 +43,9 @@ class TokenScores(NamedTuple):
 
 
 class VocabSlice:
-    """The vocabulary rows one rank holds: [start, start + size), of which `valid` are real and not padding."""
+    """The vocabulary rows one rank holds: from `start` on, of which `valid` are real and not padding."""
 
     def __init__(self, weight_rows: int, vocab_size: int, group: dist.ProcessGroup) -> None:
-        self.size = weight_rows
         self.start = group.rank() * weight_rows
         self.valid = max(0, min(vocab_size - self.start, weight_rows))
         self.group = group
@@ -121,7 +120,7 @@ class _Scores(torch.autograd.Function):
         if grad_log_prob is None:
             grad_log_prob = torch.zeros_like(lse)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = _Sum(weight) if ctx.needs_input_grad[1] else None
+        grad_weight: Tensor | None = None
         for part, kept in _parts(hidden, weight, 0 if kept_logits is None else ctx.keep):
             z = kept_logits if kept else product(hidden[part], weight)
             row = (lse[part], entropy[part], grad_log_prob[part])
@@ -129,24 +128,17 @@ class _Scores(torch.autograd.Function):
             _to_gradient_(z, targets[part] - vocab.start, vocab.valid, ctx.temperature, *row, of_entropy)
             if grad_hidden is not None:
                 grad_hidden[part] = product(z, weight.t())
-            if grad_weight is not None:
-                grad_weight.add(product(z.t(), hidden[part].t()))
+            if ctx.needs_input_grad[1]:
+                grad_weight = _plus(grad_weight, product(z.t(), hidden[part].t()))
             del z
-        return grad_hidden, grad_weight and grad_weight.value(), None, None, None, None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
-class _Sum:
-    """A sum of tensors like `like`, at least fp32 once there are two; zeros when there is none."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like, self._dtype = like, torch.promote_types(like.dtype, torch.float32)
-        self._total: Tensor | None = None
-
-    def add(self, value: Tensor) -> None:
-        self._total = value if self._total is None else self._total.to(self._dtype).add_(value)
-
-    def value(self) -> Tensor:
-        return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like.dtype)
+def _plus(total: Tensor | None, share: Tensor) -> Tensor:
+    """A sum, at least fp32 once there are two; a share has no name, so that it is gone before the next comes."""
+    return share if total is None else total.to(torch.promote_types(share.dtype, torch.float32)).add_(share)
 
 
 def _parts(hidden: Tensor, weight: Tensor, keep: int) -> Iterator[tuple[slice, bool]]:
