@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from quintet.cluster import ray_compat
 from quintet.cluster.failures import Failure
@@ -13,6 +13,9 @@ from quintet.cluster.progress import FIRST_POST_S
 from quintet.errors import QuintetError, WorkerFailure
 
 import ray  # isort: skip
+
+if TYPE_CHECKING:
+    from quintet.cluster.group import WorkerGroup
 
 WATCH_EVERY_S = 0.5
 LOOK_EVERY_S = 5.0  # at the processes that are waited for
@@ -23,29 +26,13 @@ R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
 
 
-class Group(Protocol):
-    """What a call needs of its worker group."""
-
-    def death(self, rank: int, error: ray.exceptions.RayError) -> Failure: ...
-
-    def fail(
-        self, failures: list[Failure], phase: str, at_work: Sequence[int], returned: Sequence[int]
-    ) -> QuintetError: ...
-
-    def answered(self, rank: int) -> None: ...
-
-    def forget_posts(self) -> None: ...
-
-    def stalled(self, ranks: Sequence[int], phase: str) -> list[Failure]: ...
-
-
 class PendingCall(Generic[R_co]):
     """A call on its way. owners: the ranks whose results count, in the order of the results; single: there is one, which is no
     list."""
 
     def __init__(
         self,
-        group: Group,
+        group: WorkerGroup,
         refs: dict[int, list[Any]],
         owners: Sequence[int],
         phase: str,
@@ -166,7 +153,12 @@ class StreamingCall(PendingCall[R_co]):
     """A call whose ranks tell of what they do on the way, to `heard`: see `RankActor.stream`."""
 
     def __init__(
-        self, group: Group, streams: dict[int, Any], owners: Sequence[int], phase: str, single: bool = False
+        self,
+        group: WorkerGroup,
+        streams: dict[int, Any],
+        owners: Sequence[int],
+        phase: str,
+        single: bool = False,
     ) -> None:
         refs = {rank: [stream.completed()] for rank, stream in streams.items()}
         super().__init__(group, refs, owners, phase, single)

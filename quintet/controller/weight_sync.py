@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from quintet.cluster.calls import PendingCall
 from quintet.cluster.group import WorkerGroup
@@ -25,25 +25,11 @@ from quintet.sync.server import ReceiverSpec, Served
 from quintet.sync.source import ChannelSource
 from quintet.sync.wire import Ticket, notify_absent
 
-P = ParamSpec("P")
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from quintet.controller.replicas import RolloutReplicas
+
 Wants = dict[int, list[list[bytes | None]]]
 """What each receiver wants, packed, by rollout, rank and device: see `Rollout.receivers`."""
-
-
-class Receiving(Protocol):
-    """Rollouts that take weights; asking them leaves out those that die of it."""
-
-    groups: list[WorkerGroup | None]
-
-    def ask(self, verb: Callable[Concatenate[Any, P], T], phase: str) -> Callable[P, dict[int, list[T]]]: ...
-
-    def collect_survivors(
-        self,
-        calls: Mapping[int, PendingCall[T]],
-        beside: PendingCall[Any] | None = None,
-        watch: Callable[[], None] | None = None,
-    ) -> dict[int, T]: ...
 
 
 class WeightSync:
@@ -52,7 +38,7 @@ class WeightSync:
     def __init__(
         self,
         policy: WorkerGroup,
-        rollouts: Receiving,
+        rollouts: RolloutReplicas,
         recipe: schema.Recipe,
         proof: Proof,
     ) -> None:
