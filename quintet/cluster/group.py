@@ -17,8 +17,9 @@ from quintet.cluster.cluster import Cluster
 from quintet.cluster.environment import LOOPBACK, rank_environment, threads_per_rank
 from quintet.cluster.failures import Failure, explain
 from quintet.cluster.lane import HEARD, LANE
+from quintet.cluster.process_probe import Location
 from quintet.cluster.progress import KEY_VARIABLE, group_prefix
-from quintet.cluster.rank_actor import Location, RankActor, RankSetup
+from quintet.cluster.rank_actor import RankActor, RankSetup
 from quintet.cluster.verbs import Asked, Call, Ranks, Returns
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import QuintetError, UserError, WorkerFailure
@@ -144,7 +145,7 @@ class WorkerGroup(Ranks):
         by_node: dict[str, list[probe.RankProcess]] = {}
         for rank in ranks:
             process = self._processes[rank]
-            by_node.setdefault(process.node_id, []).append(process)
+            by_node.setdefault(process.at.node_id, []).append(process)
         calls = [_on_node(node, look, there, *args) for node, there in by_node.items()]
         return {rank: told for call in calls for rank, told in (call() or {}).items()}
 
@@ -219,22 +220,11 @@ class WorkerGroup(Ranks):
         blob = ray_compat.put(ray.cloudpickle.dumps((worker_class, kwargs)))
         single = placement.needs_single_cuda_connection(self.cluster.device, layout)
         refs = {}
-        logs = self.cluster.log_dir
         self._posts = group_prefix(ray.get_runtime_context().get_job_id(), self.name)
-        for rank, location in enumerate(locations):
-            log = logs / f"{self.name}-rank-{rank}.log"
-            self._processes[rank] = probe.RankProcess(
-                rank=rank,
-                node_id=location.node_id,
-                pid=location.pid,
-                created=location.created,
-                log=log,
-                log_begins=probe.size(log),
-                stacks=logs / f"{self.name}-rank-{rank}.stacks",
-                oom_kills=location.oom_kills,
-            )
         for rank, (local_rank, local_world_size) in enumerate(placement.local_ranks(locations)):
-            location = locations[rank]
+            location, log = locations[rank], self.cluster.log_dir / f"{self.name}-rank-{rank}.log"
+            process = probe.RankProcess(rank, location, log, probe.size(log), log.with_suffix(".stacks"))
+            self._processes[rank] = process
             place = Place(
                 rank=rank,
                 world_size=self.n_ranks,
@@ -253,8 +243,8 @@ class WorkerGroup(Ranks):
                 env=rank_environment(place, location.gpus, self.cluster.is_local)
                 | {KEY_VARIABLE: f"{self._posts}{rank}"},
                 search_path=[path for path in sys.path if path],
-                log=self._processes[rank].log,
-                stacks=self._processes[rank].stacks,
+                log=process.log,
+                stacks=process.stacks,
                 single_cuda_connection=single,
             )
             refs[rank] = [self._seats[rank].build.remote(order, blob)]
@@ -320,7 +310,7 @@ class WorkerGroup(Ranks):
     def death(self, rank: int, error: ray.exceptions.RayError) -> Failure:
         """Return what is known of a rank whose process is gone."""
         process = self._processes[rank]
-        report = _on_node(process.node_id, probe.death_report, process)() or _NODE_GONE
+        report = _on_node(process.at.node_id, probe.death_report, process)() or _NODE_GONE
         return Failure.of_death(rank, report, str(error))
 
     def fail(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quintet.errors import UserError
 
 if TYPE_CHECKING:
-    from quintet.cluster.rank_actor import Location
+    from quintet.cluster.process_probe import Location
 
 LOCAL_CPU_SHARE = 0.001
 """Of a core, asked of a local Ray for a CPU rank: ranks share the cores there, and more of them than cores may run."""

@@ -31,22 +31,32 @@ _STATES = {
 
 
 @dataclass(frozen=True)
+class Location:
+    """Where Ray has put an actor."""
+
+    node_id: str
+    host: str
+    gpus: tuple[int, ...]
+    cores: int
+    pid: int
+    created: float
+    """The process's start time; tells it from a later process of the same number."""
+    oom_kills: int | None
+    """Processes that the kernel of its node had killed for memory when it started."""
+
+
+@dataclass(frozen=True)
 class RankProcess:
     """Where a rank's process is to be found."""
 
     rank: int
-    node_id: str
-    pid: int
-    created: float
-    """The process's start time; tells it from a later process of the same number."""
+    at: Location
     log: Path
     """Its stdout and stderr."""
     log_begins: int
     """Bytes in the log when it started, of a rank of this name that was there before."""
     stacks: Path
     """Where it writes its stacks."""
-    oom_kills: int | None
-    """Processes that the kernel of its node had killed for memory when it started."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +117,9 @@ def death_report(process: RankProcess, wait_s: float = 1.0) -> Report:
     deadline = time.monotonic() + wait_s
     status = None
     while status is None and time.monotonic() < deadline:
-        if not psutil.pid_exists(process.pid):
+        if not psutil.pid_exists(process.at.pid):
             break
-        status = _exit_status(process.pid)
+        status = _exit_status(process.at.pid)
         time.sleep(0.0005)
     report = _report(process, None)
     return replace(report, alive=False, state=status) if status else report
@@ -141,15 +151,15 @@ def _ask(process: RankProcess) -> bool:
     if found is None or found.status() in _STATES or not process.stacks.exists():
         return False
     with contextlib.suppress(OSError):
-        os.kill(process.pid, STACK_SIGNAL)
+        os.kill(process.at.pid, STACK_SIGNAL)
         return True
     return False
 
 
 def _find(process: RankProcess) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
-        found = psutil.Process(process.pid)
-        if abs(found.create_time() - process.created) < 1 and found.status() != psutil.STATUS_ZOMBIE:
+        found = psutil.Process(process.at.pid)
+        if abs(found.create_time() - process.at.created) < 1 and found.status() != psutil.STATUS_ZOMBIE:
             return found
     return None
 
@@ -175,8 +185,8 @@ def _state(process: RankProcess, asked_at: int | None) -> Report:
 def _how_it_ended(process: RankProcess, written: str) -> str:
     if fatal := re.search(r"^Fatal Python error: (.*)$", written, re.MULTILINE):
         return f"ended by a fatal error: {fatal.group(1)}"
-    now = kernel_oom_kills()
-    if now is not None and process.oom_kills is not None and now > process.oom_kills:
+    before, now = process.at.oom_kills, kernel_oom_kills()
+    if now is not None and before is not None and now > before:
         return "killed, most likely by the kernel's out-of-memory killer, which has struck on its node since the start"
     return "ended without a word: killed from outside (kill -9, the out-of-memory killer) or left by os._exit"
 

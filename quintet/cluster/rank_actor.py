@@ -27,24 +27,10 @@ import ray
 
 from quintet.cluster.environment import cores_here, listen
 from quintet.cluster.failures import Failure
-from quintet.cluster.process_probe import STACK_SIGNAL, kernel_oom_kills, turn_file
+from quintet.cluster.process_probe import STACK_SIGNAL, Location, kernel_oom_kills, turn_file
 from quintet.cluster.progress import TURN_VARIABLE, read_turn
 from quintet.cluster.worker import Place
 from quintet.runs.fsync import lossy
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where Ray has put an actor."""
-
-    node_id: str
-    host: str
-    gpus: tuple[int, ...]
-    cores: int
-    pid: int
-    created: float
-    """Start time of the process."""
-    oom_kills: int | None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from quintet.cluster.calls import PendingCall, outcomes, results
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import megatron_compute
 from quintet.cluster.group import WorkerGroup
-from quintet.cluster.rank_actor import Location
+from quintet.cluster.process_probe import Location
 from quintet.controller.rollouts import Generating, Heard, Rollouts
 from quintet.controller.sample_store import Place
 from quintet.controller.verbs import Policy, Rollout, RolloutProcess

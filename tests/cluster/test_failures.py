@@ -12,8 +12,8 @@ from quintet.cluster import group as group_module
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.failures import Failure, explain, root_cause
 from quintet.cluster.group import WorkerGroup
-from quintet.cluster.process_probe import Report, tidy
-from quintet.cluster.rank_actor import Location, RankActor
+from quintet.cluster.process_probe import Location, Report, tidy
+from quintet.cluster.rank_actor import RankActor
 from quintet.errors import OutOfMemory, UserError, WorkerFailure
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.cluster.workers import NO_MEMORY, Collective, Light, Stillborn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quintet.cluster import placement
-from quintet.cluster.rank_actor import Location
+from quintet.cluster.process_probe import Location
 from quintet.errors import UserError
 from quintet.recipe.schema import Layout
 

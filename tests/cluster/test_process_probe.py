@@ -32,7 +32,8 @@ class Process:
 def rank_process(tmp_path: Path, log_begins: int = 0) -> probe.RankProcess:
     """Of a process that is no more."""
     log, stacks = tmp_path / "rollout-0-rank-0.log", tmp_path / "rollout-0-rank-0.stacks"
-    return probe.RankProcess(0, "here", 0, 0.0, log, log_begins, stacks, None)
+    there = probe.Location("here", "127.0.0.1", (), cores=1, pid=0, created=0.0, oom_kills=None)
+    return probe.RankProcess(0, there, log, log_begins, stacks)
 
 
 def test_a_child_that_ends_meanwhile_hides_no_stopped_one(

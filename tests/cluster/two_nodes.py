@@ -25,7 +25,7 @@ NAMES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def placed(group: WorkerGroup) -> dict[str, object]:
-    nodes = [process.node_id for _, process in sorted(group._processes.items())]
+    nodes = [process.at.node_id for _, process in sorted(group._processes.items())]
     return {"nodes": [nodes.index(node) for node in nodes], "env": group.all(Light.environment)(*NAMES)}
 
 
