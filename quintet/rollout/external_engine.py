@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quintet.errors import QuintetError, UserError
 from quintet.models import read_shape
@@ -33,37 +33,33 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """One response to write, or one sequence to score: a prompt, and the sampling parameters in the engine's words. name: no other job
-    of the rollout has it."""
+    """One response to write, or one sequence to score: a prompt, and the sampling parameters in the engine's words. scores: whether the
+    log-probs of the prompt are asked. name: no other job of the rollout has it."""
 
     prompt_ids: list[int]
     parameters: dict[str, Any]
+    scores: bool = False
     name: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
 class Answer:
     """What became of a job of an engine. logprobs: the policy's, one a response token; prompt_logprobs: one a prompt token but
-    the first, where asked; finish: as `Sample.finish`. routes: the experts of tokens, where the engine tells them with its
-    answers."""
+    the first, where asked; finish: as `Sample.finish`. routes: the experts of tokens, and counts: what was counted on the way, where the
+    engine tells them with its answers."""
 
     response_ids: list[int]
     logprobs: list[float]
     finish: str
     prompt_logprobs: list[float] = field(default_factory=list)
     routes: np.ndarray | None = None
+    counts: dict[str, float] = field(default_factory=dict)
 
 
-JobT = TypeVar("JobT", bound=Job)
-AnswerT = TypeVar("AnswerT", bound=Answer)
-_Asked = TypeVar("_Asked", contravariant=True)
-_Told = TypeVar("_Told", covariant=True)
-
-
-class Engine(Protocol[_Asked, _Told]):
+class Engine(Protocol):
     """The engine that does the jobs. Its methods may be called from several threads."""
 
-    def run(self, jobs: Sequence[_Asked]) -> Generator[tuple[int, _Told]]:
+    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
         """Run all jobs; tells each, by its place, as it is done or aborted. Raises WorkerFailure when a process of the engine
         dies. Closed before its end, it gives the rest up."""
         ...
@@ -88,7 +84,7 @@ def longest(recipe: schema.Recipe) -> int:
     return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + 1
 
 
-class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
+class ExternalEngineRollout(Rollout, ABC):
     """The part of the rollout protocol that does not depend on whose engine it is.
 
     model_dir: a Hugging Face directory, that of the engine. decode: token ids → text. progress: told how many samples of a
@@ -102,7 +98,7 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
         self,
         recipe: schema.Recipe,
         model_dir: Path,
-        engine: Engine[JobT, AnswerT],
+        engine: Engine,
         decode: Callable[[list[int]], str],
         progress: Progress,
     ) -> None:
@@ -117,18 +113,18 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
     # what each back end says in its own words
 
     @abstractmethod
-    def _to_write(self, request: Request, number: int, seed: int, sampling: Sampling) -> JobT:
+    def _to_write(self, request: Request, number: int, seed: int, sampling: Sampling) -> Job:
         """The job of sample `number` of a request. seed: that of this sample."""
 
     @abstractmethod
-    def _to_score(self, ids: list[int]) -> JobT:
+    def _to_score(self, ids: list[int]) -> Job:
         """The job that asks for the log-probs of a sequence's tokens, at temperature 1."""
 
-    def _completed(self, jobs: Sequence[JobT], answers: list[AnswerT]) -> list[AnswerT]:
+    def _completed(self, jobs: Sequence[Job], answers: list[Answer]) -> list[Answer]:
         """Return the answers to a request's jobs with what the engine tells apart from them."""
         return answers
 
-    def _forget(self, jobs: Sequence[JobT]) -> None:
+    def _forget(self, jobs: Sequence[Job]) -> None:
         """Drop what the engine keeps of jobs whose answers nobody waits for any more."""
 
     @abstractmethod
@@ -154,7 +150,7 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
         self._check(sampling)
         by_request = [self._jobs(at, request, sampling) for at, request in enumerate(requests)]
         jobs = [(at, number) for at, some in enumerate(by_request) for number in range(len(some))]
-        answers: list[dict[int, AnswerT]] = [{} for _ in requests]
+        answers: list[dict[int, Answer]] = [{} for _ in requests]
         times: list[dict[int, float]] = [{} for _ in requests]
         awaited = dict(enumerate(by_request))
         try:
@@ -174,8 +170,8 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
 
     def _made(
         self,
-        jobs: Sequence[JobT],
-        answers: Mapping[int, AnswerT],
+        jobs: Sequence[Job],
+        answers: Mapping[int, Answer],
         times: Mapping[int, float],
         sampling: Sampling,
     ) -> list[Sample]:
@@ -204,7 +200,7 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
         answers = (done[job] for job in range(len(jobs)))
         return [next(answers).prompt_logprobs if len(ids) > 1 else [] for ids in sequences]
 
-    def _jobs(self, at: int, request: Request, sampling: Sampling) -> list[JobT]:
+    def _jobs(self, at: int, request: Request, sampling: Sampling) -> list[Job]:
         """Those of a request's samples. at: its place among the requests, for errors."""
         tokens = len(request.prompt_ids)
         if not tokens:
@@ -222,10 +218,10 @@ class ExternalEngineRollout(Rollout, ABC, Generic[JobT, AnswerT]):
         jobs = (self._to_write(request, number, seed, sampling) for number, seed in enumerate(seeds))
         return [self._named(job) for job in jobs]
 
-    def _named(self, job: JobT) -> JobT:
+    def _named(self, job: Job) -> Job:
         return replace(job, name=f"q{next(self._numbers)}")
 
-    def _run(self, jobs: list[JobT]) -> Generator[tuple[int, AnswerT]]:
+    def _run(self, jobs: list[Job]) -> Generator[tuple[int, Answer]]:
         if self._asleep:
             raise QuintetError(
                 f"the rollout's {' and '.join(sorted(self._asleep))} are asleep: wake them before it generates"

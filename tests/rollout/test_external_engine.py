@@ -53,7 +53,7 @@ class Counting:
         self.log.append("close")
 
 
-class CountingRollout(ExternalEngineRollout[Job, Answer]):
+class CountingRollout(ExternalEngineRollout):
     title = "the counter"
 
     def _to_write(self, request, number, seed, sampling):

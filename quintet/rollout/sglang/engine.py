@@ -19,9 +19,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from quintet.errors import QuintetError
+from quintet.rollout.external_engine import Answer, Job
 from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.sglang import compat
-from quintet.rollout.sglang.sampling import Answer, Job, answer
+from quintet.rollout.sglang.sampling import answer
 
 _LOOK_S = 0.2
 """How often a waiting thread looks whether SGLang's processes live, and how far they are."""
@@ -34,6 +35,7 @@ class SglangEngine:
     """One SGLang engine. `arguments` are those of its ServerArgs. Its methods may be called from several threads."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._tells_routes = bool(arguments.get("enable_return_routed_experts"))
         self._before: Any = signal.SIG_DFL
         if _in_main_thread():
             # A process of SGLang that fails sends this, which would end the whole process; the watch tells who it was.
@@ -132,8 +134,8 @@ class SglangEngine:
                 input_ids=[*job.prompt_ids, *made.response_ids],
                 sampling_params=dict(rest.parameters),
                 return_logprob=True,
-                logprob_start_len=-1 if job.start is None else job.start,
-                return_routed_experts=job.routes,
+                logprob_start_len=0 if job.scores else -1,
+                return_routed_experts=self._tells_routes and not job.scores,
             )
         except Exception as error:
             if not compat.was_aborted(error):

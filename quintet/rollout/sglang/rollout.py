@@ -29,15 +29,15 @@ from quintet.rollout.base import (
     WeightSource,
     parts_of,
 )
-from quintet.rollout.external_engine import ExternalEngineRollout, Progress
+from quintet.rollout.external_engine import Answer, ExternalEngineRollout, Job, Progress
 from quintet.rollout.sglang import compat
 from quintet.rollout.sglang.buckets import in_buckets
 from quintet.rollout.sglang.engine import SglangEngine
-from quintet.rollout.sglang.sampling import COUNTS, Answer, Job, parameters, routes_of
+from quintet.rollout.sglang.sampling import COUNTS, parameters, routes_of
 from quintet.rollout.sglang.settings import engine_arguments
 
 
-class SglangRollout(ExternalEngineRollout[Job, Answer]):
+class SglangRollout(ExternalEngineRollout):
     """SGLang on the devices of one rollout: rollout.layout.tp of them.
 
     model_dir: a Hugging Face directory, whose weights are good until the first sync. device: cuda. decode: token ids →
@@ -68,12 +68,10 @@ class SglangRollout(ExternalEngineRollout[Job, Answer]):
     # jobs
 
     def _to_write(self, request: Request, number: int, seed: int, sampling: Sampling) -> Job:
-        asked = parameters(sampling, request, number, seed)
-        ends = frozenset(asked["stop_token_ids"])
-        return Job(list(request.prompt_ids), asked, ends=ends, routes=self._recipe.return_routes)
+        return Job(list(request.prompt_ids), parameters(sampling, request, number, seed))
 
     def _to_score(self, ids: list[int]) -> Job:
-        return Job(ids, {"temperature": 1.0, "max_new_tokens": 0}, start=0)
+        return Job(ids, {"temperature": 1.0, "max_new_tokens": 0}, scores=True)
 
     def _run(self, jobs: list[Job]) -> Generator[tuple[int, Answer]]:
         for place, made in super()._run(jobs):

@@ -10,36 +10,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from quintet.errors import QuintetError
 from quintet.models.shape import ModelShape
-from quintet.rollout import external_engine as served
 from quintet.rollout.base import Request, Sampling
-
-
-@dataclass(frozen=True)
-class Job(served.Job):
-    """One response to write, or one sequence to score.
-
-    start: from which prompt token on log-probs are told; None is none. ends: the tokens that end a response. routes: whether
-    they are told.
-    """
-
-    start: int | None = None
-    ends: frozenset[int] = frozenset()
-    routes: bool = False
-
-
-@dataclass(frozen=True)
-class Answer(served.Answer):
-    """What became of a job. counts: what SGLang counted on the way."""
-
-    counts: dict[str, float] = field(default_factory=dict)
-
+from quintet.rollout.external_engine import Answer, Job
 
 COUNTS = {
     "prompt_tokens": "prefix_cache_queries",
@@ -88,15 +66,15 @@ def answer(result: Mapping[str, Any], job: Job) -> Answer:
         ids,
         [value for value, _, _ in told[: len(ids)]],
         _finish(reason["type"], ids, job),
-        [value for value, _, _ in meta.get("input_token_logprobs", [])[1:]] if job.start is not None else [],
-        _routes(meta["routed_experts"]) if job.routes and "routed_experts" in meta else None,
+        [value for value, _, _ in meta.get("input_token_logprobs", [])[1:]] if job.scores else [],
+        _routes(routes) if (routes := meta.get("routed_experts")) else None,
         {name: float(meta[key]) for key, name in COUNTS.items() if key in meta},
     )
 
 
 def _finish(told: str, ids: Sequence[int], job: Job) -> str:
     """SGLang looks at the length, and whether a request is given up, before it looks whether the response is complete."""
-    if ids and ids[-1] in job.ends:
+    if ids and ids[-1] in job.parameters.get("stop_token_ids", ()):
         return "stop"
     if told == "abort" and ids and len(ids) >= job.parameters["max_new_tokens"]:
         return "length"

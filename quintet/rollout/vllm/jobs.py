@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from quintet.errors import QuintetError
-from quintet.rollout import external_engine as served
+from quintet.rollout import external_engine
 from quintet.rollout.external_engine import Answer, Job
 from quintet.rollout.vllm.sampling import own_logprobs
 from quintet.rollout.vllm.token_records import LOGPROBS, ROUTES, TokenRecords
@@ -16,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Engine(served.Engine[Job, Answer], Protocol):
+class Engine(external_engine.Engine, Protocol):
     """One vLLM engine, whichever way it is driven. Parameters of its jobs are the arguments of vLLM's SamplingParams."""
 
     def rpc(self, verb: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:

@@ -38,7 +38,7 @@ from quintet.rollout.vllm.weights import check as check_taken
 from quintet.rollout.vllm.weights import combine
 
 
-class VllmRollout(ExternalEngineRollout[Job, Answer]):
+class VllmRollout(ExternalEngineRollout):
     """vLLM on the devices of one rollout: rollout.layout.tp × pp of them.
 
     model_dir: a Hugging Face directory, whose weights are good until the first sync, but for those in 8 bits, which are not read;
@@ -110,7 +110,7 @@ class VllmRollout(ExternalEngineRollout[Job, Answer]):
             "flat_logprobs": True,
             "detokenize": False,
         }
-        return Job(ids, asked)
+        return Job(ids, asked, scores=True)
 
     def _completed(self, jobs: Sequence[Job], answers: list[Answer]) -> list[Answer]:
         if not self._stores:

@@ -29,11 +29,12 @@ from quintet.models.shape import ModelShape, MoeShape
 from quintet.recipe import schema
 from quintet.recipe.sglang import DECIDED, refusals
 from quintet.rollout.base import Piece, Request, Sampling
+from quintet.rollout.external_engine import Job
 from quintet.rollout.sglang import compat
 from quintet.rollout.sglang.buckets import in_buckets
 from quintet.rollout.sglang.engine import SglangEngine
 from quintet.rollout.sglang.rollout import SglangRollout
-from quintet.rollout.sglang.sampling import Job, answer, parameters, routes_of
+from quintet.rollout.sglang.sampling import answer, parameters, routes_of
 from quintet.rollout.sglang.settings import engine_arguments
 from tests.models.directory import write_model
 from tests.rollout.sglang import stand_in
@@ -273,7 +274,7 @@ def result(ids, reason, **meta):
     }
 
 
-JOB = Job([1, 2, 3], {"max_new_tokens": 3}, ends=frozenset({9}))
+JOB = Job([1, 2, 3], {"max_new_tokens": 3, "stop_token_ids": [9]})
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
 
@@ -299,7 +300,7 @@ def test_the_finish_is_what_ended_the_response(ids, reason, finish):
 
 def test_a_scored_prompt_has_no_log_prob_of_its_first_token():
     told = [(None, 1, None), (-2.0, 2, None), (-3.0, 3, None)]
-    job = Job([1, 2, 3], {"max_new_tokens": 0}, start=0)
+    job = Job([1, 2, 3], {"max_new_tokens": 0}, scores=True)
     made = answer(result([], {"type": "length", "length": 0}, input_token_logprobs=told), job)
     assert made.prompt_logprobs == [-2.0, -3.0]
     assert answer(result([], ABORTED), job).finish == "abort"
