@@ -24,9 +24,6 @@ from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.sglang import compat
 from quintet.rollout.sglang.sampling import answer
 
-_LOOK_S = 0.2
-"""How often a waiting thread looks whether SGLang's processes live, and how far they are."""
-
 _IDLE_TIMEOUT_S = 60.0
 """SGLang has nothing to do within this time of its last request; longer is an error."""
 
@@ -70,14 +67,7 @@ class SglangEngine:
 
     def _ask(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run it in the loop's thread and wait; WorkerFailure when a process of SGLang dies meanwhile."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        while True:
-            try:
-                return future.result(_LOOK_S)
-            except TimeoutError:
-                if future.done():
-                    raise
-                self._watch.check()
+        return self._watch.wait_for(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     # jobs
 
