@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -41,7 +40,6 @@ class LoadReport:
     """What one worker took. missing: tensors that did not come, in Hugging Face names where those can be told. odd: what came in
     another shape than before, or was not all there. untaken: tensors that have no place in this worker's model."""
 
-    seconds: float = 0.0
     bytes: int = 0
     missing: list[str] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
@@ -79,14 +77,12 @@ class Weights:
     @without_collections()
     def take(self, batches: Iterator[list[Piece]]) -> LoadReport:
         """Take new weights, of `WeightSource.batches`. What is wrong with them is told, not raised: `check` sees all workers' answers."""
-        start = time.perf_counter()
         with torch.no_grad():
             if self._live and self._live.copyable:
                 taken = self._copy(self._live, batches)
             else:
                 taken = self._through_loaders(chain.from_iterable(batches))
         taken.untaken = {name for name in taken.untaken if not self._idle(name)}
-        taken.seconds = time.perf_counter() - start
         return taken
 
     def read(self) -> Reading:
