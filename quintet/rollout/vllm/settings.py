@@ -38,6 +38,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     if device == "cpu" and layout.ep > 1:
         raise UserError(f"rollout.layout.ep={layout.ep}: {CPU_EXPERTS}")
     dtype = recipe.model.dtype or ("fp32" if device == "cpu" else "bf16")
+    shape, drafted = read_shape(model_dir), draft_length(recipe, model_dir, device).draft_tokens
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "trust_remote_code": recipe.model.trust_remote_code,
@@ -60,34 +61,32 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     if layout.tp * layout.pp > 1:
         arguments["distributed_executor_backend"] = "mp"
     if device == "cpu":
-        arguments |= _cpu_arguments(recipe, model_dir, dtype)
+        arguments |= _cpu_arguments(recipe, shape, drafted, dtype)
     else:
         arguments |= _gpu_arguments(rollout, layout.pp)
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
     arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
     if placement_of(recipe).adapters_separate:
-        shape = read_shape(model_dir)
         lora = lora_shape(recipe, shape)
         assert lora is not None
         arguments |= adapter_arguments(shape, lora)
-    if drafted := draft_length(recipe, model_dir, device).draft_tokens:
+    tokens = rollout.sequences_per_rank * (1 + drafted)
+    if drafted:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafted}
         if device == "cpu":
-            most = rollout.sequences_per_rank * (1 + drafted)
-            arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], most)
+            arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], tokens)
     elif device == "cuda" and runners.takes_second() and layout.pp == 1:
         # Of drafted tokens, and where stages share the layers, vLLM tells log-probs itself.
         arguments |= {
             "worker_cls": f"{__package__}.gpu_worker.StoringWorker",
             "additional_config": {"routes": rollout.return_routes},
         }
-    tokens = rollout.sequences_per_rank * (1 + drafted)
     if device == "cuda" and tokens > _GRAPHED and not _GRAPHS & rollout.vllm.keys():
         arguments["cudagraph_capture_sizes"] = captured_sizes(tokens)
     if rollout.quantization == "fp8" or read_config(model_dir).get("quantization_config"):
         # The directory holds no such weights: the first sync brings them. None has vLLM forget what config.json says of 8 bits.
-        told = fp8_config(read_shape(model_dir)) if rollout.quantization == "fp8" else None
+        told = fp8_config(shape) if rollout.quantization == "fp8" else None
         arguments["hf_overrides"] = dict(arguments.get("hf_overrides") or {}) | {"quantization_config": told}
         arguments["load_format"] = "dummy"
     return arguments
@@ -117,22 +116,20 @@ def _gpu_arguments(rollout: schema.Rollout, stages: int) -> dict[str, Any]:
     return made | {"scheduler_cls": f"{__package__}.scheduler.WholeScheduler"}
 
 
-def _cpu_arguments(recipe: schema.Recipe, model_dir: Path, dtype: str) -> dict[str, Any]:
+def _cpu_arguments(recipe: schema.Recipe, shape: ModelShape, drafted: int, dtype: str) -> dict[str, Any]:
     return {
         # Compiling takes longer than it saves; vLLM's own choice of memory is a share of the machine, for every rank anew.
         "enforce_eager": True,
-        "kv_cache_memory_bytes": _kv_bytes(recipe, model_dir, dtype),
+        "kv_cache_memory_bytes": _kv_bytes(recipe, shape, drafted, dtype),
         # A prompt is read in one step: of one cut over two, vLLM sets the seed's generator back, which none on a CPU can be.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_BATCHED_TOKENS, longest(recipe), recipe.rollout.sequences_per_rank),
     }
 
 
-def _kv_bytes(recipe: schema.Recipe, model_dir: Path, dtype: str) -> int:
+def _kv_bytes(recipe: schema.Recipe, shape: ModelShape, drafted: int, dtype: str) -> int:
     """KV cache on CPU, a rank: every slot's longest sequence, within its share of the machine's memory."""
     layout = placement_of(recipe).layout
-    shape = read_shape(model_dir)
-    drafted = draft_length(recipe, model_dir, "cpu").draft_tokens
     blocks = recipe.rollout.sequences_per_rank * -(-(longest(recipe) + drafted) // _BLOCK) + 1
     layers = -(-shape.layers // layout.pp) + (shape.mtp_layers if drafted else 0)
     values = blocks * _BLOCK * _kv_values(shape, layout.tp) * layers
