@@ -68,11 +68,11 @@ def in_buckets(
     end = 0
     for whole in wanted:
         for one in _pieces(whole, bucket_bytes, units):
-            if not groups or _aligned(end) + one.nbytes > bucket_bytes:
+            if not groups or aligned(end) + one.nbytes > bucket_bytes:
                 groups.append([])
                 end = 0
             groups[-1].append(one)
-            end = _aligned(end) + one.nbytes
+            end = aligned(end) + one.nbytes
     return [laid_out(entries) for entries in groups]
 
 
@@ -87,12 +87,13 @@ def laid_out(entries: Iterable[Entry]) -> Bucket:
     """Return a bucket of these entries, one behind another."""
     placed, end = [], 0
     for one in entries:
-        placed.append(Entry(one.name, one.shape, one.box, one.dtype, _aligned(end)))
-        end = _aligned(end) + one.nbytes
+        placed.append(Entry(one.name, one.shape, one.box, one.dtype, aligned(end)))
+        end = aligned(end) + one.nbytes
     return Bucket(tuple(placed), end)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Return so many bytes, up to the next multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -107,5 +108,5 @@ def slots(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[int], tuple[int
     for size in sizes:
         slot = 0 if size > bucket_bytes or not found else 1 - found[-1]
         found.append(slot)
-        room[slot] = max(room[slot], _aligned(size))
+        room[slot] = max(room[slot], aligned(size))
     return found, (room[0], room[1])

@@ -18,7 +18,7 @@ from quintet.engine.weights.rounds import Parts, Transfer, Turns, agreed_rounds
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
 from quintet.models.mcore import whole_box
-from quintet.sync.buckets import ALIGNMENT, Bucket, Entry, laid_out
+from quintet.sync.buckets import Bucket, Entry, aligned, laid_out
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,16 @@ class PackedBucket:
         """The entries that come from the ranks' shards."""
         return [*(self.sent.entries[i] for i in self._plain), *self.raw.entries]
 
-    def fill(self, sent: Sequence[Place], raw: Sequence[Place]) -> list[Place]:
-        """Return the places to gather into, given those of both buckets."""
-        return [*(sent[i] for i in self._plain), *raw]
+    @cached_property
+    def places(self) -> list[Place]:
+        """Where those go: in the memory of what is sent, or in a second one, beside it."""
+        beside = (one._replace(memory=1) for one in self.raw.places)
+        return [*(self.sent.places[i] for i in self._plain), *beside]
 
-    def finish(self, sent: Sequence[Tensor], raw: Sequence[Tensor]) -> None:
+    def finish(self, memory: Tensor, beside: Tensor) -> None:
         """Quantize what has been gathered beside the bucket."""
-        views = {one.name: view for one, view in zip(self.sent.entries, sent, strict=True)}
-        for one, matrix in zip(self.raw.entries, raw, strict=True):
+        views = {one.name: view for one, view in zip(self.sent.entries, self.sent.views(memory), strict=True)}
+        for one, matrix in zip(self.raw.entries, self.raw.views(beside), strict=True):
             fp8.quantize(matrix, views[one.name], views[one.name + fp8.SCALE])
 
 
@@ -113,21 +115,15 @@ class Export:
             self._gather(number)
             return
         mine = self._mine[number]
-        room = -(-mine.raw.nbytes // ALIGNMENT) * ALIGNMENT
-        beside = torch.empty(room, dtype=torch.uint8, device=self._device)
+        beside = torch.empty(aligned(mine.raw.nbytes), dtype=torch.uint8, device=self._device)
         self._gather(number, memory, beside)
         if mine.raw.entries:
-            mine.finish(mine.sent.views(memory), mine.raw.views(beside))
+            mine.finish(memory, beside)
 
     def _gather(self, number: int, *memory: Tensor) -> None:
-        places: list[Place] = []
-
         def write(t: Transfer) -> Place:
             mine = self._mine[number]
-            if not places:
-                beside = [one._replace(memory=1) for one in mine.raw.places]
-                places.extend(mine.fill(mine.sent.places, beside))
-            return places[t.target_index].part(mine.gathered[t.target_index].box, t.box)
+            return mine.places[t.target_index].part(mine.gathered[t.target_index].box, t.box)
 
         for one in self._rounds[number]:
             one.run(self._parts, write, self._device, *memory)
