@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quintet.engine.head import VocabSlice, logits
@@ -87,10 +88,7 @@ class GenerateCall:
         positions = torch.tensor([s.prompt_length + len(s.response_ids) - 1 for s in active])
         ids = torch.tensor([s.response_ids[-1] for s in active])
         total = self.stage.align.row([1] * len(active))
-        padding = total - len(active)
-        if padding:
-            ids = torch.cat((ids, ids.new_zeros(padding)))
-        at = torch.cat((positions, positions.new_zeros(padding))) if padding else positions
+        ids, at = (F.pad(one, (0, total - len(active))) for one in (ids, positions))
         row = PackedRow(qkv_format="thd")
         row.cos, row.sin = self.stage.model.rotary(at.to(self.device))
         self.cache.decode(positions.to(self.device), int(positions.max()) + 1)

@@ -44,11 +44,7 @@ def keep_mask(log_p: Tensor, sampling: Sampling) -> Tensor | None:
     Each rule looks at what the ones before it left, renormalised; the most likely token always survives.
     """
     vocab = log_p.shape[1]
-    if (
-        (sampling.top_k in (0, vocab) or sampling.top_k > vocab)
-        and sampling.top_p == 1
-        and sampling.min_p == 0
-    ):
+    if not 0 < sampling.top_k < vocab and sampling.top_p == 1 and sampling.min_p == 0:
         return None
     ordered, order = log_p.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)

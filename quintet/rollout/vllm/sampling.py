@@ -24,9 +24,8 @@ def mode_of(recipe: schema.Rollout) -> Mode:
 def check(sampling: Sampling, mode: Mode) -> None:
     """Raise UserError for a sampling whose policy's log-probs vLLM cannot tell in this mode."""
     cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-    if sampling.temperature in (0, 1) and (mode == "raw_logprobs" or sampling.temperature == 0 or not cut):
-        return
-    if mode == "raw_logprobs" or cut:
+    tells = sampling.temperature == 1 if mode == "raw_logprobs" else not cut
+    if sampling.temperature != 0 and not tells:
         raise UserError(
             f"vLLM cannot tell the policy's log-probs at temperature {sampling.temperature} with top_p={sampling.top_p}, "
             f"top_k={sampling.top_k}, min_p={sampling.min_p} in an engine made for {mode}; generate with the recipe's "
