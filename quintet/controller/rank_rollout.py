@@ -1,7 +1,7 @@
 """One rank's part of a rollout: a back end behind the protocol, and the samples that it generated.
 
-The controller calls its verbs (`quintet.controller.rollouts`), whether the rank trains too or has a process of its own. Ranks of a
-native rollout share requests; the engines of other back ends make their own workers, and have one rank here.
+The controller calls its verbs, and those of the back end (`quintet.controller.rollouts`), whether the rank trains too or has a process
+of its own. Ranks of a native rollout share requests; the engines of other back ends make their own workers, and have one rank here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quintet.controller.sample_store import Place, SampleStore
 from quintet.data.batch import Batch
 from quintet.data.routes import RouteSizes
 from quintet.recipe import schema
-from quintet.rollout import Part, Request, Rollout, Sample, Sampling, WeightSource
+from quintet.rollout import Request, Rollout, Sample, Sampling, WeightSource
 from quintet.rollout.base import WANTED
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 
@@ -36,7 +36,7 @@ class RankRollout:
         owns_output: bool,
         routes: RouteSizes | None = None,
     ) -> None:
-        self._backend, self._progress = backend, progress
+        self.backend, self._progress = backend, progress
         self._at, self._owns_output = dict(at), owns_output
         self._spare = recipe.rollout.restart
         self.samples = SampleStore(recipe.mismatch.replay_samples_per_step, routes)
@@ -57,13 +57,14 @@ class RankRollout:
         self._progress.begin()
         began = time.perf_counter()
         self.samples.forget(forget)
-        groups = self._backend.stream(requests, sampling)
+        groups = self.backend.stream(requests, sampling)
         if not self._owns_output:
             for _ in groups:
                 pass
             return None, None
         answered: list[list[Sample]] = [[] for _ in requests]
-        with listening(call, {verb.__name__: verb for verb in (self.pause, self.resume, self.abort)}):
+        words = (self.backend.pause, self.backend.resume, self.backend.abort)
+        with listening(call, {verb.__name__: verb for verb in words}):
             for at, group in groups:
                 answered[at] = group
                 yield at, self.samples.info(requests, at, group, began)
@@ -77,52 +78,24 @@ class RankRollout:
             for one in sequences:
                 told(one.response_ids)
 
-        cast(Any, self._backend).overheard = heard
-
-    def pause(self) -> None:
-        """Hold what is under way, and start nothing new, until `resume`."""
-        self._backend.pause()
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._backend.resume()
-
-    def abort(self) -> None:
-        """Give up what is under way: its samples end with the tokens they have."""
-        self._backend.abort()
+        cast(Any, self.backend).overheard = heard
 
     def slice_samples(self, chosen: list[list[Place]], layers: list[list[int] | None]) -> tuple[Any, ...]:
         """Cut what this rank keeps: see `SampleStore.slice_for`."""
         return self.samples.slice_for(chosen, layers)
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Return log-probs of every token but the first of each sequence: see `Rollout.score`."""
-        return self._backend.score(sequences)
-
-    def counts(self) -> dict[str, float]:
-        """Return what was counted since the last time: see `Rollout.metrics`."""
-        return self._backend.metrics()
-
-    # weights and memory
+    # weights
 
     def receivers(self) -> list[bytes | None]:
         """Return who takes weights in this process, and what, packed (`WANTED`): see `Rollout.receivers`."""
-        return [None if one is None else WANTED.dump(one) for one in self._backend.receivers()]
+        return [None if one is None else WANTED.dump(one) for one in self.backend.receivers()]
 
     def update_weights(self, source: WeightSource | None) -> int:
         """Take new weights: see `Rollout.update_weights`; from None, those of the engine in this process."""
         # None comes to the native one in the trainer alone.
-        return self._backend.update_weights(cast(WeightSource, source))
+        return self.backend.update_weights(cast(WeightSource, source))
 
     def fingerprints(self) -> RankFingerprints:
         """Return those of the live weights, and what cannot be read back: see `Rollout.fingerprints`."""
-        prints, unreadable = self._backend.fingerprints()
+        prints, unreadable = self.backend.fingerprints()
         return self._indexer.tell(prints, unreadable=unreadable)
-
-    def sleep(self, level: int) -> int:
-        """Give memory up: see `Rollout.sleep`; bytes."""
-        return self._backend.sleep(level)
-
-    def wake(self, part: Part) -> int:
-        """Take memory again; bytes."""
-        return self._backend.wake(part)

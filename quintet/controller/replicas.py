@@ -19,7 +19,7 @@ from quintet.cluster.group import WorkerGroup
 from quintet.cluster.process_probe import Location
 from quintet.controller.rollouts import Generating, Heard, Rollouts
 from quintet.controller.sample_store import Place
-from quintet.controller.verbs import Policy, Rollout, RolloutProcess
+from quintet.controller.verbs import Backend, Policy, Rollout, RolloutProcess
 from quintet.controller.weight_check import Proof
 from quintet.controller.weight_sync import WeightSync
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
@@ -253,7 +253,7 @@ class RolloutReplicas(Rollouts):
         """Prove by log-probs what could not be read back."""
         if not self._proof.sequences or self.missing():
             return {}
-        told = self.ask(Rollout.score, phase="sync")(self._proof.sequences)
+        told = self.ask(Backend.score, phase="sync")(self._proof.sequences)
         return self._proof.of_probe({f"rollout-{number}": ranks[-1] for number, ranks in told.items()})
 
     def ask(self, verb: Callable[Concatenate[Any, P], T], phase: str) -> Callable[P, dict[int, list[T]]]:

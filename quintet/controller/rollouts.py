@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeV
 
 from quintet.controller.messages import SampleInfo
 from quintet.controller.sample_store import Place
-from quintet.controller.verbs import Rollout
+from quintet.controller.verbs import Backend, Rollout
 from quintet.controller.weight_check import Proof
 from quintet.observe.memory import GIB
 from quintet.recipe import schema
@@ -83,26 +83,26 @@ class Rollouts(ABC):
         """Hold what is under way, beside the call that waits for it, and start nothing; of any thread."""
         with self._speaking:
             self._held = True
-            if not self._interject(Rollout.pause):
-                self.ask(Rollout.pause, phase="pause")()
+            if not self._interject(Backend.pause):
+                self.ask(Backend.pause, phase="pause")()
 
     def hold(self) -> None:
         """Start nothing until `resume`, once a call under way has ended."""
         with self._speaking:
             self._held = True
-            self.ask(Rollout.pause, phase="pause")()
+            self.ask(Backend.pause, phase="pause")()
 
     def resume(self) -> None:
         """Go on after `pause` or `hold`."""
         with self._speaking:
-            if self._held and not self._interject(Rollout.resume):
-                self.ask(Rollout.resume, phase="resume")()
+            if self._held and not self._interject(Backend.resume):
+                self.ask(Backend.resume, phase="resume")()
             self._held = False
 
     def abort(self) -> None:
         """Give up what is under way: its samples end with the tokens they have."""
         with self._speaking:
-            self._interject(Rollout.abort)
+            self._interject(Backend.abort)
 
     def _interject(self, verb: Callable[[Any], None]) -> bool:
         """Say a verb beside the calls under way; False where there are none."""
@@ -121,12 +121,12 @@ class Rollouts(ABC):
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Return what the first of them makes of these tokens: see `Rollout.score`."""
-        return self.ask(Rollout.score, phase="generate")(sequences)[0][-1]
+        return self.ask(Backend.score, phase="generate")(sequences)[0][-1]
 
     def counts(self) -> dict[str, float]:
         """Return what they counted since the last time, summed: see `Rollout.metrics`."""
         found: dict[str, float] = {}
-        for ranks in self.ask(Rollout.counts, phase="counts")().values():
+        for ranks in self.ask(Backend.metrics, phase="counts")().values():
             for name, value in ranks[0].items():
                 found[name] = found.get(name, 0.0) + value
         return found
@@ -147,11 +147,11 @@ class Rollouts(ABC):
 
     def sleep(self, level: int) -> int:
         """Give up the devices: see `Rollout.sleep`; bytes of all ranks."""
-        return sum(map(sum, self.ask(Rollout.sleep, phase="sleep")(level).values()))
+        return sum(map(sum, self.ask(Backend.sleep, phase="sleep")(level).values()))
 
     def wake(self, part: Part) -> int:
         """Take the devices again: see `Rollout.wake`; bytes of all ranks."""
-        return sum(map(sum, self.ask(Rollout.wake, phase="wake")(part).values()))
+        return sum(map(sum, self.ask(Backend.wake, phase="wake")(part).values()))
 
     @abstractmethod
     def mark_weights_updated(self) -> None:

@@ -22,7 +22,7 @@ from quintet.cluster.calls import outcomes, results
 from quintet.cluster.dispatch import megatron_compute
 from quintet.cluster.group import WorkerGroup
 from quintet.controller.replicas import RolloutReplicas
-from quintet.controller.verbs import Policy, Rollout
+from quintet.controller.verbs import Backend, Policy, Rollout
 from quintet.diagnose.mismatch import Ask
 from quintet.diagnose.oracle_model import PlainWorker
 from quintet.errors import QuintetError
@@ -44,7 +44,7 @@ def calls(group: WorkerGroup, copies: RolloutReplicas, engine: Engine, ask: Ask)
     group.each(Policy.logprobs, megatron_compute)([([[1]], [1], [], None)])  # call-arg
     served: list[str] = group.all(Policy.serve).submit().result()  # assignment
     mixed: list[list[Served]] = outcomes([group.all(Policy.serve).submit()])  # assignment
-    copies.ask(Rollout.sleep, phase="sleep")("deep")  # arg-type
+    copies.ask(Backend.sleep, phase="sleep")("deep")  # arg-type
     engine.rpc(Extension.fall_asleep, "deep")  # arg-type
     engine.rpc(Extension.wanted)  # attr-defined
     read: list[int] = engine.rpc(Extension.read_fingerprints)  # arg-type
@@ -57,7 +57,7 @@ def right(group: WorkerGroup, copies: RolloutReplicas, engine: Engine) -> None:
     parts: list[tuple[object, ...]] = group.each(Rollout.slice_samples)([[[("call", 3)]]], [None])
     served: list[list[Served]] = results([group.all(Policy.serve).submit()])
     mixed: list[list[Served] | QuintetError] = outcomes([group.all(Policy.serve).submit()])
-    copies.ask(Rollout.sleep, phase="sleep")(level=2)
+    copies.ask(Backend.sleep, phase="sleep")(level=2)
     engine.rpc(Extension.fall_asleep, 1)
 """
 

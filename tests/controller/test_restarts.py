@@ -11,7 +11,7 @@ import pytest
 from quintet.cluster.verbs import Asked
 from quintet.controller import replicas as module
 from quintet.controller.replicas import RESTARTS_IN_A_ROW, RolloutReplicas
-from quintet.controller.verbs import Rollout
+from quintet.controller.verbs import Backend
 from quintet.errors import QuintetError, RayFailure, UserError, WorkerFailure
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Cluster, RolloutLayout
@@ -86,7 +86,7 @@ def test_what_is_no_death_of_a_rollout_ends_the_run(monkeypatch: pytest.MonkeyPa
     said = list[str]()
     one = replicas(said, [[["right"], UserError("a prompt is too long")]], monkeypatch)
     with pytest.raises(UserError, match="too long"):
-        one.ask(Rollout.score, phase="sync")([])
+        one.ask(Backend.score, phase="sync")([])
     one = replicas(said, [[["right"], ["right"], WorkerFailure("rank 0 died")]], monkeypatch)
     trainer: Any = "serve"
     with pytest.raises(WorkerFailure, match=r"^rank 0 died"):

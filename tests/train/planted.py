@@ -107,7 +107,7 @@ class Flipping(PolicyWorker):
             came = update(source)
             self.syncs += 1
             if self.rank == 1 and self.syncs == 2:
-                flip(self.rollout._backend._weights.shards())  # type: ignore[attr-defined]
+                flip(self.rollout.backend._weights.shards())  # type: ignore[attr-defined]
             return came
 
         self.rollout.update_weights = flipping  # type: ignore[assignment]
