@@ -106,7 +106,7 @@ WANTED: Typed[list[Wanted]] = Typed(list[Wanted], "what a receiver wants")
 @dataclass(frozen=True)
 class Piece:
     """A part of a Hugging Face tensor on its way to a rollout: `tensor` has the shape of `box`, `shape` is that of the whole.
-    It is good only until the next piece is asked for: who keeps it copies it."""
+    It is good only until the next pieces are asked for: who keeps it copies it."""
 
     name: str
     shape: tuple[int, ...]
@@ -121,13 +121,10 @@ class WeightSource(Protocol):
         """Return the text that `opened` makes it of again in another process."""
         ...
 
-    def pieces(self, receiver: int) -> Iterator[Piece]:
-        """Yield all that the receiver of this number takes (its place in `Rollout.receivers`), once, in any order. Exhausting
-        the iterator tells the sender that all has arrived; closing it early tells that it has not."""
-        ...
-
     def batches(self, receiver: int) -> Iterator[list[Piece]]:
-        """Yield all that a receiver takes, as many pieces at a time as are there: they are good until the next list is asked for."""
+        """Yield all that the receiver of this number takes (its place in `Rollout.receivers`), once, in any order, as many pieces at a
+        time as are there: they are good until the next list is asked for. Exhausting the iterator tells the sender that all has
+        arrived; closing it early tells that it has not."""
         ...
 
 

@@ -2,7 +2,7 @@
 
     server = WeightServer(engine.shard_map, shape, dtype, device)
     tickets = server.plan(specs)            # whenever receivers join, leave or start anew
-    served = server.serve()                 # beside it, each rollout takes ChannelSource(tickets).pieces(number)
+    served = server.serve()                 # beside it, each rollout takes ChannelSource(tickets).batches(number)
 
 All ranks fill bucket after bucket together, straight from their shards, each for the receivers it serves; while a bucket is
 loaded, the next is filled. Two are in memory at most, and only while serving.

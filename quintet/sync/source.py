@@ -120,17 +120,12 @@ class ChannelSource:
         """Return the source of which these are the words. Raises QuintetError when they are something else."""
         return cls(_TICKETS.load(words.encode(), "the rollout"))
 
-    def pieces(self, receiver: int) -> Iterator[Piece]:
-        """Yield all that receiver takes, once: see `WeightSource`. A piece is good until the next is asked for.
+    def batches(self, receiver: int) -> Iterator[list[Piece]]:
+        """Yield all that a receiver takes, a bucket at a time: see `WeightSource`. On a GPU all that has been queued on the current
+        stream by the time that the next list is asked for is waited for.
 
         Raises SyncFailure naming the receiver when the trainer refuses the ticket, ends, or is silent for too long.
         """
-        for batch in self.batches(receiver):
-            yield from batch
-
-    def batches(self, receiver: int) -> Iterator[list[Piece]]:
-        """Yield all that a receiver takes, a bucket at a time: its pieces are good until the next list is asked for. On a GPU all
-        that has been queued on the current stream by then is waited for."""
         ticket = self.tickets[receiver]
         known = _RECEIVERS.get(ticket.receiver)
         if known is not None and known.plan != ticket.plan:

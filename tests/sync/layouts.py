@@ -42,8 +42,9 @@ class Taker(threading.Thread):
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            for piece in self.source.pieces(self.receiver):
-                self.use(piece)
+            for batch in self.source.batches(self.receiver):
+                for piece in batch:
+                    self.use(piece)
         except BaseException as error:
             self.failure = error
 

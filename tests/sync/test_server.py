@@ -208,12 +208,12 @@ def test_tickets_of_another_plan_or_key_and_of_nobody_are_refused():
         ),  # it does not serve
     ):
         with pytest.raises(SyncFailure, match=re.escape(said)):
-            list(ChannelSource([wrong]).pieces(0))
+            list(ChannelSource([wrong]).batches(0))
     server.close()
     with pytest.raises(SyncFailure, match="no trainer answers"):
-        list(ChannelSource([ticket]).pieces(0))
+        list(ChannelSource([ticket]).batches(0))
     with socket.create_server(nobody), pytest.raises(SyncFailure, match="did not greet it within 1 s"):
-        list(ChannelSource([dataclasses.replace(ticket, address=nobody, timeout_s=1.0)]).pieces(0))
+        list(ChannelSource([dataclasses.replace(ticket, address=nobody, timeout_s=1.0)]).batches(0))
 
 
 @pytest.mark.parametrize("colocated", [True, False], ids=["colocated", "separate"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -96,10 +97,10 @@ class SglangRollout(ExternalEngineRollout):
         """Take new weights. The prefix cache is emptied; requests that are held go on with the new weights. After an error
         the weights are undefined, and nothing goes on, until the next ones have come."""
         device = torch.device("cuda", torch.cuda.current_device())
-        with self._weights_arriving(), contextlib.closing(source.pieces(0)) as pieces:  # type: ignore[type-var]
+        with self._weights_arriving(), contextlib.closing(source.batches(0)) as batches:  # type: ignore[type-var]
             self._engine.forget_prefixes()
             self._taken = set()  # what does not come this time must be missed
-            for bucket in in_buckets(pieces, self._recipe.bucket_mib, device):
+            for bucket in in_buckets(chain.from_iterable(batches), self._recipe.bucket_mib, device):
                 torch.cuda.current_stream(device).synchronize()
                 self._engine.load(bucket.flat, bucket.entries)
                 self._taken.update(name for name, *_ in bucket.entries)

@@ -87,12 +87,12 @@ class Source:
     def __init__(self, seed: int, breaks: int | None = None) -> None:
         self.seed, self.breaks = seed, breaks
 
-    def pieces(self, receiver: Any) -> Iterator[Piece]:
+    def batches(self, receiver: Any) -> Iterator[list[Piece]]:
         for at, (name, tensor) in enumerate(weights(self.seed).state_dict().items()):
             if at == self.breaks:
                 raise RuntimeError("broken off")
             passing = tensor.to("cuda", torch.bfloat16)
-            yield Piece(name, tuple(tensor.shape), whole_box(tuple(tensor.shape)), passing)
+            yield [Piece(name, tuple(tensor.shape), whole_box(tuple(tensor.shape)), passing)]
             passing.zero_()  # its memory is the next piece's
 
 
