@@ -256,12 +256,15 @@ class RolloutReplicas(Rollouts):
         told = self.ask(Backend.score, phase="sync")(self._proof.sequences)
         return self._proof.of_probe({f"rollout-{number}": ranks[-1] for number, ranks in told.items()})
 
-    def ask(self, verb: Callable[Concatenate[Any, P], T], phase: str) -> Callable[P, dict[int, list[T]]]:
-        """Ask a verb of all replicas that are there: what each rank answers, by rollout, of those that do not die."""
+    def ask(
+        self, verb: Callable[Concatenate[Any, P], T], phase: str, beside: PendingCall[Any] | None = None
+    ) -> Callable[P, dict[int, list[T]]]:
+        """Ask a verb of all replicas that are there: what each rank answers, by rollout, of those that do not die. beside: as in
+        `collect_survivors`."""
 
         def asked(*args: P.args, **kwargs: P.kwargs) -> dict[int, list[T]]:
             alive = {number: group for number, group in enumerate(self.groups) if group is not None}
             calls = {n: group.all(verb, phase=phase).submit(*args, **kwargs) for n, group in alive.items()}
-            return self.collect_survivors(calls)
+            return self.collect_survivors(calls, beside)
 
         return asked

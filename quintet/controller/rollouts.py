@@ -249,7 +249,10 @@ class InProcessRolloutGroup(Rollouts):
         from quintet.cluster.calls import results  # with Ray, as all copies in another layout are
 
         told, _ = results([self._workers.all(Rollout.fingerprints, phase="sync").submit(), beside])
-        return {_name(dp): [told[rank] for rank in ranks] for dp, ranks in enumerate(self._ranks)}
+        return {
+            f"the rollout of dp rank {dp}": [told[rank] for rank in ranks]
+            for dp, ranks in enumerate(self._ranks)
+        }
 
     def probe(self) -> dict[str, float]:
         return {}
@@ -259,7 +262,3 @@ class InProcessRolloutGroup(Rollouts):
 
     def counts(self) -> dict[str, float]:
         return {}  # native ones count nothing: they are not asked
-
-
-def _name(dp: int) -> str:
-    return f"the rollout of dp rank {dp}"

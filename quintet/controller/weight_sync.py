@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from quintet.recipe.rollout import placement_of
 from quintet.sync.rank_fingerprints import RankFingerprints
 from quintet.sync.server import ReceiverSpec, Served
 from quintet.sync.source import ChannelSource
-from quintet.sync.wire import Ticket, notify_absent
+from quintet.sync.wire import notify_absent
 
 if TYPE_CHECKING:
     from quintet.controller.replicas import RolloutReplicas
@@ -82,8 +82,9 @@ class WeightSync:
         def look() -> None:
             for number in [number for number, call in left.items() if call.failed]:
                 del left[number]
-                tickets = [ticket for source in self._sources[number] for ticket in source.tickets]
-                threading.Thread(target=_tell, args=(tickets,), name="quintet-sync", daemon=True).start()
+                for source in self._sources[number]:
+                    for ticket in source.tickets:
+                        threading.Thread(target=notify_absent, args=[ticket], daemon=True).start()
 
         return look
 
@@ -99,12 +100,7 @@ class WeightSync:
         return None
 
     def _fingerprints(self, beside: PendingCall[Any]) -> dict[str, list[RankFingerprints]]:
-        calls = {
-            number: group.all(Rollout.fingerprints, phase="sync").submit()
-            for number, group in enumerate(self._rollouts.groups)
-            if group is not None
-        }
-        told = self._rollouts.collect_survivors(calls, beside=beside)
+        told = self._rollouts.ask(Rollout.fingerprints, phase="sync", beside=beside)()
         return {_name(number): ranks for number, ranks in told.items()}
 
     def _follow(self) -> None:
@@ -132,7 +128,7 @@ class WeightSync:
                     if placement.separate:
                         # Those that want the same are served by one rank, which sends it once.
                         here = alike.setdefault(boxes, len(alike))
-                    spec = self._spec(number, rank, device, boxes)
+                    spec = ReceiverSpec(_id(number, rank, device), boxes, not placement.separate)
                     assignments[here % self._policy.n_ranks].append(spec)
         tickets = self._policy.each(Policy.plan_sync, phase="sync")(assignments)
         by_receiver = {ticket.receiver: ticket for rank in tickets for ticket in rank}
@@ -144,14 +140,6 @@ class WeightSync:
             for number, ranks in wanted.items()
         }
         self._planned = groups
-
-    def _spec(self, number: int, rank: int, device: int, boxes: bytes | None) -> ReceiverSpec:
-        return ReceiverSpec(_id(number, rank, device), boxes, not placement_of(self._recipe).separate)
-
-
-def _tell(tickets: Sequence[Ticket]) -> None:
-    for ticket in tickets:
-        notify_absent(ticket)
 
 
 def _id(number: int, rank: int, device: int) -> str:
