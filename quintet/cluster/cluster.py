@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -37,8 +36,6 @@ class Cluster:
         self.settings = settings
         self.say = say
         self.device: Literal["cpu", "cuda"] = "cpu"
-        self.start_s = 0.0
-        """Seconds that starting or joining took."""
         self.is_local = True
         """Whether all of the cluster is this machine, and ours to fill."""
         self._log_dir = log_dir
@@ -54,7 +51,6 @@ class Cluster:
         return self._log_dir
 
     def __enter__(self) -> Self:
-        began = time.perf_counter()
         try:
             if self._log_dir is None:
                 self._log_dir = Path(self._exit.enter_context(Scratch("quintet-logs-")))
@@ -67,7 +63,6 @@ class Cluster:
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        self.start_s = time.perf_counter() - began
         return self
 
     def __exit__(

@@ -74,7 +74,6 @@ class WorkerGroup(Ranks):
         self._stopped: dict[int, float] = {}
         self._posts = ""
         self._cancel = cancel or threading.Event()
-        began = time.perf_counter()
         cluster.adopt(self)
         try:
             per_node = None if pack else cluster.settings.ranks_per_node
@@ -88,8 +87,6 @@ class WorkerGroup(Ranks):
         except BaseException:
             self.close()
             raise
-        self.start_s = time.perf_counter() - began
-        """Seconds from asking Ray for processes to the end of every rank's setup."""
 
     def __enter__(self) -> Self:
         return self
@@ -132,21 +129,21 @@ class WorkerGroup(Ranks):
         """Note that a rank goes on: a later stop of it is another one."""
         self._stopped.pop(rank, None)
 
-    def inspect(self, ranks: Sequence[int] | None = None, wait_s: float = 1.5) -> dict[int, probe.Report]:
+    def inspect(self, ranks: Sequence[int] | None = None) -> dict[int, probe.Report]:
         """Return the stacks, state and log tail of each rank, whatever it is doing; answers within a few seconds."""
         asked = list(self._processes) if ranks is None else list(ranks)
-        found: dict[int, probe.Report] = self._on_nodes(asked, probe.inspect, wait_s)
+        found: dict[int, probe.Report] = self._on_nodes(asked, probe.inspect)
         return {rank: found.get(rank, _NODE_GONE) for rank in asked}
 
     def _on_nodes(
-        self, ranks: Sequence[int], look: Callable[..., dict[int, Any]], *args: Any
+        self, ranks: Sequence[int], look: Callable[[list[probe.RankProcess]], dict[int, Any]]
     ) -> dict[int, Any]:
         """What a function of the probe tells of these ranks' processes; nothing of those whose node is gone."""
         by_node: dict[str, list[probe.RankProcess]] = {}
         for rank in ranks:
             process = self._processes[rank]
             by_node.setdefault(process.at.node_id, []).append(process)
-        calls = [_on_node(node, look, there, *args) for node, there in by_node.items()]
+        calls = [_on_node(node, look, there) for node, there in by_node.items()]
         return {rank: told for call in calls for rank, told in (call() or {}).items()}
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 STACK_SIGNAL = signal.SIGUSR1
+STACKS_WITHIN_S, GONE_WITHIN_S = 1.5, 1.0
 _STOPPED = {
     psutil.STATUS_STOPPED: "is stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
@@ -77,11 +78,11 @@ def turn_file(stacks: Path) -> Path:
     return stacks.with_suffix(".turn")
 
 
-def inspect(processes: list[RankProcess], wait_s: float = 1.5) -> dict[int, Report]:
-    """Report on processes of this node, by rank; live ones get `wait_s` seconds to write their stacks."""
+def inspect(processes: list[RankProcess]) -> dict[int, Report]:
+    """Report on processes of this node, by rank; live ones get `STACKS_WITHIN_S` to write their stacks."""
     before = {process.rank: size(process.stacks) for process in processes}
     asked = {process.rank: before[process.rank] for process in processes if _ask(process)}
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + STACKS_WITHIN_S
     grown: dict[int, int] = {}
     waiting = [process for process in processes if process.rank in asked]
     while waiting and time.monotonic() < deadline:
@@ -110,11 +111,11 @@ def stopped(processes: list[RankProcess]) -> dict[int, str]:
     return found
 
 
-def death_report(process: RankProcess, wait_s: float = 1.0) -> Report:
+def death_report(process: RankProcess) -> Report:
     """Report on a process of this node that Ray says is gone, once it is."""
     # Ray notices the closed socket, which comes a little before the end; and the exit status can be read only
     # between the end and the moment when Ray's raylet, the parent, collects it.
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + GONE_WITHIN_S
     status = None
     while status is None and time.monotonic() < deadline:
         if not psutil.pid_exists(process.at.pid):
