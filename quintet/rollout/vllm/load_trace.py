@@ -216,14 +216,14 @@ class Trace(TorchDispatchMode):
             return
         name, place = found
         self.record.loaded[name] = (place.sizes, target.dtype)
-        region = None if isinstance(origin, frozenset) else _region(origin, source, name, place, target)
-        if region is None:
+        copied = None if isinstance(origin, frozenset) else _region(origin, source, name, place, target)
+        if copied is None:
             self._write_computed(self._names(source), name)
             return
+        region, part = copied
         self.record.regions[region.name][region] = None
         self.record.copied[name].add(region.held)
-        assert isinstance(origin, _Tensor)
-        self.record.arrived[region] = fingerprint(_aligned(origin, source, region), region.shape, region.box)
+        self.record.arrived[region] = fingerprint(part, region.shape, region.box)
 
     def _set(self, target: Tensor, value: float) -> None:
         found = None if target.is_meta else self._parameter(target)
@@ -284,30 +284,22 @@ def _hf_box(origin: _Tensor, part: _Part) -> Box:
     return tuple(box)
 
 
-def _region(origin: _Tensor, source: Tensor, name: str, place: _Tensor, target: Tensor) -> Region | None:
-    """What a copy of `source` into `target`, a view of a parameter, tells; None where it is no copy of box to box."""
+def _region(
+    origin: _Tensor, source: Tensor, name: str, place: _Tensor, target: Tensor
+) -> tuple[Region, Tensor] | None:
+    """What a copy of `source` into `target`, a view of a parameter, tells, and the source with its dims in the order of the Hugging Face
+    tensor's; None where it is no copy of box to box."""
     read = part_of(source, origin.sizes, origin.steps, origin.offset)
     write = part_of(target, place.sizes, place.steps, place.offset)
     if read is None or write is None or source.shape != target.shape:
         return None
     box = _hf_box(origin, read)
     dims: list[int | None] = [None] * len(box)
-    for a, b in zip(read.dims, write.dims, strict=True):
+    steps = [1] * len(box)
+    for a, b, step in zip(read.dims, write.dims, source.stride(), strict=True):
         if a is not None:
             dim = origin.dims[a]
             assert dim is not None  # a dim longer than one is a dim of the Hugging Face tensor
-            dims[dim] = b
-    return Region(origin.name, origin.shape, box, name, write.box, tuple(dims), source.dtype, target.dtype)
-
-
-def _aligned(origin: _Tensor, source: Tensor, region: Region) -> Tensor:
-    """The source of a copy with its dims in the order of the Hugging Face tensor's."""
-    part = part_of(source, origin.sizes, origin.steps, origin.offset)
-    assert part is not None  # it is the region's
-    steps = [1] * len(region.box)
-    for step, dim in zip(source.stride(), part.dims, strict=True):
-        along = None if dim is None else origin.dims[dim]
-        if along is not None:
-            steps[along] = step
-    sizes = box_sizes(region.box)
-    return torch.as_strided(source, sizes, steps, source.storage_offset())
+            dims[dim], steps[dim] = b, step
+    region = Region(origin.name, origin.shape, box, name, write.box, tuple(dims), source.dtype, target.dtype)
+    return region, torch.as_strided(source, box_sizes(box), steps, source.storage_offset())
