@@ -150,17 +150,16 @@ class ExternalEngineRollout(Rollout, ABC):
         self._check(sampling)
         by_request = [self._jobs(at, request, sampling) for at, request in enumerate(requests)]
         jobs = [(at, number) for at, some in enumerate(by_request) for number in range(len(some))]
-        answers: list[dict[int, Answer]] = [{} for _ in requests]
-        times: list[dict[int, float]] = [{} for _ in requests]
+        came: list[dict[int, tuple[Answer, float]]] = [{} for _ in requests]
         awaited = dict(enumerate(by_request))
         try:
             with closing(self._run([job for some in by_request for job in some])) as told:
                 for done, (job, answer) in enumerate(told, 1):
                     at, number = jobs[job]
-                    answers[at][number], times[at][number] = answer, time.perf_counter()
+                    came[at][number] = answer, time.perf_counter()
                     self._progress(done)
-                    if len(answers[at]) == len(by_request[at]):
-                        made = self._made(awaited[at], answers[at], times[at], sampling)
+                    if len(came[at]) == len(by_request[at]):
+                        made = self._made(awaited[at], came[at], sampling)
                         del awaited[at]
                         yield at, made
         finally:
@@ -169,17 +168,13 @@ class ExternalEngineRollout(Rollout, ABC):
                     self._forget(given_up)
 
     def _made(
-        self,
-        jobs: Sequence[Job],
-        answers: Mapping[int, Answer],
-        times: Mapping[int, float],
-        sampling: Sampling,
+        self, jobs: Sequence[Job], came: Mapping[int, tuple[Answer, float]], sampling: Sampling
     ) -> list[Sample]:
-        """The samples of a request that is done."""
-        told = self._completed(jobs, [answers[number] for number in range(len(jobs))])
+        """The samples of a request that is done. came: by job its answer, and when it was there."""
+        told = self._completed(jobs, [came[number][0] for number in range(len(jobs))])
         made = [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in told]
         for number, (sample, one) in enumerate(zip(made, told, strict=True)):
-            sample.finished = times[number]
+            sample.finished = came[number][1]
             if self._recipe.return_routes and one.routes is not None:
                 prompt = len(jobs[number].prompt_ids)
                 sample.routes = self._routes_of(one.routes, prompt + len(one.response_ids))
