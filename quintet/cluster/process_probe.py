@@ -166,21 +166,17 @@ def _find(process: RankProcess) -> psutil.Process | None:
 
 
 def _report(process: RankProcess, asked_at: int | None) -> Report:
-    return replace(_state(process, asked_at), turn=_read(turn_file(process.stacks)))
-
-
-def _state(process: RankProcess, asked_at: int | None) -> Report:
     found = _find(process)
-    written = _read(process.stacks)
+    written, turn = _read(process.stacks), _read(turn_file(process.stacks))
     log_tail = "\n".join(_read(process.log, process.log_begins).strip().splitlines()[-20:])
     if found is None:
-        return Report(False, _how_it_ended(process, written), tidy(written), log_tail)
+        return Report(False, _how_it_ended(process, written), tidy(written), log_tail, turn)
     with contextlib.suppress(psutil.Error):
         state = found.status()
         if state in _STATES:
-            return Report(True, f"no answer: {_STATES[state]}", "", log_tail)
+            return Report(True, f"no answer: {_STATES[state]}", "", log_tail, turn)
     stacks = tidy(written[asked_at:]) if asked_at is not None else ""
-    return Report(True, "" if stacks else "no answer", stacks, log_tail)
+    return Report(True, "" if stacks else "no answer", stacks, log_tail, turn)
 
 
 def _how_it_ended(process: RankProcess, written: str) -> str:

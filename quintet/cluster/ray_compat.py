@@ -32,7 +32,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -281,13 +281,11 @@ class LocalRay:
         started = set(psutil.Process().children(recursive=True)) - self._before
         # Workers first and without asking: one that waits in a collective would not listen anyway. Not the agents:
         # the raylet ends with them, and a driver that sees its raylet end ends itself, with exit code 1.
-        workers = {process for process in started if _is_worker(_name(process))}
-        for process in workers:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        _kill([process for process in started if _is_worker(_name(process))])
         ray.shutdown()
         self._guardian.finish()
-        _kill_started(started)
+        _kill(started)
+        psutil.wait_procs(started, timeout=2)
         self._environment.__exit__(None, None, None)
         self._scratch.cleanup()
         _local = None if _local is self else _local
@@ -328,11 +326,10 @@ def _obituary(name: str, code: int, log: Path, log_dir: Path) -> str:
     )
 
 
-def _kill_started(processes: set[psutil.Process]) -> None:
+def _kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(processes, timeout=2)
 
 
 def _is_worker(name: str) -> bool:
