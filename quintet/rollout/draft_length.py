@@ -113,11 +113,8 @@ def _corners(rows: list[Measured], sequences: int, context_tokens: int) -> list[
         _around(sorted({one.context_tokens for one in rows}), context_tokens),
     )
     corners = [one for one in rows if one.sequences in sides[0] and one.context_tokens in sides[1]]
-    return (
-        corners
-        if len({(one.sequences, one.context_tokens) for one in corners}) == len(sides[0]) * len(sides[1])
-        else []
-    )
+    places = {(one.sequences, one.context_tokens) for one in corners}
+    return corners if len(places) == len(sides[0]) * len(sides[1]) else []
 
 
 def _around(measured: list[int], value: int) -> set[int]:

@@ -154,12 +154,8 @@ done"""
 def _began(pid: int) -> str | None:
     """When a process began, in ticks since the machine did (proc(5), field 22); None of one that is gone."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(") ")[2]
-            .split()[19]
-        )
+        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return told.rpartition(") ")[2].split()[19]
     except (OSError, IndexError):
         return None
 

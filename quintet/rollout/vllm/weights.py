@@ -266,16 +266,11 @@ def _only_pads(layer: Any) -> bool:
 
 def _as_elsewhere(parameter: str, fed: Mapping[str, set[str]]) -> set[str]:
     """The names of tensors that a parameter would be loaded from if it were as in another layer."""
-    number = _NUMBER.search(parameter)
+    number, alike = _NUMBER.search(parameter), _NUMBER.sub(".*.", parameter, 1)
     found = set[str]()
     for other, names in fed.items():
         its = _NUMBER.search(other)
-        if (
-            number
-            and its
-            and its[1] != number[1]
-            and _NUMBER.sub(".*.", other, 1) == _NUMBER.sub(".*.", parameter, 1)
-        ):
+        if number and its and its[1] != number[1] and _NUMBER.sub(".*.", other, 1) == alike:
             found |= {name.replace(its[0], number[0], 1) for name in names}
     return found
 
