@@ -56,9 +56,8 @@ class RolloutReplicas(Rollouts):
         self._placement = placement_of(recipe)
         self.colocated = not self._placement.separate
         self.groups: list[WorkerGroup | None] = [None] * self._placement.copies
-        self._spares: dict[str, dict[int, Any]] = {}
-        """Copies of samples in the object store, by call and rollout."""
-        self._keepers: dict[str, dict[int, WorkerGroup]] = {}
+        self._kept: dict[str, dict[int, tuple[WorkerGroup, Any]]] = {}
+        """By call and rollout, whose ranks keep the samples, and the copy of these in the object store."""
         self._restarts = [0] * len(self.groups)
         self._proof = proof
         self._weights = WeightSync(policy, self, recipe, proof)
@@ -193,8 +192,7 @@ class RolloutReplicas(Rollouts):
     ) -> list[int]:
         """Generate: see `Rollouts.generate`. Rollouts that die meanwhile are missing afterwards."""
         for old in forget:
-            self._spares.pop(old, None)
-            self._keepers.pop(old, None)
+            self._kept.pop(old, None)
         calls: dict[int, PendingCall[Any]] = {}
         with self._speaking:
             self._under_way = []
@@ -209,8 +207,7 @@ class RolloutReplicas(Rollouts):
         made = self.collect_survivors(calls, watch=watch)
         self._under_way = []
         for number, ((_, spare),) in made.items():
-            self._spares.setdefault(call, {})[number] = spare
-            self._keepers.setdefault(call, {})[number] = self._there(number)
+            self._kept.setdefault(call, {})[number] = self._there(number), spare
             self._restarts[number] = 0
         return list(made)
 
@@ -225,13 +222,13 @@ class RolloutReplicas(Rollouts):
             ).submit(chosen[number], layers)
             for number, group in enumerate(self.groups)
             # one made anew since has nothing
-            if group is not None and all(self._keepers[call].get(number) is group for call in made_by[number])
+            if group is not None and all(self._kept[call][number][0] is group for call in made_by[number])
         }
         parts_of = {number: list(parts[1:]) for number, (parts,) in self.collect_survivors(calls).items()}
         for number in set(range(self.count)) - parts_of.keys():
             _, *parts_of[number] = self._policy.one(
                 Policy.scatter_backup, phase="slice_samples", num_returns=1 + receivers
-            )({call: [self._spares[call][number]] for call in made_by[number]}, chosen[number], layers)
+            )({call: [self._kept[call][number][1]] for call in made_by[number]}, chosen[number], layers)
         return [parts_of[number] for number in range(self.count)]
 
     def _there(self, number: int) -> WorkerGroup:

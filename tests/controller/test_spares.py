@@ -35,7 +35,7 @@ def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
     replicas: Any = object.__new__(RolloutReplicas)
     first, second = Group("first"), Group("second")
     replicas.groups = [first, second]
-    replicas._spares, replicas._restarts, replicas._keepers = {}, [0, 0], {}
+    replicas._kept, replicas._restarts = {}, [0, 0]
     told = {
         "rollout.generate": lambda who: [(None, f"spare of {who}")],
         "rollout.slice_samples": lambda who: [(None, who)],
@@ -48,7 +48,7 @@ def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
     replicas._policy, replicas._speaking = Policy(), threading.Lock()
     replicas.generate({0: [], 1: []}, None, "a", [], lambda: None, _nobody)
     replicas.generate({0: [], 1: []}, None, "b", ["a"], lambda: None, _nobody)
-    assert replicas._spares.keys() == {"b"}
+    assert replicas._kept.keys() == {"b"}
     wanted = [[[("b", 0)]], [[("b", 1)]]]
     assert replicas.slice_samples(wanted, [None]) == [["first"], ["second"]]
 
