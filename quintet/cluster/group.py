@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -172,38 +172,35 @@ class WorkerGroup(Ranks):
             raise WorkerFailure(
                 f"Ray placed no {n_ranks} ranks within {PLACEMENT_TIMEOUT_S:g} s", phase="start"
             )
-        actor = ray.remote(RankActor)
-        self._seats = [
-            actor.options(
-                num_cpus=resources.get("CPU", 0),
-                num_gpus=resources.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement, placement_group_bundle_index=index // (per_node or 1)
-                ),
-            ).remote()
+        there = [
+            PlacementGroupSchedulingStrategy(
+                self._placement, placement_group_bundle_index=index // (per_node or 1)
+            )
             for index in range(n_ranks)
         ]
-        locations: list[Location] = self._first([seat.locate.remote() for seat in self._seats])
+        locations = self._start(there, resources)
         order = placement.rank_order(locations)
         self._seats = [self._seats[index] for index in order]
         return [locations[index] for index in order]
 
     def _place_beside(self, colocate_with: Sequence[Sequence[Location]]) -> list[Location]:
         """Start one actor a rank, on the node and with the devices of others, which Ray counts as theirs alone."""
-        actor = ray.remote(RankActor)
-        self._seats = [
-            actor.options(
-                num_cpus=0,
-                num_gpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(others[0].node_id, soft=False),
-            ).remote()
-            for others in colocate_with
-        ]
-        found: list[Location] = self._first([seat.locate.remote() for seat in self._seats])
+        there = [NodeAffinitySchedulingStrategy(others[0].node_id, soft=False) for others in colocate_with]
+        found = self._start(there, {})
         return [
             replace(location, gpus=tuple(gpu for other in others for gpu in other.gpus))
             for location, others in zip(found, colocate_with, strict=True)
         ]
+
+    def _start(self, strategies: Sequence[Any], resources: Mapping[str, float]) -> list[Location]:
+        """Start an actor by each scheduling strategy; returns where they are."""
+        actor = ray.remote(RankActor)
+        cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
+        self._seats = [
+            actor.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy).remote()
+            for strategy in strategies
+        ]
+        return self._first([seat.locate.remote() for seat in self._seats])
 
     def _build(
         self,
