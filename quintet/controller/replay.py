@@ -114,37 +114,29 @@ def replay_file(run: Path, step: int) -> Path:
 
 
 def _replay(told: dict[str, Any], tensors: dict[str, Tensor]) -> Replay:
-    parts: dict[str, list[Any]] = {}
-    for who in ("generated", "trained"):
-        sizes, prompts = (tensors[f"{who}_{what}"].tolist() for what in ("lengths", "prompts"))
-        responses = [size - prompt for size, prompt in zip(sizes, prompts, strict=True)]
-        parts[f"{who}_prompts"] = prompts
-        parts[f"{who}_ids"] = _cut(tensors[f"{who}_ids"], sizes)
-        for name in ("generated_logprobs",) if who == "generated" else ("rollout_logprobs", "old_logprobs"):
-            parts[name] = _cut(tensors[name], responses)
-        if who == "generated" and "routes" in tensors:
-            rows = tensors["routes"].split([size - 1 for size in sizes])
-            parts["routes"] = [row.numpy() for row in rows]
-    texts = told["texts"]
-    made = zip(
-        parts["generated_ids"],
-        parts["generated_prompts"],
-        parts["generated_logprobs"],
-        parts.get("routes", [None] * len(texts)),
-        strict=True,
-    )
-    trained = zip(
-        *(parts[name] for name in ("trained_ids", "trained_prompts", "rollout_logprobs", "old_logprobs")),
-        strict=True,
-    )
+    made = _columns(tensors, "generated", ["generated_logprobs"])
+    if "routes" in tensors:
+        rows = tensors["routes"].split([size - 1 for size in tensors["generated_lengths"].tolist()])
+        made.append([row.numpy() for row in rows])
+    trained = _columns(tensors, "trained", ["rollout_logprobs", "old_logprobs"])
+    of_each = zip(told["texts"], zip(*made, strict=True), zip(*trained, strict=True), strict=True)
     samples = [
         ReplaySample(prompt, response, finish, ReplayTokens(*one), TrainedTokens(*other))
-        for (prompt, response, finish), one, other in zip(texts, made, trained, strict=True)
+        for (prompt, response, finish), one, other in of_each
     ]
     settings: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in told["sampling"].items()
     }
     return Replay(told["step"], told["weights"], Sampling(**settings), samples)
+
+
+def _columns(tensors: dict[str, Tensor], who: str, of_responses: Sequence[str]) -> list[list[Any]]:
+    """By sample its tokens, how many are the prompt, and these of its response's tokens: the first fields of `ReplayTokens` and of
+    `TrainedTokens`."""
+    sizes, prompts = (tensors[f"{who}_{what}"].tolist() for what in ("lengths", "prompts"))
+    responses = [size - prompt for size, prompt in zip(sizes, prompts, strict=True)]
+    ids = _cut(tensors[f"{who}_ids"], sizes)
+    return [ids, prompts, *(_cut(tensors[name], responses) for name in of_responses)]
 
 
 def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
