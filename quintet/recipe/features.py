@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from quintet.models.shape import ModelShape
@@ -44,19 +43,42 @@ def _has_experts(shape: ModelShape | None) -> bool:
     return shape is not None and shape.moe is not None
 
 
-def _aux_loss(recipe: Recipe, shape: ModelShape | None, per: str) -> bool:
-    aux = recipe.engine.aux_loss
-    return _has_experts(shape) and aux is not None and aux.per == per
+def of_optimizers(
+    id: str, name: str, key: str, is_on: Callable[[Optimizer], bool], choice: str = ""
+) -> Feature:
+    """Return a feature that is on where `is_on` is true of any of the recipe's optimizers. key: within their sections."""
+    keys = (f"optimizer.{key}", f"sft.optimizer.{key}", f"critic.optimizer.{key}")
+    return Feature(id, name, keys, lambda r, s: any(is_on(one) for one in optimizers(r).values()), choice)
 
 
-def any_optimizer(is_on: Callable[[Optimizer], bool]) -> IsOn:
-    """Return a test that is true where `is_on` is true of any of the recipe's optimizers."""
-    return lambda recipe, shape: any(is_on(one) for one in optimizers(recipe).values())
+def _of_experts(
+    id: str,
+    name: str,
+    keys: tuple[str, ...],
+    is_on: Callable[[Recipe], bool],
+    choice: str = "",
+    needs: tuple[str, ...] = (),
+) -> Feature:
+    """On where the recipe has it so, of a model with experts. needs: what else must be on with it."""
+    return Feature(
+        id, name, keys, lambda r, s: _has_experts(s) and is_on(r), choice, needs=("experts", *needs)
+    )
 
 
-def of_optimizers(name: str) -> tuple[str, ...]:
-    """Return the keys of this name in all optimizer sections."""
-    return f"optimizer.{name}", f"sft.optimizer.{name}", f"critic.optimizer.{name}"
+def _aux_loss(per: str) -> Feature:
+    def is_on(recipe: Recipe) -> bool:
+        return recipe.engine.aux_loss is not None and recipe.engine.aux_loss.per == per
+
+    key = "engine.aux_loss"
+    return _of_experts(f"aux_{per}", f"a loss of experts' load per {per}", (key,), is_on, choice=key)
+
+
+def _context_parallel(comm: str) -> Feature:
+    def is_on(recipe: Recipe, shape: ModelShape | None) -> bool:
+        return recipe.layout.cp > 1 and recipe.engine.cp_comm == comm
+
+    name, key = f"context parallelism by {comm.replace('_', '-')}", "engine.cp_comm"
+    return Feature(f"cp_{comm}", name, ("layout.cp", key), is_on, choice=key)
 
 
 def _set_to(value: Any, id: str, name: str, key: str, choice: str = "") -> Feature:
@@ -95,46 +117,24 @@ _ENGINE = [
         lambda r, s: len(set(r.layout.stage_layers or ())) > 1,
         needs=("pp",),
     ),
-    Feature(
-        "cp_all_gather",
-        "context parallelism by all-gather",
-        ("layout.cp", "engine.cp_comm"),
-        lambda r, s: r.layout.cp > 1 and r.engine.cp_comm == "all_gather",
-        choice="engine.cp_comm",
-    ),
-    Feature(
-        "cp_all_to_all",
-        "context parallelism by all-to-all",
-        ("layout.cp", "engine.cp_comm"),
-        lambda r, s: r.layout.cp > 1 and r.engine.cp_comm == "all_to_all",
-        choice="engine.cp_comm",
-    ),
+    _context_parallel("all_gather"),
+    _context_parallel("all_to_all"),
     Feature(
         "dynamic_cp",
         "dynamic context parallelism",
         ("layout.dynamic_cp", "layout.cp"),
         lambda r, s: r.layout.dynamic_cp and r.layout.cp > 1,
     ),
-    Feature(
-        "ep",
-        "expert parallelism",
-        ("layout.ep",),
-        lambda r, s: _has_experts(s) and r.layout.ep > 1,
-        needs=("experts",),
+    _of_experts("ep", "expert parallelism", ("layout.ep",), lambda r: r.layout.ep > 1),
+    _of_experts(
+        "etp", "tensor parallelism of experts", ("layout.etp", "layout.tp"), lambda r: expert_tp(r) > 1
     ),
-    Feature(
-        "etp",
-        "tensor parallelism of experts",
-        ("layout.etp", "layout.tp"),
-        lambda r, s: _has_experts(s) and expert_tp(r) > 1,
-        needs=("experts",),
-    ),
-    Feature(
+    _of_experts(
         "etp_apart",
         "experts cut otherwise than the rest of the model",
         ("layout.etp",),
-        lambda r, s: _has_experts(s) and expert_tp(r) != r.layout.tp,
-        needs=("experts", "ep"),
+        lambda r: expert_tp(r) != r.layout.tp,
+        needs=("ep",),
     ),
     Feature("experts", "experts", ("model.path",), lambda r, s: _has_experts(s)),
     Feature("mla", "latent attention", ("model.path",), lambda r, s: s is not None and s.mla is not None),
@@ -154,30 +154,14 @@ _ENGINE = [
         replay_old=("replay of the old policy's routes", "old"),
         replay_rollout=("replay of the rollout's routes", "rollout"),
     ),
-    *(
-        Feature(
-            f"aux_{per}",
-            f"a loss of experts' load per {per}",
-            ("engine.aux_loss",),
-            partial(_aux_loss, per=per),
-            choice="engine.aux_loss",
-            needs=("experts",),
-        )
-        for per in ("sequence", "batch")
-    ),
-    Feature(
-        "z_loss",
-        "a loss of routers' logits",
-        ("engine.z_loss",),
-        lambda r, s: _has_experts(s) and r.engine.z_loss > 0,
-        needs=("experts",),
-    ),
-    Feature(
+    _aux_loss("sequence"),
+    _aux_loss("batch"),
+    _of_experts("z_loss", "a loss of routers' logits", ("engine.z_loss",), lambda r: r.engine.z_loss > 0),
+    _of_experts(
         "expert_bias",
         "updates of the expert bias",
         ("engine.expert_bias_rate",),
-        lambda r, s: _has_experts(s) and r.engine.expert_bias_rate > 0,
-        needs=("experts",),
+        lambda r: r.engine.expert_bias_rate > 0,
     ),
     *_one_of(
         "engine.distributed_optimizer",
@@ -190,30 +174,18 @@ _ENGINE = [
     _set_to(
         True, "overlap_param_gather", "gathering of parameters during forward", "engine.overlap_param_gather"
     ),
-    Feature(
+    _of_experts(
         "overlap_dispatch",
         "experts that compute while tokens travel",
         ("engine.overlap_dispatch",),
-        lambda r, s: _has_experts(s) and r.engine.overlap_dispatch,
-        needs=("experts", "ep"),
+        lambda r: r.engine.overlap_dispatch,
+        needs=("ep",),
     ),
     _set_to(True, "row_buckets", "rows of few sizes", "engine.row_buckets"),
     _set_to("transformer_engine", "transformer_engine", "TransformerEngine's layers", "engine.backend"),
     *_one_of("model.dtype", bf16=("bf16", "bf16"), fp32=("fp32", "fp32")),
-    Feature(
-        "adam",
-        "Adam with L2 weight decay",
-        of_optimizers("name"),
-        any_optimizer(lambda o: o.name == "adam"),
-        choice="optimizer.name",
-    ),
-    Feature(
-        "sgd",
-        "SGD",
-        of_optimizers("name"),
-        any_optimizer(lambda o: o.name == "sgd"),
-        choice="optimizer.name",
-    ),
+    of_optimizers("adam", "Adam with L2 weight decay", "name", lambda o: o.name == "adam", "optimizer.name"),
+    of_optimizers("sgd", "SGD", "name", lambda o: o.name == "sgd", "optimizer.name"),
     Feature("lora", "low-rank adapters", ("lora",), lambda r, s: r.lora is not None),
     Feature(
         "mtp",
@@ -221,23 +193,12 @@ _ENGINE = [
         ("mtp.train",),
         lambda r, s: r.mtp is not None and r.mtp.train,
     ),
-    Feature(
-        "lr_multipliers",
-        "learning rates by parameter",
-        of_optimizers("lr_multipliers"),
-        any_optimizer(lambda o: bool(o.lr_multipliers)),
+    of_optimizers(
+        "lr_multipliers", "learning rates by parameter", "lr_multipliers", lambda o: bool(o.lr_multipliers)
     ),
-    Feature(
-        "frozen",
-        "frozen weights",
-        of_optimizers("frozen"),
-        any_optimizer(lambda o: bool(o.frozen)),
-    ),
-    Feature(
-        "cpu_optimizer",
-        "optimizer state on the CPU",
-        of_optimizers("cpu_fraction"),
-        any_optimizer(lambda o: o.cpu_fraction > 0),
+    of_optimizers("frozen", "frozen weights", "frozen", lambda o: bool(o.frozen)),
+    of_optimizers(
+        "cpu_optimizer", "optimizer state on the CPU", "cpu_fraction", lambda o: o.cpu_fraction > 0
     ),
     _above_zero("offload_params", "offload of parameters", "engine.offload_params"),
     _above_zero("offload_grads", "offload of gradients", "engine.offload_grads"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quintet.recipe.features import FEATURES, Feature, IsOn, any_optimizer, of_optimizers
+from quintet.recipe.features import FEATURES, Feature, of_optimizers
 from quintet.recipe.schema import Recipe
 
 
@@ -186,25 +186,20 @@ NEEDS_GPU = [
 """What CPU ranks cannot do."""
 
 
-def _available_later(id: str, name: str, keys: tuple[str, ...], is_on: IsOn, instead: str) -> NotAvailable:
-    return NotAvailable(Feature(id, name, keys, is_on), instead)
-
-
 NOT_AVAILABLE = [
-    _available_later(
-        "rollout_ep",
-        "expert parallelism in the native rollout",
-        ("rollout.layout.ep", "rollout.backend"),
-        lambda r, s: (
-            r.rollout.backend == "native" and r.rollout.layout is not None and r.rollout.layout.ep > 1
+    NotAvailable(
+        Feature(
+            "rollout_ep",
+            "expert parallelism in the native rollout",
+            ("rollout.layout.ep", "rollout.backend"),
+            lambda r, s: (
+                r.rollout.backend == "native" and r.rollout.layout is not None and r.rollout.layout.ep > 1
+            ),
         ),
         "use rollout.layout.ep=1: every rank of the rollout then holds all experts; or rollout.backend=vllm",
     ),
-    _available_later(
-        "muon",
-        "Muon",
-        of_optimizers("name"),
-        any_optimizer(lambda o: o.name == "muon"),
+    NotAvailable(
+        of_optimizers("muon", "Muon", "name", lambda o: o.name == "muon"),
         "use adamw: megatron-core's Muon needs a package that does not come with it, and refuses the distributed optimizer",
     ),
 ]
