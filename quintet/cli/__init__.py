@@ -32,23 +32,8 @@ from quintet.cli.command import Command
 from quintet.errors import QuintetError
 from quintet.runs.stop import Terminated, interruptible
 
-COMMANDS: dict[str, Command] = {
-    command.name: command
-    for command in (
-        train.COMMAND,
-        sft.COMMAND,
-        generate.COMMAND,
-        chat.COMMAND,
-        eval.COMMAND,
-        check.COMMAND,
-        plan.COMMAND,
-        verify_resume.COMMAND,
-        convert.COMMAND,
-        diagnose.COMMAND,
-        report.COMMAND,
-        push.COMMAND,
-    )
-}
+_MODULES = (train, sft, generate, chat, eval, check, plan, verify_resume, convert, diagnose, report, push)
+COMMANDS: dict[str, Command] = {one.COMMAND.name: one.COMMAND for one in _MODULES}
 
 # tensordict asks torch whether it is being traced, and torch 2.13 then warns, once a process, of something that
 # concerns neither us nor the user. Nothing else of that logger is dropped.

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from quintet.errors import UserError
+
+if TYPE_CHECKING:
+    from quintet.recipe import Recipe
 
 _DASHED = re.compile(r"--?(?P<key>[a-z_0-9]+(?:\.\w+)+)(?P<value>=.*)?", re.DOTALL)
 """No option has a dot in its name."""
@@ -19,6 +24,35 @@ def positive(text: str) -> float:
     if not 0 < number <= 10**6:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {10**6:,}")
     return number
+
+
+def to_train(arguments: argparse.Namespace, command: Literal["train", "sft"]) -> Recipe | None:
+    """Return the recipe of a command that trains; None, and say so, where the run that it goes on with has finished."""
+    from quintet.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides, command=command)
+    from quintet.runs.resume import nothing_left
+
+    if (run := nothing_left(recipe, command)) is None:
+        return recipe
+    print(f"nothing left to do: {run} has finished. More steps go on with it; resume=null begins a new run")
+    return None
+
+
+def print_table(
+    names: Sequence[str], rows: Iterable[Sequence[str]], to_the_left: Collection[str] = ()
+) -> None:
+    """Print rows in columns under their names, to the right but for those named in `to_the_left`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="left" if name in to_the_left else "right")
+    for row in rows:
+        table.add_row(*row)
+    # A file or a pipe has no width of its own.
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 180).print(table)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quintet.cli.command import Command
+from quintet.cli.command import Command, print_table
 from quintet.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,9 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(found: Found) -> None:
     """The table of evidence, and the one conclusion."""
-    from rich.console import Console
-    from rich.table import Table
-
     from quintet.observe.numbers import short
 
     diagnosis = found.diagnosis
@@ -57,13 +54,8 @@ def _print(found: Found) -> None:
         f"Step {found.step}, {found.samples} samples, {found.tokens} response tokens; weights: {found.weights}"
     )
     if diagnosis.lines:
-        table = Table(box=None, pad_edge=False)
-        for name in ("compared", "mean |Δ|", "largest", ""):
-            table.add_column(name, justify="right" if name in ("mean |Δ|", "largest") else "left")
-        for line in diagnosis.lines:
-            table.add_row(line.compared, short(line.mean), short(line.most), line.says)
-        # A file or a pipe has no width of its own.
-        Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 180).print(table)
+        rows = [(line.compared, short(line.mean), short(line.most), line.says) for line in diagnosis.lines]
+        print_table(("compared", "mean |Δ|", "largest", ""), rows, to_the_left=("compared", ""))
     if diagnosis.place is None:
         print(diagnosis.sentence)
         return

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quintet.cli.command import Command, positive
+from quintet.cli.command import Command, positive, print_table
 from quintet.errors import UserError
 from quintet.plan.cards import CARDS
 
@@ -175,7 +174,7 @@ def _predict(recipe: Recipe, shape: ModelShape, arguments: argparse.Namespace, l
     for name, parts in rows:
         share = mfu(parts, card, recipe.cluster.ranks)
         cells.append((name, f"{sum(one.seconds for one in parts):,.1f}", f"{share:.2f}" if share else ""))
-    _print_table(("phase", "seconds", "MFU"), cells)
+    print_table(("phase", "seconds", "MFU"), cells)
     eight = "" if recipe.engine.fp8 is None else " Products in 8 bits are taken to last as long as in bf16."
     print(
         "At the best: nothing overlaps, and the trainer's exchanges of tp, cp and ep, uneven loads and work between phases are not counted."
@@ -195,19 +194,7 @@ def _table(stages: Sequence[StagePlan]) -> None:
         )
         for one in stages
     ]
-    _print_table(names, rows)
-
-
-def _print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*names, box=None, pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 180).print(table)
+    print_table(names, rows)
 
 
 COMMAND = Command(

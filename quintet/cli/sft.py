@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from quintet.cli.command import Command
+from quintet.cli.command import Command, to_train
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Fine-tune, and write a run directory. 0 done, or nothing left to do; failures: see the package."""
-    from quintet.recipe import load_recipe
+    if (recipe := to_train(arguments, "sft")) is not None:
+        from quintet.train.sft import sft
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides, command="sft")
-    from quintet.runs.resume import nothing_left
-
-    if (run := nothing_left(recipe, "sft")) is not None:
-        print(
-            f"nothing left to do: {run} has finished. More steps go on with it; resume=null begins a new run"
-        )
-        return 0
-    from quintet.train.sft import sft
-
-    sft(recipe)
+        sft(recipe)
     return 0
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from quintet.cli.command import Command
+from quintet.cli.command import Command, print_table
 from quintet.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,12 +83,7 @@ def _on_gpus(recipe: Recipe) -> bool:
 
 def _print(outcome: Outcome) -> None:
     """One line a step: what it was straight through, and whether it was the same resumed."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("step", "loss", "reward", "grad norm", "samples", "saved and resumed"):
-        table.add_column(name, justify="right" if name != "saved and resumed" else "left")
+    rows = []
     for a, b in outcome.pairs():
         values = [
             f"{a.values[k]:.9g}" if k in a.values else "–" for k in ("loss", "reward/mean", "grad_norm")
@@ -101,13 +95,12 @@ def _print(outcome: Outcome) -> None:
         ]
         parted += [f"samples {b.samples}"] if a.samples != b.samples else []
         at = "resumed  " if (a, b) == next(iter(outcome.resumed_pairs()), None) else ""
-        table.add_row(f"{at}{a.stage} {a.step}", *values, a.samples or "–", ", ".join(parted) or "the same")
-    # A file or a pipe has no width of its own.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    console.print(table)
+        rows.append((f"{at}{a.stage} {a.step}", *values, a.samples or "–", ", ".join(parted) or "the same"))
+    names = ("step", "loss", "reward", "grad norm", "samples", "saved and resumed")
+    print_table(names, rows, to_the_left=names[-1:])
     straight, resumed = outcome.fingerprints
     same = "the same" if straight == resumed else f"{resumed}, {len(outcome.weights)} tensors differ"
-    console.print(f"trained weights: fingerprint {straight}; saved and resumed {same}")
+    print(f"trained weights: fingerprint {straight}; saved and resumed {same}")
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
