@@ -6,6 +6,7 @@ import argparse
 import functools
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,13 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     if whole or recipe.data.task == "jsonl" or recipe.data.task == "gsm8k":
         notes += _prepare(recipe, command)
     if command != "sft":
-        from quintet.cli.drafts import describe_drafts
-
-        notes += describe_drafts(recipe)
+        notes += _drafts(recipe)
     if command in ("train", "sft"):
-        from quintet.cli.saves import describe_saves
-
-        notes += describe_saves(recipe, command)
+        notes += _saves(recipe, command)
     if arguments.verify_weights:
         notes += _verify_weights(recipe)
     print(dump_resolved(recipe), end="")
@@ -75,11 +72,15 @@ def _look_through(looks: dict[str, Look]) -> tuple[list[str], bool]:
 
 def _looks(recipe: Recipe, command: RecipeCommand, gpu_gib: float | None) -> dict[str, Look]:
     """What is looked at within the time limit, and the look."""
-    from quintet.data.check import chat_template, draw_problems
+    from quintet.data.chat_template import check_template
+    from quintet.data.prompts import check_rows
     from quintet.data.tasks import TASKS
     from quintet.plan import describe
 
-    looks: dict[str, Look] = {"the chat template": lambda: chat_template(recipe)}
+    def draw_problems(which: Which) -> None:
+        check_rows(recipe.data, which, seed=recipe.run.seed)
+
+    looks: dict[str, Look] = {"the chat template": lambda: check_template(recipe.model, recipe.data)}
     looks |= describe.looks(recipe, command, gpu_gib)
     if recipe.data.task in TASKS:
         sides: dict[Which, bool] = {
@@ -88,7 +89,7 @@ def _looks(recipe: Recipe, command: RecipeCommand, gpu_gib: float | None) -> dic
         }
         for which in (one for one, read in sides.items() if read):
             name = f"{which} problems of the task {recipe.data.task}"
-            looks[name] = functools.partial(draw_problems, recipe, which)
+            looks[name] = functools.partial(draw_problems, which)
     return looks
 
 
@@ -109,6 +110,38 @@ def _prepare(recipe: Recipe, command: RecipeCommand) -> list[str]:
         if prompts is not None
     ]
     return [*counts, *inputs.notes]
+
+
+def _drafts(recipe: Recipe) -> Iterator[str]:
+    """How many tokens `rollout.draft_tokens=auto` takes on a CPU, or on each GPU of the table, and why."""
+    from quintet.recipe.rules import shape_of
+    from quintet.rollout.draft_length import drafts_of, read_table
+
+    shape = shape_of(recipe)
+    if recipe.rollout.draft_tokens != "auto" or shape is None:
+        return
+    devices, rest = ["cpu"], []
+    if recipe.cluster.device != "cpu":
+        devices, rest = sorted({row.device for row in read_table()} - {"cpu"}), ["none on other devices"]
+    told = [drafts_of(recipe, shape.mtp_layers, device).why for device in devices]
+    yield f"Drafts: {'; '.join([*told, *rest])}."
+
+
+def _saves(recipe: Recipe, command: str) -> Iterator[str]:
+    """Where checkpoints go, how large one will be, and what is resumed. Raises UserError when the recipe cannot go on with the run that it
+    names."""
+    from quintet.plan.describe import checkpoints
+    from quintet.runs.resume import find_resume
+
+    yield checkpoints(recipe)
+    if (exports := recipe.checkpoint.hf_every_steps) > 0:
+        yield f"Hugging Face directories: every {exports} steps to {recipe.run.dir}/{recipe.run.name}-<time>/hf, all kept."
+    if recipe.resume is not None:
+        found = find_resume(recipe, command)
+        yield from found.notes
+        if found.checkpoint is not None:
+            manifest = found.checkpoint.manifest
+            yield f"Resume: {found.run} goes on after {manifest.stage} step {manifest.step}, from {found.checkpoint.path}."
 
 
 def _verify_weights(recipe: Recipe) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from quintet.errors import UserError, reading
 from quintet.models.hf_config import read_json
 from quintet.recipe.paths import is_file
+from quintet.recipe.schema import Data, Model
 
 KEY = "model.chat_template"
 PROCESSOR_S = 1.0
@@ -110,18 +111,20 @@ def render(
     return texts
 
 
-def check_template(directory: Path | None, given: str | None, system_prompt: str | None) -> None:
-    """Render the shortest conversation by the template of a recipe.
+def check_template(model: Model, data: Data) -> None:
+    """Render the shortest conversation, as a run renders every prompt; the template of a model that is built is known.
 
-    directory: model.path; a built model's template is known. given: model.chat_template.
     Raises UserError where a run would not come to its first prompt.
     """
+    if not data.chat:
+        return
+    directory, given = model.directory, model.chat_template
     own = own_template(directory) if given is None and directory is not None else None
     template = own if given is None else given_template(given)
     if template is None:  # a directory without one: only its tokenizer can tell
         return
     tokens = special_tokens(directory) if directory is not None else {}
-    system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt is not None else []
     try:
         render(template, [[*system, {"role": "user", "content": "1+1="}]], tokens)
     except TemplateFailure as failed:
