@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from quintet.errors import UserError
+from quintet.recipe.paths import HUB_NAME
 
 
 class FileRow(NamedTuple):
@@ -42,11 +42,7 @@ def read_rows(path: str, which: Literal["train", "eval", "sft"]) -> list[FileRow
             rows = list(_from_csv(local))
         else:
             raise UserError(f"{key}: {path} is neither a .jsonl nor a .parquet nor a .csv file")
-    elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}", path) and local.suffix not in (
-        ".jsonl",
-        ".parquet",
-        ".csv",
-    ):
+    elif HUB_NAME.fullmatch(path):
         rows = _from_hub(path, which, key)
     else:
         raise UserError(f"{key}: there is no file {path} (looked in {Path.cwd()})")

@@ -110,7 +110,7 @@ def load_prompts(
             `data.answer_key` "" the dataset has no answers, and rewards get "".
 
     Raises:
-        UserError: names the file, the line and what was expected.
+        UserError: names the file, the line and what was expected. What the recipe's rules refuse is not looked at here.
     """
     if data.chat and tokenizer.chat_template is None:
         raise UserError(
@@ -179,14 +179,8 @@ def _name(data: Data, which: Which) -> str:
 def _drafts(data: Data, which: Which, seed: int, needs: Collection[str]) -> list[_Draft]:
     if data.task in TASKS and which != "sft":
         return _task_drafts(data, which, seed)
-    if data.task_options and data.task not in TASKS:
-        raise UserError(f"data.task_options are for built-in tasks ({', '.join(TASKS)}), not for {data.task}")
     path = path_of(data, which)
-    if path is None:
-        hint = ", or train.eval_prompts=0 to evaluate nothing" if which == "eval" else ""
-        raise UserError(
-            f"data.{which}_path is not set; name a jsonl, parquet or csv file, a directory or a hub dataset{hint}"
-        )
+    assert path is not None, f"data.{which}_path: the rule data_is_named wants it"
     rows = read_rows(path, which)
     read = _gsm8k_draft if data.task == "gsm8k" and which != "sft" else _draft
     columns = _columns(data, which)
@@ -212,11 +206,6 @@ def _columns(data: Data, which: Which) -> _Columns:
 
 
 def _task_drafts(data: Data, which: Literal["train", "eval"], seed: int) -> list[_Draft]:
-    for key, path in (("train_path", data.train_path), ("eval_path", data.eval_path)):
-        if path is not None:
-            raise UserError(
-                f"data.{key} is set, but the built-in task {data.task!r} reads no files; remove one of them"
-            )
     task = make_task(data.task, data.task_options)
     problems = draw_problems(task, which, TRAIN_PROBLEMS if which == "train" else EVAL_PROBLEMS, seed)
     if not problems:
@@ -226,7 +215,7 @@ def _task_drafts(data: Data, which: Literal["train", "eval"], seed: int) -> list
     return [
         _Draft(
             f"{data.task} {which} problem {i}",
-            *_as_messages(task.prompt(p), data),
+            _as_given(task.prompt(p), data),
             task.answer(p),
             task.response(p),
         )
@@ -249,7 +238,7 @@ def _given(source: str, key: str, prompt: Any, data: Data) -> Messages | str:
         raise UserError(
             f"{source}: column {key!r} must be text or a list of chat messages, got {_shown(prompt)}"
         )
-    return _as_messages(prompt, data)[0]
+    return _as_given(prompt, data)
 
 
 def _gsm8k_draft(row: FileRow, data: Data, needs: Collection[str], columns: _Columns) -> _Draft:
@@ -265,7 +254,7 @@ def _gsm8k_draft(row: FileRow, data: Data, needs: Collection[str], columns: _Col
     gold = gold.strip().replace(",", "")
     # Calculator marks like <<16-3-4=9>> are for a tool, not for a reader.
     reasoning = re.sub(r"<<[^<>]*>>", "", reasoning).strip()
-    (prompt,) = _as_messages(f"{question.strip()}\n{_GSM8K_INSTRUCTION}", data)
+    prompt = _as_given(f"{question.strip()}\n{_GSM8K_INSTRUCTION}", data)
     return _Draft(row.source, prompt, gold, f"{reasoning}\nThe answer is \\boxed{{{gold}}}.", row.columns)
 
 
@@ -287,15 +276,12 @@ def _text(row: FileRow, key: str, recipe_key: str, needed: bool) -> str | None:
     return str(value)
 
 
-def _as_messages(text: str, data: Data) -> tuple[Messages | str]:
+def _as_given(text: str, data: Data) -> Messages | str:
+    """A text as it is, or what a user says in a chat."""
     if not data.chat:
-        if data.system_prompt is not None:
-            raise UserError(
-                "data.system_prompt needs data.chat=true: without a chat template there is no place for it"
-            )
-        return (text,)
+        return text
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt is not None else []
-    return ([*system, {"role": "user", "content": text}],)
+    return [*system, {"role": "user", "content": text}]
 
 
 def _check_messages(source: str, key: str, messages: list[Any], data: Data) -> Messages:

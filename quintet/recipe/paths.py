@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os.path
+import re
+
+HUB_NAME = re.compile(r"(?!.*\.(?:jsonl?|parquet|csv|txt)$)[\w-][\w.-]*/[\w.-]+(?::[\w.-]+){0,2}")
+"""Of a data set of the hub: owner/name, with a split, or a configuration and a split, after it."""
 
 
 def expanded(path: str) -> str:

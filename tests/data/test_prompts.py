@@ -84,8 +84,6 @@ def test_chat_template_and_system_prompt(tmp_path: Path, tokenizer: Any) -> None
 
     with pytest.raises(UserError, match=r"needs data\.chat=true"):
         load(chat, roles, chat=False)
-    with pytest.raises(UserError, match=r"system_prompt needs data\.chat=true"):
-        load(text, roles, chat=False, system_prompt="x")
     own = jsonl(
         tmp_path / "own.jsonl", [{"prompt": [{"role": "system", "content": "s"}, turns[0]], "answer": ""}]
     )
@@ -147,7 +145,6 @@ def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "fake.parquet").write_text("x")
     (tmp_path / "rows.txt").write_text("x")
     (tmp_path / "directory").mkdir()
-    good = jsonl(tmp_path / "good.jsonl", ROWS)
     refused(tmp_path / "empty.jsonl", r"data\.train_path: .*empty\.jsonl is empty")
     refused(tmp_path / "fake.parquet", r"fake\.parquet: not a readable parquet file")
     refused(tmp_path / "rows.txt", r"neither a \.jsonl nor a \.parquet nor a \.csv file")
@@ -155,12 +152,7 @@ def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
     refused("missing.jsonl", r"data\.train_path: there is no file missing\.jsonl")
     refused("prompts/missing.jsonl", "there is no file prompts/missing.jsonl")
     refused(tmp_path / "directory", "not one saved by datasets")
-    refused(good, "task_options are for built-in tasks", task_options={"digits": 3})
     refused(jsonl(tmp_path / "only.jsonl", [{"prompt": "x"}]), "no column 'response'", needs=("response",))
-    with pytest.raises(UserError, match=r"data\.eval_path is not set.*eval_prompts=0"):
-        load_prompts(Data(train_path=str(good)), "eval", tokenizer, seed=0)
-    with pytest.raises(UserError, match="the built-in task 'addition' reads no files"):
-        load(good, tokenizer, task="addition")
 
 
 def test_held_out_columns_have_names_of_their_own(tmp_path: Path, tokenizer: Any) -> None:

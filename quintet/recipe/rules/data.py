@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintet.recipe.paths import is_file
+from quintet.recipe.paths import HUB_NAME, is_file
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.schema import BUILT_IN_REWARDS
@@ -18,7 +17,7 @@ def data_is_named(facts: Facts) -> Iterator[Problem]:
     data, train = facts.recipe.data, facts.recipe.train
     paths = {"data.train_path": data.train_path, "data.eval_path": data.eval_path}
     for key, path in {**paths, "data.sft_path": data.sft_path}.items():
-        if path is not None and not Path(path).exists() and not _HUB_NAME.fullmatch(path):
+        if path is not None and not Path(path).exists() and not HUB_NAME.fullmatch(path):
             yield Problem(f"{key}: there is no file {path} (looked in {Path.cwd()})")
     if data.sft_path is not None and facts.command == "train" and facts.recipe.sft is None:
         yield Problem("data.sft_path is not read without a section sft; add one, or remove it")
@@ -37,9 +36,6 @@ def data_is_named(facts: Facts) -> Iterator[Problem]:
     if data.eval_path is None and facts.command in ("train", "eval") and train.eval_prompts:
         instead = ", or train.eval_prompts=0 to evaluate nothing" if facts.command == "train" else ""
         yield Problem(f"data.eval_path is not set; name held-out prompts{instead}", "data.task")
-
-
-_HUB_NAME = re.compile(r"(?!.*\.(?:jsonl?|parquet|csv|txt)$)[\w-][\w.-]*/[\w.-]+(?::[\w.-]+){0,2}")
 
 
 @rule
