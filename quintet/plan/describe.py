@@ -22,7 +22,7 @@ from quintet.plan.memory import packed_bytes
 from quintet.plan.offload import Offload
 from quintet.plan.saves import checkpoint_bytes
 from quintet.plan.setup import Setup
-from quintet.recipe.derived import data_parallel, expert_tp, moe_layers_of
+from quintet.recipe.derived import data_parallel, moe_layers_of
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.megatron import EXPERT_KERNELS
 from quintet.recipe.recompute import recompute_modules
@@ -182,7 +182,7 @@ def _experts(recipe: Recipe, shape: ModelShape) -> str | None:
     if shape.moe is None:
         return None
     experts = shape.moe.experts
-    layout, etp = recipe.layout, expert_tp(recipe)
+    layout, etp = recipe.layout, recipe.layout.expert_tp
     edp = recipe.cluster.ranks // (layout.pp * layout.ep * etp)
     held = experts // layout.ep
     return f"Experts: dp {edp} × ep {layout.ep} × etp {etp}, {held} of {experts} on a rank."

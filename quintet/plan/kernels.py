@@ -14,7 +14,6 @@ from pathlib import Path
 
 from quintet.models import ModelShape
 from quintet.models.shape import MoeShape
-from quintet.recipe.derived import expert_tp
 from quintet.recipe.megatron import EXPERT_KERNELS, PERMUTATION, TORCH_EXPERTS, asks_routers
 from quintet.recipe.schema import Recipe
 
@@ -46,7 +45,7 @@ class MeasuredKernel:
 
 def experts_of(shape: ModelShape, recipe: Recipe | None = None) -> dict[str, int]:
     """Return what the kernels' time depends on, of the experts that a rank of a recipe holds, by default all of the model's."""
-    moe, (ep, etp) = shape.moe, (recipe.layout.ep, expert_tp(recipe)) if recipe else (1, 1)
+    moe, (ep, etp) = shape.moe, (recipe.layout.ep, recipe.layout.expert_tp) if recipe else (1, 1)
     assert moe is not None
     sizes = {"hidden_size": shape.hidden_size, "experts": moe.experts // ep, "top_k": moe.top_k}
     return sizes | {"ffn_hidden_size": moe.ffn_hidden_size // etp}

@@ -47,7 +47,7 @@ class Setup:
 
     @property
     def etp(self) -> int:
-        return self.layout.tp if self.layout.etp is None else self.layout.etp
+        return self.layout.expert_tp
 
     @property
     def dp_cp(self) -> int:

@@ -12,11 +12,6 @@ def optimizers(recipe: Recipe) -> dict[str, Optimizer]:
     return {one.key: one for one in found if one is not None}
 
 
-def expert_tp(recipe: Recipe) -> int:
-    """Return the size of the expert tensor-parallel axis."""
-    return recipe.layout.tp if recipe.layout.etp is None else recipe.layout.etp
-
-
 def data_parallel(recipe: Recipe) -> int:
     """Return the size of the data-parallel axis; meaningful once the layout divides the ranks."""
     layout = recipe.layout

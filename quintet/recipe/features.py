@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quintet.models.shape import ModelShape
-from quintet.recipe.derived import data_parallel, expert_tp, optimizers
+from quintet.recipe.derived import data_parallel, optimizers
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.schema import Optimizer, Recipe
 
@@ -127,13 +127,13 @@ _ENGINE = [
     ),
     _of_experts("ep", "expert parallelism", ("layout.ep",), lambda r: r.layout.ep > 1),
     _of_experts(
-        "etp", "tensor parallelism of experts", ("layout.etp", "layout.tp"), lambda r: expert_tp(r) > 1
+        "etp", "tensor parallelism of experts", ("layout.etp", "layout.tp"), lambda r: r.layout.expert_tp > 1
     ),
     _of_experts(
         "etp_apart",
         "experts cut otherwise than the rest of the model",
         ("layout.etp",),
-        lambda r: expert_tp(r) != r.layout.tp,
+        lambda r: r.layout.expert_tp != r.layout.tp,
         needs=("ep",),
     ),
     Feature("experts", "experts", ("model.path",), lambda r, s: _has_experts(s)),

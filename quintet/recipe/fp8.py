@@ -43,7 +43,7 @@ def matrices(shape: ModelShape, layout: Layout) -> Iterator[Matrix]:
     moe = shape.moe
     if moe is None:
         return
-    etp, layers = layout.tp if layout.etp is None else layout.etp, len(shape.moe_layers)
+    etp, layers = layout.expert_tp, len(shape.moe_layers)
     if experts_in_8_bits(shape):
         share = moe.top_k * layout.ep * etp / (tp * moe.experts)
         yield from _gated(

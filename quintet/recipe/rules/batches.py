@@ -8,7 +8,7 @@ from quintet.recipe.capacity import overflow
 from quintet.recipe.derived import optimizers
 from quintet.recipe.problem import Problem
 from quintet.recipe.roles import roles_of
-from quintet.recipe.rules.facts import Facts, rule
+from quintet.recipe.rules.facts import Facts, multiples, rule
 
 
 @rule
@@ -73,7 +73,7 @@ def batches_divide(facts: Facts) -> Iterator[Problem]:
         if prompts % count:
             yield Problem(
                 f"train.prompts_per_step={prompts} is not divisible by train.mini_batches_per_step={count}: a "
-                f"mini-batch takes whole prompts; use {_multiples(prompts, count)} prompts, or other mini-batches"
+                f"mini-batch takes whole prompts; use {multiples(prompts, count)} prompts, or other mini-batches"
             )
         elif samples // count < dp:
             yield Problem(
@@ -88,11 +88,6 @@ def batches_divide(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             f"sft.samples_per_step={sft.samples_per_step} is smaller than the {dp} data-parallel ranks"
         )
-
-
-def _multiples(count: int, of: int) -> str:
-    below = count // of * of
-    return f"{below} or {below + of}" if below else str(of)
 
 
 @rule

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from quintet.recipe.problem import Problem
@@ -17,8 +16,7 @@ def layers_are_installed(facts: Facts) -> Iterator[Problem]:
     if (
         recipe.engine.backend == "transformer_engine"
         and recipe.cluster.device != "cpu"  # refused by name already
-        and recipe.cluster.address is None  # another cluster's machines have what they have
-        and importlib.util.find_spec("transformer_engine") is None
+        and facts.lacks("transformer_engine")
     ):
         yield Problem(
             "engine.backend=transformer_engine: TransformerEngine is not installed here; install transformer-engine[pytorch], "

@@ -60,7 +60,7 @@ def experts_divide(facts: Facts) -> Iterator[Problem]:
     """The ranks of a stage hold whole copies of all experts: etp × ep divides them, ep the experts, etp their width."""
     if facts.shape is None or facts.shape.moe is None:
         return
-    layout, moe, etp = facts.recipe.layout, facts.shape.moe, facts.etp
+    layout, moe, etp = facts.recipe.layout, facts.shape.moe, facts.recipe.layout.expert_tp
     stage = facts.recipe.cluster.ranks // layout.pp
     if stage % (etp * layout.ep):
         said = f"layout.etp × ep = {etp}{' (null: tp)' if layout.etp is None else ''} × {layout.ep} = {etp * layout.ep}"
@@ -101,10 +101,10 @@ def experts_need_sp(facts: Facts) -> Iterator[Problem]:
 @rule
 def experts_are_cut_as_the_rest(facts: Facts) -> Iterator[Problem]:
     """Without expert parallelism, experts are cut by tensor parallelism as the rest of the model is."""
-    layout = facts.recipe.layout
-    if facts.shape is not None and facts.shape.moe is not None and layout.ep == 1 and facts.etp != layout.tp:
+    layout, shape = facts.recipe.layout, facts.shape
+    if shape is not None and shape.moe is not None and layout.ep == 1 and layout.expert_tp != layout.tp:
         yield Problem(
-            f"layout.etp={facts.etp} with layout.tp={layout.tp} and layout.ep=1: megatron-core then computes wrong gradients of "
+            f"layout.etp={layout.etp} with layout.tp={layout.tp} and layout.ep=1: megatron-core then computes wrong gradients of "
             "the experts, without a word; leave layout.etp=null, or raise layout.ep"
         )
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quintet.errors import UserError
+from quintet.models.lora import LoraShape
 from quintet.models.shape import ModelShape
-from quintet.recipe.derived import data_parallel, expert_tp
+from quintet.recipe.derived import data_parallel
+from quintet.recipe.lora import lora_shape
 from quintet.recipe.problem import Problem
 from quintet.recipe.schema import BuildModel, Recipe
 
@@ -19,6 +24,12 @@ def written(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def multiples(count: int, of: int) -> str:
+    """Return the multiples of a number that are nearest to a count, in words."""
+    below = count // of * of
+    return f"{below} or {below + of}" if below else str(of)
 
 
 @dataclass(frozen=True)
@@ -51,9 +62,15 @@ class Facts:
         return data_parallel(self.recipe)
 
     @property
-    def etp(self) -> int:
-        """Expert tensor-parallel size of the training layout."""
-        return expert_tp(self.recipe)
+    def lora(self) -> LoraShape | None:
+        """The adapters; None where there are none, and where `adapters_fit` says what is wrong with them."""
+        with suppress(UserError):
+            return lora_shape(self.recipe, self.shape) if self.shape is not None else None
+        return None
+
+    def lacks(self, package: str) -> bool:
+        """Return whether a package is not installed here, where this machine runs the ranks: another cluster's have what they have."""
+        return self.recipe.cluster.address is None and importlib.util.find_spec(package) is None
 
 
 Rule = Callable[[Facts], Iterator[Problem]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from quintet.models.shape import ModelShape
@@ -16,11 +15,9 @@ from quintet.recipe.schema import RolloutLayout
 @rule
 def eight_bits_need_transformer_engine(facts: Facts) -> Iterator[Problem]:
     """Only TransformerEngine's layers multiply in 8 bits; portable ones would stay in bf16 without a word."""
-    recipe = facts.recipe
-    said = facts.said("engine.fp8")
-    if said is None or recipe.cluster.device == "cpu":  # refused by name already
-        return
-    if recipe.engine.backend == "portable":
+    recipe, said = facts.recipe, facts.said("engine.fp8")
+    on_gpus = said is not None and recipe.cluster.device != "cpu"  # refused by name already
+    if on_gpus and recipe.engine.backend == "portable":
         yield Problem(
             f"{said} with engine.backend=portable: the portable layers have no products in 8 bits; use "
             "engine.backend=transformer_engine, or engine.fp8=null",
@@ -31,14 +28,9 @@ def eight_bits_need_transformer_engine(facts: Facts) -> Iterator[Problem]:
 @rule
 def eight_bits_are_installed(facts: Facts) -> Iterator[Problem]:
     """TransformerEngine is there, where this machine runs the ranks."""
-    recipe = facts.recipe
-    said = facts.said("engine.fp8")
-    here = said is not None and recipe.cluster.device != "cpu" and recipe.cluster.address is None
-    if (
-        here
-        and recipe.engine.backend != "portable"
-        and importlib.util.find_spec("transformer_engine") is None
-    ):
+    recipe, said = facts.recipe, facts.said("engine.fp8")
+    on_gpus = said is not None and recipe.cluster.device != "cpu" and recipe.engine.backend != "portable"
+    if on_gpus and facts.lacks("transformer_engine"):
         yield Problem(
             f"{said}: TransformerEngine is not installed here, whose layers alone multiply in 8 bits; install "
             "transformer-engine[pytorch], or set engine.fp8=null"

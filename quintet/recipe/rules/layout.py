@@ -9,7 +9,7 @@ from quintet.models.stages import balanced_stages
 from quintet.packing import cell_sizes
 from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of
-from quintet.recipe.rules.facts import Facts, rule
+from quintet.recipe.rules.facts import Facts, multiples, rule
 
 
 @rule
@@ -20,7 +20,7 @@ def ranks_divide(facts: Facts) -> Iterator[Problem]:
     if ranks % size:
         yield Problem(
             f"cluster.ranks={ranks} is not divisible by layout.tp × pp × cp = {layout.tp} × {layout.pp} × {layout.cp} = {size}; "
-            f"use {_multiples(ranks, size)} ranks, or a smaller layout",
+            f"use {multiples(ranks, size)} ranks, or a smaller layout",
             "layout.pp",
             "layout.cp",
         )
@@ -29,14 +29,9 @@ def ranks_divide(facts: Facts) -> Iterator[Problem]:
     if rollout is not None and ranks % (size := rollout.tp * rollout.pp):
         yield Problem(
             f"cluster.ranks={ranks} is not divisible by rollout.layout.tp × pp = {rollout.tp} × {rollout.pp} = {size}; "
-            f"use {_multiples(ranks, size)} ranks, or a smaller rollout layout",
+            f"use {multiples(ranks, size)} ranks, or a smaller rollout layout",
             "rollout.layout.pp",
         )
-
-
-def _multiples(ranks: int, size: int) -> str:
-    below, above = ranks // size * size, (ranks // size + 1) * size
-    return f"{below} or {above}" if below else str(above)
 
 
 @rule

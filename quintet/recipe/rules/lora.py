@@ -31,11 +31,8 @@ def every_stage_has_adapters(facts: Facts) -> Iterator[Problem]:
     shape, layout = facts.shape, facts.recipe.layout
     if facts.recipe.lora is None or shape is None or layout.pp == 1 or not layout.holds(shape.layers):
         return
-    try:
-        lora = lora_shape(facts.recipe, shape)
-    except UserError:  # said by `adapters_fit`
+    if (lora := facts.lora) is None:
         return
-    assert lora is not None
     weights = table_of(shape)
     on = {int(one.name.split(".")[2]) for one in linears(weights) if adapted(one, lora)}
     parts = (layers for stage in range(layout.pp) for layers in layout.layers_of(shape.layers, stage))

@@ -13,7 +13,6 @@ from quintet.models.shape import ModelShape
 from quintet.models.weight import Weight
 from quintet.recipe.derived import optimizers
 from quintet.recipe.frozen import check_frozen, is_frozen
-from quintet.recipe.lora import lora_shape
 from quintet.recipe.lr_multipliers import check_lr_multipliers
 from quintet.recipe.problem import Problem
 from quintet.recipe.roles import optimizer_of
@@ -47,12 +46,9 @@ def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) 
     tensors: defaultdict[str, list[str]] = defaultdict(list)
     weights: Sequence[Weight] = table_of(shape)
     if facts.recipe.lora is not None:
-        try:
-            lora = lora_shape(facts.recipe, shape)
-        except UserError:  # said by another rule
+        if facts.lora is None:
             return
-        assert lora is not None
-        weights = list(adapter_weights(weights, lora))
+        weights = list(adapter_weights(weights, facts.lora))
     for weight in weights:
         if weight.trained:  # the experts of a layer are one tensor, of which each rank holds a part
             tensors[_EXPERT.sub(".experts.", weight.name)] += weight.hf

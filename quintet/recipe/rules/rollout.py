@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.errors import UserError
 from quintet.models.family import families_with_mtp, read_config
-from quintet.recipe.lora import lora_shape
 from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules.facts import Facts, rule
@@ -96,11 +94,7 @@ def _what_vllm_cannot_adapt(facts: Facts) -> Iterator[str]:
     if shape.family not in ADAPTED:
         yield f"vLLM's adapters are tried with the families {', '.join(ADAPTED)}, and this model is of {shape.family}"
         return
-    try:
-        lora = lora_shape(facts.recipe, shape)
-    except UserError:  # said by `adapters_fit`
-        return
-    if lora is not None and lora.rank > RANKS[-1]:
+    if (lora := facts.lora) is not None and lora.rank > RANKS[-1]:
         yield f"vLLM has adapters of rank {RANKS[-1]} at most, and these have {lora.rank}"
 
 

@@ -106,6 +106,11 @@ class Layout(Section):
     """Expert tensor parallel: each expert is cut over etp ranks; null is tp. 1 keeps experts whole; needs ep > 1 to differ
     from tp."""
 
+    @property
+    def expert_tp(self) -> int:
+        """The size of the experts' tensor-parallel axis."""
+        return self.tp if self.etp is None else self.etp
+
     def holds(self, layers: int) -> bool:
         """Return whether the stages have so many layers together."""
         parts, counts = self.pp * self.vpp, self.stage_layers
