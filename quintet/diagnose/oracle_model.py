@@ -140,11 +140,36 @@ class PlainWorker(Worker):
     ) -> tuple[Tensor, float]:
         """Return the log-probs with prescribed routes; and the share of them, by token and layer, where the model itself chooses
         others."""
-        return routed(self.model, ids, prompts, routes, sampling)
+        found, other, total = [], 0, 0
+        for one, prompt, told in zip(ids, prompts, routes, strict=True):
+            self.model.logits(one, prompt)
+            chosen, prescribed = self.model.routes(len(one) - 1), torch.as_tensor(told).long()
+            if chosen is None or chosen.shape != prescribed.shape:
+                shape = None if chosen is None else list(chosen.shape)
+                raise UserError(
+                    f"routes of shape {list(prescribed.shape)} were kept, and the model's are {shape}"
+                )
+            other += int((chosen.sort(-1)[0] != prescribed.sort(-1)[0]).any(-1).sum())
+            total += chosen.shape[0] * chosen.shape[1]
+            logits = self.model.logits(one, prompt, told)
+            found.append(_under(logits, torch.tensor(one[prompt:]), sampling).cpu())
+        return torch.cat(found), other / max(total, 1)
 
     def temperature(self, ids: list[int], prompt: int, logprobs: list[float]) -> float:
-        """Return the temperature that explains a response's log-probs best."""
-        return fit_temperature(self.model.logits(ids, prompt), torch.tensor(ids[prompt:]), logprobs)
+        """Return the temperature at which the log-probs of a response's tokens come nearest to the given ones."""
+        logits, chosen = self.model.logits(ids, prompt), torch.tensor(ids[prompt:])
+        wanted = torch.tensor(logprobs, device=logits.device)
+
+        def gap(log_temperature: float) -> float:
+            sampling = Sampling(temperature=math.exp(log_temperature))
+            return float((_under(logits, chosen, sampling) - wanted).abs().mean())
+
+        low, high = map(math.log, TEMPERATURES)
+        for _ in range(6):  # each time around the best of seventeen, between its neighbours
+            points = torch.linspace(low, high, 17, dtype=torch.float64).tolist()
+            best = min(range(len(points)), key=lambda i: gap(points[i]))
+            low, high = points[max(best - 1, 0)], points[min(best + 1, len(points) - 1)]
+        return math.exp((low + high) / 2)
 
 
 def scored(
@@ -161,42 +186,6 @@ def scored(
         for row, sampling in zip(rows, samplings, strict=True):
             row.append(_under(logits, torch.tensor(one[prompt:]), sampling).cpu())
     return [torch.cat(row) for row in rows]
-
-
-def routed(
-    model: OracleModel, ids: list[list[int]], prompts: list[int], routes: list[Any], sampling: Sampling
-) -> tuple[Tensor, float]:
-    """Return log-probs with prescribed routes: see `PlainWorker.routed`."""
-    found, other, total = [], 0, 0
-    for one, prompt, told in zip(ids, prompts, routes, strict=True):
-        model.logits(one, prompt)
-        chosen, prescribed = model.routes(len(one) - 1), torch.as_tensor(told).long()
-        if chosen is None or chosen.shape != prescribed.shape:
-            shape = None if chosen is None else list(chosen.shape)
-            raise UserError(
-                f"routes of shape {list(prescribed.shape)} were kept, and the model's are {shape}"
-            )
-        other += int((chosen.sort(-1)[0] != prescribed.sort(-1)[0]).any(-1).sum())
-        total += chosen.shape[0] * chosen.shape[1]
-        logits = model.logits(one, prompt, told)
-        found.append(_under(logits, torch.tensor(one[prompt:]), sampling).cpu())
-    return torch.cat(found), other / max(total, 1)
-
-
-def fit_temperature(logits: Tensor, chosen: Tensor, logprobs: Sequence[float]) -> float:
-    """Return the temperature at which log-probs of the chosen tokens come nearest to the given ones."""
-    wanted = torch.tensor(logprobs, device=logits.device)
-
-    def gap(log_temperature: float) -> float:
-        sampling = Sampling(temperature=math.exp(log_temperature))
-        return float((_under(logits, chosen, sampling) - wanted).abs().mean())
-
-    low, high = map(math.log, TEMPERATURES)
-    for _ in range(6):  # each time around the best of seventeen, between its neighbours
-        points = torch.linspace(low, high, 17, dtype=torch.float64).tolist()
-        best = min(range(len(points)), key=lambda i: gap(points[i]))
-        low, high = points[max(best - 1, 0)], points[min(best + 1, len(points) - 1)]
-    return math.exp((low + high) / 2)
 
 
 def _under(logits: Tensor, chosen: Tensor, sampling: Sampling) -> Tensor:

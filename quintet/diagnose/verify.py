@@ -117,11 +117,8 @@ def judge(outcome: Outcome, *, same_layout: bool, gpu: bool, bf16: bool) -> tupl
     """Return whether resuming is sound, and why, in words."""
     if outcome.identical:
         return True, "identical: every step and every weight, bit for bit"
-    if outcome.state:
-        return False, f"differs: {first_difference(outcome)}"
-    if same_layout and not gpu:
-        return False, f"differs: {first_difference(outcome)}"
-    if len(outcome.straight) != len(outcome.resumed):
+    as_long = len(outcome.straight) == len(outcome.resumed)
+    if outcome.state or not as_long or (same_layout and not gpu):
         return False, f"differs: {first_difference(outcome)}"
     if same_layout:
         return _judge_gpu(outcome)
@@ -138,10 +135,8 @@ def judge(outcome: Outcome, *, same_layout: bool, gpu: bool, bf16: bool) -> tupl
             return False, f"differs: at {a.stage} step {a.step} the losses part by {gap:.1e}"
         gap = _gap_of(a, b, "grad_norm", LEAST_NORM)
         if not gap <= norms:
-            return (
-                False,
-                f"differs: at {a.stage} step {a.step} the gradient norms part by {gap:.1e} of the norm",
-            )
+            what = f"the gradient norms part by {gap:.1e} of the norm"
+            return False, f"differs: at {a.stage} step {a.step} {what}"
     if not compared:
         return False, "differs: the samples of the first step after resuming are not the same"
     return True, (
@@ -237,9 +232,8 @@ def _run(
         target=_in_process, args=(recipe, command, stop_after, log, again, "PYTHONSAFEPATH" in os.environ)
     )
     log.touch()  # to be read even of a process that is killed before it opens it
-    with mock.patch.dict(
-        os.environ, PYTHONSAFEPATH="1"
-    ):  # it is `python -c`, which begins in the working directory
+    # It is `python -c`, which begins in the working directory.
+    with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
         process.start()
     try:
         process.join()
@@ -332,12 +326,14 @@ def _compare_states(saved: Checkpoint, again: Path) -> list[str]:
 
 def _compare_weights(straight: Path, resumed: Path) -> tuple[list[tuple[str, float]], tuple[str, str]]:
     """Tensors that differ, and a fingerprint of all weights of each directory."""
+    import torch
     from safetensors import safe_open
 
-    where = [
-        {name: file for file in sorted(one.glob("*.safetensors")) for name in _names(file)}
-        for one in (straight, resumed)
-    ]
+    where: list[dict[str, Path]] = [{}, {}]
+    for files, directory in zip(where, (straight, resumed), strict=True):
+        for path in sorted(directory.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                files |= dict.fromkeys(file.keys(), path)
     marks = [hashlib.blake2b(digest_size=8) for _ in where]
     differ = [(name, float("inf")) for name in sorted(where[0].keys() ^ where[1].keys())]
     for name in sorted(where[0].keys() & where[1].keys()):
@@ -345,22 +341,9 @@ def _compare_weights(straight: Path, resumed: Path) -> tuple[list[tuple[str, flo
         for mark, files in zip(marks, where, strict=True):
             with safe_open(files[name], framework="pt") as file:
                 tensors.append(file.get_tensor(name))
-            mark.update(name.encode() + tensors[-1].flatten().view(_bytes()).numpy().tobytes())
+            mark.update(name.encode() + tensors[-1].flatten().view(torch.uint8).numpy().tobytes())
         a, b = tensors
         if a.shape != b.shape or not bool((a == b).all()):
             gap = float((a.float() - b.float()).abs().max()) if a.shape == b.shape else float("inf")
             differ.append((name, gap))
     return differ, (marks[0].hexdigest(), marks[1].hexdigest())
-
-
-def _names(file: Path) -> list[str]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())
-
-
-def _bytes() -> Any:
-    import torch
-
-    return torch.uint8
