@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 
@@ -83,7 +84,8 @@ class WorkerFailure(QuintetError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keyword-only arguments do not survive the default pickling of exceptions, which Ray relies on."""
-        return (_rebuild_worker_failure, (self.message, self.rank, self.phase, self.traceback, self.stacks))
+        options = {name: getattr(self, name) for name in ("rank", "phase", "traceback", "stacks")}
+        return partial(WorkerFailure, **options), (self.message,)
 
     def __str__(self) -> str:
         parts = [self.message]
@@ -122,9 +124,3 @@ class SyncFailure(QuintetError):
     """New weights did not reach a rollout. The message names the receiver, and what went wrong."""
 
     exit_code = 3
-
-
-def _rebuild_worker_failure(
-    message: str, rank: int | None, phase: str | None, traceback: str | None, stacks: dict[int, str]
-) -> WorkerFailure:
-    return WorkerFailure(message, rank=rank, phase=phase, traceback=traceback, stacks=stacks)
