@@ -17,6 +17,7 @@ from typing import Any
 from quintet.errors import UserError
 from quintet.install import DISTRIBUTION
 from quintet.recipe import Recipe, dump_resolved
+from quintet.runs.checkpoints import name_of, place_of
 from quintet.runs.fsync import write_whole
 from quintet.runs.ledger import append, open_to_append
 from quintet.runs.lock import LOCK, RunLock
@@ -134,11 +135,11 @@ class RunDirectory:
             target = aside / path.relative_to(self.path)
             target.parent.mkdir(exist_ok=True)
             path.rename(target)
-        place = (stage != "sft", step)
-        _cut(self.metrics, aside, lambda line: (line["stage"] != "sft", line["step"]) <= place)
-        _cut(self.samples, aside, lambda line: (True, line["step"]) <= place)
+        place = place_of(stage, step)
+        _cut(self.metrics, aside, lambda line: place_of(line["stage"], line["step"]) <= place)
+        _cut(self.samples, aside, lambda line: place_of("rl", line["step"]) <= place)
         for of_step, file in replays(self.path).items():
-            if (True, of_step) > place:
+            if place_of("rl", of_step) > place:
                 (aside / self.replay.name).mkdir(exist_ok=True)
                 file.rename(aside / self.replay.name / file.name)
         for file in (self.recipe, self.environment, self.summary, self.report):
@@ -196,7 +197,7 @@ class RunDirectory:
 
     def _has_weights(self, step: int) -> bool:
         """Whether the weights after a step are there: those before the first are what the run began with."""
-        name = f"step-{step:06d}"
+        name = name_of("rl", step)
         return step == 0 or (self.checkpoints / name).is_dir() or (self.hf / name).is_dir()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -206,7 +207,7 @@ class RunDirectory:
 
 def replay_name(step: int) -> str:
     """Return the name of the file with a step's samples for replay."""
-    return f"step-{step:06d}.safetensors"
+    return f"{name_of('rl', step)}.safetensors"
 
 
 def replays(run: Path) -> dict[int, Path]:

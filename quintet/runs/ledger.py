@@ -87,6 +87,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file of a run directory holds; {} where there is none, or none that is whole."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _plain(key: str, value: Any) -> int | float | str | None:
     if value is None or isinstance(value, int):
         return value if value is None else int(value)

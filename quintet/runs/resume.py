@@ -13,6 +13,8 @@ from quintet.errors import DamagedCheckpoint, UserError
 from quintet.recipe.resume import MAY_CHANGE, MAY_NOT, changed_keys
 from quintet.recipe.schema import Recipe
 from quintet.runs.checkpoints import MANIFEST, REFERENCE, Checkpoint, Checkpoints, Damaged
+from quintet.runs.ledger import read_json
+from quintet.runs.lock import LOCK, holder_of
 
 AUTO = "auto"
 
@@ -115,17 +117,11 @@ def _newest_run(recipe: Recipe, damaged: Mapping[Path, str] | None) -> Resume:
                 f"resume=auto: no checkpoint of {run} is whole{_because(skipped)}. Put whole files back, name another run, or "
                 "begin a new one (resume=null)"
             )
-        if checkpoint is not None and not (notes and _finished(run)):
+        if checkpoint is not None:
+            # A finished run is not what a newer one, lost before its first save, goes on with.
+            if notes and _finished(run):
+                break
             return Resume(checkpoint, [*notes, *_skipped(run, skipped)])
-        if (
-            checkpoint is not None
-        ):  # A finished run is not what a newer one, lost before its first save, goes on with.
-            break
-        from quintet.runs.lock import (
-            LOCK,
-            holder_of,
-        )  # brings rich, which `quintet check` else does without
-
         if (holder := holder_of(run / LOCK)) is not None:
             raise UserError(
                 f"resume=auto: {run}, the newest run, is in use by {holder} and has no checkpoint yet. Wait for it or end it, "
@@ -193,11 +189,7 @@ def _skipped(run: Path, skipped: list[str]) -> list[str]:
 
 
 def _finished(run: Path) -> bool:
-    try:
-        summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return summary.get("status") == "finished"
+    return read_json(run / "summary.json").get("status") == "finished"
 
 
 def _check(found: Checkpoint, recipe: Recipe, command: str) -> None:

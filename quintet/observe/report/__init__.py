@@ -5,7 +5,6 @@ It is made from what lies in the run directory, so it can be made for a run that
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from quintet.recipe.schema import BuildModel, Model, Recipe, Rollout, RolloutLay
 from quintet.recipe.yaml_text import read_yaml
 from quintet.runs.directory import RunDirectory
 from quintet.runs.fsync import write_whole
-from quintet.runs.ledger import read_jsonl, read_metrics
+from quintet.runs.ledger import read_json, read_jsonl, read_metrics
 
 __all__ = ["make_anew", "write_report"]
 
@@ -27,9 +26,9 @@ def write_report(run_dir: Path) -> Path:
     run = Run(
         name=directory.path.resolve().name,
         lines=read_metrics(directory.metrics),
-        summary=_read_json(directory.summary),
+        summary=read_json(directory.summary),
         samples=read_jsonl(directory.samples),
-        environment=_read_json(directory.environment),
+        environment=read_json(directory.environment),
         recipe=_recipe_lines(directory.recipe),
     )
     write_whole(directory.report, page(run).encode())
@@ -43,7 +42,7 @@ def make_anew(run_dir: Path) -> Path:
     written.
     """
     directory = RunDirectory.begun(run_dir)
-    told, lines = {"status": RUNNING} | _read_json(directory.summary), read_metrics(directory.metrics)
+    told, lines = {"status": RUNNING} | read_json(directory.summary), read_metrics(directory.metrics)
     by_phase, total = dict(told.get("seconds_by_phase") or {}), float(told.get("seconds_total") or 0)
     for line in lines[told.get("ledger_lines", 0) :]:  # written since the summary
         seconds = {key[8:]: float(value or 0) for key, value in line.items() if key.startswith("seconds/")}
@@ -52,14 +51,6 @@ def make_anew(run_dir: Path) -> Path:
     status = str(told["status"]).replace(RUNNING, "unfinished")
     directory.write_summary(told | summarize(lines, total, by_phase) | {"status": status})
     return write_report(run_dir)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _recipe_lines(path: Path) -> list[tuple[str, bool]]:
