@@ -78,10 +78,8 @@ def _run(arguments: argparse.Namespace) -> Converted:
     from quintet.engine.convert import hf_to_mcore, mcore_to_hf
     from quintet.observe.progress import Progress
 
-    with (
-        Progress(Console(stderr=True)) as shown,
-        shown.task(f"converting {arguments.source}", unit="%", total=100, quiet=True) as task,
-    ):
+    shown = Progress(Console(stderr=True))
+    with shown.task(f"converting {arguments.source}", unit="%", total=100, quiet=True) as task:
 
         def progress(done: int, total: int) -> None:
             percent = 100 * done // max(total, 1)

@@ -1,4 +1,8 @@
-"""TensorBoard and Weights & Biases behind one protocol. metrics.jsonl stays the record; these are windows on it."""
+"""TensorBoard and Weights & Biases by the same methods. metrics.jsonl stays the record; these are windows on it.
+
+`log` takes a step's metrics, but for those that are None. `go_on` goes on with a resumed run: of what was logged its lines hold. When
+`close` returns all is written out.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +12,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from quintet.recipe import Recipe
 from quintet.runs.ledger import append, open_to_append
-
-
-class Tracker(Protocol):
-    """Takes a step's metrics somewhere."""
-
-    name: str
-
-    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log a step's metrics; those that are None are left out."""
-
-    def go_on(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with a resumed run: of what was logged, these lines hold."""
-
-    def close(self) -> None:
-        """Close the tracker: everything logged is written out when this returns."""
-
-
-def make_trackers(recipe: Recipe, directory: Path) -> list[Tracker]:
-    """Return the trackers of `run.trackers`, started.
-
-    Raises UserError naming the extra to install when a package is missing.
-    """
-    kinds: dict[str, Callable[[Recipe, Path], Tracker]] = {
-        "tensorboard": TensorBoard,
-        "wandb": WeightsAndBiases,
-    }
-    return [kinds[name](recipe, directory) for name in recipe.run.trackers]
 
 
 class TensorBoard:
@@ -137,6 +114,17 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+Tracker = TensorBoard | WeightsAndBiases
+
+
+def make_trackers(recipe: Recipe, directory: Path) -> list[Tracker]:
+    """Return the trackers of `run.trackers`, started."""
+    return [
+        TensorBoard(recipe, directory) if name == "tensorboard" else WeightsAndBiases(recipe, directory)
+        for name in recipe.run.trackers
+    ]
 
 
 def _named(stage: str, metrics: Mapping[str, Any]) -> dict[str, float]:

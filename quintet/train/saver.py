@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from quintet.data.stream import PromptStream
 from quintet.errors import DamagedCheckpoint, Stopped, UserError
 from quintet.models import ModelShape
-from quintet.observe import Observer, package_versions
 from quintet.observe.memory import GIB
+from quintet.observe.observer import Observer
 from quintet.plan import checkpoint_bytes, export_bytes, weights_bytes
 from quintet.recipe.schema import Recipe
 from quintet.runs.checkpoints import (
@@ -34,6 +34,7 @@ from quintet.runs.checkpoints import (
     later_than,
     name_of,
 )
+from quintet.runs.directory import package_versions
 from quintet.runs.resume import is_named, reference_lost
 from quintet.runs.stop import StopRequest
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quintet.data.lengths import ResponseLengths
 from quintet.data.prompts import Messages
 from quintet.errors import QuintetError, RayFailure, SyncFailure, SyncMismatch, WorkerFailure
-from quintet.observe import Observer
+from quintet.observe.observer import Observer
 from quintet.recipe import schema
 from quintet.recipe.mtp import is_made
 from quintet.recipe.rollout import placement_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from quintet.observe import Observer
+from quintet.observe.observer import Observer
 from quintet.recipe import Recipe
 from quintet.recipe.schema import BuildModel, Data, Model, Run
 

@@ -130,7 +130,7 @@ def test_a_file_is_whole_or_as_it_was(disk) -> None:
 PRINTS = """
 import sys
 from pathlib import Path
-from quintet.observe import Observer
+from quintet.observe.observer import Observer
 from quintet.recipe.schema import Checkpoint, Recipe, Run
 from tests.disks import fill
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from quintet.errors import UserError
-from quintet.observe import Observer
+from quintet.observe.observer import Observer
 from quintet.runs import directory as run_directory
 from quintet.runs.ledger import read_jsonl, read_metrics
 

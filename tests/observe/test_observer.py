@@ -15,10 +15,11 @@ import pytest
 
 from quintet.cli import main
 from quintet.errors import UserError
-from quintet.observe import Observer, RunDirectory
 from quintet.observe.numbers import duration, percent, points, scientific, short
+from quintet.observe.observer import Observer
 from quintet.recipe import Recipe, load_recipe
 from quintet.recipe.schema import Run
+from quintet.runs.directory import RunDirectory
 from quintet.runs.ledger import CLOCK_KEYS, read_jsonl, read_metrics
 from quintet.runs.left_behind import where_to_look
 
@@ -124,7 +125,7 @@ def test_report_and_summary_are_there_from_the_first_step_on(observe, monkeypatc
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from quintet.observe import Observer
+from quintet.observe.observer import Observer
 from quintet.recipe.schema import Recipe, Run
 
 observer = Observer(Recipe(run=Run(dir=Path(sys.argv[1]))))

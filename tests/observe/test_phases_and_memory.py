@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from quintet.observe import PhaseTimer, combine_peaks, memory, memory_peaks
-from quintet.observe.memory import PhasePeaks, Tree
+from quintet.observe import memory
+from quintet.observe.memory import PhasePeaks, Tree, combine_peaks, memory_peaks
+from quintet.observe.phases import PhaseTimer
 
 
 class Clock:

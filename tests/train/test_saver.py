@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from quintet.errors import DamagedCheckpoint, Stopped, UserError
-from quintet.observe import Observer
+from quintet.observe.observer import Observer
 from quintet.recipe import Recipe
 from quintet.recipe.rules.facts import shape_of_built
 from quintet.recipe.schema import Algorithm, BuildModel, Checkpoint, Data, Model, Run, Sft

@@ -33,7 +33,7 @@ def main_plots(lines: Lines) -> list[Plot]:
         _plot(lines, "Response length", length, note="tokens", from_zero=True),
         _plot(lines, "KL", kl, note="nats a token", log=True),
         _plot(lines, "|Δ log-prob|, rollout ↔ trainer", gap, note="nats", log=True),
-        *_of_updates(lines),
+        *update_plots(lines),
         _plot(lines, "Entropy", {"mean": "entropy"}, note="nats a token", smooth=True, from_zero=True),
         _plot(lines, "Clipped tokens", clipped, as_percent=True, from_zero=True),
         _plot(lines, "Throughput", {"tokens/s": "tokens_per_s"}, smooth=True, from_zero=True),
@@ -43,12 +43,8 @@ def main_plots(lines: Lines) -> list[Plot]:
     ]
 
 
-def warm_up_plots(lines: Lines) -> list[Plot]:
-    """Return plots of the supervised warm-up."""
-    return _of_updates(lines)
-
-
-def _of_updates(lines: Lines) -> list[Plot]:
+def update_plots(lines: Lines) -> list[Plot]:
+    """Return plots of optimizer steps, of RL or of the supervised warm-up."""
     return [
         _plot(lines, "Loss", {"loss": "loss"}, smooth=True),
         _plot(lines, "Learning rate", {"lr": "lr"}, from_zero=True),

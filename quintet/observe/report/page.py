@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.observe.numbers import NOTHING, duration, percent, short
-from quintet.observe.report.figures import REST, main_plots, phase_colors, warm_up_plots
+from quintet.observe.report.figures import REST, main_plots, phase_colors, update_plots
 from quintet.observe.report.samples import samples_section
 from quintet.observe.report.svg import Plot, render
 from quintet.observe.summary import RUNNING, Row, main_stage, peaks, rows, summarize
@@ -39,7 +39,7 @@ def page(run: Run) -> str:
         _head(run),
         _tiles(summary, main),
         _figures("Training", main_plots(main)),
-        _figures("Supervised warm-up", warm_up_plots(warm_up)),
+        _figures("Supervised warm-up", update_plots(warm_up)),
         _result(summary, phase_colors([*main, *warm_up])),
         (samples := samples_section(run.samples)),
         _recipe(run.recipe),
