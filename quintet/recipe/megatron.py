@@ -94,12 +94,6 @@ _REASONS = {
         moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
     """,
     "decided by mtp and the model": "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",
-    "decided by layout.dynamic_cp": "hybrid_context_parallel",
-    "decided by engine.tokens_per_microbatch_per_rank": "max_seqlen_per_dp_cp_rank",
-    "decided by layout.stage_layers": """
-        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
-        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    """,
     "of megatron-core's own inference; generating is configured in rollout": """
         flash_decode inference_rng_tracker inference_sampling_seed use_inference_optimized_layers
         inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents
@@ -108,6 +102,7 @@ _REASONS = {
     "decided by algorithm.aggregation": "calculate_per_token_loss",
 }
 
+"""Reason → fields; for others that are a key of the recipe by another name, `WORDS` has that."""
 _REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 FREE = frozenset(

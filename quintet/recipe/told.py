@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quintet.recipe.length import shortened
+from quintet.recipe.rules.facts import written
 from quintet.recipe.schema import Algorithm, Recipe
 from quintet.recipe.sections.training import NAME_SETS
 
@@ -30,16 +31,12 @@ def told(recipe: Recipe, command: str) -> Iterator[str]:
 
 
 def _algorithm(algorithm: Algorithm) -> str:
-    values = ", ".join(f"{key}={_text(getattr(algorithm, key))}" for key in _READ_BY[algorithm.name])
+    values = ", ".join(f"{key}={written(getattr(algorithm, key))}" for key in _READ_BY[algorithm.name])
     own = [
-        f"{key}={_text(value)}"
+        f"{key}={written(value)}"
         for key, value in NAME_SETS.get(algorithm.name, {}).items()
         if getattr(algorithm, key) != value
     ]
     return f"Algorithm: {algorithm.name}, {values}." + (
         f" The name alone would have set {' and '.join(own)}." if own else ""
     )
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
