@@ -136,9 +136,8 @@ def select(batch: Batch, indices: Sequence[int] | Tensor) -> Batch:
         raise IndexError(
             f"sample indices must be within 0 .. {n - 1}, got {int(index.min())} .. {int(index.max())}"
         )
-    gathers: dict[
-        int, tuple[Tensor, Tensor]
-    ] = {}  # by values of a field: as many as tokens, or as all but the last
+    # By values of a field: as many as tokens, or as all but the last.
+    gathers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def taken(value: Tensor) -> Tensor:
         flat = value.values()

@@ -46,9 +46,8 @@ def out_of_memory(
     if settings:
         room = (1 - SPARE_SHARE) * (held.total - held.elsewhere) if held else 0
         fitting = [one for one in settings if one[1] <= room]
-        if (
-            planned is None or sum(planned.values()) <= room or not fitting
-        ):  # then nothing tells what would do
+        if planned is None or sum(planned.values()) <= room or not fitting:
+            # Nothing tells what would do.
             room, fitting = 0, sorted(settings, key=lambda one: one[1])
         named = "; ".join(f"{key} ({size / GIB:.1f} GiB)" for key, size in fitting[:NAMED])
         fits = f" and fits {room / GIB:.1f} GiB" if room else ""

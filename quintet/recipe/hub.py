@@ -100,11 +100,8 @@ def snapshot(name: str, revision: str | None) -> Path:
             f"{what}was not found: check the id on {constants.ENDPOINT}/{name}. A private or gated model needs your token: "
             "hf auth login, or HF_TOKEN"
         ) from None
-    except (
-        OSError,
-        errors.HfHubHTTPError,
-        ValueError,
-    ) as error:  # offline and not whole in the cache among them
+    except (OSError, errors.HfHubHTTPError, ValueError) as error:
+        # Offline and not whole in the cache among them.
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
             f"{what}could not be read from {constants.ENDPOINT} and is not whole in the cache {constants.HF_HUB_CACHE} (of HF_HOME): "

@@ -48,9 +48,8 @@ def _install_core_rules(cls: Any) -> None:
 MOST_CHARACTERS = 64 << 10
 """Of a text. PyYAML reads about 100 KiB a second."""
 
-_MOST_WRITTEN_OUT = (
-    2 * MOST_CHARACTERS
-)  # with a character more for each value, less than this without any alias
+_MOST_WRITTEN_OUT = 2 * MOST_CHARACTERS
+"""With a character more for each value, less than this without any alias."""
 _MOST_LEVELS = 32
 _MOST_ITEMS = 1000  # of one list or mapping: rules compare them with each other, and with all weights
 _MOST_DIGITS = 64

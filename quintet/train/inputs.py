@@ -97,9 +97,8 @@ def prepare(
     """
     if starts:
         _check_device(recipe)
-        if (
-            command != "sft" and recipe.cluster.address is None
-        ):  # another cluster's machines have what they have
+        # Another cluster's machines have what they have.
+        if command != "sft" and recipe.cluster.address is None:
             check_installed(recipe.rollout.backend)
     if command in ("train", "sft") and (resume is None or resume.run is None):
         check_writable(recipe.run.dir)

@@ -368,10 +368,8 @@ class Saver:
         )
 
     def _farewell(self, step: int) -> str:
-        text, run = (
-            f"stopped after {self._stage} step {step}, as {self.stop.reason} asked",
-            self.observer.directory,
-        )
+        run = self.observer.directory
+        text = f"stopped after {self._stage} step {step}, as {self.stop.reason} asked"
         found, _ = self.checkpoints.latest()
         if found is not None:
             return f"{text}; go on with resume={run.path} or resume=auto"

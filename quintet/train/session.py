@@ -114,16 +114,8 @@ def session(
                     None if stop_after is None else ("rl" if command == "train" else "sft", stop_after)
                 )
                 with stop.on_signals():
-                    saver = Saver(
-                        recipe,
-                        command,
-                        observer,
-                        controller,
-                        inputs.shape,
-                        resume.checkpoint,
-                        stop,
-                        inputs.weights,
-                    )
+                    found, weights = resume.checkpoint, inputs.weights
+                    saver = Saver(recipe, command, observer, controller, inputs.shape, found, stop, weights)
                     try:
                         yield Session(recipe, inputs, observer, controller, saver)
                     except (WorkerFailure, RayFailure, SyncFailure, SyncMismatch) as failure:
