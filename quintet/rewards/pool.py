@@ -285,13 +285,8 @@ class RewardPool:
                     return at
                 if told.stop is not None:
                     raise UserError(told.stop)
-                if told.failure is not None or told.reward is None:
-                    why = told.failure or f"reward {self._spec} gave no number"
-                    self._note(job, RewardResult(0.0, {}, failure=why))
-                else:
-                    self._note(
-                        job, RewardResult(told.reward, told.metrics or {}, told.correct, told.timed_out)
-                    )
+                nothing = RewardResult(0.0, failure=f"reward {self._spec} gave no number")
+                self._note(job, told.result or nothing)
         return len(jobs)
 
     def _note(self, job: _Job, result: RewardResult) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.rewards.pool_worker import STACKS
+from quintet.rewards.result import RewardResult
 from quintet.typed import Typed
 
 _LOOK_EVERY_S = 0.5
@@ -27,13 +28,9 @@ _STACKS_S, _STACKS_STEP_S = 2.0, 0.1
 
 @dataclass(frozen=True)
 class Answer:
-    """A line of a process: a reward, or why there is none; `stop` where no sample is to blame. An empty one: it has loaded."""
+    """A line of a process: what a sample is worth; `stop` where no sample is to blame. An empty one: it has loaded."""
 
-    reward: float | None = None
-    metrics: dict[str, float] | None = None
-    correct: bool | None = None
-    timed_out: bool = False
-    failure: str | None = None
+    result: RewardResult | None = None
     stop: str | None = None
 
 

@@ -56,17 +56,12 @@ def main() -> None:
             except RewardFailure as failure:
                 text = _words(failure)
                 print(text, file=sys.stderr, flush=True)
-                tell(failure=text)
+                tell(result={"reward": 0.0, "failure": text})
             except UserError as error:  # such as a package that is missing: no sample's fault
                 tell(stop=_words(error))
             else:
                 metrics = {_words(name): value for name, value in result.metrics.items()}
-                tell(
-                    reward=result.reward,
-                    metrics=metrics,
-                    correct=result.correct,
-                    timed_out=result.timed_out,
-                )
+                tell(result=vars(result) | {"metrics": metrics})
 
 
 def _words(said: object) -> str:
