@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,14 +34,9 @@ def read_rows(path: str, which: Literal["train", "eval", "sft"]) -> list[FileRow
     if local.is_dir():
         rows = _from_disk(local, which, key)
     elif local.is_file():
-        if local.suffix == ".jsonl":
-            rows = list(_from_jsonl(local))
-        elif local.suffix == ".parquet":
-            rows = _from_parquet(local)
-        elif local.suffix == ".csv":
-            rows = list(_from_csv(local))
-        else:
+        if (read := _READERS.get(local.suffix)) is None:
             raise UserError(f"{key}: {path} is neither a .jsonl nor a .parquet nor a .csv file")
+        rows = list(read(local))
     elif HUB_NAME.fullmatch(path):
         rows = _from_hub(path, which, key)
     else:
@@ -93,7 +88,7 @@ def _from_csv(path: Path) -> Iterator[FileRow]:
         raise UserError(f"{path}:{reader.reader.line_num}: not valid csv ({error})") from None
 
 
-def _from_parquet(path: Path) -> list[FileRow]:
+def _from_parquet(path: Path) -> Iterator[FileRow]:
     import pyarrow
     import pyarrow.parquet
 
@@ -101,7 +96,10 @@ def _from_parquet(path: Path) -> list[FileRow]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable parquet file ({error})") from error
-    return [FileRow(f"{path}:row {i}", row) for i, row in enumerate(table.to_pylist(), start=1)]
+    yield from _from_dataset(table.to_pylist(), str(path))
+
+
+_READERS = {".jsonl": _from_jsonl, ".parquet": _from_parquet, ".csv": _from_csv}
 
 
 def _from_disk(path: Path, which: str, key: str) -> list[FileRow]:
@@ -136,7 +134,7 @@ def _from_hub(path: str, which: str, key: str) -> list[FileRow]:
     return _from_dataset(loaded, path)
 
 
-def _from_dataset(dataset: Any, name: str) -> list[FileRow]:
+def _from_dataset(dataset: Iterable[Mapping[str, Any]], name: str) -> list[FileRow]:
     return [FileRow(f"{name}:row {i}", dict(row)) for i, row in enumerate(dataset, start=1)]
 
 
