@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"{arguments.recipe}: {limit} did not suffice to look through it; --time-limit-s gives it more"
         ) from None
-    if whole or recipe.data.task == "jsonl" or recipe.data.task == "gsm8k":
+    if whole or not recipe.data.makes_problems:
         notes += _prepare(recipe, command)
     if command != "sft":
         notes += _drafts(recipe)
@@ -74,7 +74,6 @@ def _looks(recipe: Recipe, command: RecipeCommand, gpu_gib: float | None) -> dic
     """What is looked at within the time limit, and the look."""
     from quintet.data.chat_template import check_template
     from quintet.data.prompts import check_rows
-    from quintet.data.tasks import TASKS
     from quintet.plan import describe
 
     def draw_problems(which: Which) -> None:
@@ -82,7 +81,7 @@ def _looks(recipe: Recipe, command: RecipeCommand, gpu_gib: float | None) -> dic
 
     looks: dict[str, Look] = {"the chat template": lambda: check_template(recipe.model, recipe.data)}
     looks |= describe.looks(recipe, command, gpu_gib)
-    if recipe.data.task in TASKS:
+    if recipe.data.makes_problems:
         sides: dict[Which, bool] = {
             "train": command == "train" or (command == "sft" and recipe.data.sft_path is None),
             "eval": command in ("train", "eval") and recipe.train.eval_prompts > 0,

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from quintet.data.chat_template import KEY, ChatTemplate, TemplateFailure, own_template, render
 from quintet.data.files import FileRow, read_rows
-from quintet.data.tasks import TASKS, draw_problems, make_task
+from quintet.data.tasks import draw_problems, make_task
 from quintet.data.tokenizer import Tokenizer
 from quintet.errors import UserError
 from quintet.recipe.schema import Data
@@ -148,8 +148,8 @@ def alphabet_of(data: Data, *, download: bool = True) -> str:
 
     download: false leaves out what is on the hub.
     """
-    of_task = data.task in TASKS
-    characters = set(make_task(data.task, data.task_options).alphabet if of_task else string.printable)
+    task = make_task(data.task, data.task_options) if data.makes_problems else None
+    characters = set(string.printable if task is None else task.alphabet)
     for which in _SIDES:
         path = path_of(data, which)
         if path is not None and (download or is_local(path)):
@@ -177,7 +177,7 @@ def _name(data: Data, which: Which) -> str:
 
 
 def _drafts(data: Data, which: Which, seed: int, needs: Collection[str]) -> list[_Draft]:
-    if data.task in TASKS and which != "sft":
+    if data.makes_problems and which != "sft":
         return _task_drafts(data, which, seed)
     path = path_of(data, which)
     assert path is not None, f"data.{which}_path: the rule data_is_named wants it"

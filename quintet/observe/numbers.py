@@ -26,9 +26,9 @@ def short(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def scientific(value: float, digits: int = 1) -> str:
+def scientific(value: float) -> str:
     """Return a number as 1.2e-7: no padding in the exponent."""
-    mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 
 

@@ -148,7 +148,7 @@ class Observer:
                 self.note(warning)
         self._report_so_far()
 
-    def evaluation(self, step: int, metrics: Mapping[str, Any], *, stage: str = "rl") -> None:
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record and print an evaluation after `step` steps: reward, accuracy where there is one, and what else.
 
         The names get the prefix `eval/`, but for `memory/…`. The first and the last evaluation become the
@@ -159,7 +159,7 @@ class Observer:
             key if key.startswith(("eval/", "memory/")) else f"eval/{key}": value
             for key, value in metrics.items()
         }
-        self._record(stage, step, line | {f"seconds/{phase}": value for phase, value in by_phase.items()})
+        self._record("rl", step, line | {f"seconds/{phase}": value for phase, value in by_phase.items()})
         self._report_so_far()
         if not self.keep:  # The command prints the numbers itself.
             return

@@ -52,14 +52,10 @@ class Offload:
     def __init__(self, recipe: Recipe, shape: ModelShape, command: Command) -> None:
         self.kinds = on_auto(recipe, command)
         """On auto, and able to leave."""
-        self._asked = shares_asked(recipe)
+        self._asked, self.most = shares_asked(recipe), most_shares(recipe, command)
         self.moments = list(_moments(recipe, shape, command)) if self.kinds else []
         self._level = placement_of(recipe).sleep_level
         self.training = None if any(self._asked.values()) else _training(recipe, shape, command)
-
-    def most(self) -> dict[str, float]:
-        """Return the largest share of each kind that may leave."""
-        return self._asked | dict.fromkeys(self.kinds, 1.0)
 
     def shares(self, total: int) -> dict[str, float]:
         """Return the share of each kind that leaves a device of `total` bytes: never more of a larger one."""
@@ -122,8 +118,7 @@ class Offload:
     def sizes(self) -> str:
         """Return for which devices nothing leaves, and which are too small, in a sentence."""
         sizes = [n * GIB for n in range(1, _MOST_GIB + 1)]
-        most = self.most()
-        least = next((n for n in sizes if not self.lacking(n, most)), None)
+        least = next((n for n in sizes if not self.lacking(n, self.most)), None)
         nothing = next((n for n in sizes if not any(self.shares(n)[kind] for kind in self.kinds)), None)
         at = (
             "all of it leaves"

@@ -81,9 +81,8 @@ def expected(field: FieldInfo) -> str:
     if (section := section_type(field)) is not None:
         keys = list(section.model_fields)
         shown = ", ".join(keys[:5]) + " …" * (len(keys) > 5)
-        return f"a section (its keys, indented below it: {shown})" + (
-            ", or null" if _optional(field.annotation) else ""
-        )
+        or_null = ", or null" if type(None) in get_args(field.annotation) else ""
+        return f"a section (its keys, indented below it: {shown}){or_null}"
     return _describe(field.annotation, list(field.metadata))
 
 
@@ -91,10 +90,6 @@ def has_kinds(field: FieldInfo) -> bool:
     """Return whether a key takes values of several kinds, such as a number or a word; null is none."""
     kinds = [one for one in get_args(field.annotation) if one is not type(None)]
     return get_origin(field.annotation) in (Union, types.UnionType) and len(kinds) > 1
-
-
-def _optional(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
 
 
 def _describe(annotation: Any, metadata: list[Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from quintet.data.tasks import TASKS, Addition, Countdown, draw_problems, is_held_out, make_task
 from quintet.data.tasks.countdown import evaluate
 from quintet.errors import UserError
+from quintet.recipe.schema import Data
 
 CASES = [
     ("addition", {}),
@@ -156,3 +158,8 @@ def test_scratchpad_shows_column_sums_and_is_scored_by_its_answer() -> None:
     assert task.verify("", "081514>1459", ">1458") == {"reward": 0.0, "correct": False, "well_formed": 1.0}
     for malformed in ("1458", "081514>458", "81514>1458", "081514>1458>1458"):
         assert task.verify("", malformed, ">1458") == {"reward": 0.0, "correct": False, "well_formed": 0.0}
+
+
+def test_a_recipe_knows_which_tasks_are_built_in() -> None:
+    names = get_args(Data.model_fields["task"].annotation)
+    assert {name for name in names if Data(task=name).makes_problems} == TASKS.keys()

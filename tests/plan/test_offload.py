@@ -99,7 +99,7 @@ def test_enough_leaves_where_it_can_and_never_more_of_a_larger_device(
     made: Recipe, family: str, command: Any, sizes: list[int]
 ) -> None:
     offload = Offload(made, SHAPES[family], command)
-    most = before = offload.most()
+    most = before = offload.most
 
     def fits(total: int, away: dict[str, float]) -> bool:
         return all(

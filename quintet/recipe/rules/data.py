@@ -21,7 +21,7 @@ def data_is_named(facts: Facts) -> Iterator[Problem]:
             yield Problem(f"{key}: there is no file {path} (looked in {Path.cwd()})")
     if data.sft_path is not None and facts.command == "train" and facts.recipe.sft is None:
         yield Problem("data.sft_path is not read without a section sft; add one, or remove it")
-    if data.task in ("addition", "countdown"):
+    if data.makes_problems:
         for key, path in paths.items():
             if path is not None:
                 yield Problem(
@@ -42,7 +42,7 @@ def data_is_named(facts: Facts) -> Iterator[Problem]:
 def task_options_are_read(facts: Facts) -> Iterator[Problem]:
     """Only built-in tasks have options."""
     data = facts.recipe.data
-    if data.task_options and data.task not in ("addition", "countdown"):
+    if data.task_options and not data.makes_problems:
         yield Problem(
             f"data.task_options are for the built-in tasks addition and countdown; data.task={data.task} reads none"
         )

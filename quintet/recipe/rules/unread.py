@@ -19,10 +19,6 @@ def _one_part(recipe: Recipe) -> bool:
     return max(layout_of(recipe, role).cp for role in ("policy", *roles_of(recipe))) == 1
 
 
-def _makes_problems(recipe: Recipe) -> bool:
-    return recipe.data.task in ("addition", "countdown")
-
-
 _KL = "while algorithm.kl_coef=0"
 _OTHER = "by algorithm.name={0.algorithm.name}, but by "
 _TASK = "by data.task={0.data.task}"
@@ -51,8 +47,8 @@ _UNREAD: list[_Row] = [
         "while reward.overlong_tokens is null",
     ),
     ("model.revision", lambda r: not r.model.of_hub, "by a model that is a directory here, or built"),
-    ("data.answer_key data.eval_prompt_key data.eval_answer_key", _makes_problems, _TASK),
-    ("data.prompt_key", lambda r: _makes_problems(r) and r.data.sft_path is None, _TASK),
+    ("data.answer_key data.eval_prompt_key data.eval_answer_key", lambda r: r.data.makes_problems, _TASK),
+    ("data.prompt_key", lambda r: r.data.makes_problems and r.data.sft_path is None, _TASK),
     # gsm8k's is its worked answer
     ("data.response_key", lambda r: r.data.task != "jsonl" and r.data.sft_path is None, _TASK),
     ("engine.cp_comm", _one_part, "while layout.cp=1"),

@@ -38,6 +38,11 @@ class Data(Section):
     task_options: dict[str, int] = {}
     """Options of a synthetic task, such as digits."""
 
+    @property
+    def makes_problems(self) -> bool:
+        """Whether the task makes its own problems, and reads no files but those of SFT."""
+        return self.task in ("addition", "countdown")
+
     @model_validator(mode="after")
     def _columns_of_gsm8k(self) -> Self:
         # Written into the field, so that the resolved recipe says it and reads back to the same.
