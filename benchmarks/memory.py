@@ -34,7 +34,8 @@ from quintet.data.batch import make_batch
 from quintet.engine.engine import Engine
 from quintet.engine.layers.specs import choose_backend
 from quintet.packing import RankCell
-from quintet.plan import Memory, Setup, rank_memory
+from quintet.plan.memory import Memory, rank_memory
+from quintet.plan.setup import Setup
 from quintet.recipe import schema
 
 BACKENDS = {"te": "transformer_engine", "portable": "portable", "auto": "auto"}

@@ -18,7 +18,7 @@ from quintet.errors import DamagedCheckpoint, Stopped, UserError
 from quintet.models import ModelShape
 from quintet.observe.memory import GIB
 from quintet.observe.observer import Observer
-from quintet.plan import checkpoint_bytes, export_bytes, weights_bytes
+from quintet.plan.saves import checkpoint_bytes, export_bytes, weights_bytes
 from quintet.recipe.schema import Recipe
 from quintet.runs.checkpoints import (
     CRITIC,

@@ -9,9 +9,10 @@ import pytest
 
 from quintet.models import ModelShape
 from quintet.models.shape import MoeShape
-from quintet.plan import Setup, rank_memory
 from quintet.plan.fp8 import break_even, in_8_bits, most_gain, saved_seconds
+from quintet.plan.memory import rank_memory
 from quintet.plan.parameters import chunks
+from quintet.plan.setup import Setup
 from quintet.recipe import schema
 from quintet.recipe.fp8 import Matrix, matrices, unquantized
 from tests.plan.test_memory import CONFIGS

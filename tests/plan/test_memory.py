@@ -15,9 +15,9 @@ import torch
 from quintet.engine.layers import linear
 from quintet.models import family_of
 from quintet.models.lora import LoraShape
-from quintet.plan import Memory, Place, Setup, rank_memory
 from quintet.plan.activations import SINK_DIMS, kept_in_layer, of_chunk
-from quintet.plan.memory import CHUNK_LOGITS_BYTES, KEPT_LOGITS_BYTES, packed_bytes
+from quintet.plan.memory import CHUNK_LOGITS_BYTES, KEPT_LOGITS_BYTES, Memory, packed_bytes, rank_memory
+from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
 from tests.engine.storage import held
 

@@ -10,12 +10,14 @@ import torch
 
 from quintet.errors import UserError
 from quintet.models.family import read_shape
-from quintet.plan import Place, checkpoint_bytes, rank_memory
 from quintet.plan.cards import CARDS
 from quintet.plan.fullest import memories, setup_of
+from quintet.plan.memory import rank_memory
 from quintet.plan.phases import PHASES, advice, plan_stages
 from quintet.plan.rollout import rollout_bytes, token_bytes, without_room
+from quintet.plan.saves import checkpoint_bytes
 from quintet.plan.seconds import plan_seconds, samples_of
+from quintet.plan.setup import Place
 from quintet.recipe import load_recipe
 from quintet.recipe.hub import SHAPES, shapes_alone
 from quintet.recipe.rules import shape_of
