@@ -107,18 +107,22 @@ def resting(memory: Memory, shares: Mapping[str, float]) -> int:
 
 def cheaper(recipe: Recipe, shape: ModelShape, command: Command) -> list[tuple[str, int]]:
     """Return settings with which the recipe is still sound and its fullest rank needs less, and the bytes of that; what costs least first."""
-    now, known = sum(fullest_rank(recipe, shape, command).values()), broken_rules(recipe, command)
+    now, known = sum(fullest_rank(recipe, shape, command).values()), _broken(recipe, command)
     found = []
     for section, changes in _settings(recipe, shape):
         part = getattr(recipe, section).model_copy(update=changes)
         other = recipe.model_copy(update={section: part})
-        if any(one not in known for one in broken_rules(other, command)):
+        if _broken(other, command) - known:
             continue
         needs = sum(fullest_rank(other, shape, command).values())
         if needs < (1 - WORTH) * now:
             words = (f"{section}.{one}={written(to)}" for one, to in changes.items())
             found.append((" ".join(words), needs))
     return found
+
+
+def _broken(recipe: Recipe, command: Command) -> set[str]:
+    return {one.message for one in broken_rules(recipe, command)}
 
 
 def _settings(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, dict[str, object]]]:

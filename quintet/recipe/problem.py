@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from quintet.recipe.keys import all_keys
 
@@ -12,19 +11,14 @@ _BELOW = ("engine.megatron.", "rollout.vllm.", "rollout.sglang.")
 """Options of another project have keys of their own below these."""
 
 
-@dataclass(frozen=True)
 class Problem:
     """What is wrong, in the user's words: the keys that take part in it, by name, then "; " and what to do instead.
 
     more: keys that take part and are not named.
     """
 
-    message: str
-    more: tuple[str, ...] = ()
-
     def __init__(self, message: str, *more: str) -> None:
-        object.__setattr__(self, "message", message)
-        object.__setattr__(self, "more", more)
+        self.message, self.more = message, more
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,20 +29,16 @@ if TYPE_CHECKING:  # Ray starts long after the checks.
     from quintet.controller.samples import Samples
 
 
+@dataclass
 class Session:
     """A run under way: its inputs, its observer, its ranks, and what saves it (of commands that train)."""
 
-    def __init__(
-        self,
-        recipe: schema.Recipe,
-        inputs: Inputs,
-        observer: Observer,
-        controller: Controller,
-        saver: Saver | None = None,
-    ) -> None:
-        self.recipe, self.inputs, self.observer, self.controller = recipe, inputs, observer, controller
-        self._saver = saver
-        self.lengths = ResponseLengths()
+    recipe: schema.Recipe
+    inputs: Inputs
+    observer: Observer
+    controller: Controller
+    _saver: Saver | None = None
+    lengths: ResponseLengths = field(default_factory=ResponseLengths)
 
     @property
     def saver(self) -> Saver:
