@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -68,10 +68,6 @@ class Scoring:
 class _Job:
     scoring: Scoring
     number: int
-
-    @property
-    def sample(self) -> Unscored:
-        return self.scoring.samples[self.number]
 
 
 class RewardPool:
@@ -179,12 +175,13 @@ class RewardPool:
             raise self._broken
         if self._settings.on_error == "zero":
             return
-        for number, sample, result in _numbered(scorings):
-            if result is not None and result.failure is not None:
-                raise UserError(
-                    f"sample {number}, {sample.response[-80:]!r}, to {sample.source}: {result.failure.rstrip()}\n"
-                    "reward.on_error=zero would count it as 0, and go on"
-                )
+        for scoring in scorings:
+            for at, (sample, result) in enumerate(zip(scoring.samples, scoring.results, strict=True)):
+                if result is not None and result.failure is not None:
+                    raise UserError(
+                        f"sample {scoring.first + at}, {sample.response[-80:]!r}, to {sample.source}: {result.failure.rstrip()}\n"
+                        "reward.on_error=zero would count it as 0, and go on"
+                    )
 
     def _give_up(self, scorings: Sequence[Scoring]) -> None:
         """What is not scored by now is not scored at all."""
@@ -259,7 +256,7 @@ class RewardPool:
         """Ask for samples, and return how many were answered. The rest waits for another process where one fails."""
         process.ask(
             (one.prompt, one.response, one.answer, one.row if self._takes_row else None)
-            for one in (job.sample for job in jobs)
+            for one in (job.scoring.samples[job.number] for job in jobs)
         )
         for at, job in enumerate(jobs):
             with self._lock:
@@ -295,12 +292,6 @@ class RewardPool:
         job.scoring.put(job.number, result)
         if job.scoring.done or (result.failure is not None and self._settings.on_error == "stop"):
             self._news.notify_all()
-
-
-def _numbered(scorings: Iterable[Scoring]) -> Iterator[tuple[int, Unscored, RewardResult | None]]:
-    for scoring in scorings:
-        for at, result in enumerate(scoring.results):
-            yield scoring.first + at, scoring.samples[at], result
 
 
 def _cpus() -> int:
