@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from quintet.cli.command import Command, print_table
 from quintet.errors import UserError
@@ -40,9 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"run.dir: cannot make {scratch}: {error.strerror}") from None
     outcome = verify(recipe, resumed, command, arguments.steps, scratch, lambda text: print(text, flush=True))
     _print(outcome)
+    sections = attrgetter(*LAYOUT)
     sound, words = judge(
         outcome,
-        same_layout=all(_section(recipe, key) == _section(resumed, key) for key in LAYOUT),
+        same_layout=sections(recipe) == sections(resumed),
         gpu=_on_gpus(recipe),
         bf16=recipe.model.dtype == "bf16" or (recipe.model.dtype is None and _on_gpus(recipe)),
     )
@@ -64,13 +66,6 @@ def _check_layout(overrides: list[str]) -> None:
             raise UserError(f"--layout {one}: only keys of {', '.join(LAYOUT)} can be given there")
         if any(f"{key}.".startswith(f"{section}.") for section in MAY_NOT):
             raise UserError(f"--layout {one}: a resumed run may not change that key")
-
-
-def _section(recipe: Recipe, key: str) -> Any:
-    found: Any = recipe.model_dump(mode="json")
-    for part in key.split("."):
-        found = found[part]
-    return found
 
 
 def _on_gpus(recipe: Recipe) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quintet.recipe.schema import Recipe, RolloutLayout
+from quintet.recipe.schema import Layout, Recipe, RolloutLayout
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ def placement_of(recipe: Recipe) -> RolloutPlacement:
     own_processes = not native or separate or rollout.own_processes
     of_trainer = RolloutLayout(tp=training.tp, pp=training.pp)
     layout = rollout.layout or (RolloutLayout() if own_processes else of_trainer)
-    same = type(training)(tp=layout.tp, pp=layout.pp, stage_layers=training.stage_layers)
-    plain = same.model_dump() == training.model_dump()
+    plain = Layout(tp=layout.tp, pp=layout.pp, stage_layers=training.stage_layers) == training
     size = layout.tp * layout.pp
     adapters = recipe.lora is not None and (native or rollout.adapter_sync == "separate")
     return RolloutPlacement(

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 from quintet.errors import UserError
@@ -47,10 +48,8 @@ class Facts:
 
     def said(self, key: str) -> str | None:
         """Return `key=value` where a key has another value than its default, which the resolved recipe writes out."""
-        section: Any = self.recipe
-        *path, name = key.split(".")
-        for part in path:
-            section = getattr(section, part)
+        above, _, name = key.rpartition(".")
+        section: Any = attrgetter(above)(self.recipe)
         given = getattr(section, name)
         if given == type(section).model_fields[name].default:
             return None
