@@ -56,7 +56,7 @@ def build_optimizer(
             f"{recipe.key}.cpu_fraction={recipe.cpu_fraction:g} moves state from GPUs to the CPU, and there are none; set it to 0"
         )
     config = OptimizerConfig(
-        optimizer="sgd" if recipe.name == "sgd" else "adam",
+        optimizer={"adamw": "adam", "adam": "adam", "sgd": "sgd"}[recipe.name],
         lr=recipe.lr,
         weight_decay=recipe.weight_decay,
         decoupled_weight_decay=recipe.name != "adam",
