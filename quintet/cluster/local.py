@@ -118,11 +118,11 @@ class LocalGroup(Ranks):
     def run(self, asked: Asked, heard: Callable[[int, Any], None], watch: Callable[[], None]) -> Any:
         """Run a verb. Of one that is a generator, `heard` is told what it yields, and `watch` is called in between."""
         (args, kwargs), phase = asked.calls[0], asked.phase or asked.verb.__name__
-        with self._at_work(phase):
+        with self._at_work(phase), self._worker.at_work(phase):
             told = attrgetter(asked.verb.__name__)(self._worker)(*args, **kwargs)
         while asked.num_returns == "streaming":
             watch()
-            with self._at_work(phase):
+            with self._at_work(phase), self._worker.at_work(phase):
                 try:
                     piece = next(told)
                 except StopIteration as end:

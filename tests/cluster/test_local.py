@@ -17,9 +17,11 @@ from quintet.cluster.local import LocalCluster, LocalGroup
 from quintet.cluster.progress import KEY_VARIABLE, Progress
 from quintet.cluster.verbs import StandIn
 from quintet.cluster.worker import Worker
-from quintet.errors import UserError, WorkerFailure
+from quintet.errors import OutOfMemory, UserError, WorkerFailure
 from quintet.recipe.schema import Cluster as Settings
 
+MOST = 1000
+"""Steps that the memory suffices for."""
 SETTINGS = Settings(ranks=1, device="cpu")
 
 
@@ -38,10 +40,14 @@ class Talker(Worker):
             raise UserError("rollout.stop: never found")
         if how == "bug":
             raise KeyError("expert 7")
+        if how == "no memory":
+            raise MemoryError
         return how
 
     def steps(self, count: int) -> Iterator[Any]:
         with listening("steps", {"abort": lambda: self.said.append("abort")}):
+            if count > MOST:
+                raise MemoryError
             self.progress.begin()
             for step in range(count):
                 self.progress(step + 1)
@@ -110,6 +116,16 @@ def test_words_go_to_the_log_and_errors_are_told_as_a_ranks(
     log = (tmp_path / "policy-rank-0.log").read_text()
     assert log.count("words of the rank\n") == 2
     assert "UserWarning: a warning of the rank" in log
+
+
+def test_a_rank_without_memory_says_so_and_peaks_are_told_by_phase(group: LocalGroup) -> None:
+    with pytest.raises(OutOfMemory, match=r"^Rank 0: out of memory in generate"):
+        group.one(Talker.speak, phase="generate")("no memory")
+    with pytest.raises(OutOfMemory, match=r"^Rank 0: out of memory in generate"):
+        group.stream(Talker.steps, phase="generate").submit([MOST + 1]).result()
+    assert group.one(Worker.memory)()["generate_host_gib"]
+    assert group.stream(Talker.steps, phase="logprob").submit([1]).result()
+    assert group.one(Worker.memory)()["logprob_host_gib"]
 
 
 def test_threads_are_the_users_or_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
