@@ -98,8 +98,7 @@ class PhasePeaks:
         self._device = device
         self._peaks: dict[str, tuple[float, float | None]] = {}
         self._phase: str | None = None
-        self._lock, self._on = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
         self._tree = Tree(walk_s)
 
     @contextmanager
@@ -108,16 +107,13 @@ class PhasePeaks:
         if phase not in PHASES:
             yield
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, daemon=True, name="memory peaks")
-            self._thread.start()
-        self._phase = phase
+        self._phase, over = phase, threading.Event()
         self._look()
-        self._on.set()
+        threading.Thread(target=self._watch, args=(over,), daemon=True, name="memory peaks").start()
         try:
             yield
         finally:
-            self._on.clear()
+            over.set()
             self._look()
             self._phase = None
 
@@ -130,10 +126,9 @@ class PhasePeaks:
             told |= {f"{phase}_host_gib": host, f"{phase}_device_gib": device}
         return told
 
-    def _watch(self) -> None:
-        while self._on.wait():
+    def _watch(self, over: threading.Event) -> None:
+        while not over.wait(EVERY_S):
             self._look()
-            time.sleep(EVERY_S)
 
     def _look(self) -> None:
         host, device = self._tree.resident(), device_in_use(self._device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +128,10 @@ def test_a_rank_without_memory_says_so_and_peaks_are_told_by_phase(group: LocalG
     assert group.one(Worker.memory)()["generate_host_gib"]
     assert group.stream(Talker.steps, phase="logprob").submit([1]).result()
     assert group.one(Worker.memory)()["logprob_host_gib"]
+    deadline = time.monotonic() + 20
+    while any(one.name == "memory peaks" for one in threading.enumerate()):
+        assert time.monotonic() < deadline, "a thread is left in the controller's process"
+        time.sleep(0.01)
 
 
 def test_threads_are_the_users_or_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
