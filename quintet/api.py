@@ -15,7 +15,7 @@ from typing import Any
 from quintet.data.prompts import Messages
 from quintet.recipe import load_recipe
 from quintet.runs.directory import RunDirectory
-from quintet.runs.ledger import read_json, read_jsonl, read_metrics
+from quintet.runs.ledger import read_jsonl, read_metrics
 
 __all__ = ["Run", "generate", "train"]
 
@@ -46,7 +46,8 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The contents of summary.json; {} while there is none yet."""
-        return read_json(self.directory / "summary.json")
+        file = self.directory / "summary.json"
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
     @property
     def checkpoint(self) -> Path:
