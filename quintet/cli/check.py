@@ -176,7 +176,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--gpu-gib",
         type=positive,
         metavar="GIB",
-        help="memory of a GPU: says what engine.offload_*=auto comes to there (default: from which size on nothing has to leave)",
+        help="memory of a GPU: says what engine.offload_*=auto and rollout.sleep_level=auto come to there (default: from which size on nothing has to leave)",
     )
     parser.add_argument(
         "--verify-weights",

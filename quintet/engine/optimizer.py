@@ -49,7 +49,7 @@ def build_optimizer(
     `cpu_fraction`, that share of masters and moments lives on the CPU and is updated there.
 
     Raises UserError for `cpu_fraction` where there is no GPU, which a recipe for any device does not show, and for lr_multipliers that
-    fit no weight.
+    fit no weight. What recipes are refused for (`quintet.recipe.refused`) is not looked at again.
     """
     if recipe.cpu_fraction and not torch.cuda.is_available():
         raise UserError(

@@ -256,7 +256,7 @@ def _memory(recipe: Recipe, shape: ModelShape, command: Command) -> str:
 
 
 def _offload(recipe: Recipe, shape: ModelShape, command: Command, gpu_gib: float | None) -> str | None:
-    """What engine.offload_*=auto and rollout.sleep_level=auto come to, where there may be GPUs."""
+    """What engine.offload_*=auto comes to, where there may be GPUs; on GPUs of a given size what rollout.sleep_level=auto does, too."""
     laptop = recipe.cluster.device == "auto" and not Path("/dev/nvidiactl").exists()
     if gpu_gib is None and laptop and recipe.cluster.address is None:
         return None

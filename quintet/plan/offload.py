@@ -146,7 +146,7 @@ def spare(total: int) -> int:
 def with_shares(
     recipe: Recipe, shape: ModelShape, command: Command, total: int | None
 ) -> tuple[Recipe, str | None]:
-    """Return the recipe with a number for each `engine.offload_*` and for `rollout.sleep_level`, and why, where something may leave. total:
+    """Return the recipe with a number for each `engine.offload_*` and for `rollout.sleep_level`, and why, where either is on auto. total:
     bytes of the smallest device; None on CPU ranks, where nothing would be gained."""
     shares, level, why = shares_asked(recipe), placement_of(recipe).sleep_level, None
     if total is not None:

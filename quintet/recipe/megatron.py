@@ -101,8 +101,8 @@ _REASONS = {
     "decided by quintet, which trains without dropout so that log-probs can be computed again": "hidden_dropout attention_dropout",
     "decided by algorithm.aggregation": "calculate_per_token_loss",
 }
-
 """Reason → fields; for others that are a key of the recipe by another name, `WORDS` has that."""
+
 _REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 FREE = frozenset(

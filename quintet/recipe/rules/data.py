@@ -28,7 +28,7 @@ def data_is_named(facts: Facts) -> Iterator[Problem]:
                     f"{key} is set, but data.task={data.task} makes its own problems; remove it, or use data.task=jsonl"
                 )
         return
-    of_its_own = facts.command == "sft" and data.sft_path is not None
+    of_its_own = facts.command == "sft" and facts.recipe.sft is not None and data.sft_path is not None
     if data.train_path is None and facts.command in ("train", "sft") and not of_its_own:
         yield Problem(
             f"data.train_path is not set; data.task={data.task} needs a jsonl, parquet or csv file, a directory or a hub name"

@@ -67,7 +67,7 @@ def answer(result: Mapping[str, Any], job: Job) -> Answer:
         [value for value, _, _ in told[: len(ids)]],
         _finish(reason["type"], ids, job),
         [value for value, _, _ in meta.get("input_token_logprobs", [])[1:]] if job.scores else [],
-        _routes(routes) if (routes := meta.get("routed_experts")) else None,
+        None if meta.get("routed_experts") is None else _routes(meta["routed_experts"]),
         {name: float(meta[key]) for key, name in COUNTS.items() if key in meta},
     )
 
