@@ -58,7 +58,7 @@ class Scatterer:
         """Assign samples of these lengths to a placement's ranks and micro-batches. names: their numbers in the batch, for errors."""
         layout = placement.layout
         aligned = partial(alignment_of, layout, engine=self._recipe.engine)
-        coupled = -(-(layout.etp or layout.tp) * layout.ep // layout.tp)  # neighbours with a layer's experts
+        coupled = -(-layout.expert_tp * layout.ep // layout.tp)  # neighbours with a layer's experts
         how: dict[str, Any] = {
             "dp": placement.dp,
             "cp": layout.cp,

@@ -43,7 +43,6 @@ def device() -> torch.device:
 def mesh_of(layout: Layout, world_size: int) -> Mesh:
     """Return the mesh of a layout over all ranks; dp is what is left."""
     dp = world_size // (layout.tp * layout.pp * layout.cp)
-    etp = layout.tp if layout.etp is None else layout.etp
     return build_mesh(
         Sizes(
             tp=layout.tp,
@@ -51,7 +50,7 @@ def mesh_of(layout: Layout, world_size: int) -> Mesh:
             dp=dp,
             pp=layout.pp,
             ep=layout.ep,
-            etp=etp,
+            etp=layout.expert_tp,
             dynamic_cp=layout.dynamic_cp,
         )
     )

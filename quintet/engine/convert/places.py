@@ -22,7 +22,7 @@ class Places:
 
     def __init__(self, shape: ModelShape, layout: Layout) -> None:
         self._shape, self._layout = shape, layout
-        self._etp = layout.tp if layout.etp is None else layout.etp
+        self._etp = layout.expert_tp
         experts = layout.ep * self._etp if shape.moe else 1
         self._stage_ranks = math.lcm(layout.tp, experts)
         self.ranks = self._stage_ranks * layout.pp
