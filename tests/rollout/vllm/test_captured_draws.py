@@ -49,11 +49,11 @@ def launched(rollout):
     runner.sample = draws
 
 
-def samples(rollout, seed=1, prompts=PROMPTS, **sampling):
+def samples(rollout, seed=1, **sampling):
     given = {"max_response_tokens": 32, "ignore_end": True}
     requests = [
         Request(p, 2, seed=seed + at, max_response_tokens=(n, 33 - n))
-        for at, (p, n) in enumerate(zip(prompts, LENGTHS, strict=False))
+        for at, (p, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
     ]
     rows = rollout.generate(requests, Sampling(**given | sampling))
     return [(s.response_ids, s.policy_logprobs) for row in rows for s in row]
