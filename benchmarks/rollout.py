@@ -290,7 +290,7 @@ def run_side(
 def records_of(
     args: argparse.Namespace, metric: str, unit: str, seconds: dict[str, list[list[float]]]
 ) -> list[dict[str, Any]]:
-    """A record a case and side, with the value of the side that it is compared with as its baseline; prints them. seconds: by side and case."""
+    """A record a case and side, with the value of the side that it is compared with as its baseline. seconds: by side and case."""
     records = []
     place = "cpu" if args.shape == ON_CPU else f"{args.gpus}gpu"
     for at, case in enumerate(cases_of(args.shape)):
@@ -300,8 +300,6 @@ def records_of(
             name = "/".join(part for part in (args.shape, place, case.name, side) if part)
             baseline = values.get(BASELINES.get(side, ""))
             records.append(record("rollout", name, metric, value, unit, baseline=baseline))
-            rounds = ", ".join(f"{s:.2f}" for s in seconds[side][at])
-            print(f"{name}: {value:,.0f} {unit} ({tokens} response tokens in {rounds} s)", flush=True)
     return records
 
 
@@ -357,18 +355,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="quintet-rollout-") as directory:
         model = Path(directory) / "model"
         run_side("write", 1, model, args)
-        sides = args.only or ["native", "vllm"]
-        found = {side: [[] for _ in cases_of(args.shape)] for side in sides}
-        for side in sides * args.turns:
+        found: dict[str, list[list[tuple[float, float]]]] = {}
+        for side in (args.only or ["native", "vllm"]) * args.turns:
+            of_side = found.setdefault(side, [[] for _ in cases_of(args.shape)])
             for rounds, more in zip(
-                found[side], run_side(side, args.gpus if side == "native" else 1, model, args), strict=True
+                of_side, run_side(side, args.gpus if side == "native" else 1, model, args), strict=True
             ):
                 rounds += more
+            keep(args, found, side)
+
+
+def keep(args: argparse.Namespace, found: dict[str, list[list[tuple[float, float]]]], side: str) -> None:
+    """Write the records of what was found up to now, so that nothing is lost with a later side, and print those of this one."""
     import torch  # noqa: F401  (names the GPUs in records; only now, as it takes memory of them)
 
     records = records_of(args, "tokens_per_second", "tokens/s", _column(found, 0))
     if args.shape == ON_CPU:
         records += records_of(args, "tokens_per_cpu_second", "tokens/CPU s", _column(found, 1))
+    for one in records:
+        if one["case"].rpartition("/")[2] == side:
+            print(f"{one['case']}: {one['value']:,.0f} {one['unit']}", flush=True)
     if not args.shape.startswith("tiny"):
         write_records(args.out, merged(args.out, records))
 
