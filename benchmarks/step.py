@@ -3,6 +3,7 @@
     python -m benchmarks.step --gpus 1                  Qwen2.5-1.5B's shape: responses of one length, then long-tailed
     python -m benchmarks.step --gpus 4 --only quintet
     python -m benchmarks.step --gpus 8 --shape qwen3-8b --fp8    trainer and vLLM in 8 bits, beside quintet in bf16
+    python -m benchmarks.step --shape qwen3-8b --layers 12 --fp8     cut in depth to what one GPU holds
     python -m benchmarks.step --tiny                    a dry run on a CPU: native generation, and TRL's own in .venv-trl
 
 Same random weights, prompts, samples per prompt, response lengths (each forced), reward and algorithm, as in `laptop_grpo`; prompts of 256
@@ -40,7 +41,7 @@ WARMUP_STEPS = 2
 TOKENS = {"qwen2.5-1.5b": 16384}
 FEWER_TOKENS = 8192
 """Of a micro-batch a GPU, by shape and of larger ones, so that all fits without recomputation."""
-OWN: dict[str, Any] = {"backend": "transformer_engine", "memory_fraction": 0.3, "trl": ""}
+OWN: dict[str, Any] = {"layers": None, "backend": "transformer_engine", "memory_fraction": 0.3, "trl": ""}
 """What a record's case says of other values."""
 LETTERS = string.ascii_lowercase
 TRL_SETTINGS = {"": (16, []), "long-tail": (8, ["--recompute"])}
@@ -151,6 +152,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--gpus", type=positive_int, default=1)
     add("--shape", default="qwen2.5-1.5b", choices=sorted(CONFIGS))
+    add("--layers", type=positive_int, help="of the model in place of the shape's")
     add("--only", choices=["quintet", "trl"], help="one side alone; writes no records")
     add("--case", choices=["one-length", "long-tail"], help="one case alone")
     add("--steps", type=positive_int, default=3, help=f"timed steps, after {WARMUP_STEPS}")
@@ -252,10 +254,12 @@ def main(argv: list[str] | None = None) -> None:
         args.worker.with_suffix(".answer").write_text(json.dumps(found))
         return
     with tempfile.TemporaryDirectory(prefix="quintet-step-") as temporary:
-        directory = Path(args.keep or temporary) / args.shape
+        config = CONFIGS[args.shape]
+        config = config | {"num_hidden_layers": args.layers or config["num_hidden_layers"]}
+        directory = Path(args.keep or temporary) / f"{args.shape}-{config['num_hidden_layers']}"
         model = directory / "model"
         if not (model / "tokenizer.json").exists():  # which is written last
-            write_inputs(directory, CONFIGS[args.shape])
+            write_inputs(directory, config)
         for case in cases_of(args.shape):
             if args.case in (None, case.name or "one-length"):
                 made = measure(args, model, case)
