@@ -80,7 +80,6 @@ class PolicyWorker(Worker):
         self._has_room = False
         self._indexer = RankIndexer()
         self.batches = HeldBatches()
-        self.placement = placement_of(recipe)
 
     def setup(self) -> None:
         """Join the process group, read the weights, make the rollout."""
@@ -95,7 +94,7 @@ class PolicyWorker(Worker):
         recipe, self._offload_reason = with_shares(recipe, self.shape, cast("Command", self.command), size)
         installed = fused_kernels(choose_backend(recipe.engine.backend))
         recipe, self._kernels = with_kernels(recipe, self.shape, name, installed)
-        self.recipe = recipe
+        self.recipe, self.placement = recipe, placement_of(recipe)
         self.roles = Engines(recipe, self.shape, self.model_dir, self.command, self.dtype)
         self.engine = self.roles.policy
         if self.command != "sft" and not self.placement.own_processes:

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from quintet.cluster.local import LocalCluster
 from quintet.controller.worker import PolicyWorker
 from quintet.plan.offload import GIB
+from quintet.recipe.schema import Recipe
 from quintet.train import session as sessions
+from tests.controller.test_cells import model_dir  # noqa: F401
 from tests.train.runs import generate, run
 
 
@@ -36,3 +39,21 @@ def test_what_leaves_follows_from_the_smallest_device(
     assert why is not None
     assert f"Of {gib} GiB" in why
     assert capsys.readouterr().out.count(why) == 1
+
+
+@pytest.mark.parametrize(("gib", "level"), [(4.0, 2), (64.0, 0)])
+def test_a_rank_tells_how_deep_rollouts_sleep_beside_its_device(
+    tmp_path: Path,
+    model_dir: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    gib: float,
+    level: int,
+) -> None:
+    monkeypatch.setattr(PolicyWorker, "_devices", lambda self: (int(gib * GIB), "a GPU"))
+    recipe = Recipe.model_validate({"model": {"path": str(model_dir)}, "rollout": {"backend": "vllm"}})
+    with LocalCluster(recipe.cluster, log_dir=tmp_path) as cluster:
+        rank = cluster.group(PolicyWorker, 1, name="policy", recipe=recipe, model_dir=model_dir)
+        _, told, why = rank.one(PolicyWorker.offload_shares)()
+    assert told == level
+    assert why is not None
+    assert ("stays awake" in why) == (level == 0)
