@@ -172,17 +172,21 @@ def _moments(recipe: Recipe, shape: ModelShape, command: Command) -> list[Moment
     native = recipe.rollout.backend == "native"
     fixed, share = (_native(recipe, shape), 0.0) if native else (0, recipe.rollout.memory_fraction)
     found = [Moment("generating", of(list(held)), fixed, share)]
+    awake = command == "train" and recipe.rollout.sleep_level == 0
+    beside = (fixed, share) if awake else (0, 0.0)
+    """What a rollout that never sleeps keeps of the device, whoever computes."""
     if not placement_of(recipe).shares_weights:
         # Beside a rollout without its cache the policy's parameters are read: what else may be away is.
         setup = setup_of(recipe, shape)
         movable = of(list(held))
         movable["params"] -= kinds["policy"]["params"]
-        held_too = kinds["policy"]["params"] + rollout_bytes(recipe, setup, None)[0]
-        found.append(Moment("bringing weights", movable, held_too + bytes_under_way(recipe, setup)))
-    for role, ranks in held.items() if len(held) > 1 else ():
+        own = beside[0] if awake else rollout_bytes(recipe, setup, None)[0]
+        held_too = kinds["policy"]["params"] + own + bytes_under_way(recipe, setup)
+        found.append(Moment("bringing weights", movable, held_too, beside[1]))
+    for role, ranks in held.items() if len(held) > 1 or awake else ():
         what = "log-probs of the reference policy" if role == "reference" else f"training the {role}"
         others = [one for one in held if one != role]
-        found.append(Moment(what, of(others), max(one.peak for one in ranks)))
+        found.append(Moment(what, of(others), max(one.peak for one in ranks) + beside[0], beside[1]))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintet.models import family_of
-from quintet.plan.fullest import memories
+from quintet.plan.fullest import memories, setup_of
 from quintet.plan.offload import GIB, Offload, leaves, spare, with_shares
 from quintet.plan.phases import plan_stages
+from quintet.plan.rollout import rollout_bytes
 from quintet.recipe.offload import KINDS, on_auto
 from quintet.recipe.refused import REFUSED_PAIRS
 from quintet.recipe.schema import Recipe
@@ -181,6 +183,26 @@ def test_roles_that_rest_make_room_for_the_one_that_computes() -> None:
     tight = beside.shares(total - 10 * GIB)
     assert any(tight.values())
     assert not beside.lacking(total - 10 * GIB, tight)
+
+
+def test_a_rollout_that_never_sleeps_is_beside_whoever_computes() -> None:
+    rollout = {"backend": "vllm", "memory_fraction": 0.3}
+    made = recipe(rollout=rollout, algorithm={"name": "ppo"})
+    sleeps, awake = (
+        Offload(
+            made.model_copy(update={"rollout": made.rollout.model_copy(update={"sleep_level": level})}),
+            SHAPES["qwen3"],
+            "train",
+        )
+        for level in (2, 0)
+    )
+    total = 200 * GIB
+    weights = rollout_bytes(made, setup_of(made, SHAPES["qwen3"]), None)[0]
+    own = {"generating": 0, "bringing weights": math.ceil(0.3 * total) - weights}
+    for one, other in zip(sleeps.moments, awake.moments, strict=True):
+        assert other.needs(total) - one.needs(total) == own.get(one.name, math.ceil(0.3 * total))
+    alone = Offload(recipe(rollout=rollout | {"sleep_level": 0}), SHAPES["qwen3"], "train")
+    assert [one.name for one in alone.moments] == ["generating", "bringing weights", "training the policy"]
 
 
 def test_by_hand() -> None:
