@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -48,6 +49,45 @@ def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
             setattr(method, name, value)
 
 
+@contextmanager
+def absorbed_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Have the matrices that latent attention decodes with stay where they are while weights are loaded again.
+
+    vLLM makes them of `kv_b_proj` after each load; where that is in 8 bits, in new memory, while captured graphs know the first (0.20.2, 0.32.0;
+    test_fp8.py::test_matrices_made_of_weights_stay_where_graphs_know_them).
+    """
+    kept = [
+        (module, name, matrix)
+        for module in model.modules()
+        for name in ("W_UV", "W_UK_T")
+        if isinstance(matrix := getattr(module, name, None), torch.Tensor)
+    ]
+    yield
+    for module, name, first in kept:
+        if (now := getattr(module, name)).data_ptr() != first.data_ptr():
+            first.copy_(now)
+            setattr(module, name, first)
+
+
+@contextmanager
+def scales_kept() -> Iterator[None]:
+    """Keep weights of 8 bits, where their scales are powers of two already, as they came.
+
+    For DeepGEMM vLLM (0.20.2, 0.32.0) quantises them once more, to powers of two by a rule of its own: a block whose largest number was
+    rounded down gets other bytes, and one of tiny numbers other numbers (test_fp8.py::test_scales_that_are_powers_of_two_stay).
+    """
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    quantise: Any = fp8_utils.requant_weight_ue8m0_inplace
+
+    def unless_powers_of_two(weight: torch.Tensor, scales: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if not (torch.frexp(scales).mantissa == 0.5).all():
+            quantise(weight, scales, *args, **kwargs)
+
+    with mock.patch.object(fp8_utils, "requant_weight_ue8m0_inplace", unless_powers_of_two):
+        yield
+
+
 Loading = tuple[Any, Iterable[tuple[str, torch.Tensor]], Any]
 """A model, whole tensors for it by their Hugging Face names, and vLLM's ModelConfig of it."""
 
@@ -62,8 +102,10 @@ def load_again(loads: Sequence[Loading]) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     with ExitStack() as kept:
+        kept.enter_context(scales_kept())
         for model, _, _ in loads:
             kept.enter_context(kernels_kept(model))
+            kept.enter_context(absorbed_kept(model))
             initialize_layerwise_reload(model)
         for model, weights, _ in loads:
             coming = iter(weights)

@@ -17,6 +17,7 @@ from quintet.models.mcore import whole_box
 from quintet.rollout.base import Piece
 from quintet.rollout.vllm import compat
 from quintet.rollout.vllm.fp8 import fp8_config
+from quintet.rollout.vllm.reload import absorbed_kept, scales_kept
 from quintet.rollout.vllm.weights import Weights, check, combine
 from quintet.rollout.vllm.worker_models import WorkerModels
 from tests.engine import test_fp8_checkpoints as published
@@ -58,6 +59,22 @@ def test_eight_bits_and_scales_arrive_and_are_read() -> None:
         found, unreadable = combine([held.read()])
         assert not unreadable
         assert found == fingerprints((n, tuple(t.shape), whole[n], t) for n, t in sent.items())
+
+
+def test_matrices_made_of_weights_stay_where_graphs_know_them() -> None:
+    layers = nn.ModuleList(nn.Module() for _ in range(3))
+    stored = torch.zeros(2, 4, 4)
+    attention, unquantised, _ = layers
+    attention.W_UV, attention.W_UK_T = torch.zeros(4, 4), torch.zeros(4, 4)
+    unquantised.W_UV = stored[0].t()
+    captured = [attention.W_UV, attention.W_UK_T, unquantised.W_UV]
+    with absorbed_kept(layers):
+        attention.W_UV, attention.W_UK_T = torch.full((4, 4), 1.0), torch.full((4, 4), 2.0)
+        stored.fill_(3.0)
+        unquantised.W_UV = stored[0].t()
+    assert [one.unique().tolist() for one in captured] == [[1.0], [2.0], [3.0]]
+    assert attention.W_UV is captured[0]
+    assert attention.W_UK_T is captured[1]
 
 
 @pytest.fixture
@@ -109,6 +126,36 @@ def test_a_rollout_in_eight_bits(start: Any, tmp_path: Path, itself: bool) -> No
         expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
         assert rollout.score([ids])[0] == pytest.approx(expected, abs=0.05 if DEVICE == "cpu" else 0.5)
     rollout.close()
+
+
+@pytest.mark.vllm
+def test_scales_that_are_powers_of_two_stay() -> None:
+    """DeepGEMM, which vLLM takes on a Hopper GPU, is not there: what vLLM does to weights for it is."""
+    compat.prepare(DEVICE)
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    torch.manual_seed(0)
+    numbers = torch.randn(256, 256)
+    numbers[:128, :128] /= numbers[:128, :128].abs().max() / 230  # is rounded to 224
+    numbers[128:, 128:] *= 1e-6
+    weight, scales = torch.empty_like(numbers, dtype=torch.float8_e4m3fn), torch.empty(2, 2)
+    quantize(numbers, weight, scales)
+
+    def again(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        held = weight.clone(), scales.clone()
+        fp8_utils.requant_weight_ue8m0_inplace(*held, block_size=(128, 128))
+        return held
+
+    others = scales * 1.25
+    by_vllm, by_vllm_of_others = again(scales), again(others)
+    for at in ((0, 0), (1, 1)):
+        assert by_vllm[1][at] != scales[at]
+    with scales_kept():
+        kept, kept_of_others = again(scales), again(others)
+    assert torch.equal(kept[0].view(torch.uint8), weight.view(torch.uint8))
+    assert torch.equal(kept[1], scales)
+    assert torch.equal(kept_of_others[1], by_vllm_of_others[1])
+    assert not torch.equal(kept_of_others[1], others)
 
 
 @pytest.mark.vllm
