@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -142,6 +141,14 @@ def _gloo(store: Any, group: Group, timeout: timedelta) -> Any:
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # Read when the group is made: 0 leaves the process alive when a collective fails. It is for the caller to go on.
-    with mock.patch.dict(os.environ, TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
+    # Read when the group is made: it is for the caller to go on when a collective fails. Without this torch's watchdog would look after it as
+    # well, and have the monitor of the default group end the process minutes later.
+    name, told = "TORCH_NCCL_BLOCKING_WAIT", os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+    os.environ[name] = "1"
+    try:
         return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if told is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = told

@@ -190,11 +190,16 @@ class ProcessGroupSender(SharedMemorySender):
             except RuntimeError as error:
                 self._break(error)
 
+    def close(self) -> list[Connection]:
+        if any(self._heard[one] < len(self.buckets) for one in self._lines):
+            self.leave()  # a transfer is under way that nobody takes
+        return super().close()
+
     def leave(self) -> None:
         """Leave the group: there is no next sync."""
-        if self._group is not None:
-            self._group.close()
-        self._group, self._work = None, {}
+        group, self._group, self._work = self._group, None, {}
+        if group is not None:
+            group.close()
 
     def _all_here(self) -> bool:
         return not any(ended(one) for one in self._lines.values())

@@ -124,9 +124,9 @@ class WeightServer:
             staging_bytes=self._bucket_bytes // STAGED_SHARE,
             device=self._device,
         )
-        self._give_back()
         for outlet in self._outlets:
             outlet.leave()
+        self._give_back()
         self._outlets = [self._outlet(alike, buckets) for alike, buckets in sets]
         self._sequence = [(self._outlets[which], n) for which, n, _ in in_turn]
         plan = self._reception.expect(spec.id for spec in specs)
@@ -244,9 +244,9 @@ class WeightServer:
     def close(self) -> None:
         """Void all tickets and let nobody in any more. Memory that somebody still looks at stays until the process ends."""
         self._reception.close()
-        self._give_back()
         for outlet in self._outlets:
             outlet.leave()
+        self._give_back()
         self._export, self._outlets, self._sequence = None, [], []
 
 
