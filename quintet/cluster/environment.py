@@ -49,6 +49,7 @@ def rank_environment(place: Place, gpus: Sequence[int], is_local: bool) -> dict[
         "MASTER_PORT": str(place.master_port),
     }
     if place.device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""  # a machine may have some, and layers ask torch alone
         env["OMP_NUM_THREADS"] = str(place.threads)
         env |= {key: os.environ.get(key, kept) for key, kept in PRODUCTS_KEPT.items()}
     else:  # as Ray sets it for ranks with devices of their own

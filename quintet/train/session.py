@@ -157,7 +157,7 @@ def _is_little(recipe: schema.Recipe, command: Command, inputs: Inputs) -> bool:
         return False
     import torch
 
-    if cluster.device != "cpu" and torch.cuda.device_count():
+    if torch.cuda.device_count():
         return False
     prompts, count = list(inputs.eval or ()), 1 + recipe.train.eval_samples_per_prompt
     if command == "generate":
