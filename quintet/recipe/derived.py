@@ -6,6 +6,11 @@ from quintet.models.shape import ModelShape
 from quintet.recipe.schema import Layout, Optimizer, Recipe
 
 
+def on_device(recipe: Recipe, device: str) -> Recipe:
+    """Return the recipe with the device that cluster.device=auto comes to."""
+    return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"device": device})})
+
+
 def optimizers(recipe: Recipe) -> dict[str, Optimizer]:
     """Return the optimizer sections of a recipe, by key."""
     found = (recipe.optimizer, recipe.sft.optimizer if recipe.sft else None, recipe.critic.optimizer)

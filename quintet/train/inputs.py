@@ -33,10 +33,10 @@ from quintet.models import ModelShape, check_weights, read_end_ids, trained_shap
 from quintet.models.weights_on_disk import find_weights, fingerprint
 from quintet.recipe import schema
 from quintet.recipe.capacity import overflow
-from quintet.recipe.features import FEATURES
+from quintet.recipe.derived import on_device
 from quintet.recipe.mtp import is_made, with_mtp
-from quintet.recipe.refused import NEEDS_GPU
 from quintet.recipe.roles import roles_of
+from quintet.recipe.rules import broken_rules
 from quintet.recipe.rules.facts import shape_of_built
 from quintet.recipe.told import told
 from quintet.recipe.user_family import use_family
@@ -96,7 +96,7 @@ def prepare(
     Raises UserError for what the user can mend.
     """
     if starts:
-        _check_device(recipe)
+        _check_device(recipe, command)
         # Another cluster's machines have what they have.
         if command != "sft" and recipe.cluster.address is None:
             check_installed(recipe.rollout.backend)
@@ -256,19 +256,22 @@ def _check_reference(inputs: Inputs, resume: Resume | None) -> None:
         )
 
 
-def _check_device(recipe: schema.Recipe) -> None:
-    """What the rules can say of device=cpu only: device=auto comes to the same on a machine without GPUs, where device=cuda is a mistake."""
+def _check_device(recipe: schema.Recipe, command: Command) -> None:
+    """Raise UserError for what a machine without GPUs cannot do: device=auto comes to cpu there, and device=cuda is a mistake."""
     if recipe.cluster.device == "cpu" or recipe.cluster.address is not None:
-        return
-    asked = [need.sentence for need in NEEDS_GPU if FEATURES[need.feature].is_on(recipe, None)]
-    if recipe.cluster.device == "cuda":
-        asked = ["cluster.device=cuda needs NVIDIA GPUs; set cluster.device=cpu to do without"]
-    if not asked:
         return
     import torch
 
-    if not torch.cuda.is_available():
-        raise UserError(f"{asked[0]}. This machine has none")
+    if torch.cuda.is_available():
+        return
+    if recipe.cluster.device == "cuda":
+        raise UserError(
+            "cluster.device=cuda needs NVIDIA GPUs; set cluster.device=cpu to do without. This machine has none"
+        )
+    known = {problem.message for problem in broken_rules(recipe, command)}
+    for problem in broken_rules(on_device(recipe, "cpu"), command):
+        if problem.message not in known:
+            raise UserError(f"{problem.message}. This machine has none, so that cluster.device=auto is cpu")
 
 
 def _check_lengths(prompts: PromptSet, recipe: schema.Recipe, generated: int) -> None:
