@@ -96,17 +96,21 @@ class Controller:
             self.roles[name] = Role(name, self.workers, found, phase, progress)
         device = self.workers.one(Policy.device_name)()
         self._scatterer = Scatterer(self.workers, recipe, shape, placements, device)
-        shares, level, self.offload_reason = self.workers.one(Policy.offload_shares)()
+        decided = self.workers.one(Policy.decisions)()
+        self.offload_reason = decided.why
         self._handover: DeviceHandover | None = None
         if command != "sft":  # the one that generates nothing
             proof = Proof(self.workers, recipe, shape, cluster.say)
+            same = recipe.model_copy(update={"engine": decided.engine})  # native ones compute as ranks do
             self.rollouts: Rollouts = (
-                RolloutReplicas(cluster, recipe, model_dir.absolute(), self.workers, proof)
+                RolloutReplicas(cluster, same, model_dir.absolute(), self.workers, proof)
                 if apart
                 else InProcessRolloutGroup(self.workers, recipe, proof)
             )
             log = cluster.log_dir / "hybrid.log"
-            self._handover = DeviceHandover(self.workers, self.rollouts, recipe, shares, level, phase, log)
+            self._handover = DeviceHandover(
+                self.workers, self.rollouts, recipe, decided.shares, decided.sleep_level, phase, log
+            )
 
     def describe(self) -> list[str]:
         """Return lines: which layers and kernels the ranks compute with, and what each role's own layout comes to."""

@@ -12,6 +12,8 @@ from quintet.packing import Cell
 if TYPE_CHECKING:
     import numpy as np
 
+    from quintet.recipe import schema
+
 
 RouteUse: TypeAlias = Literal["record", "recorded", "rollout"]
 """What a pass over a batch does with routes: record those that tokens choose, or replay these, or what the rollout told. A pass that
@@ -25,6 +27,20 @@ def joined(one: PartedRoutes, other: PartedRoutes) -> PartedRoutes:
     """Return the sums of both, in order of layers."""
     counts = {layer: (one.get(layer, (0, 0)), other.get(layer, (0, 0))) for layer in {*one, *other}}
     return {layer: (a[0] + b[0], a[1] + b[1]) for layer, (a, b) in sorted(counts.items())}
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a recipe leaves open, and the ranks have decided."""
+
+    engine: schema.Engine
+    """With its layers and kernels."""
+    shares: dict[str, float]
+    """Of each kind of training state, that leaves the device while others need it."""
+    sleep_level: int
+    """Of the rollout."""
+    why: str | None
+    """These two, in sentences."""
 
 
 @dataclass(frozen=True)

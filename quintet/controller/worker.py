@@ -23,6 +23,7 @@ from quintet.controller.held_batches import HeldBatches, SampleFields, WatchedOb
 from quintet.controller.in_process_rollout import InProcessRollout
 from quintet.controller.messages import (
     Assignment,
+    Decisions,
     MiniBatchTold,
     OptimizerTold,
     PartedRoutes,
@@ -37,6 +38,7 @@ from quintet.data.batch import Batch, make_batch, offsets, set_tokens, token_cou
 from quintet.data.routes import RouteSizes
 from quintet.data.tokenizer import decoder, load_tokenizer
 from quintet.engine import build
+from quintet.engine.agree import gathered
 from quintet.engine.config import fused_kernels
 from quintet.engine.engine import DTYPES
 from quintet.engine.fp8 import other_blocks
@@ -54,7 +56,7 @@ from quintet.plan.fullest import cheaper, fullest_rank
 from quintet.plan.kernels import with_kernels
 from quintet.plan.offload import SPARE_BYTES, with_shares
 from quintet.recipe import schema
-from quintet.recipe.derived import moe_layers_of, optimizers
+from quintet.recipe.derived import moe_layers_of, on_device, optimizers
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command
 from quintet.recipe.user_family import use_family
@@ -63,9 +65,13 @@ from quintet.sync.logprob_probe import Scores, engine_scores
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 from quintet.sync.server import ReceiverSpec, Served, WeightServer
 from quintet.sync.wire import Ticket
+from quintet.typed import Typed
 
 SYNC_TIMEOUT_S = 60.0
 """How long a rollout may take to come for weights, or to take a bucket."""
+
+
+_LAYERS: Typed[list[str]] = Typed(list[str], "layers and kernels")
 
 
 class PolicyWorker(Worker):
@@ -73,7 +79,8 @@ class PolicyWorker(Worker):
 
     def __init__(self, place: Place, recipe: schema.Recipe, model_dir: Path, command: str = "train") -> None:
         super().__init__(place)
-        self.recipe, self.model_dir, self.command = recipe, model_dir, command
+        self.asked = self.recipe = recipe
+        self.model_dir, self.command = model_dir, command
         self.dtype = recipe.model.dtype or ("fp32" if place.device == "cpu" else "bf16")
         self._progress = Progress()
         self._server: WeightServer | None = None
@@ -91,9 +98,11 @@ class PolicyWorker(Worker):
         self.tokenizer = load_tokenizer(self.model_dir, recipe.model)
         self.shape = trained_shape(self.model_dir, mtp=recipe.mtp is not None)
         size, name = self._devices()
-        recipe, self._offload_reason = with_shares(recipe, self.shape, cast("Command", self.command), size)
-        installed = fused_kernels(choose_backend(recipe.engine.backend))
+        layers, *installed = self._layers()
         recipe, self._kernels = with_kernels(recipe, self.shape, name, installed)
+        engine = recipe.engine.model_copy(update={"backend": layers})
+        recipe = recipe.model_copy(update={"engine": engine})
+        recipe, self._offload_reason = with_shares(recipe, self.shape, cast("Command", self.command), size)
         self.recipe, self.placement = recipe, placement_of(recipe)
         self.roles = Engines(recipe, self.shape, self.model_dir, self.command, self.dtype)
         self.engine = self.roles.policy
@@ -114,10 +123,23 @@ class PolicyWorker(Worker):
         smallest, low, high = least.tolist()
         return smallest or None, name if low == -high else None
 
-    def offload_shares(self) -> tuple[dict[str, float], int, str | None]:
-        """Return the shares that leave the device while others need it, by kind, how deep the rollout sleeps while others do, and why, where the
-        recipe leaves it open."""
-        return self.roles.shares, self.placement.sleep_level, self._offload_reason
+    def _layers(self) -> list[str]:
+        """The back end of layers, and which kernels of experts can be had with it. Raises UserError where ranks differ. Collective."""
+        backend = choose_backend(self.recipe.engine.backend)
+        ranks = gathered(_LAYERS, [backend, *fused_kernels(backend)])
+        for rank, found in enumerate(ranks):
+            if found != ranks[0]:
+                raise UserError(
+                    f"ranks have unlike layers and kernels: rank 0 {', '.join(ranks[0])}; rank {rank} {', '.join(found)}. Install the same "
+                    "TransformerEngine on all nodes, or set engine.backend=portable"
+                )
+        return ranks[0]
+
+    def decisions(self) -> Decisions:
+        """Return what the recipe leaves open and the ranks have decided."""
+        return Decisions(
+            self.recipe.engine, self.roles.shares, self.placement.sleep_level, self._offload_reason
+        )
 
     def _routes(self) -> RouteSizes | None:
         """Of the model, where updates replay a rollout's."""
@@ -153,8 +175,9 @@ class PolicyWorker(Worker):
     def memory_needed(self) -> tuple[Mapping[str, int] | None, Sequence[tuple[str, int]]]:
         if self.command not in ("train", "sft"):
             return None, ()
-        what = self.recipe, self.shape, cast("Command", self.command)
-        return fullest_rank(*what), cheaper(*what)
+        recipe, asked = (on_device(one, self.device) for one in (self.recipe, self.asked))
+        what = self.shape, cast("Command", self.command)
+        return fullest_rank(recipe, *what), cheaper(asked, *what)
 
     # training
 

@@ -30,7 +30,8 @@ def test_what_leaves_follows_from_the_smallest_device(
     with run(tmp_path, "cluster.ranks=1", "cluster.device=auto", *kept) as s:
         generate(s)
         log = (s.controller.workers._cluster.log_dir / "hybrid.log").read_text()
-        shares, level, why = s.controller.workers._worker.offload_shares()
+        decided = s.controller.workers._worker.decisions()
+    shares, level, why = decided.shares, decided.sleep_level, decided.why
     assert shares["params"] == 0.0, "the rollout reads them"
     assert level == 2
     assert bool(shares["grads"]) == leaves
@@ -53,7 +54,7 @@ def test_a_rank_tells_how_deep_rollouts_sleep_beside_its_device(
     recipe = Recipe.model_validate({"model": {"path": str(model_dir)}, "rollout": {"backend": "vllm"}})
     with LocalCluster(recipe.cluster, log_dir=tmp_path) as cluster:
         rank = cluster.group(PolicyWorker, 1, name="policy", recipe=recipe, model_dir=model_dir)
-        _, told, why = rank.one(PolicyWorker.offload_shares)()
-    assert told == level
-    assert why is not None
-    assert ("stays awake" in why) == (level == 0)
+        decided = rank.one(PolicyWorker.decisions)()
+    assert decided.sleep_level == level
+    assert ("stays awake" in decided.why) == (level == 0)
+    assert decided.engine.backend == "portable"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from quintet.plan import describe
 from quintet.plan.kernels import MeasuredKernel, experts_of, read_kernels, with_kernels, write_kernel
 from quintet.recipe import schema
 from quintet.recipe.megatron import EXPERT_KERNELS, FUSED_EXPERTS, TORCH_EXPERTS
+from tests.oracle.pool import PoolError
 
 DENSE, MOE = MODELS["qwen3-8b"].shape, MODELS["qwen3-30b-a3b"].shape
 PERMUTE, ROUTER = FUSED_EXPERTS
@@ -218,3 +220,20 @@ def devices_of(names: list[str]) -> tuple[int | None, str | None]:
 def test_ranks_on_unlike_devices_choose_alike(pool, names):
     alike = names[0] if names[0] == names[1] else None
     assert pool.run(devices_of, 2, names) == [(None, alike)] * 2
+
+
+def layers_of(kernels: list[list[str]]) -> list[str]:
+    worker = OnADevice("cpu")
+    worker.recipe = recipe()
+    here = kernels[dist.get_rank()]
+    with mock.patch("quintet.controller.worker.fused_kernels", return_value=here):
+        return worker._layers()
+
+
+def test_ranks_that_can_have_unlike_kernels_are_refused_together(pool):
+    assert pool.run(layers_of, 2, [[PERMUTE], [PERMUTE]]) == [["portable", PERMUTE]] * 2
+    for one, other in ((PERMUTE, ROUTER), (ROUTER, PERMUTE)):
+        with pytest.raises(
+            PoolError, match=f"UserError.* rank 0 portable, {one}; rank 1 portable, {other}. Install"
+        ):
+            pool.run(layers_of, 2, [[one], [other]])
