@@ -19,7 +19,7 @@ from quintet.plan.fp8 import in_8_bits
 from quintet.plan.fullest import fullest_rank, layers_of, setup_of
 from quintet.plan.kernels import experts_of, read_kernels, with_kernels
 from quintet.plan.memory import packed_bytes
-from quintet.plan.offload import Offload
+from quintet.plan.offload import Offload, with_shares
 from quintet.plan.saves import checkpoint_bytes
 from quintet.plan.setup import Setup
 from quintet.recipe.derived import data_parallel, moe_layers_of
@@ -62,7 +62,7 @@ def looks(recipe: Recipe, command: Command, gpu_gib: float | None = None) -> dic
     if command in ("train", "sft"):
         found["micro-batches"] = lambda: _rows(recipe)
         if recipe.model.path is not None:
-            found["memory"] = lambda: _memory(recipe, shape, command)
+            found["memory"] = lambda: _memory(recipe, shape, command, gpu_gib)
     if recipe.model.path is not None:
         found["offload"] = lambda: _offload(recipe, shape, command, gpu_gib)
     return found
@@ -244,8 +244,10 @@ def _rows(recipe: Recipe) -> str:
     return f"{text}{', ' if padded else ''}{' and '.join(padded)}{fewer}."
 
 
-def _memory(recipe: Recipe, shape: ModelShape, command: Command) -> str:
+def _memory(recipe: Recipe, shape: ModelShape, command: Command, gpu_gib: float | None) -> str:
     """Of the fullest rank."""
+    if gpu_gib is not None:
+        recipe, _ = with_shares(recipe, shape, command, int(gpu_gib * _GIB))
     parts = fullest_rank(recipe, shape, command)
     said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
     besides = "" if command == "sft" else f", the rollout{_packed(setup_of(recipe, shape), recipe)}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintet.models import family_of
+from quintet.plan.describe import looks
 from quintet.plan.fullest import memories, setup_of
 from quintet.plan.offload import GIB, Offload, leaves, spare, with_shares
 from quintet.plan.phases import plan_stages
@@ -203,6 +207,23 @@ def test_a_rollout_that_never_sleeps_is_beside_whoever_computes() -> None:
         assert other.needs(total) - one.needs(total) == own.get(one.name, math.ceil(0.3 * total))
     alone = Offload(recipe(rollout=rollout | {"sleep_level": 0}), SHAPES["qwen3"], "train")
     assert [one.name for one in alone.moments] == ["generating", "bringing weights", "training the policy"]
+
+
+def test_the_memory_that_is_told_of_a_gpu_is_with_what_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quintet.plan.describe._GIB", GIB // 1024)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
+    made = recipe(model={"path": str(tmp_path)}, algorithm={"name": "ppo", "kl_coef": 0.1})
+
+    def said(gib: float | None) -> list[float]:
+        found = re.findall(
+            r"(?:reference policy|critic) ([\d.]+)", looks(made, "train", gib)["memory"]() or ""
+        )
+        return [float(one) for one in found]
+
+    assert said(None) == [0.0, 0.0]  # all of it may leave
+    assert all(said(2000.0 * 1024))
 
 
 def test_by_hand() -> None:
