@@ -46,8 +46,9 @@ LIMITS = {
     "experts": "memory and the size of the products: 1,024 rows an expert are enough to keep a GPU busy with one product at a time, so that a single launch "
     "for all gains less than the five times that were aimed for.",
     "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
-    "handover": "generation, two thirds of the step. No training state has to move where all fits; a rollout that sleeps throws away and copies "
-    "nothing. `controller_share` is planning, scattering, and what is in no phase.",
+    "handover": "generation, two thirds of the step, and of it the last and longest responses: steps of few sequences, which launch as much as those of many. "
+    "Where all fits nothing moves but weights: the rollout stays awake. `controller_share` is planning, scattering, and what is in no phase; what the "
+    "latter does is not known.",
     "kv_cache": "memory bandwidth: slots or pages are read once a token.",
     "fp8": "what is not multiplied in 8 bits (attention, head, norms, optimizer), and rounding, which passes over memory: at a model's full depth "
     "head and optimizer are a smaller part, so that more is gained than at 8 layers. Of 128 experts each is rounded and multiplied by launches of "
@@ -66,11 +67,14 @@ LIMITS = {
     "planned; seconds are planned at the best. Until 2026-11-27 `sync` and `generate` told what training had in use just before and after.",
     "rollout": "the native back end, one kernel launched after the other for each token by the host; of vLLM through quintet the GPU, for 512 "
     "sequences of a small model, whose steps quintet schedules in a tenth of vLLM's time; of vLLM itself (`bare`) the host, by which it moves from run to run. "
-    "A long tail is limited by steps of few sequences, which launch as much as those of many; Qwen3-8B was measured before.",
+    "A long tail is limited by steps of few sequences, which launch as much as those of many; Qwen3-8B was measured before. Beside vLLM's first model runner, "
+    "which it takes by itself, one round of 1.5B on another host came to 3.2 times the tokens/s, and 1.8 times of a long tail (`--only vllm bare bare-first "
+    "--rounds 1`).",
     "routes": "of training, the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s, so that seconds are no measure of what replay costs, and why the step "
     "without it takes longer is not known; `kernel_s` and `host_ms` are its own. Of the rollout, two pairs of calls: an interval that holds 0.",
     "step": "generation, three fifths of it or more on either side (`generate_s_median`). The record of one GPU is of when vLLM's own scheduler held the GPU "
-    "up: without it 45.7 samples/s were seen there (4.6 s of generation), by a run of one side. Responses of long-tailed lengths have no record yet.",
+    "up: without it 45.7 samples/s were seen there (4.6 s of generation), by a run of one side. Responses of long-tailed lengths have no record yet. In 8 bits "
+    "vLLM generated slower than in bf16, by a build without DeepGEMM, which its own wheel takes for such products on these cards.",
     "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "
     "Planning is Python over a model's tensors, 18,867 of Qwen3-30B-A3B; that of before 2026-11-23 was of all ranks on each.",
 }
