@@ -213,6 +213,20 @@ def _table(family: Family, shape: ModelShape) -> tuple[Weight, ...]:
     return tuple(family.weights(shape))
 
 
+def trained_elements(shape: ModelShape) -> tuple[int, int]:
+    """Return the trained weights of a model, and those that one token meets."""
+    return _elements(family_named(shape.family), shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _elements(family: Family, shape: ModelShape) -> tuple[int, int]:
+    counts = {True: 0, False: 0}
+    for weight in _table(family, shape):
+        counts[weight.split.startswith("expert_")] += weight.elements if weight.trained else 0
+    met = counts[True] * shape.moe.top_k // shape.moe.experts if shape.moe else 0
+    return counts[False] + counts[True], counts[False] + met
+
+
 def read_shape(path: Path) -> ModelShape:
     """Return the shape of the model in a Hugging Face directory."""
     config = read_config(path)

@@ -73,12 +73,6 @@ class MoeShape:
         """Return whether layer number `layer` (from 0) has experts."""
         return layer not in self.dense_layers
 
-    def parameters(self, hidden_size: int, experts: int) -> int:
-        """Return the number of weights of one layer's router, shared experts and `experts` routed ones."""
-        ffn = self.shared_ffn_hidden_size + experts * self.ffn_hidden_size
-        vectors = self.experts + experts * (2 * self.ffn_hidden_size + hidden_size) if self.biases else 0
-        return hidden_size * self.experts + 3 * hidden_size * ffn + vectors
-
 
 @dataclass(frozen=True)
 class MlaShape:
@@ -98,16 +92,6 @@ class MlaShape:
     @property
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    def parameters(self, hidden_size: int, heads: int) -> int:
-        """Return the number of weights of one layer's attention, norms of the latents included."""
-        if self.q_lora_rank is None:
-            query = hidden_size * heads * self.qk_head_dim
-        else:
-            query = self.q_lora_rank * (hidden_size + 1 + heads * self.qk_head_dim)
-        down = hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
-        up = self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return query + down + up + heads * self.v_head_dim * hidden_size
 
 
 @dataclass(frozen=True)
@@ -178,47 +162,18 @@ class ModelShape:
     @property
     def parameter_count(self) -> int:
         """Number of trained weights, tied embeddings counted once."""
-        return self._count(self.moe.experts if self.moe else 0)
+        return self._counts[0]
 
     @property
     def active_parameter_count(self) -> int:
         """Number of trained weights that one token meets: of the routed experts, only its top-k."""
-        return self._count(self.moe.top_k if self.moe else 0)
-
-    def _count(self, experts: int) -> int:
-        h, every = self.hidden_size, range(self.layers + self.mtp_layers)
-        layers = sum(self.layer_parameters(layer, experts) + 2 * h for layer in every)
-        layers += self.mtp_layers * (2 * h * h + 3 * h)  # a projection and three norms each
-        return layers + self.vocab_size * h + h + self._head_parameters
-
-    def layer_parameters(self, layer: int, experts: int) -> int:
-        """Return the number of weights of a layer without its norms, counting so many of the routed experts that it has."""
-        if self.moe and self.moe.is_moe(layer):
-            return self.attention_parameters + self.moe.parameters(self.hidden_size, experts)
-        return self.attention_parameters + 3 * self.hidden_size * self.ffn_hidden_size
+        return self._counts[1]
 
     @property
-    def _head_parameters(self) -> int:
-        if self.head == "value":
-            return self.hidden_size
-        return 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+    def _counts(self) -> tuple[int, int]:
+        from quintet.models.family import trained_elements  # whose tables are made from shapes
 
-    @property
-    def attention_parameters(self) -> int:
-        """Number of weights of one layer's attention."""
-        if self.mla:
-            return self.mla.parameters(self.hidden_size, self.heads)
-        h, d = self.hidden_size, self.head_dim
-        count = h * d * (2 * self.heads + 2 * self.kv_heads)
-        if self.qkv_bias:
-            count += d * (self.heads + 2 * self.kv_heads)
-        if self.proj_bias:
-            count += h
-        if self.sinks:
-            count += self.heads
-        if self.qk_norm:
-            count += 2 * d
-        return count
+        return trained_elements(self)
 
     def flops_per_token(self, context: float) -> float:
         """Return the training FLOPs of one token: 6 per weight that multiplies, plus causal attention over `context` tokens.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from quintet.models.shape import ModelShape
@@ -49,9 +50,11 @@ def _after_last(shape: ModelShape) -> tuple[int, int]:
 
 
 def _of_layer(shape: ModelShape, layer: int) -> tuple[int, int]:
-    """Weights of a layer that a token is multiplied by, and all."""
-    met, held = (shape.moe.top_k, shape.moe.experts) if shape.moe else (0, 0)
-    return shape.layer_parameters(layer, met), shape.layer_parameters(layer, held)
+    """Weights of a layer but for its norms: those that a token is multiplied by, and all."""
+    moe = replace(shape.moe, dense_layers=()) if shape.moe and shape.is_moe(layer) else None
+    one, none = (replace(shape, layers=count, mtp_layers=0, moe=moe) for count in (1, 0))
+    rest = none.parameter_count + 2 * shape.hidden_size
+    return one.active_parameter_count - rest, one.parameter_count - rest
 
 
 def slowest_over_mean(shape: ModelShape, stages: Sequence[Sequence[range]]) -> float:

@@ -31,9 +31,6 @@ ALL = [*CONFIGS, *moe_models.FAMILIES]
 def test_parameters(name):
     model, shape = made(name)
     assert shape.parameter_count == sum(p.numel() for p in model.parameters())
-    table = family_of({"architectures": [type(model).__name__]}).weights(shape)
-    held = sum(w.elements for w in table if w.trained)
-    assert held == shape.parameter_count
 
 
 def test_layers_with_experts_and_what_is_trained(tmp_path):
