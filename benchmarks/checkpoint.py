@@ -41,7 +41,7 @@ from quintet.data.batch import make_batch
 from quintet.engine.engine import Engine
 from quintet.engine.weights.hf_read import CHUNK_BYTES, THREADS
 from quintet.models import ModelShape, read_shape
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from quintet.recipe import schema
 
 GB = 1e9

@@ -44,8 +44,9 @@ from benchmarks.options import layout_name, positive_int
 from benchmarks.records import RESULTS, command, commit, merged, record, write_records
 from benchmarks.room import GIB, card_bytes, deepest
 from benchmarks.sides import Side, answer_stream
-from quintet.packing import CellCosts, Plan
 from quintet.packing.measured import OFFERED, TABLE, MeasuredCosts, layer_of, write_measured
+from quintet.packing.plan import Plan
+from quintet.packing.time_model import CellCosts
 
 SLOW = {"NCCL_P2P_DISABLE": "1"}
 """No NVLink: GPUs reach each other through memory of the host, at about the rate of links between nodes."""

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.dynamic_cp_work import Side, Work
 from benchmarks.records import ROOT, record
-from quintet.packing import CellCosts
+from quintet.packing.time_model import CellCosts
 
 if TYPE_CHECKING:  # it brings Ray
     from quintet.controller.samples import Samples

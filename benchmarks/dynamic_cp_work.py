@@ -14,16 +14,10 @@ import numpy as np
 
 from benchmarks.engine_work import MODELS, Lengths
 from quintet.models import ModelShape, family_of
-from quintet.packing import (
-    Cell,
-    CellCosts,
-    Plan,
-    alignment,
-    cell_sizes,
-    plan_cells,
-    plan_microbatches,
-    plan_times,
-)
+from quintet.packing.align import alignment
+from quintet.packing.dynamic import plan_cells
+from quintet.packing.plan import Cell, Plan, cell_sizes, plan_microbatches
+from quintet.packing.time_model import CellCosts, plan_times
 from quintet.plan.memory import Memory, rank_memory
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema

@@ -28,7 +28,7 @@ from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
 from quintet.engine.engine import Engine
-from quintet.packing import Cell, Plan, rank_cells
+from quintet.packing.plan import Cell, Plan, rank_cells
 from quintet.recipe import schema
 
 STILL = schema.Optimizer(lr=1e-12, weight_decay=0.0)

@@ -35,7 +35,7 @@ from quintet.engine.engine import Engine
 from quintet.engine.layers.specs import choose_backend
 from quintet.engine.weights.shards import Shard, shard_map
 from quintet.models import ModelShape
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from quintet.plan.kernels import with_kernels
 from quintet.recipe import schema
 

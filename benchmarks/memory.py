@@ -33,7 +33,7 @@ from benchmarks.timing import timed
 from quintet.data.batch import make_batch
 from quintet.engine.engine import Engine
 from quintet.engine.layers.specs import choose_backend
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from quintet.plan.memory import Memory, rank_memory
 from quintet.plan.setup import Setup
 from quintet.recipe import schema

@@ -35,8 +35,7 @@ from quintet.engine.ahead import ahead_losses
 from quintet.engine.engine import Engine
 from quintet.engine.weights.random_model import write_fresh_model
 from quintet.models import ModelShape, read_shape
-from quintet.packing import RankCell
-from quintet.packing.plan import target_counts
+from quintet.packing.plan import RankCell, target_counts
 from quintet.recipe import schema
 
 TURN = 5

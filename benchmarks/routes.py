@@ -42,7 +42,7 @@ from quintet.data.batch import make_batch, set_tokens, tokens
 from quintet.engine.engine import Engine
 from quintet.engine.routes import BatchRoutes, RecordedRoutes, ReplayedRoutes, Routes
 from quintet.models import ModelShape, family_of
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from quintet.recipe import schema
 
 CASES = ("off", "R2", "R3")

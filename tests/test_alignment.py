@@ -13,7 +13,8 @@ import quintet
 from quintet.controller.batch_ref import Placement
 from quintet.controller.scatter import Scatterer
 from quintet.errors import UserError
-from quintet.packing import FP8_TOKENS, Plan, alignment_of
+from quintet.packing.align import FP8_TOKENS, alignment_of
+from quintet.packing.plan import Plan
 from quintet.recipe import schema
 from quintet.recipe.capacity import overflow
 from quintet.recipe.rules.facts import shape_of_built

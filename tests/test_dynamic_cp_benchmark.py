@@ -24,8 +24,8 @@ from benchmarks.dynamic_cp_work import (
     random_plan,
     work_of,
 )
-from quintet.packing import CellCosts
 from quintet.packing.measured import read_measured
+from quintet.packing.time_model import CellCosts
 from tests.benchmark_runs import benchmark
 from tests.packing.test_plan import check
 

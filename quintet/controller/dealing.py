@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from quintet.packing import split_evenly
+from quintet.packing.plan import split_evenly
 
 
 class SlotTime(NamedTuple):

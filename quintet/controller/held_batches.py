@@ -19,7 +19,7 @@ from quintet.controller.sample_store import trained_samples
 from quintet.data.batch import Batch, concat, make_batch, offsets, sample_ids, set_tokens, tokens
 from quintet.data.routes import check_seals
 from quintet.engine.routes import BatchRoutes, RecordedRoutes, ReplayedRoutes, Routes
-from quintet.packing import RankCell, rank_cells
+from quintet.packing.plan import RankCell, rank_cells
 
 SampleFields = dict[int, dict[str, Tensor]]
 """Of samples, by their number in the batch: the values of their tokens, by field."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from quintet.algorithms.aggregation import Tally
 from quintet.algorithms.expert_load import ExpertLoad
-from quintet.packing import Cell
+from quintet.packing.plan import Cell
 
 if TYPE_CHECKING:
     import numpy as np

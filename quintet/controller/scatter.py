@@ -18,15 +18,10 @@ from quintet.controller.verbs import Policy
 from quintet.data.batch import make_batch, select
 from quintet.data.prompts import Prompt
 from quintet.models import ModelShape
-from quintet.packing import (
-    Plan,
-    alignment_of,
-    costs_of,
-    plan_cells,
-    plan_microbatches,
-    split_evenly,
-    target_counts,
-)
+from quintet.packing.align import alignment_of
+from quintet.packing.dynamic import plan_cells
+from quintet.packing.measured import costs_of
+from quintet.packing.plan import Plan, plan_microbatches, split_evenly, target_counts
 from quintet.recipe import schema
 from quintet.recipe.derived import moe_layers_of
 from quintet.recipe.mtp import depths

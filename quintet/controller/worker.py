@@ -50,7 +50,8 @@ from quintet.engine.weights.rounds import connect
 from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.errors import SyncMismatch, UserError
 from quintet.models import trained_shape
-from quintet.packing import Cell, costs_of, rank_cells
+from quintet.packing.measured import costs_of
+from quintet.packing.plan import Cell, rank_cells
 from quintet.plan.describe import own_layout
 from quintet.plan.fullest import cheaper, fullest_rank
 from quintet.plan.kernels import with_kernels

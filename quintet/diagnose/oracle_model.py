@@ -21,7 +21,7 @@ from quintet.engine.routes import RowRoutes
 from quintet.engine.row import pack
 from quintet.errors import UserError
 from quintet.models import trained_shape
-from quintet.packing import alignment_of
+from quintet.packing.align import alignment_of
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.user_family import use_family

@@ -57,7 +57,7 @@ from quintet.errors import UserError
 from quintet.models import ModelShape
 from quintet.models.lora import LoraShape
 from quintet.models.weights_on_disk import fingerprint
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from quintet.recipe import schema
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quintet.packing import cell_sizes
+from quintet.packing.plan import cell_sizes
 
 if TYPE_CHECKING:  # what reads shards of a rank elsewhere has no need of megatron-core
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -26,7 +26,8 @@ from quintet.engine.outputs import Outputs, ValueOutputs
 from quintet.engine.routes import Routers, Routes
 from quintet.engine.row import MicroBatch, PackedRow, pack
 from quintet.models import ModelShape
-from quintet.packing import FP8_TOKENS, RankCell, alignment_of
+from quintet.packing.align import FP8_TOKENS, alignment_of
+from quintet.packing.plan import RankCell
 from quintet.recipe import schema
 from quintet.recipe.derived import moe_layers_of
 

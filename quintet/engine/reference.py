@@ -21,7 +21,7 @@ from quintet.engine.engine import Engine
 from quintet.engine.routes import Routes
 from quintet.engine.weights import peft
 from quintet.engine.weights.shards import Shard
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 
 
 class AdapterReference:

@@ -1,6 +1,6 @@
 """A packed micro-batch (THD) as tensors: the row of tokens, where each sequence lies, and what is trained.
 
-`pack` is the only place where padding enters, and it follows `quintet.packing.Alignment`. Token t's log-prob is
+`pack` is the only place where padding enters, and it follows `quintet.packing.align.Alignment`. Token t's log-prob is
 read off the hidden state at t - 1 of the same sequence, so a row carries target sets: the tokens that are wanted, and
 the row positions that predict them. Under context parallelism a rank's micro-batch holds its zigzag chunks of every
 sequence, and predicts those of the targets whose predictors it holds.
@@ -23,7 +23,7 @@ from quintet.engine.device import upload
 from quintet.engine.layers.attention_backends import Spans, spans
 from quintet.engine.layers.context_parallel import AllGather, AllToAll, Exchange
 from quintet.engine.routes import RowRoutes
-from quintet.packing import Alignment
+from quintet.packing.align import Alignment
 from quintet.packing.context import held_ranges, zigzag
 
 

@@ -14,7 +14,9 @@ from quintet.models import ModelShape, held_shape
 from quintet.models.family import table_of
 from quintet.models.lora import adapted, adapter_parameters, linears
 from quintet.models.shape import route_bytes
-from quintet.packing import alignment_of, cell_sizes, costs_of, fitting
+from quintet.packing.align import alignment_of
+from quintet.packing.measured import costs_of, fitting
+from quintet.packing.plan import cell_sizes
 from quintet.plan.fp8 import in_8_bits
 from quintet.plan.fullest import fullest_rank, layers_of, setup_of
 from quintet.plan.kernels import experts_of, read_kernels, with_kernels

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from quintet.packing import alignment_of, smallest_fits
+from quintet.packing.align import alignment_of
+from quintet.packing.dynamic import smallest_fits
 from quintet.recipe.roles import layout_of
 from quintet.recipe.schema import Layout, Recipe
 

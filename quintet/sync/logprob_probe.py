@@ -80,7 +80,8 @@ def engine_scores(engine: Engine, sequences: Sequence[list[int]]) -> Scores | No
     """Return what the engine says of sequences, all ranks of it the same ones. Ranks of the last stage return it, others None.
     Collective."""
     from quintet.data.batch import make_batch
-    from quintet.packing import RankCell, alignment_of
+    from quintet.packing.align import alignment_of
+    from quintet.packing.plan import RankCell
 
     cp, place = engine.mesh.sizes.cp, engine.mesh.at("cp")
     budget = engine.recipe.tokens_per_microbatch_per_rank * cp

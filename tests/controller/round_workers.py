@@ -12,7 +12,7 @@ import torch
 
 from quintet.cluster.progress import turn
 from quintet.cluster.worker import Place, Worker
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from tests.oracle.cases import Case
 from tests.oracle.data import VOCAB, loss_mask
 from tests.oracle.ranks import Objective, engine_of

@@ -37,7 +37,7 @@ def critic_step(path: Path) -> tuple[float, float, float]:
     from quintet.data.batch import make_batch, sample_ids, set_tokens, tokens
     from quintet.engine.engine import Engine
     from quintet.models import read_shape
-    from quintet.packing import plan_microbatches, rank_cells
+    from quintet.packing.plan import plan_microbatches, rank_cells
     from quintet.recipe import schema
 
     engine = Engine(

@@ -22,7 +22,7 @@ from quintet.data.tokenizer import build_char_tokenizer
 from quintet.engine.routes import BatchRoutes
 from quintet.errors import QuintetError
 from quintet.models import trained_shape
-from quintet.packing import Cell
+from quintet.packing.plan import Cell
 from quintet.recipe import schema
 from quintet.rewards.result import RewardResult
 from quintet.rollout import Request, Sample, Sampling

@@ -10,7 +10,7 @@ import pytest
 from quintet.cluster.cluster import Cluster
 from quintet.cluster.group import WorkerGroup
 from quintet.errors import WorkerFailure
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.controller.round_workers import Training
 from tests.oracle.cases import Case

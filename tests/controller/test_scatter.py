@@ -14,7 +14,7 @@ from quintet.controller.samples import Kept, Samples
 from quintet.controller.scatter import Scatterer
 from quintet.errors import UserError
 from quintet.models import ModelShape
-from quintet.packing import CellCosts
+from quintet.packing.time_model import CellCosts
 from quintet.recipe import schema
 from quintet.rewards.result import RewardResult
 from tests.engine.test_shards import SHAPE

@@ -133,7 +133,7 @@ def beside_transformers(path: Path, prompts: list[list[int]], tokens: int) -> di
 def with_adapters(path: Path, prompts: list[list[int]]) -> dict[str, Any]:
     """On one rank: whether fresh adapters change nothing, and what a step changes."""
     from quintet.data.batch import make_batch
-    from quintet.packing import RankCell
+    from quintet.packing.plan import RankCell
 
     plain, engine = made(path), made(path, LoraShape(rank=4, alpha=8.0), trained=True)
     batch, cell = make_batch(prompts, [1] * len(prompts)), [RankCell(list(range(len(prompts))))]

@@ -30,7 +30,7 @@ def shared_attention(
     megatron_compat.install()
     from quintet.engine.layers.attention import CoreAttention
     from quintet.engine.row import attention_metadata, pack
-    from quintet.packing import alignment
+    from quintet.packing.align import alignment
     from quintet.packing.context import held_ranges
 
     rank, found = dist.get_rank(), []

@@ -27,7 +27,7 @@ from quintet.errors import UserError
 from quintet.models import check_weights, read_shape, table_of
 from quintet.models.mcore import CheckpointMap, stacked, whole_box
 from quintet.models.weights_on_disk import held_shape
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from tests.engine import moe_models, mtp_models
 from tests.oracle import models
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from tests.oracle.reference import PROMPT, save, token_ids
 
 

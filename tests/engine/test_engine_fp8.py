@@ -146,7 +146,7 @@ def recomputed(path: Path, modules: list[str], outside: bool = False) -> tuple[l
     from quintet.data.batch import make_batch
     from quintet.engine import fp8
     from quintet.engine.layers import mlp
-    from quintet.packing import RankCell
+    from quintet.packing.plan import RankCell
     from tests.engine.test_engine import Nll
     from tests.oracle.reference import PROMPT, token_ids
 
@@ -212,7 +212,7 @@ def left(path: Path, kept: bool = False, fails: bool = False) -> tuple[int, int]
     nobody drops them, planted. fails: the pass ends in an error."""
     from quintet.data.batch import make_batch
     from quintet.engine import fp8
-    from quintet.packing import RankCell
+    from quintet.packing.plan import RankCell
     from tests.oracle.reference import PROMPT, token_ids
 
     made, seen = engine(path), 0

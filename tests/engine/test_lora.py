@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quintet.models.lora import LoraShape
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from tests.oracle.models import save
 from tests.oracle.reference import PROMPT, token_ids
 

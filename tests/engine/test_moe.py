@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from tests.engine.moe_models import FAMILIES, VOCAB, hub_names, model, save
 
 PROMPT = 2
@@ -60,7 +60,8 @@ def run_rank(path: Path, layout: dict[str, Any], **recipe: Any) -> dict[str, Any
     from quintet.data.batch import make_batch, select
     from quintet.engine.engine import Engine
     from quintet.models import read_shape
-    from quintet.packing import alignment_of, plan_microbatches, rank_cells
+    from quintet.packing.align import alignment_of
+    from quintet.packing.plan import plan_microbatches, rank_cells
     from quintet.recipe import schema
 
     settings = {"tokens_per_microbatch_per_rank": 32, "distributed_optimizer": False} | recipe

@@ -15,7 +15,7 @@ from quintet.engine.weights.passthrough_tensors import refuse_other_copies
 from quintet.errors import UserError
 from quintet.models import check_weights, held_shape, read_shape
 from quintet.models.weights_on_disk import find_weights
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from tests.engine.moe_models import save as save_trunk
 from tests.engine.moe_models import stored
 from tests.engine.mtp_models import KINDS, LAYERS, VOCAB, model, save
@@ -63,7 +63,7 @@ def _run(engine: Any, mine: list[int], found: dict[tuple[int, int], list[Tensor]
     from quintet.data.batch import make_batch, offsets
     from quintet.engine.ahead import ahead_losses
     from quintet.engine.row import pack
-    from quintet.packing import alignment_of
+    from quintet.packing.align import alignment_of
     from quintet.recipe import schema
 
     sizes, rank = engine.mesh.sizes, engine.mesh.at("cp")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from tests.engine import moe_models
 from tests.engine.storage import held, tensors
 from tests.oracle.reference import save

@@ -223,7 +223,7 @@ def perturbed(case: Case, path: Path) -> dict[str, tuple[float, float]]:
     """On one rank, a rollout in bf16 and a trainer in fp32: the mean and the largest difference of a log-prob."""
     from quintet.data.batch import make_batch, tokens
     from quintet.engine.routes import RecordedRoutes, ReplayedRoutes
-    from quintet.packing import RankCell
+    from quintet.packing.plan import RankCell
 
     rollout, trainer = (
         engine_of(replace(case, dtype=dtype), path, trained=False) for dtype in ("bf16", "fp32")

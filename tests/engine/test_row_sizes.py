@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.engine_work import MODELS
 from quintet.data.batch import make_batch, select
-from quintet.packing import alignment_of, plan_microbatches, rank_cells
+from quintet.packing.align import alignment_of
+from quintet.packing.plan import plan_microbatches, rank_cells
 from quintet.recipe import schema
 
 BUDGET = 64

@@ -33,7 +33,8 @@ def run(path: Path, layout: dict[str, Any], out: Path) -> dict[str, Any]:
     from quintet.data.batch import make_batch, select
     from quintet.engine.engine import Engine
     from quintet.models import read_shape
-    from quintet.packing import alignment_of, plan_microbatches, rank_cells
+    from quintet.packing.align import alignment_of
+    from quintet.packing.plan import plan_microbatches, rank_cells
     from quintet.recipe import schema
 
     shape, sizes = read_shape(path).as_value_model(), schema.Layout(**layout)

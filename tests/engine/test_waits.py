@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from benchmarks.engine_work import MODELS
 from quintet.data.batch import make_batch
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from quintet.recipe import schema
 
 SHAPED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "bincount", "repeat_interleave"}

@@ -13,7 +13,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from quintet.packing import FP8_TOKENS
+from quintet.packing.align import FP8_TOKENS
 from quintet.recipe import schema
 from quintet.recipe.megatron import FUSED_EXPERTS
 from tests.oracle.balance import AUX_WEIGHT, BIAS_RATE, Z_WEIGHT, Balance

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quintet.algorithms.aggregation import Tally
-from quintet.packing import Cell, Plan, RankCell, alignment_of, plan_microbatches, rank_cells
+from quintet.packing.align import alignment_of
+from quintet.packing.plan import Cell, Plan, RankCell, plan_microbatches, rank_cells
 from quintet.recipe.derived import moe_layers_of
 from tests.oracle.cases import Case
 from tests.oracle.data import (

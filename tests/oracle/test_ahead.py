@@ -171,7 +171,7 @@ def one_short_sample(case: Case, path: Path, skips: bool) -> dict[str, float]:
     from quintet.data.batch import make_batch, select
     from quintet.engine import pipeline
     from quintet.engine.ahead import ahead_losses, scores_ahead
-    from quintet.packing import RankCell
+    from quintet.packing.plan import RankCell
 
     def only_where_something_is_predicted(model: Any, states: Any, micro: Any, row: Any, losses: Any) -> Any:
         if any(len(one.predictors) for one in micro.targets[1:]):

@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from quintet.packing import Cell, Plan, RankCell, alignment_of, rank_cells
+from quintet.packing.align import alignment_of
+from quintet.packing.plan import Cell, Plan, RankCell, rank_cells
 from tests.oracle.cases import Case
 from tests.oracle.compare import assemble, relative
 from tests.oracle.data import TEMPERATURE, VOCAB, loss_mask

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintet.packing import FP8_TOKENS, Alignment, alignment, alignment_of, row_buckets
+from quintet.packing.align import FP8_TOKENS, Alignment, alignment, alignment_of, row_buckets
 from quintet.packing.context import held_ranges
 from quintet.recipe.schema import Engine, Layout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintet.packing import length_buckets
+from quintet.packing.buckets import length_buckets
 
 
 @given(st.lists(st.integers(0, 500), max_size=80))

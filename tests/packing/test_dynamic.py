@@ -15,21 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintet.errors import UserError
-from quintet.packing import (
-    Alignment,
-    Cell,
-    CellCosts,
-    Plan,
-    alignment,
-    alignment_of,
-    cell_sizes,
-    plan_microbatches,
-    plan_times,
-    row_buckets,
-    smallest_fits,
-)
 from quintet.packing import dynamic as planner
-from quintet.packing.plan import PlanTime
+from quintet.packing.align import Alignment, alignment, alignment_of, row_buckets
+from quintet.packing.dynamic import smallest_fits
+from quintet.packing.plan import Cell, Plan, PlanTime, cell_sizes, plan_microbatches
+from quintet.packing.time_model import CellCosts, plan_times
 from quintet.recipe.schema import Engine, Layout
 from tests.examples import examples
 from tests.packing.test_plan import check, long_tail

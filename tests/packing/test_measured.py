@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.engine_work import MODELS
-from quintet.packing import CellCosts, costs_of, fitting, measured
-from quintet.packing.measured import MeasuredCosts, layer_of, read_measured, write_measured
+from quintet.packing import measured
+from quintet.packing.measured import MeasuredCosts, costs_of, fitting, layer_of, read_measured, write_measured
+from quintet.packing.time_model import CellCosts
 
 DENSE, MOE = MODELS["qwen3-8b"].shape, MODELS["qwen3-30b-a3b"].shape
 ROW = MeasuredCosts(

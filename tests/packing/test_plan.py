@@ -12,16 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintet.errors import UserError
-from quintet.packing import (
-    Alignment,
-    Cell,
-    Plan,
-    alignment,
-    plan_microbatches,
-    rank_cells,
-    row_buckets,
-    split_evenly,
-)
+from quintet.packing.align import Alignment, alignment, row_buckets
+from quintet.packing.plan import Cell, Plan, plan_microbatches, rank_cells, split_evenly
 from tests.patience import processor_s
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=60)

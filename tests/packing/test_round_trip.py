@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quintet.engine.row import MicroBatch, pack
-from quintet.packing import Alignment, alignment, plan_microbatches, row_buckets, target_counts
+from quintet.packing.align import Alignment, alignment, row_buckets
 from quintet.packing.context import held_ranges
+from quintet.packing.plan import plan_microbatches, target_counts
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=12)
 

@@ -299,7 +299,7 @@ def test_the_share_on_the_cpu_leaves_the_device():
 def kept(cases: list[Setup]) -> list[int]:
     """Bytes of storage that autograd keeps of one micro-batch's forward pass, parameters and tables apart."""
     from quintet.data.batch import make_batch
-    from quintet.packing import RankCell
+    from quintet.packing.plan import RankCell
 
     found = []
     for case in cases:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quintet.packing import RankCell
+from quintet.packing.plan import RankCell
 from quintet.rollout import Request, Sampling
 from tests.oracle.reference import VOCAB, model, save
 from tests.rollout.prompts import PROMPTS, text

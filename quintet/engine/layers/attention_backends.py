@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quintet.engine.device import upload
 from quintet.engine.layers.attention_sinks import sink_as_key, with_sinks
-from quintet.packing import length_buckets
+from quintet.packing.buckets import length_buckets
 
 varlen_attn: Any = None
 if torch.cuda.is_available():  # it has kernels for GPUs only, and imports torch's compiler

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from quintet.models.shape import ModelShape
 from quintet.models.stages import balanced_stages
-from quintet.packing import cell_sizes
+from quintet.packing.plan import cell_sizes
 from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules.facts import Facts, multiples, rule

@@ -12,7 +12,7 @@ from torch import Tensor
 from quintet.engine.head import VocabSlice, logits
 from quintet.engine.layers.linear import packed
 from quintet.engine.row import MicroBatch, PackedRow, pack
-from quintet.packing import Alignment
+from quintet.packing.align import Alignment
 from quintet.rollout.base import Sampling
 from quintet.rollout.native.cache import SlotCache
 from quintet.rollout.native.routes import Routes

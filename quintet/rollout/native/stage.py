@@ -14,7 +14,7 @@ from quintet.engine.head import VocabSlice, log_probs_and_entropy
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
 from quintet.engine.row import PackedRow, pack
-from quintet.packing import alignment_of
+from quintet.packing.align import alignment_of
 from quintet.recipe import schema
 
 

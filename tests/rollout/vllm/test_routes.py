@@ -332,7 +332,7 @@ def trained_on(
     round."""
     from quintet.data.batch import make_batch, tokens
     from quintet.engine.routes import BatchRoutes
-    from quintet.packing import RankCell
+    from quintet.packing.plan import RankCell
 
     batch = make_batch(ids, [prompt] * len(ids), routes=told)
     cells, on = [RankCell([n]) for n in range(len(ids))], tokens(batch, "loss_mask") > 0
