@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quintet.data.batch import Batch, offsets, tokens
 from quintet.errors import QuintetError
-from quintet.models.shape import ModelShape, route_bytes
+from quintet.models import ModelShape
+from quintet.models.shape import route_bytes
 
 _OF_ID, _OF_PLACE, _OF_RANK = 0x9E3779B97F4A7C15 - (1 << 64), 0x632BE59BD9B4E019, 0x2545F4914F6CDD1D
 """Odd numbers of 64 bits, which wrap."""

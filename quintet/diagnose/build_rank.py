@@ -19,8 +19,7 @@ from itertools import accumulate
 from typing import Any
 
 from quintet.errors import UserError
-from quintet.models import ModelShape, Weight
-from quintet.models.family import table_of
+from quintet.models import ModelShape, Weight, table_of
 from quintet.models.mcore import Box, box_sizes, overlapping, volume
 from quintet.plan.fullest import setup_of
 from quintet.plan.parameters import chunks as planned_chunks

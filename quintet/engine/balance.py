@@ -32,7 +32,7 @@ from torch import Tensor
 
 from quintet.engine.device import upload
 from quintet.engine.routes import Routers
-from quintet.models.shape import MoeShape
+from quintet.models import MoeShape
 
 if TYPE_CHECKING:  # it has a field for what is here
     from quintet.engine.row import MicroBatch

@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from quintet.models import ModelShape, held_shape
-from quintet.models.family import table_of
+from quintet.models import ModelShape, held_shape, table_of
 from quintet.models.lora import adapted, adapter_parameters, linears
 from quintet.models.shape import route_bytes
 from quintet.packing.align import alignment_of

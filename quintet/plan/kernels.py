@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from quintet.models import ModelShape
-from quintet.models.shape import MoeShape
+from quintet.models import ModelShape, MoeShape
 from quintet.recipe.megatron import EXPERT_KERNELS, PERMUTATION, TORCH_EXPERTS, asks_routers
 from quintet.recipe.schema import Recipe
 

@@ -16,8 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from quintet.models import ModelShape, Weight
-from quintet.models.family import table_of
+from quintet.models import ModelShape, Weight, table_of
 from quintet.models.lora import LoraShape, adapter_weights
 from quintet.plan.setup import Place, Setup
 from quintet.recipe.frozen import is_frozen

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from quintet.models import ModelShape
-from quintet.models.family import table_of
+from quintet.models import ModelShape, table_of
 from quintet.models.lora import adapter_parameters
 from quintet.recipe import schema
 from quintet.recipe.derived import optimizers

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quintet.models.shape import ModelShape
+from quintet.models import ModelShape
 from quintet.recipe.derived import data_parallel, optimizers
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.schema import Optimizer, Recipe

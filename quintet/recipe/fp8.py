@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quintet.models.shape import SWIGLU, ModelShape
+from quintet.models import ModelShape
+from quintet.models.shape import SWIGLU
 from quintet.recipe.schema import Layout
 
 MULTIPLE = {"tensorwise": 16, "blockwise": 128}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from quintet.errors import UserError
-from quintet.models.family import table_of
+from quintet.models import ModelShape, table_of
 from quintet.models.lora import ALL_LINEAR, LoraShape, adapter_weights, check_targets
 from quintet.models.peft import read_adapter
-from quintet.models.shape import ModelShape
 from quintet.recipe.schema import Recipe
 
 RANK = 16

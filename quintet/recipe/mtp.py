@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quintet.errors import UserError
+from quintet.models import ModelShape
 from quintet.models.family import families_with_mtp
-from quintet.models.shape import ModelShape
 from quintet.recipe.schema import Recipe
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.models.shape import ModelShape
+from quintet.models import ModelShape
 from quintet.recipe.schema import Engine
 
 MODULES = {

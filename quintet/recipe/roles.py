@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.models.family import trained_shape
-from quintet.models.shape import ModelShape
+from quintet.models import ModelShape, trained_shape
 from quintet.recipe.schema import Layout, Optimizer, Recipe
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import isclass
 
 from quintet.errors import UserError
-from quintet.models.family import Family, register
+from quintet.models import Family, register
 from quintet.recipe.user_code import load_named
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quintet.cli import main
-from quintet.models.family import read_shape, table_of
+from quintet.models import read_shape, table_of
 from quintet.recipe.hub import SHAPES
 from tests.models.directory import write_tokenizer, write_weights
 

@@ -16,7 +16,7 @@ from quintet.engine.balance import Load, RowLoad, move_biases
 from quintet.engine.checkpoint.slots import slots
 from quintet.engine.layers.router import Router
 from quintet.errors import UserError
-from quintet.models.shape import MoeShape
+from quintet.models import MoeShape
 from tests.oracle.cases import Case
 from tests.oracle.data import TEMPERATURE, trained_tokens
 from tests.oracle.lora import written

@@ -24,9 +24,8 @@ from quintet.engine.convert import hf_to_mcore, mcore_to_hf
 from quintet.engine.convert.parts import Parameter
 from quintet.engine.weights.hf_read import HfReader
 from quintet.errors import UserError
-from quintet.models import check_weights, read_shape, table_of
+from quintet.models import check_weights, held_shape, read_shape, table_of
 from quintet.models.mcore import CheckpointMap, stacked, whole_box
-from quintet.models.weights_on_disk import held_shape
 from quintet.packing.plan import RankCell
 from tests.engine import moe_models, mtp_models
 from tests.oracle import models
@@ -430,7 +429,7 @@ def test_a_family_of_the_users_own(tmp_path, families_forgotten):
 
     file = tmp_path / "mine.py"
     file.write_text(
-        "from quintet.models import Family\nfrom quintet.models.dense import dense_shape\n"
+        "from quintet.models import Family, dense_shape\n"
         "class Mine(Family):\n    name = 'mine'\n    architectures = ('MineForCausalLM',)\n"
         "    def shape(self, config):\n        return dense_shape(config, 'mine', qk_norm=True, qkv_bias=False, "
         "tied_by_default=False)\n"

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from quintet.engine.weights import fp8 as blocks
 from quintet.errors import SyncMismatch, UserError
-from quintet.models.shape import ModelShape, MoeShape
+from quintet.models import ModelShape, MoeShape
 from tests.engine.test_config import _megatron as _megatron
 from tests.engine.test_config import config
 from tests.engine.test_fp8 import naive

@@ -17,9 +17,9 @@ from quintet.engine.weights.fingerprint import fingerprint, fingerprints
 from quintet.engine.weights.hashing import GOLDEN, mix
 from quintet.engine.weights.shards import whole
 from quintet.errors import SyncMismatch
+from quintet.models import ModelShape, Weight
 from quintet.models.mcore import Box, volume, whole_box
-from quintet.models.shape import ModelShape
-from quintet.models.weight import Stack, Weight
+from quintet.models.weight import Stack
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused kernel runs on GPUs")
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]

@@ -10,8 +10,8 @@ import torch
 from benchmarks.compare import compare
 from quintet.engine.weights import fp8
 from quintet.engine.weights.fingerprint import fingerprints
+from quintet.models import ModelShape, MoeShape
 from quintet.models.mcore import whole_box
-from quintet.models.shape import ModelShape, MoeShape
 
 MOE = MoeShape(4, 2, 136, dense_layers=(0,))
 SHAPE = ModelShape("qwen3_moe", 2, 192, 320, 4, 2, 40, 61, 64, False, 1e-6, qk_norm=True, moe=MOE)

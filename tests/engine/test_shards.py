@@ -94,7 +94,8 @@ def test_a_parameter_without_a_place_in_the_table_is_an_error():
 
 
 def stacked(split: Any, shapes: Any, transposed: bool, interleaved: bool) -> Any:
-    from quintet.models.weight import Stack, Weight
+    from quintet.models import Weight
+    from quintet.models.weight import Stack
 
     stack = Stack(1, 3, transposed, interleaved)
     return Weight("mlp.experts.1.linear", ("all",), shapes, split, stack=stack)
@@ -166,7 +167,7 @@ def test_a_part_may_be_some_of_the_heads_that_share_a_kv_head(inner):
     """Where a rollout has more tp ranks than KV heads: 8 heads of 3, 4 to a KV head, in the second of two tp ranks."""
     from quintet.engine.mesh import Mesh, Sizes
     from quintet.engine.weights.shards import _cut
-    from quintet.models.weight import Weight
+    from quintet.models import Weight
 
     shape = replace(SHAPE, heads=16, kv_heads=4, head_dim=3)
     full = [(n * 3, *inner) for n in (16, 4, 4)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quintet.models.shape import MlaShape, ModelShape, MoeShape
+from quintet.models import MlaShape, ModelShape, MoeShape
 from quintet.models.stages import balanced_stages
 
 DENSE = ModelShape("qwen3", 8, 64, 192, 4, 2, 16, 512, 256, False, 1e-6)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from quintet.models import ModelShape
-from quintet.models.shape import MoeShape
+from quintet.models import ModelShape, MoeShape
 from quintet.plan.fp8 import break_even, in_8_bits, most_gain, saved_seconds
 from quintet.plan.memory import rank_memory
 from quintet.plan.parameters import chunks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quintet.errors import UserError
-from quintet.models.family import read_shape
+from quintet.models import read_shape
 from quintet.plan.cards import CARDS
 from quintet.plan.fullest import memories, setup_of
 from quintet.plan.memory import rank_memory

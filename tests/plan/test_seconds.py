@@ -11,7 +11,7 @@ from benchmarks.engine_work import MODELS
 from benchmarks.records import RESULTS, read_records
 from benchmarks.rollout_work import cases_of
 from quintet.errors import UserError
-from quintet.models.family import read_shape
+from quintet.models import read_shape
 from quintet.models.stages import slowest_over_mean
 from quintet.plan import seconds
 from quintet.plan.cards import CARDS, Card, card_of

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from quintet.models.shape import MlaShape, ModelShape, MoeShape
+from quintet.models import MlaShape, ModelShape, MoeShape
 from quintet.recipe.recompute import recompute_modules
 from quintet.recipe.schema import Engine
 

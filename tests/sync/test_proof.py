@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from benchmarks.compare import compare
 from quintet.engine.weights.fingerprint import Fingerprints, fingerprints
 from quintet.errors import SyncMismatch
+from quintet.models import ModelShape, MoeShape, Names, decoder_weights
 from quintet.models.mcore import Box, whole_box
-from quintet.models.shape import ModelShape, MoeShape
-from quintet.models.table import Names, decoder_weights
 from quintet.sync.proof import exported_weights_unchanged, mismatch, tensor_classes
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 

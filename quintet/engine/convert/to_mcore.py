@@ -22,9 +22,9 @@ from quintet.engine.weights.hf_aux_files import copy_companions
 from quintet.engine.weights.hf_read import TORCH_DTYPES, HfReader
 from quintet.engine.weights.passthrough_tensors import held_copies
 from quintet.errors import UserError
-from quintet.models import ModelShape, Weight, table_of
+from quintet.models import ModelShape, Weight, held_shape, table_of
 from quintet.models.mcore import Block, CheckpointMap
-from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk, held_shape
+from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk
 from quintet.recipe.schema import Layout
 from quintet.runs.atomic_dir import atomic_directory
 

@@ -18,9 +18,9 @@ from quintet.engine.weights.hf_read import TORCH_DTYPES, HfReader, same_bytes
 from quintet.engine.weights.hf_write import Planned
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
-from quintet.models import ModelShape, table_of
+from quintet.models import ModelShape, held_shape, table_of
 from quintet.models.mcore import whole_box
-from quintet.models.weights_on_disk import WeightsOnDisk, find_weights, held_shape, mtp_weights
+from quintet.models.weights_on_disk import WeightsOnDisk, find_weights, mtp_weights
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from quintet.engine.weights.hf import full_tensors
 from quintet.engine.weights.hf_write import Planned
 from quintet.engine.weights.shards import Shard
 from quintet.errors import UserError
-from quintet.models import ModelShape, table_of
+from quintet.models import ModelShape, Weight, table_of
 from quintet.models.lora import LoraShape, adapter_weights
 from quintet.models.peft import CONFIG, SCORE, WEIGHTS, Place, adapter_config, places, read_adapter
-from quintet.models.weight import Weight
 from quintet.runs.atomic_dir import atomic_directory
 
 

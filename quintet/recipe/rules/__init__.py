@@ -8,9 +8,7 @@ a group; a new feature adds its rules to the group they belong to.
 from __future__ import annotations
 
 from quintet.errors import UserError
-from quintet.models.family import read_shape
-from quintet.models.shape import ModelShape
-from quintet.models.weights_on_disk import held_shape
+from quintet.models import ModelShape, held_shape, read_shape
 from quintet.recipe.hub import are_shapes_alone
 from quintet.recipe.mtp import with_mtp
 from quintet.recipe.problem import Problem

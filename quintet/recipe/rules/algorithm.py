@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from quintet.errors import UserError
-from quintet.models.family import trained_shape
+from quintet.models import trained_shape
 from quintet.recipe.derived import data_parallel
 from quintet.recipe.problem import Problem
 from quintet.recipe.roles import layout_of, roles_of

@@ -10,8 +10,8 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from quintet.errors import UserError
+from quintet.models import ModelShape
 from quintet.models.lora import LoraShape
-from quintet.models.shape import ModelShape
 from quintet.recipe.derived import data_parallel
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.problem import Problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.models.shape import ModelShape
+from quintet.models import ModelShape
 from quintet.recipe.fp8 import MULTIPLE, matrices
 from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of

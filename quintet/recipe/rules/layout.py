@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.models.shape import ModelShape
+from quintet.models import ModelShape
 from quintet.models.stages import balanced_stages
 from quintet.packing.plan import cell_sizes
 from quintet.recipe.problem import Problem

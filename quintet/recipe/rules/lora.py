@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from quintet.errors import UserError
-from quintet.models.family import table_of
+from quintet.models import table_of
 from quintet.models.lora import adapted, linears
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.problem import Problem

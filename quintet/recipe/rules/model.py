@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quintet.errors import UserError
+from quintet.models import check_weights
 from quintet.models.family import VALUE_MODEL
-from quintet.models.weights_on_disk import check_weights
 from quintet.recipe.paths import is_file
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules.facts import Facts, rule

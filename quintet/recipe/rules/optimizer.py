@@ -7,10 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from quintet.errors import UserError
-from quintet.models.family import table_of
+from quintet.models import ModelShape, Weight, table_of
 from quintet.models.lora import adapter_weights
-from quintet.models.shape import ModelShape
-from quintet.models.weight import Weight
 from quintet.recipe.derived import optimizers
 from quintet.recipe.frozen import check_frozen, is_frozen
 from quintet.recipe.lr_multipliers import check_lr_multipliers

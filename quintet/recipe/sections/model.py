@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from quintet.models.shape import MOST_LAYERS, MoeShape
+from quintet.models import MoeShape
+from quintet.models.shape import MOST_LAYERS
 from quintet.recipe.hub import is_hub_id, keep_path, shape_alone, snapshot
 from quintet.recipe.sections.fields import (
     NonNegativeInt,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from quintet.errors import QuintetError
-from quintet.models.shape import ModelShape
+from quintet.models import ModelShape
 from quintet.rollout.base import Request, Sampling
 from quintet.rollout.external_engine import Answer, Job
 

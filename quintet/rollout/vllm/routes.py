@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from quintet.errors import QuintetError
-from quintet.models.shape import ModelShape
+from quintet.models import ModelShape
 from quintet.rollout.vllm.compat import asked_as
 from quintet.rollout.vllm.token_records import ROUTES, TokenRecords, asks
 

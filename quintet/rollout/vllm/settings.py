@@ -8,9 +8,8 @@ from typing import Any
 import psutil
 
 from quintet.errors import UserError
-from quintet.models import read_shape
+from quintet.models import ModelShape, read_shape
 from quintet.models.family import read_config
-from quintet.models.shape import ModelShape
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.rollout import placement_of

@@ -24,8 +24,8 @@ import torch
 from torch.multiprocessing import reductions
 
 from quintet.errors import QuintetError, UserError
+from quintet.models import ModelShape, MoeShape
 from quintet.models.mcore import whole_box
-from quintet.models.shape import ModelShape, MoeShape
 from quintet.recipe import schema
 from quintet.recipe.sglang import DECIDED, refusals
 from quintet.rollout.base import Piece, Request, Sampling
