@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         outcome,
         same_layout=sections(recipe) == sections(resumed),
         gpu=_on_gpus(recipe),
-        bf16=recipe.model.dtype == "bf16" or (recipe.model.dtype is None and _on_gpus(recipe)),
+        bf16=recipe.model.dtype_on("cuda" if _on_gpus(recipe) else "cpu") == "bf16",
     )
     print(words)
     if sound and not arguments.keep:

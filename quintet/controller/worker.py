@@ -82,7 +82,7 @@ class PolicyWorker(Worker):
         super().__init__(place)
         self.asked = self.recipe = recipe
         self.model_dir, self.command = model_dir, command
-        self.dtype = recipe.model.dtype or ("fp32" if place.device == "cpu" else "bf16")
+        self.dtype = recipe.model.dtype_on(place.device)
         self._progress = Progress()
         self._server: WeightServer | None = None
         self._has_room = False

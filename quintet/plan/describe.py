@@ -289,8 +289,7 @@ def checkpoints(recipe: Recipe) -> str:
     shape = shape_of(recipe)
     if shape is None or recipe.model.path is None:  # the vocabulary of a built model is not known yet
         return f"{text}."
-    dtype = recipe.model.dtype or ("fp32" if recipe.cluster.device == "cpu" else "bf16")
-    size = checkpoint_bytes(recipe, shape, dtype)
+    size = checkpoint_bytes(recipe, shape, recipe.model.dtype_on(recipe.cluster.device))
     # One more is written before the oldest goes.
     most, free = size * (settings.keep_last + 1), _free(recipe.run.dir)
     text += f"; one takes about {size / _GIB:.1f} GiB, all up to {most / _GIB:.1f} GiB"

@@ -24,14 +24,13 @@ WORTH = 0.05
 
 def setup_of(recipe: Recipe, shape: ModelShape) -> Setup:
     """Return what the memory of the policy's ranks depends on, but for its optimizer."""
-    on_cpu = recipe.cluster.device == "cpu"
     return Setup(
         shape,
         recipe.layout,
         recipe.cluster.ranks,
         engine=recipe.engine,
-        dtype=recipe.model.dtype or ("fp32" if on_cpu else "bf16"),
-        device="cpu" if on_cpu else "cuda",
+        dtype=recipe.model.dtype_on(recipe.cluster.device),
+        device="cpu" if recipe.cluster.device == "cpu" else "cuda",
         backend="transformer_engine" if layers_of(recipe).startswith("transformer_engine") else "portable",
         lora=lora_shape(recipe, shape),
         mtp=recipe.mtp,

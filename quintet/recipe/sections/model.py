@@ -62,6 +62,10 @@ class Model(Section):
     trust_remote_code: bool = False
     """Run code that `path` brings along (auto_map in its JSON files), in every process of the run. Read it first."""
 
+    def dtype_on(self, device: str) -> Literal["fp32", "bf16"]:
+        """Return the compute and parameter type on a device; "auto" counts as a GPU."""
+        return self.dtype or ("fp32" if device == "cpu" else "bf16")
+
     @property
     def of_hub(self) -> bool:
         """Whether `path` names a model of the hub, and no directory."""

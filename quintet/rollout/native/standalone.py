@@ -35,7 +35,7 @@ def native_rollout(
     lora, wanted = lora_shape(recipe, shape), placement_of(recipe).layout
     layout = schema.Layout(tp=wanted.tp, pp=wanted.pp)
     mesh = build.mesh_of(layout, dist.get_world_size())
-    dtype = DTYPES[recipe.model.dtype or ("fp32" if device == "cpu" else "bf16")]
+    dtype = DTYPES[recipe.model.dtype_on(device)]
     (model,) = build.build_chunks(shape, layout, mesh, dtype, recipe.engine.without_fp8, lora)
     model.requires_grad_(False)
     if lora is not None:

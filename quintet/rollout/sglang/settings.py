@@ -36,7 +36,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, free: float) -> dic
         "trust_remote_code": recipe.model.trust_remote_code,
         # Prompts come as tokens. Only stop strings are looked for in text.
         "skip_tokenizer_init": not rollout.stop,
-        "dtype": _DTYPES[recipe.model.dtype or "bf16"],
+        "dtype": _DTYPES[recipe.model.dtype_on("cuda")],
         "random_seed": recipe.run.seed,
         "tp_size": layout.tp,
         "ep_size": layout.ep,

@@ -36,14 +36,13 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     layout = placement_of(recipe).layout
     if device == "cpu" and layout.ep > 1:
         raise UserError(f"rollout.layout.ep={layout.ep}: {CPU_EXPERTS}")
-    dtype = recipe.model.dtype or ("fp32" if device == "cpu" else "bf16")
     shape, drafted = read_shape(model_dir), draft_length(recipe, model_dir, device).draft_tokens
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "trust_remote_code": recipe.model.trust_remote_code,
         # Prompts come as tokens. Only stop strings are looked for in text.
         "skip_tokenizer_init": not rollout.stop,
-        "dtype": _DTYPES[dtype],
+        "dtype": _DTYPES[recipe.model.dtype_on(device)],
         "seed": recipe.run.seed,
         "tensor_parallel_size": layout.tp,
         "pipeline_parallel_size": layout.pp,
@@ -60,7 +59,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     if layout.tp * layout.pp > 1:
         arguments["distributed_executor_backend"] = "mp"
     if device == "cpu":
-        arguments |= _cpu_arguments(recipe, shape, drafted, dtype)
+        arguments |= _cpu_arguments(recipe, shape, drafted)
     else:
         arguments |= _gpu_arguments(rollout, layout.pp)
     known = compat.engine_fields() if rollout.vllm else frozenset()
@@ -115,25 +114,25 @@ def _gpu_arguments(rollout: schema.Rollout, stages: int) -> dict[str, Any]:
     return made | {"scheduler_cls": f"{__package__}.scheduler.WholeScheduler"}
 
 
-def _cpu_arguments(recipe: schema.Recipe, shape: ModelShape, drafted: int, dtype: str) -> dict[str, Any]:
+def _cpu_arguments(recipe: schema.Recipe, shape: ModelShape, drafted: int) -> dict[str, Any]:
     return {
         # Compiling takes longer than it saves; vLLM's own choice of memory is a share of the machine, for every rank anew.
         "enforce_eager": True,
-        "kv_cache_memory_bytes": _kv_bytes(recipe, shape, drafted, dtype),
+        "kv_cache_memory_bytes": _kv_bytes(recipe, shape, drafted),
         # A prompt is read in one step: of one cut over two, vLLM sets the seed's generator back, which none on a CPU can be.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_BATCHED_TOKENS, longest(recipe), recipe.rollout.sequences_per_rank),
     }
 
 
-def _kv_bytes(recipe: schema.Recipe, shape: ModelShape, drafted: int, dtype: str) -> int:
+def _kv_bytes(recipe: schema.Recipe, shape: ModelShape, drafted: int) -> int:
     """KV cache on CPU, a rank: every slot's longest sequence, within its share of the machine's memory."""
     layout = placement_of(recipe).layout
     blocks = recipe.rollout.sequences_per_rank * -(-(longest(recipe) + drafted) // _BLOCK) + 1
     layers = -(-shape.layers // layout.pp) + (shape.mtp_layers if drafted else 0)
     values = blocks * _BLOCK * _kv_values(shape, layout.tp) * layers
     share = recipe.rollout.memory_fraction * psutil.virtual_memory().total / (layout.tp * layout.pp)
-    return min(values * (4 if dtype == "fp32" else 2), int(share))
+    return min(values * (4 if recipe.model.dtype_on("cpu") == "fp32" else 2), int(share))
 
 
 def _kv_values(shape: ModelShape, tp: int) -> int:
