@@ -9,11 +9,18 @@ INCOMPLETE = "\ufffd"
 """What bytes become that are no whole character: of one that several tokens make, until its last byte is there."""
 
 
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """Return what a text has before any of the stop strings, which end a response and are no part of it."""
+    for one in stop:
+        text = text.split(one)[0]
+    return text
+
+
 class TextPieces:
     """Tells a text in pieces that stay as they are, whatever tokens come: one token late, and never half a character or the
     beginning of a stop string.
 
-    decode: token ids → text. stop: strings that end the response and are no part of it.
+    decode: token ids → text.
     """
 
     def __init__(
@@ -28,8 +35,7 @@ class TextPieces:
         # A tokenizer may write the end of a text another way once it goes on.
         sure = commonprefix((self._before, text)).rstrip(INCOMPLETE)  # noqa: RUF071  (no paths)
         self._before = text
-        for stop in self._stop:
-            sure = sure.split(stop)[0]
+        sure = before_stop(sure, self._stop)
         self._tell_up_to(sure[: len(sure) - max((_begun(stop, sure) for stop in self._stop), default=0)])
 
     def end(self, text: str) -> None:

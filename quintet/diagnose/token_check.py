@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quintet.controller.replay import Replay, ReplaySample
+from quintet.data.text_pieces import before_stop
 from quintet.data.tokenizer import Tokenizer
 
 NEAR = 1e-6
@@ -31,9 +32,7 @@ def _fault(sample: ReplaySample, replay: Replay, tokenizer: Tokenizer, special: 
         return "the log-probs that arrived at the trainer are not those that the rollout told"
     response = made.ids[made.prompt_tokens :]
     text = str(tokenizer.decode(response, skip_special_tokens=True))
-    for stop in replay.sampling.stop:
-        text = text.split(stop)[0]
-    if text != sample.response:
+    if before_stop(text, replay.sampling.stop) != sample.response:
         return "its tokens read otherwise than the text that was recorded: the tokenizer's files have changed"
     if _ids(tokenizer, sample.prompt, special) != made.ids[: made.prompt_tokens]:
         return "its prompt's text is now other tokens: the tokenizer's files have changed"

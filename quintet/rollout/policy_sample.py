@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from quintet.data.text_pieces import before_stop
 from quintet.errors import QuintetError
 from quintet.rollout.base import Sample, Sampling
 
@@ -28,9 +29,7 @@ def policy_sample(
             f"the rollout's engine told {len(policy_logprobs)} log-probs of {len(response_ids)} tokens, "
             f"{sum(not math.isfinite(one) for one in policy_logprobs)} of them no numbers: nothing can be trained on these"
         )
-    text = decode(response_ids)
-    for stop in sampling.stop:
-        text = text.split(stop)[0]
+    text = before_stop(decode(response_ids), sampling.stop)
     cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     raw = policy_logprobs if sampling.temperature in (0, 1) else None
     drawn = [0.0] * len(policy_logprobs) if sampling.temperature == 0 else None if cut else policy_logprobs

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
+from quintet.data.text_pieces import before_stop
 from quintet.engine.layers.linear import packed_weights
 from quintet.engine.mesh import Mesh
 from quintet.engine.model import PolicyModel
@@ -166,9 +167,7 @@ class NativeRollout(Rollout):
         return self._cache
 
     def _sample(self, made: SequenceState, sampling: Sampling) -> Sample:
-        text = self._decode(made.response_ids)
-        for stop in sampling.stop:
-            text = text.split(stop)[0]
+        text = before_stop(self._decode(made.response_ids), sampling.stop)
         logprobs = (made.logprobs, made.policy_logprobs, made.raw_logprobs)
         return Sample(made.response_ids, *logprobs, made.finish, text, finished=made.finished)
 
