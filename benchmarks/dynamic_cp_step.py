@@ -79,7 +79,7 @@ class Steps:
         from benchmarks.step import LETTERS
         from quintet.data.prompts import make_prompts
         from quintet.data.tokenizer import load_tokenizer
-        from quintet.rollout import Sampling
+        from quintet.rollout.base import Sampling
         from quintet.train.algorithms import Score, algorithm_of
 
         self._controller, self._work, self._costs = controller, work, costs

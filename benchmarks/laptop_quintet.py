@@ -22,7 +22,7 @@ from quintet.observe.phases import PhaseTimer
 from quintet.recipe import schema
 from quintet.rewards.load import load_reward
 from quintet.rewards.pool import RewardPool
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 
 
 def recipe(model: Path, cores: int, longest: int) -> schema.Recipe:

@@ -100,7 +100,7 @@ SAMPLES = 8
 
 def one_round(rollout: Any, shape: Shape, case: tuple[int, int], turn: int) -> tuple[float, float, float]:
     """Seconds of a call; the mean number of accepted tokens of a draft, and how many of the first ones were (0 without drafts)."""
-    from quintet.rollout import Request, Sampling
+    from quintet.rollout.base import Request, Sampling
 
     count, context = case
     samples = min(count, SAMPLES)

@@ -65,7 +65,7 @@ def measure(rollout: Any, case: Case, vocab_size: int, rounds: int, side: str) -
 def one_round(rollout: Any, case: Case, vocab_size: int, turn: int, side: str) -> tuple[float, float]:
     """Seconds, and seconds of this process on its CPUs, of a call of `generate`. SystemExit for a response of another length
     than was asked, or without log-probs or routes where the side has some. turn: draws other prompts and seeds."""
-    from quintet.rollout import Request, Sampling
+    from quintet.rollout.base import Request, Sampling
 
     sampling = Sampling(max_response_tokens=case.longest, ignore_end=True)
     asked = case.response_tokens()

@@ -43,7 +43,7 @@ from quintet.recipe.length import fitted
 from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rollout import placement_of
 from quintet.rewards.pool import RewardPool
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 
 if TYPE_CHECKING:  # it brings Ray
     from quintet.cluster.group import WorkerGroup

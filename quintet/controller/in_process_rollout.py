@@ -17,8 +17,7 @@ from quintet.engine.weights.reshard import Resharder
 from quintet.engine.weights.shards import shard_map
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
-from quintet.rollout import Part
-from quintet.rollout.base import WeightSource
+from quintet.rollout.base import Part, WeightSource
 from quintet.rollout.native import NativeRollout
 
 

@@ -53,7 +53,7 @@ class ReplayTokens:
     logprobs: list[float]
     """Of the response's tokens, as the trainer is to compute them again."""
     routes: np.ndarray | None = None
-    """As in `quintet.rollout.Sample`."""
+    """As in `quintet.rollout.base.Sample`."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from quintet.controller.sample_store import Place, SampleStore
 from quintet.data.batch import Batch
 from quintet.data.routes import RouteSizes
 from quintet.recipe import schema
-from quintet.rollout import Request, Rollout, Sample, Sampling, WeightSource
-from quintet.rollout.base import WANTED
+from quintet.rollout.base import WANTED, Request, Rollout, Sample, Sampling, WeightSource
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from quintet.controller.messages import ReplayTokens, TrainedTokens
 from quintet.controller.samples import Samples
 from quintet.errors import UserError
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from quintet.runs.directory import replay_name
 
 

@@ -25,7 +25,7 @@ from quintet.controller.weight_sync import WeightSync
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 
 P = ParamSpec("P")
 T = TypeVar("T")

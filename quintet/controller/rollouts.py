@@ -16,7 +16,7 @@ from quintet.controller.weight_check import Proof
 from quintet.observe.memory import GIB
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
-from quintet.rollout import Part, Request, Sampling
+from quintet.rollout.base import Part, Request, Sampling
 from quintet.sync.rank_fingerprints import RankFingerprints
 
 if TYPE_CHECKING:  # they bring Ray

@@ -15,7 +15,7 @@ import torch
 from quintet.controller.messages import ReplayTokens, SampleInfo, TrainedTokens
 from quintet.data.batch import Batch, concat, make_batch, offsets, select, tokens
 from quintet.data.routes import RouteSizes, checked_routes, of_layers, seals
-from quintet.rollout import Request, Sample
+from quintet.rollout.base import Request, Sample
 
 Place: TypeAlias = tuple[str, int]
 """A sample that is kept here: the call that made it, and its position in that."""

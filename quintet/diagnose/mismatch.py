@@ -25,7 +25,7 @@ from quintet.diagnose.token_check import token_faults
 from quintet.errors import SyncMismatch, UserError
 from quintet.recipe import load_recipe
 from quintet.recipe.schema import Layout, Recipe
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from quintet.runs.directory import RunDirectory, replays
 
 if TYPE_CHECKING:

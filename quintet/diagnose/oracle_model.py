@@ -25,7 +25,7 @@ from quintet.packing.align import alignment_of
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.user_family import use_family
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from quintet.rollout.native.sampler import keep_mask
 
 TEMPERATURES = (0.05, 20.0)

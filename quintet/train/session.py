@@ -16,7 +16,7 @@ from quintet.observe.observer import Observer
 from quintet.recipe import schema
 from quintet.recipe.mtp import is_made
 from quintet.recipe.rollout import placement_of
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from quintet.runs.fsync import Scratch
 from quintet.runs.resume import Resume, check_again, find_resume
 from quintet.runs.stop import StopRequest

@@ -10,8 +10,7 @@ from benchmarks.engine_work import MODELS
 from quintet.cluster.worker import Place, Worker
 from quintet.engine.weights.shards import Shard, shard_fingerprints
 from quintet.models.mcore import whole_box
-from quintet.rollout import WeightSource
-from quintet.rollout.base import WANTED
+from quintet.rollout.base import WANTED, WeightSource
 from quintet.rollout.vllm.weights import check, combine
 from quintet.sync.rank_fingerprints import RankFingerprints, RankIndexer
 from quintet.sync.server import ReceiverSpec, Served, WeightServer

@@ -12,7 +12,7 @@ from quintet.data.tokenizer import build_char_tokenizer
 from quintet.models import trained_shape
 from quintet.recipe import schema
 from quintet.rewards.result import RewardResult
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from quintet.train.algorithms import algorithm_of
 from quintet.train.mismatch import mismatch_metrics
 from quintet.train.ppo import learn

@@ -19,7 +19,7 @@ from quintet.engine.weights.random_model import write_fresh_model
 from quintet.models import trained_shape
 from quintet.recipe import schema
 from quintet.rewards.result import RewardResult
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from quintet.train.steps import Update
 
 

@@ -18,7 +18,7 @@ from quintet.controller.samples import Kept, Samples
 from quintet.data.batch import make_batch
 from quintet.diagnose.mismatch import recorded_gaps
 from quintet.errors import UserError
-from quintet.rollout import Request, Sample, Sampling
+from quintet.rollout.base import Request, Sample, Sampling
 from quintet.runs.directory import replays
 
 

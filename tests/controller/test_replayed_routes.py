@@ -25,7 +25,7 @@ from quintet.models import trained_shape
 from quintet.packing.plan import Cell
 from quintet.recipe import schema
 from quintet.rewards.result import RewardResult
-from quintet.rollout import Request, Sample, Sampling
+from quintet.rollout.base import Request, Sample, Sampling
 from quintet.train.algorithms import algorithm_of
 from quintet.train.steps import Step
 from tests.controller.test_cells import prompt

@@ -13,7 +13,7 @@ import torch
 
 from quintet.cli import main
 from quintet.errors import WorkerFailure
-from quintet.rollout import Piece
+from quintet.rollout.base import Piece
 from quintet.sync.source import ChannelSource
 from quintet.train.session import Session
 from tests.patience import BUSY

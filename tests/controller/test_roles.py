@@ -17,7 +17,7 @@ from quintet.errors import WorkerFailure
 from quintet.models import trained_shape
 from quintet.recipe import schema
 from quintet.rewards.result import RewardResult
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from quintet.train.algorithms import algorithm_of
 from quintet.train.ppo import learn
 from quintet.train.steps import Step

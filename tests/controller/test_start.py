@@ -22,7 +22,7 @@ from quintet.errors import Stopped, UserError
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Cluster as ClusterSettings
 from quintet.recipe.schema import Rollout
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from tests.cluster.workers import Light
 from tests.patience import BUSY
 

@@ -13,7 +13,7 @@ from quintet.errors import SyncMismatch
 from quintet.models.mcore import whole_box
 from quintet.recipe import Recipe
 from quintet.recipe.schema import Rollout
-from quintet.rollout import Fingerprints
+from quintet.rollout.base import Fingerprints
 from quintet.sync.rank_fingerprints import INDEX, RankFingerprints, RankIndexer
 from tests.cluster.asked import AskedRanks
 

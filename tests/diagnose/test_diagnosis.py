@@ -19,7 +19,7 @@ from quintet.diagnose.find_weights import Weights
 from quintet.diagnose.mismatch import OwnLayout, gather
 from quintet.diagnose.oracle_model import PlainWorker
 from quintet.recipe.schema import Data, Model, Recipe
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from tests.oracle.models import save
 
 PROMPT, RESPONSE = 4, 24

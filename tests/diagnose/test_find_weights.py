@@ -16,7 +16,7 @@ from quintet.diagnose.mismatch import diagnose
 from quintet.errors import UserError
 from quintet.recipe import dump_resolved
 from quintet.recipe.schema import BuildModel, Data, Model, Recipe, Reward, Sft
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from quintet.runs.checkpoints import Checkpoints
 from tests.controller.test_replay import samples
 from tests.runs.test_checkpoints import save

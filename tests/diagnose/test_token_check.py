@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from quintet.controller.messages import ReplayTokens, TrainedTokens
 from quintet.controller.replay import Replay, ReplaySample
 from quintet.diagnose.token_check import token_faults
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 
 VOCABULARY = {"a": 0, "b": 1, "ab": 2, "q": 3, "<eos>": 4}
 MADE = ReplayTokens([3, 0, 1, 4], 1, [-1.0, -2.0, -3.0])

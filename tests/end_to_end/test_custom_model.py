@@ -65,7 +65,7 @@ def generate_and_save(path: Path, out: Path, layout: dict[str, Any]) -> list[int
     """On one rank: greedy tokens, and the weights written again."""
     from quintet.engine.engine import Engine
     from quintet.recipe import schema
-    from quintet.rollout import Request, Sampling
+    from quintet.rollout.base import Request, Sampling
     from quintet.rollout.native import NativeRollout
 
     use_family(FAMILY)

@@ -102,7 +102,7 @@ def beside_transformers(path: Path, prompts: list[list[int]], tokens: int) -> di
     """On one rank: weights that differ from transformers', both greedy continuations, and how far log-probs of it part."""
     from transformers import AutoModelForCausalLM
 
-    from quintet.rollout import Request, Sampling
+    from quintet.rollout.base import Request, Sampling
     from quintet.rollout.native import NativeRollout
 
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

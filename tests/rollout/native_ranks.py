@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from quintet.models.mcore import meet
-from quintet.rollout import Piece, Wanted
+from quintet.rollout.base import Piece, Wanted
 from tests.rollout.prompts import text
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quintet.packing.plan import RankCell
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from tests.oracle.reference import VOCAB, model, save
 from tests.rollout.prompts import PROMPTS, text
 

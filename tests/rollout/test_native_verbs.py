@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quintet.errors import UserError
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from tests.oracle.models import model, save
 from tests.rollout.native_ranks import LAYOUTS, FileSource, own_rollout, tensors
 from tests.rollout.prompts import PROMPTS, text

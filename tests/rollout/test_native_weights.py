@@ -14,7 +14,7 @@ from benchmarks.compare import compare
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import whole_box
-from quintet.rollout import Piece, Request, Sampling
+from quintet.rollout.base import Piece, Request, Sampling
 from quintet.sync.proof import mismatch
 from tests.oracle.models import save
 from tests.patience import held_bytes

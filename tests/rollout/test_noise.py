@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.rollout import Sampling, noise
+from quintet.rollout import noise
+from quintet.rollout.base import Sampling
 from quintet.rollout.native.sampler import draw
 from quintet.rollout.noise import exponential_noise, noise_bits, philox
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from quintet.rollout.native.sampler import draw, keep_mask
 from quintet.rollout.seeds import sample_seeds
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from quintet.rollout.native.scheduler import Scheduler
 
 

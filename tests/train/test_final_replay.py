@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quintet.errors import RolloutMismatch, SyncMismatch, WorkerFailure
-from quintet.rollout import Sampling
+from quintet.rollout.base import Sampling
 from quintet.train import final_replay
 from quintet.train.steps import Step, Update
 

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from tests.rollout.prompts import PROMPTS
 from tests.rollout.vllm.models import model
 

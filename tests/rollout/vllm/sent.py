@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from quintet.rollout import Piece
+from quintet.rollout.base import Piece
 from quintet.sync.buckets import ALIGNMENT, Entry, laid_out, slots
 from quintet.sync.rendezvous import Rendezvous
 from quintet.sync.senders import SharedMemorySender

@@ -13,7 +13,7 @@ from benchmarks.compare import compare
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import QuintetError, SyncMismatch
 from quintet.models.lora import PEFT_PREFIX
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from quintet.rollout.vllm.offline import OfflineEngine
 from tests.rollout.vllm.conftest import DEVICE, TOLERANCE
 from tests.rollout.vllm.greedy import PROMPTS

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from quintet.rollout.vllm import compat
 from tests.rollout.vllm.conftest import DEVICE
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.errors import SyncMismatch, UserError
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from quintet.rollout.vllm import compat
 from tests.rollout.prompts import PROMPTS
 from tests.rollout.vllm import mimo

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from tests.rollout.prompts import PROMPTS
 from tests.rollout.vllm import glm4_moe
 from tests.rollout.vllm.conftest import DEVICE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from tests.rollout.prompts import PROMPTS
 from tests.rollout.vllm.conftest import TOLERANCE
 from tests.rollout.vllm.greedy import greedy_by_transformers, logprobs_by_transformers

@@ -7,7 +7,7 @@ import pytest
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.errors import UserError
 from quintet.recipe.reserved_options import declared_fields
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from quintet.rollout.vllm import compat
 from tests.rollout.prompts import PROMPTS
 from tests.rollout.test_native import generate

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quintet.errors import WorkerFailure
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.greedy import greedy, greedy_by_transformers
 from tests.rollout.vllm.threads import Call

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quintet.errors import QuintetError, SyncMismatch
 from quintet.models import read_shape
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from quintet.rollout.vllm.jobs import Answer, completed
 from quintet.rollout.vllm.routes import Listener, of_all_layers, routes_of
 from quintet.rollout.vllm.token_records import ASKS, RecordsByRequest

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from quintet.rollout import Request, Sampling
+from quintet.rollout.base import Request, Sampling
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.threads import Call
 

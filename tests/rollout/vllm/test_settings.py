@@ -10,8 +10,8 @@ from pydantic import create_model
 
 from quintet.errors import UserError, WorkerFailure
 from quintet.recipe.vllm import second_runner_lacks
-from quintet.rollout import Sampling
 from quintet.rollout import draft_length as draft_length_of
+from quintet.rollout.base import Sampling
 from quintet.rollout.draft_length import Measured
 from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.sampling import check, mode_of

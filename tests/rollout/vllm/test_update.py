@@ -14,7 +14,7 @@ import torch
 
 from quintet.errors import QuintetError, SyncFailure, SyncMismatch
 from quintet.models.mcore import whole_box
-from quintet.rollout import Piece, Request, Sampling
+from quintet.rollout.base import Piece, Request, Sampling
 from tests.oracle.models import hub_names
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.greedy import greedy, greedy_by_transformers, made

@@ -15,7 +15,7 @@ from benchmarks.compare import compare
 from quintet.engine.weights.fingerprint import fingerprints
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, volume, whole_box
-from quintet.rollout import Piece, Wanted
+from quintet.rollout.base import Piece, Wanted
 from quintet.sync.logprob_probe import check, limits, sequences
 from tests.oracle.models import hub_names
 from tests.rollout.vllm.conftest import DEVICE
