@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.cli.command import Command
+from quintet.data.files import FileRow, from_jsonl
 from quintet.errors import UserError
 
 
@@ -47,27 +48,24 @@ def _prompts(arguments: argparse.Namespace, prompt_key: str) -> list[str]:
 def _read(name: str, prompt_key: str) -> list[str]:
     """Prompts of a text file (one a line) or a jsonl file (column `data.prompt_key`); "-" is standard input."""
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        if name.endswith(".jsonl"):
+            prompts = [_of_row(row, prompt_key) for row in from_jsonl(Path(name))]
+        else:
+            text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+            prompts = [line for line in text.split("\n") if line.strip()]
     except OSError as error:
         raise UserError(f"--prompts {name}: {error.strerror} (looked in {Path.cwd()})") from None
     except UnicodeDecodeError:
         raise UserError(f"--prompts {name}: not UTF-8 text") from None
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not lines:
+    if not prompts:
         raise UserError(f"--prompts {name}: no prompts in it; expected one a line")
-    if not name.endswith(".jsonl"):
-        return [line for _, line in lines]
-    return [_from_json(f"{name}:{number}", line, prompt_key) for number, line in lines]
+    return prompts
 
 
-def _from_json(where: str, line: str, prompt_key: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg}); expected one object a line") from None
-    if not isinstance(row, dict) or not isinstance(row.get(prompt_key), str):
-        raise UserError(f"{where}: expected an object with a text {prompt_key!r} (data.prompt_key)")
-    return str(row[prompt_key])
+def _of_row(row: FileRow, prompt_key: str) -> str:
+    if not isinstance(prompt := row.columns.get(prompt_key), str):
+        raise UserError(f"{row.source}: expected an object with a text {prompt_key!r} (data.prompt_key)")
+    return prompt
 
 
 def _readable(sample: dict[str, Any]) -> str:

@@ -46,7 +46,8 @@ def read_rows(path: str, which: Literal["train", "eval", "sft"]) -> list[FileRow
     return rows
 
 
-def _from_jsonl(path: Path) -> Iterator[FileRow]:
+def from_jsonl(path: Path) -> Iterator[FileRow]:
+    """Yield the rows of a file with a JSON object a line. Raises UserError naming the line that is none."""
     # Cut at newlines only: str.splitlines would also cut at separators that may stand inside JSON strings.
     for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
@@ -99,7 +100,7 @@ def _from_parquet(path: Path) -> Iterator[FileRow]:
     yield from _from_dataset(table.to_pylist(), str(path))
 
 
-_READERS = {".jsonl": _from_jsonl, ".parquet": _from_parquet, ".csv": _from_csv}
+_READERS = {".jsonl": from_jsonl, ".parquet": _from_parquet, ".csv": _from_csv}
 
 
 def _from_disk(path: Path, which: str, key: str) -> list[FileRow]:
