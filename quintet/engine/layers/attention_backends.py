@@ -61,30 +61,41 @@ class AttentionParams:
 
 
 @dataclass
-class Rectangle:
-    """Spans of similar length for SDPA: rows of queries q [B, Lq] and keys k [B, Lk], as positions (tails repeat the
-    last token). last: [B or 1, Lq] which of the keys is the last that a query sees. same: q and k are the same."""
+class Seen:
+    """Which keys queries see. last: [B or 1, Lq] which of the `keys` keys is the last that a query sees."""
 
-    q: Tensor
-    k: Tensor
     last: Tensor
-    same: bool
+    keys: int
     _masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
 
-    def mask(self, how: AttentionParams, dtype: torch.dtype) -> Tensor | None:
-        """Return what is added to scores, 0 or -inf: [B or 1, 1, Lq, Lk], with sinks [B or 1, 1, Lq, 1 + Lk]; None where
-        causality is all there is. Made once: of a mask of true and false, SDPA keeps a copy a layer."""
+    def mask(self, how: AttentionParams, dtype: torch.dtype) -> Tensor:
+        """Return what is added to scores, 0 or -inf: [B or 1, 1, Lq, Lk], with sinks [B or 1, 1, Lq, 1 + Lk]. Made once for all
+        layers that look alike: of a mask of true and false, SDPA keeps a copy a layer."""
         key = (how.window, how.sinks is not None)
-        if self.same and key == (None, False):
-            return None
         if key not in self._masks:
-            columns, last = torch.arange(self.k.shape[1], device=self.last.device), self.last[..., None]
+            columns, last = torch.arange(self.keys, device=self.last.device), self.last[..., None]
             mask = columns <= last
             if how.window is not None:
                 mask &= columns > last - how.window
             hidden = ~F.pad(mask, (int(key[1]), 0), value=True)[:, None]
             self._masks[key] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
         return self._masks[key]
+
+
+@dataclass
+class Rectangle:
+    """Spans of similar length for SDPA: rows of queries q [B, Lq] and keys k [B, Lk], as positions (tails repeat the
+    last token). same: q and k are the same."""
+
+    q: Tensor
+    k: Tensor
+    seen: Seen
+    same: bool
+
+    def mask(self, how: AttentionParams, dtype: torch.dtype) -> Tensor | None:
+        """Return what is added to scores; None where causality is all there is."""
+        plain = self.same and how.window is None and how.sinks is None
+        return None if plain else self.seen.mask(how, dtype)
 
 
 @dataclass
@@ -131,7 +142,7 @@ def _make_rectangles(
     total = int(starts_q[-1])
     if k is q and len(set(q)) == 1:
         whole = torch.arange(total, device=device).view(len(q), -1)
-        return [Rectangle(whole, whole, torch.arange(q[0], device=device)[None], True)], None
+        return [Rectangle(whole, whole, Seen(torch.arange(q[0], device=device)[None], q[0]), True)], None
     sizes_q, sizes_k = torch.tensor(q), torch.tensor(k)
     out, order, start = [], torch.empty(total, dtype=torch.int64), 0
     for group in length_buckets(k):
@@ -145,11 +156,12 @@ def _make_rectangles(
         start += gather_q.numel()
         if k is q:
             whole = gather_q.to(device)
-            out.append(Rectangle(whole, whole, rows[None].to(device), True))
+            out.append(Rectangle(whole, whole, Seen(rows[None].to(device), len(rows)), True))
             continue
         gather_k = starts_k[ids][:, None] + torch.minimum(columns[None], m - 1)
         last = torch.minimum(rows[None], n - 1) + (m - n)
-        out.append(Rectangle(gather_q.to(device), gather_k.to(device), last.to(device), False))
+        seen = Seen(last.to(device), len(columns))
+        out.append(Rectangle(gather_q.to(device), gather_k.to(device), seen, False))
     return out, order.to(device)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quintet.engine.layers.attention_backends import AttentionParams, reads_offsets
+from quintet.engine.layers.attention_backends import AttentionParams, Seen, reads_offsets
 from quintet.engine.layers.attention_sinks import add_sinks, sink_as_key
 
 
@@ -42,8 +42,7 @@ class SlotCache:
         self._source: Tensor | None = None
         self._decoding = 0
         self._length = 0
-        self._masks: dict[tuple[int | None, bool], Tensor] = {}
-        self._positions = self._write
+        self._seen = Seen(self._write, 0)
         self._queries: Tensor | None = None
         self._starts: Tensor | None = None
         self._used: Tensor | None = None
@@ -71,7 +70,7 @@ class SlotCache:
             bounds = torch.arange(len(positions) + 1, device=positions.device, dtype=torch.int32)
             self._queries, self._starts = bounds, bounds * self.capacity
             self._used = (positions + 1).to(torch.int32)
-        self._positions, self._masks = positions, {}
+        self._seen = Seen(positions[:, None], longest)
 
     def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, row: Any) -> Tensor:
         """Keep keys and values, and attend: within the row when prefilling, to the cache when decoding."""
@@ -107,21 +106,8 @@ class SlotCache:
         scale = how.scale_of(q)
         if how.sinks is not None:
             q, k, v = sink_as_key(q, k, v, how.sinks.view(kv_heads, -1), scale)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(how, q.dtype), scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._seen.mask(how, q.dtype), scale=scale)
         return out[..., : query.shape[2]].reshape(n, heads, -1)
-
-    def _mask(self, how: AttentionParams, dtype: torch.dtype) -> Tensor:
-        """[active, 1, 1, longest], with sinks one more column before them; 0 or -inf, which torch would make of a bool in every layer.
-        The same in all layers that look alike."""
-        key = (how.window, how.sinks is not None)
-        if key not in self._masks:
-            steps = torch.arange(self._length, device=self._positions.device)
-            mask = steps <= self._positions[:, None]
-            if how.window is not None:
-                mask &= steps > self._positions[:, None] - how.window
-            seen = F.pad(mask, (int(key[1]), 0), value=True)[:, None, None]
-            self._masks[key] = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
-        return self._masks[key]
 
     def _flash(self, query: Tensor, keys: Tensor, values: Tensor, how: AttentionParams) -> Tensor:
         """The flash kernel on slots as they lie: sequence i starts at row i * capacity and has `seqused_k[i]` keys, so
