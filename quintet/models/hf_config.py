@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,74 +87,69 @@ class HfConfig:
         return self._number_from(0, key, default, most, "a whole number, 0 or more")
 
     def _number_from(self, least: int, key: str, default: int, most: int, expected: str) -> int:
-        value = self._get(key, default, expected)
-        if not _is_whole(value, least):
-            raise self.wrong(key, expected)
+        value: int = self._get(key, default, expected, lambda value: _is_whole(value, least))
         if value > most:
             raise self.wrong(key, f"at most {most:,}")
         return value
 
     def counts(self, key: str) -> list[int]:
         """Return the list of whole numbers of a key, 0 or more; empty when absent."""
-        value = self._get(key, [], "a list of whole numbers")
-        if not isinstance(value, list) or not all(_is_whole(one) for one in value):
-            raise self.wrong(key, "a list of whole numbers, such as [0, 1]")
-        return value
+        return self._get(key, [], "a list of whole numbers, such as [0, 1]", _lists(_is_whole))
 
     def number(self, key: str, default: float = _NEEDED) -> float:
         """Return the finite number of a key, greater than 0."""
-        value = self._get(key, default, "a number greater than 0")
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-            raise self.wrong(key, "a number greater than 0")
-        return float(value)
+
+        def fits(value: Any) -> bool:
+            return type(value) in (int, float) and 0 < value <= sys.float_info.max
+
+        return float(self._get(key, default, "a number greater than 0", fits))
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default, "true or false")
-        if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return value
+        return self._get(key, default, "true or false", _is(bool))
 
     def text(self, key: str, default: str) -> str:
-        value = self._get(key, default, "text")
-        if not isinstance(value, str):
-            raise self.wrong(key, "text")
-        return value
+        return self._get(key, default, "text", _is(str))
 
     def texts(self, key: str) -> list[str]:
         """Return the list of text of a key; empty when absent."""
-        value = self._get(key, [], "a list of text")
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise self.wrong(key, 'a list of text, such as ["…"]')
-        return value
+        return self._get(key, [], 'a list of text, such as ["…"]', _lists(_is(str)))
 
     def section(self, key: str) -> HfConfig:
         """Return the object of a key; empty when absent."""
-        value = self._get(key, {}, "an object")
-        if not isinstance(value, dict):
-            raise self.wrong(key, "an object, such as {…}, or null")
+        value = self._get(key, {}, "an object, such as {…}, or null", _is(dict))
         return HfConfig(value, self.where, f"{self.prefix}{self._own(key)}.")
 
     def token_ids(self, key: str) -> list[int]:
         """Return the token ids of a key, which holds one or a list of them; empty when absent."""
-        value = self._get(key, [], "a token id")
-        ids = value if isinstance(value, list) else [value]
-        if not all(_is_whole(one) for one in ids):
-            raise self.wrong(key, "a token id or a list of token ids")
-        return ids
+        several = _lists(_is_whole)
+        value = self._get(
+            key, [], "a token id or a list of token ids", lambda value: _is_whole(value) or several(value)
+        )
+        return value if isinstance(value, list) else [value]
 
-    def _get(self, key: str, default: Any, expected: str) -> Any:
-        key = self._own(key)
-        value = self.data.get(key)
-        if value is not None:
-            return value
-        if default is _NEEDED:
-            raise UserError(f"{self.where}: key {self.prefix}{key} is missing; expected {expected}")
-        return default
+    def _get(self, key: str, default: Any, expected: str, fits: Callable[[Any], bool]) -> Any:
+        own = self._own(key)
+        value = self.data.get(own)
+        if value is None:
+            value = default
+        if value is _NEEDED:
+            raise UserError(f"{self.where}: key {self.prefix}{own} is missing; expected {expected}")
+        if not fits(value):
+            raise self.wrong(key, expected)
+        return value
 
 
 def _is_whole(value: Any, least: int = 0) -> bool:
     """Whether it is a whole number, which true and false are not."""
     return type(value) is int and value >= least
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+def _lists(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
 
 
 def read_end_ids(path: Path) -> list[int]:
