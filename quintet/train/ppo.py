@@ -10,11 +10,10 @@ from pathlib import Path
 from quintet.controller.batch_ref import BatchRef
 from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Recipe
-from quintet.runs.resume import past_damage
 from quintet.train.algorithms import Algorithm, algorithm_of
 from quintet.train.evaluate import look
 from quintet.train.final_replay import keep_final_replay
-from quintet.train.session import Session, session
+from quintet.train.session import Session, in_session
 from quintet.train.sft import run_sft
 from quintet.train.source import Source
 from quintet.train.stages import rl_steps
@@ -26,12 +25,7 @@ def train(recipe: Recipe, stop_after: int | None = None) -> Path:
 
     stop_after: save after this step and raise Stopped, as a signal would have it.
     """
-
-    def run(damaged: dict[Path, str]) -> Path:
-        with session(recipe, "train", stop_after, damaged=damaged) as s:
-            return run_training(s)
-
-    return past_damage(run)
+    return in_session(recipe, "train", stop_after, run_training)
 
 
 def run_training(s: Session) -> Path:

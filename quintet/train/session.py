@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from quintet.recipe.mtp import is_made
 from quintet.recipe.rollout import placement_of
 from quintet.rollout.base import Sampling
 from quintet.runs.fsync import Scratch
-from quintet.runs.resume import Resume, check_again, find_resume
+from quintet.runs.resume import Resume, check_again, find_resume, past_damage
 from quintet.runs.stop import StopRequest
 from quintet.train.inputs import MODEL, Command, Inputs, prepare
 from quintet.train.saver import Saver
@@ -73,6 +73,19 @@ class Session:
         self.saver.save_model()
         self.saver.tell()
         return self.observer.directory.path
+
+
+def in_session(
+    recipe: schema.Recipe, command: Command, stop_after: int | None, run: Callable[[Session], Path]
+) -> Path:
+    """Run a command that trains in a session, and in a new one each time that a checkpoint turns out to be damaged. Returns what
+    `run` returns."""
+
+    def anew(damaged: dict[Path, str]) -> Path:
+        with session(recipe, command, stop_after, damaged=damaged) as s:
+            return run(s)
+
+    return past_damage(anew)
 
 
 @contextmanager

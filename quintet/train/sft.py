@@ -8,8 +8,7 @@ from pathlib import Path
 from quintet.controller.objective import sft_objective
 from quintet.data.stream import PromptStream
 from quintet.recipe.schema import Optimizer, Recipe, Sft
-from quintet.runs.resume import past_damage
-from quintet.train.session import Session, session
+from quintet.train.session import Session, in_session
 from quintet.train.steps import Update
 
 MEMORY_EVERY_STEPS = 10
@@ -21,12 +20,7 @@ def sft(recipe: Recipe, stop_after: int | None = None) -> Path:
 
     stop_after: save after this step and raise Stopped, as a signal would have it.
     """
-
-    def run(damaged: dict[Path, str]) -> Path:
-        with session(recipe, "sft", stop_after, damaged=damaged) as s:
-            return run_tuning(s)
-
-    return past_damage(run)
+    return in_session(recipe, "sft", stop_after, run_tuning)
 
 
 def run_tuning(s: Session) -> Path:
