@@ -362,7 +362,7 @@ def table(found: Found) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run all of it, print what it came to, and judge."""
     args = arguments(argv)
-    from quintet.recipe import load_recipe
+    from quintet.recipe.loader import load_recipe
 
     with tempfile.TemporaryDirectory(prefix="quintet-gsm8k-") as directory:
         recipe = load_recipe(RECIPE, words_of(args, Path(directory)))

@@ -31,7 +31,7 @@ from benchmarks.step import work_of, write_inputs
 from quintet.plan.cards import card_of
 from quintet.plan.phases import plan_stages
 from quintet.plan.seconds import plan_seconds, samples_of
-from quintet.recipe import load_recipe
+from quintet.recipe.loader import load_recipe
 from quintet.recipe.rules import shape_of
 
 FILE = RESULTS / "plan.json"

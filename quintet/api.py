@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.data.prompts import Messages
-from quintet.recipe import load_recipe
+from quintet.recipe.loader import load_recipe
 from quintet.runs.directory import RunDirectory
 from quintet.runs.ledger import read_jsonl, read_metrics
 

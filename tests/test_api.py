@@ -11,7 +11,7 @@ import pytest
 
 from quintet import api
 from quintet.errors import UserError
-from quintet.recipe import Recipe
+from quintet.recipe.schema import Recipe
 from tests.models.directory import write_model
 
 ROOT = Path(__file__).parents[1]

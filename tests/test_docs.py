@@ -33,8 +33,8 @@ def test_the_benchmark_page_is_what_the_records_say():
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_loads(recipe, tmp_path):
-    from quintet.recipe import load_recipe
     from quintet.recipe.hub import shapes_alone
+    from quintet.recipe.loader import load_recipe
 
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
@@ -275,7 +275,7 @@ def test_recipes_say_the_seconds_that_are_planned(monkeypatch, capsys, recipe):
 @pytest.fixture
 def interrupted(described, tmp_path, monkeypatch):
     """The directory that docs/checkpoints.md speaks of: its recipe, and a run of it that got as far as step 60."""
-    from quintet.recipe import load_recipe
+    from quintet.recipe.loader import load_recipe
 
     monkeypatch.setattr("quintet.recipe.rules.model.check_weights", lambda path, shape: None)
     monkeypatch.setattr("quintet.plan.describe._free", lambda path: 1 << 40)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gsm8k, gsm8k_page
 from benchmarks.paired import RESAMPLES, paired_bootstrap
 from benchmarks.records import check
-from quintet.recipe import load_recipe
+from quintet.recipe.loader import load_recipe
 from tests.benchmark_runs import benchmark
 
 

@@ -14,7 +14,7 @@ from quintet.errors import UserError
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer lines of standard input until it ends. 0 done; failures: see the package."""
-    from quintet.recipe import load_recipe
+    from quintet.recipe.loader import load_recipe
 
     given = [f"model.path={json.dumps(arguments.checkpoint)}"]
     if arguments.system is not None:

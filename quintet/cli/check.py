@@ -16,13 +16,13 @@ from quintet.errors import UserError
 if TYPE_CHECKING:
     from quintet.data.prompts import PromptSet, Which
     from quintet.plan.describe import Look
-    from quintet.recipe import Recipe
     from quintet.recipe.rules import Command as RecipeCommand
+    from quintet.recipe.schema import Recipe
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the recipe and its data, print it in full to stdout and what follows from it to stderr; writes nothing. 0 sound, 2 not."""
-    from quintet.recipe import dump_resolved, load_recipe
+    from quintet.recipe.loader import dump_resolved, load_recipe
     from quintet.recipe.time_limit import TimeUp, time_limit
 
     command = arguments.command

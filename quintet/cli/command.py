@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from quintet.errors import UserError
 
 if TYPE_CHECKING:
-    from quintet.recipe import Recipe
+    from quintet.recipe.schema import Recipe
 
 _DASHED = re.compile(r"--?(?P<key>[a-z_0-9]+(?:\.\w+)+)(?P<value>=.*)?", re.DOTALL)
 """No option has a dot in its name."""
@@ -28,7 +28,7 @@ def positive(text: str) -> float:
 
 def to_train(arguments: argparse.Namespace, command: Literal["train", "sft"]) -> Recipe | None:
     """Return the recipe of a command that trains; None, and say so, where the run that it goes on with has finished."""
-    from quintet.recipe import load_recipe
+    from quintet.recipe.loader import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command=command)
     from quintet.runs.resume import nothing_left

@@ -12,7 +12,7 @@ from quintet.errors import UserError
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what the model scores on held-out prompts, and write it to --output as JSON. 0 done; failures: see the package."""
-    from quintet.recipe import load_recipe
+    from quintet.recipe.loader import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command="eval")
     output, samples = (Path(name) if name else None for name in (arguments.output, arguments.samples))

@@ -15,7 +15,7 @@ from quintet.errors import UserError
 
 def run(arguments: argparse.Namespace) -> int:
     """Write responses to the prompts to --output or stdout, a JSON object a line. 0 done; failures: see the package."""
-    from quintet.recipe import load_recipe
+    from quintet.recipe.loader import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command="generate")
     prompts = _prompts(arguments, recipe.data.prompt_key)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from quintet.models import ModelShape
     from quintet.plan.phases import StagePlan
-    from quintet.recipe import Recipe
+    from quintet.recipe.schema import Recipe
 
 GIB = 1 << 30
 MISFIT = 2
@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     from quintet.plan.fullest import setup_of
     from quintet.plan.phases import advice, plan_stages
     from quintet.plan.rollout import without_room
-    from quintet.recipe import load_recipe
     from quintet.recipe.hub import shapes_alone
+    from quintet.recipe.loader import load_recipe
     from quintet.recipe.rules import shape_of
 
     if arguments.mean_tokens and arguments.gpu is None:

@@ -13,7 +13,7 @@ from quintet.errors import UserError
 
 if TYPE_CHECKING:
     from quintet.diagnose.verify import Outcome
-    from quintet.recipe import Recipe
+    from quintet.recipe.schema import Recipe
 
 DIFFERS = 4
 LAYOUT = ("layout", "cluster", "engine", "rollout.layout")
@@ -22,7 +22,7 @@ LAYOUT = ("layout", "cluster", "engine", "rollout.layout")
 
 def run(arguments: argparse.Namespace) -> int:
     """Run straight through and resumed, in a directory that stays when they differ, and compare. 0 the same, 4 not."""
-    from quintet.recipe import load_recipe
+    from quintet.recipe.loader import load_recipe
 
     command = arguments.command
     if arguments.steps < 1:

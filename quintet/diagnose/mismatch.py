@@ -23,7 +23,7 @@ from quintet.diagnose.diagnosis import Cause, Diagnosis, Evidence, judge, shifte
 from quintet.diagnose.find_weights import Weights, find_weights
 from quintet.diagnose.token_check import token_faults
 from quintet.errors import SyncMismatch, UserError
-from quintet.recipe import load_recipe
+from quintet.recipe.loader import load_recipe
 from quintet.recipe.schema import Layout, Recipe
 from quintet.rollout.base import Sampling
 from quintet.runs.directory import RunDirectory, replays

@@ -29,7 +29,7 @@ from quintet.observe.signal import IdleSteps
 from quintet.observe.step_line import StepPrinter
 from quintet.observe.summary import RUNNING, closing_table, summarize
 from quintet.observe.trackers import make_trackers
-from quintet.recipe import Recipe
+from quintet.recipe.schema import Recipe
 from quintet.runs.directory import RunDirectory
 from quintet.runs.fsync import Scratch, lossy
 from quintet.runs.ledger import Ledger, read_metrics

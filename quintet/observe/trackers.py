@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quintet.recipe import Recipe
+from quintet.recipe.schema import Recipe
 from quintet.runs.ledger import append, open_to_append
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from quintet.errors import UserError
 from quintet.install import DISTRIBUTION
-from quintet.recipe import Recipe, dump_resolved
+from quintet.recipe.loader import dump_resolved
+from quintet.recipe.schema import Recipe
 from quintet.runs.checkpoints import name_of, place_of
 from quintet.runs.fsync import write_whole
 from quintet.runs.ledger import append, open_to_append

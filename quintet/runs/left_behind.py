@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from quintet.recipe import Recipe
+from quintet.recipe.schema import Recipe
 from quintet.runs.checkpoints import Checkpoints, adapter_directory
 from quintet.runs.directory import RunDirectory
 

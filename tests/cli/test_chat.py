@@ -15,8 +15,8 @@ from quintet.cli import main
 from quintet.data.tokenizer import build_char_tokenizer
 from quintet.engine.weights.random_model import write_fresh_model
 from quintet.errors import UserError
-from quintet.recipe import Recipe, load_recipe
-from quintet.recipe.schema import BuildModel
+from quintet.recipe.loader import load_recipe
+from quintet.recipe.schema import BuildModel, Recipe
 from quintet.train import generate
 from tests.data.byte_tokenizer import byte_tokenizer
 from tests.models.directory import write_model

@@ -10,7 +10,7 @@ import pytest
 
 from quintet.cli import main
 from quintet.errors import UserError
-from quintet.recipe import load_recipe
+from quintet.recipe.loader import load_recipe
 from quintet.train.inputs import prepare
 from tests.models.directory import QWEN3, write_model, write_tokenizer
 

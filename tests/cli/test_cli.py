@@ -17,7 +17,8 @@ import pytest
 
 from quintet.cli import COMMANDS, main
 from quintet.errors import Stopped, SyncFailure, SyncMismatch, UserError, WorkerFailure
-from quintet.recipe import Recipe, dump_resolved, load_recipe
+from quintet.recipe.loader import dump_resolved, load_recipe
+from quintet.recipe.schema import Recipe
 from quintet.rollout.draft_length import Measured
 from quintet.runs.lock import LOCK, RunLock
 from tests.models.directory import QWEN3, QWEN3_MOE, write_model, write_tokenizer

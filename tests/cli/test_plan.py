@@ -13,8 +13,8 @@ from quintet.cli.plan import GIB
 from quintet.plan.cards import CARDS
 from quintet.plan.phases import plan_stages
 from quintet.plan.seconds import mfu, plan_seconds, samples_of
-from quintet.recipe import load_recipe
 from quintet.recipe.hub import SHAPES, shapes_alone
+from quintet.recipe.loader import load_recipe
 from quintet.recipe.rules import shape_of
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text()

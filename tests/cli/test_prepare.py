@@ -7,7 +7,7 @@ import pytest
 
 from quintet.data.tokenizer import build_char_tokenizer
 from quintet.errors import UserError
-from quintet.recipe import Recipe
+from quintet.recipe.schema import Recipe
 from quintet.train.inputs import prepare
 from tests.models.directory import QWEN3, write_model
 

@@ -12,7 +12,8 @@ import yaml
 from huggingface_hub import constants
 
 from quintet.cli import main
-from quintet.recipe import Recipe, dump_resolved
+from quintet.recipe.loader import dump_resolved
+from quintet.recipe.schema import Recipe
 from tests.hub import Hub, serving
 from tests.models.directory import write_model
 

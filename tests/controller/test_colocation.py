@@ -15,9 +15,8 @@ import pytest
 from quintet.controller.colocation import DeviceHandover
 from quintet.controller.worker import PolicyWorker
 from quintet.errors import Stopped, UserError, WorkerFailure
-from quintet.recipe import Recipe
 from quintet.recipe.offload import KINDS
-from quintet.recipe.schema import Rollout
+from quintet.recipe.schema import Recipe, Rollout
 from tests.cluster.asked import AskedRanks
 
 BYTES = 3_000_000_000

@@ -13,8 +13,7 @@ from quintet.controller import replicas as module
 from quintet.controller.replicas import RESTARTS_IN_A_ROW, RolloutReplicas
 from quintet.controller.verbs import Backend
 from quintet.errors import QuintetError, RayFailure, UserError, WorkerFailure
-from quintet.recipe import Recipe
-from quintet.recipe.schema import Cluster, RolloutLayout
+from quintet.recipe.schema import Cluster, Recipe, RolloutLayout
 from quintet.recipe.schema import Rollout as Settings
 from quintet.train.session import _what_then
 from tests.cluster.asked import AskedRanks, Named

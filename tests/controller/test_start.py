@@ -19,9 +19,8 @@ from quintet.cluster.progress import KEY_VARIABLE
 from quintet.cluster.worker import Place
 from quintet.controller import replicas
 from quintet.errors import Stopped, UserError
-from quintet.recipe import Recipe
 from quintet.recipe.schema import Cluster as ClusterSettings
-from quintet.recipe.schema import Rollout
+from quintet.recipe.schema import Recipe, Rollout
 from quintet.rollout.base import Sampling
 from tests.cluster.workers import Light
 from tests.patience import BUSY

@@ -10,8 +10,7 @@ import torch
 
 from quintet.cluster.worker import Place, Worker
 from quintet.controller import worker
-from quintet.recipe import Recipe
-from quintet.recipe.schema import Optimizer
+from quintet.recipe.schema import Optimizer, Recipe
 
 
 class Enough(Exception):

@@ -11,8 +11,7 @@ from quintet.cluster.verbs import Asked
 from quintet.controller.weight_check import Proof
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import whole_box
-from quintet.recipe import Recipe
-from quintet.recipe.schema import Rollout
+from quintet.recipe.schema import Recipe, Rollout
 from quintet.rollout.base import Fingerprints
 from quintet.sync.rank_fingerprints import INDEX, RankFingerprints, RankIndexer
 from tests.cluster.asked import AskedRanks

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from quintet.controller.weight_sync import WeightSync
-from quintet.recipe import Recipe
-from quintet.recipe.schema import Cluster, Rollout, RolloutLayout
+from quintet.recipe.schema import Cluster, Recipe, Rollout, RolloutLayout
 from quintet.rollout.base import WANTED, Wanted
 from tests.cluster.asked import AskedRanks
 

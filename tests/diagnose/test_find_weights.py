@@ -14,7 +14,7 @@ from quintet.controller.replay import pack, replay_file, replay_of
 from quintet.diagnose.find_weights import Weights, find_weights
 from quintet.diagnose.mismatch import diagnose
 from quintet.errors import UserError
-from quintet.recipe import dump_resolved
+from quintet.recipe.loader import dump_resolved
 from quintet.recipe.schema import BuildModel, Data, Model, Recipe, Reward, Sft
 from quintet.rollout.base import Sampling
 from quintet.runs.checkpoints import Checkpoints

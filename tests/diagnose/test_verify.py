@@ -12,7 +12,7 @@ import pytest
 from quintet.cli.verify_resume import _check_layout
 from quintet.diagnose.verify import Outcome, Step, _run, first_difference, judge
 from quintet.errors import UserError
-from quintet.recipe import Recipe
+from quintet.recipe.schema import Recipe
 
 
 def run(*losses: float, samples: str = "ab", grad: float = 1.0) -> list[Step]:

@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from quintet.observe.observer import Observer
-from quintet.recipe import Recipe
-from quintet.recipe.schema import BuildModel, Data, Model, Run
+from quintet.recipe.schema import BuildModel, Data, Model, Recipe, Run
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from quintet.cli import main
 from quintet.errors import UserError
 from quintet.observe.numbers import duration, percent, points, scientific, short
 from quintet.observe.observer import Observer
-from quintet.recipe import Recipe, load_recipe
-from quintet.recipe.schema import Run
+from quintet.recipe.loader import load_recipe
+from quintet.recipe.schema import Recipe, Run
 from quintet.runs.directory import RunDirectory
 from quintet.runs.ledger import CLOCK_KEYS, read_jsonl, read_metrics
 from quintet.runs.left_behind import where_to_look

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from quintet.errors import UserError
 from quintet.observe.report import figures, make_anew, write_report
 from quintet.observe.report.svg import MOST_POINTS, Plot, Series, _thin, render, running_mean
-from quintet.recipe import Recipe, dump_resolved
-from quintet.recipe.schema import Sft, SftOptimizer
+from quintet.recipe.loader import dump_resolved
+from quintet.recipe.schema import Recipe, Sft, SftOptimizer
 
 VOID = {"meta", "link", "br", "img", "input"}
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from quintet.observe.trackers import make_trackers
-from quintet.recipe import Recipe
-from quintet.recipe.schema import Run
+from quintet.recipe.schema import Recipe, Run
 
 
 def recipe(tracker: str) -> Recipe:

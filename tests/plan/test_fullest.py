@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from quintet.data.tokenizer import build_char_tokenizer
 from quintet.plan.fullest import cheaper, fullest_rank
 from quintet.plan.out_of_memory import GIB, Held, out_of_memory
-from quintet.recipe import load_recipe
+from quintet.recipe.loader import load_recipe
 from quintet.recipe.rules import shape_of
 from tests.oracle.models import of_config
 from tests.plan.test_memory import CONFIGS

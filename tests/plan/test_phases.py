@@ -18,8 +18,8 @@ from quintet.plan.rollout import rollout_bytes, token_bytes, without_room
 from quintet.plan.saves import checkpoint_bytes
 from quintet.plan.seconds import plan_seconds, samples_of
 from quintet.plan.setup import Place
-from quintet.recipe import load_recipe
 from quintet.recipe.hub import SHAPES, shapes_alone
+from quintet.recipe.loader import load_recipe
 from quintet.recipe.rules import shape_of
 from quintet.recipe.schema import Rollout
 from quintet.rollout.native.cache import SlotCache

@@ -18,8 +18,8 @@ from quintet.plan.cards import CARDS, Card, card_of
 from quintet.plan.fullest import setup_of
 from quintet.plan.rollout import rollout_bytes
 from quintet.plan.seconds import Samples, mfu, plan_seconds, samples_of
-from quintet.recipe import load_recipe
 from quintet.recipe.hub import SHAPES, shapes_alone
+from quintet.recipe.loader import load_recipe
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import shape_of
 

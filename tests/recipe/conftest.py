@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from quintet.errors import UserError
-from quintet.recipe import Recipe, load_recipe
+from quintet.recipe.loader import load_recipe
+from quintet.recipe.schema import Recipe
 from tests.models.directory import DEEPSEEK_V3, QWEN3, QWEN3_MOE, write_model
 
 VALID = """\

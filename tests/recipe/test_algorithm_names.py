@@ -2,7 +2,7 @@
 
 import pytest
 
-from quintet.recipe import dump_resolved, load_recipe
+from quintet.recipe.loader import dump_resolved, load_recipe
 from quintet.recipe.told import told
 
 

@@ -9,8 +9,9 @@ import pytest
 from huggingface_hub import constants
 
 from quintet.errors import UserError
-from quintet.recipe import Recipe, dump_resolved, load_recipe
 from quintet.recipe.hub import snapshot
+from quintet.recipe.loader import dump_resolved, load_recipe
+from quintet.recipe.schema import Recipe
 from tests.hub import COMMIT, Hub, serving
 from tests.models.directory import write_model
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from quintet.recipe import Recipe, load_recipe
 from quintet.recipe.length import critic_warmup, fitted, shortened
-from quintet.recipe.schema import Optimizer, SftOptimizer
+from quintet.recipe.loader import load_recipe
+from quintet.recipe.schema import Optimizer, Recipe, SftOptimizer
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 
 from quintet.data.tokenizer import build_char_tokenizer
 from quintet.errors import UserError
-from quintet.recipe import dump_resolved, load_recipe
 from quintet.recipe.elsewhere import DOTTED, WORDS
 from quintet.recipe.keys import all_keys, expected, leaf_keys, nearest_key
+from quintet.recipe.loader import dump_resolved, load_recipe
 from quintet.recipe.schema import Recipe, Sft
 from tests.models.directory import QWEN3, write_model
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from quintet.errors import DamagedCheckpoint, UserError
-from quintet.recipe import Recipe
-from quintet.recipe.schema import BuildModel, Data, Model, Run, Sft, Train
+from quintet.recipe.schema import BuildModel, Data, Model, Recipe, Run, Sft, Train
 from quintet.runs.checkpoints import MANIFEST, Checkpoints
 from quintet.runs.lock import LOCK, RunLock
 from quintet.runs.resume import Resume, check_again, find_resume, nothing_left, past_damage

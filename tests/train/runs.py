@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from quintet.controller.samples import Samples
-from quintet.recipe import load_recipe
+from quintet.recipe.loader import load_recipe
 from quintet.rewards.result import RewardResult
 from quintet.train.algorithms import algorithm_of
 from quintet.train.session import Session, session

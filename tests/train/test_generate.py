@@ -13,7 +13,7 @@ import pytest
 from quintet.cluster.cluster import Cluster
 from quintet.data.prompts import alphabet_of
 from quintet.data.tokenizer import build_char_tokenizer
-from quintet.recipe import load_recipe
+from quintet.recipe.loader import load_recipe
 from quintet.train import generate, session
 from tests.patience import BUSY
 

@@ -10,7 +10,7 @@ import pytest
 from quintet.controller import controller
 from quintet.controller.dealing import deal
 from quintet.errors import Stopped
-from quintet.recipe import load_recipe
+from quintet.recipe.loader import load_recipe
 from quintet.train.ppo import train
 from tests.train.runs import ROOT, TINY
 

@@ -14,9 +14,8 @@ from rich.console import Console
 
 from quintet.errors import DamagedCheckpoint, Stopped, UserError
 from quintet.observe.observer import Observer
-from quintet.recipe import Recipe
 from quintet.recipe.rules.facts import shape_of_built
-from quintet.recipe.schema import Algorithm, BuildModel, Checkpoint, Data, Model, Run, Sft
+from quintet.recipe.schema import Algorithm, BuildModel, Checkpoint, Data, Model, Recipe, Run, Sft
 from quintet.runs.stop import StopRequest
 from quintet.train.saver import Saver
 from quintet.train.session import Session
