@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 from quintet.models import ModelShape
@@ -62,14 +61,9 @@ def write_measured(row: MeasuredCosts, table: Path = TABLE) -> None:
     table.write_text(json.dumps([asdict(one) for one in rows], indent=2) + "\n", encoding="utf-8")
 
 
-@cache
-def _rows() -> list[MeasuredCosts]:
-    return read_measured()
-
-
 def fitting(shape: ModelShape, tp: int) -> list[MeasuredCosts]:
     """Return the rows of layers of this shape, one a device; none where tp cuts layers, of which nothing was measured."""
-    return [one for one in _rows() if tp == 1 and one.shape == layer_of(shape)]
+    return [one for one in read_measured() if tp == 1 and one.shape == layer_of(shape)]
 
 
 def costs_of(shape: ModelShape, tp: int, device: str) -> tuple[CellCosts, str]:

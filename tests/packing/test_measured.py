@@ -22,7 +22,7 @@ def table(tmp_path, monkeypatch):
     path = tmp_path / "costs.json"
     path.write_text("[]")
     write_measured(ROW, path)
-    monkeypatch.setattr(measured, "_rows", lambda: read_measured(path))
+    monkeypatch.setattr(measured, "read_measured", lambda table=path: read_measured(table))
     return path
 
 
