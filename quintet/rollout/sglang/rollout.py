@@ -18,9 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quintet.errors import QuintetError, UserError
+from quintet.errors import QuintetError
 from quintet.recipe import schema
-from quintet.recipe.sglang import refusals
 from quintet.rollout.base import (
     Fingerprints,
     Part,
@@ -43,7 +42,7 @@ class SglangRollout(ExternalEngineRollout):
 
     model_dir: a Hugging Face directory, whose weights are good until the first sync. device: cuda. decode: token ids →
     text. progress: told how many samples of a call are done. Raises UserError for an SGLang that is missing or not
-    supported, and for what it cannot do or does not know.
+    supported, and for options that it does not know.
     """
 
     title = "SGLang"
@@ -58,8 +57,6 @@ class SglangRollout(ExternalEngineRollout):
         decode: Callable[[list[int]], str],
         progress: Progress = lambda done: None,
     ) -> None:
-        for problem in refusals(recipe.rollout):
-            raise UserError(problem.message)
         compat.prepare(device)
         engine = SglangEngine(engine_arguments(recipe, model_dir, compat.free_share()))
         super().__init__(recipe, model_dir, engine, decode, progress)
