@@ -129,7 +129,8 @@ def work(args: argparse.Namespace) -> None:
     import torch
 
     from quintet.recipe import schema
-    from quintet.rollout.vllm import VllmRollout, compat
+    from quintet.rollout.vllm import compat
+    from quintet.rollout.vllm.rollout import VllmRollout
 
     shape, device = shape_of(args), "cuda" if torch.cuda.is_available() else "cpu"
     recipe = schema.Recipe.model_validate(

@@ -101,7 +101,7 @@ def native(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tu
     from quintet.engine.engine import Engine
     from quintet.models import read_shape
     from quintet.recipe import schema
-    from quintet.rollout.native import NativeRollout
+    from quintet.rollout.native.rollout import NativeRollout
 
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -123,7 +123,7 @@ def vllm(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
     import torch
 
     from quintet.recipe import schema
-    from quintet.rollout.vllm import VllmRollout
+    from quintet.rollout.vllm.rollout import VllmRollout
 
     on_gpu = torch.cuda.is_available()
     recipe = schema.Recipe.model_validate(

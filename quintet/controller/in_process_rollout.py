@@ -18,7 +18,7 @@ from quintet.engine.weights.shards import shard_map
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.rollout.base import Part, WeightSource
-from quintet.rollout.native import NativeRollout
+from quintet.rollout.native.rollout import NativeRollout
 
 
 class InProcessRollout(NativeRollout):

@@ -39,13 +39,13 @@ def make_rollout(
     """
     kind = device.split(":")[0]
     if recipe.rollout.backend == "vllm":
-        from quintet.rollout.vllm import VllmRollout
+        from quintet.rollout.vllm.rollout import VllmRollout
 
         empty = starts_empty(recipe)
         vllm: Any = VllmRollout(recipe, model_dir, device=kind, decode=decode, progress=progress, empty=empty)
         return vllm
     if recipe.rollout.backend == "sglang":
-        from quintet.rollout.sglang import SglangRollout
+        from quintet.rollout.sglang.rollout import SglangRollout
 
         return SglangRollout(recipe, model_dir, device=kind, decode=decode, progress=progress)
     from quintet.rollout.native.standalone import native_rollout

@@ -66,7 +66,7 @@ def generate_and_save(path: Path, out: Path, layout: dict[str, Any]) -> list[int
     from quintet.engine.engine import Engine
     from quintet.recipe import schema
     from quintet.rollout.base import Request, Sampling
-    from quintet.rollout.native import NativeRollout
+    from quintet.rollout.native.rollout import NativeRollout
 
     use_family(FAMILY)
     engine = Engine(

@@ -103,7 +103,7 @@ def beside_transformers(path: Path, prompts: list[list[int]], tokens: int) -> di
     from transformers import AutoModelForCausalLM
 
     from quintet.rollout.base import Request, Sampling
-    from quintet.rollout.native import NativeRollout
+    from quintet.rollout.native.rollout import NativeRollout
 
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     engine = made(path)

@@ -32,7 +32,7 @@ def own_rollout(
     from quintet.engine.engine import DTYPES
     from quintet.models import read_shape
     from quintet.recipe import schema
-    from quintet.rollout.native import NativeRollout
+    from quintet.rollout.native.rollout import NativeRollout
 
     shape, wanted = read_shape(path).without_mtp(), schema.Layout(**layout)
     mesh = build.mesh_of(wanted, dist.get_world_size())

@@ -34,7 +34,7 @@ def generate(
     from quintet.engine.engine import Engine
     from quintet.models import read_shape
     from quintet.recipe import schema
-    from quintet.rollout.native import NativeRollout
+    from quintet.rollout.native.rollout import NativeRollout
 
     engine = Engine(
         read_shape(path),

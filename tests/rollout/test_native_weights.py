@@ -303,7 +303,7 @@ def adapters_separate(path: Path, layout: dict[str, Any]) -> Any:
     from quintet.models import read_shape
     from quintet.models.lora import LoraShape
     from quintet.recipe import schema
-    from quintet.rollout.native import NativeRollout
+    from quintet.rollout.native.rollout import NativeRollout
 
     shape, lora, wanted_layout = read_shape(path), LoraShape(rank=2, alpha=4.0), schema.Layout(**layout)
     mesh = build.mesh_of(wanted_layout, dist.get_world_size())

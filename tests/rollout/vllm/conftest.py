@@ -41,7 +41,7 @@ def recipe_of(
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """`start(model, **rollout)`: a VllmRollout that ends with the module; `empty`: with no weights before the first update."""
-    from quintet.rollout.vllm import VllmRollout
+    from quintet.rollout.vllm.rollout import VllmRollout
     from tests.rollout.vllm import sent
 
     made: list[VllmRollout] = []
