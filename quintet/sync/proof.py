@@ -18,6 +18,7 @@ import numpy as np
 from quintet.errors import SyncMismatch
 from quintet.models.lora import is_adapter
 from quintet.models.mcore import Box, meet, overlapping, volume, whole_box
+from quintet.models.weights_on_disk import listed
 from quintet.sync.rank_fingerprints import Part, RankFingerprints, ShardIndex
 
 NAMED = 10
@@ -181,9 +182,8 @@ def _difference(ours: _Parts, theirs: _Parts) -> str:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    named = ", ".join(map(str, sorted(numbers)[:RANKS_NAMED]))
-    more = f" and {len(numbers) - RANKS_NAMED} more" if len(numbers) > RANKS_NAMED else ""
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {named}{more}"
+    named = listed([str(number) for number in sorted(numbers)], RANKS_NAMED)
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {named}"
 
 
 def _place(box: Box) -> str:

@@ -25,6 +25,7 @@ from quintet.engine.copies import copy_all, without_collections
 from quintet.engine.weights.fingerprint import fingerprint
 from quintet.errors import SyncMismatch
 from quintet.models.mcore import Box, meet, volume, whole_box
+from quintet.models.weights_on_disk import listed
 from quintet.rollout.base import Fingerprints, Piece, Wanted
 from quintet.rollout.vllm.load_trace import Record, Trace
 from quintet.rollout.vllm.param_map import Copying, Live
@@ -180,9 +181,7 @@ def check(answers: Sequence[LoadReport]) -> None:
         ("vLLM's model has no place for", untaken),
     ):
         if names:
-            first = sorted(names)[:10]
-            more = f", and {len(names) - len(first)} more" if len(names) > len(first) else ""
-            raise SyncMismatch(f"{what} {', '.join(first)}{more}: its weights are not the engine's")
+            raise SyncMismatch(f"{what} {listed(sorted(names))}: its weights are not the engine's")
 
 
 def combine(readings: Sequence[Reading]) -> tuple[Fingerprints, list[str]]:
