@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quintet.recipe.mtp import is_made
 from quintet.recipe.schema import Recipe
-from quintet.runs.checkpoints import Checkpoint, Checkpoints, Damaged, name_of
+from quintet.runs.checkpoints import Checkpoint, Checkpoints, Damaged, Stage, name_of
 from quintet.runs.ledger import read_metrics
 
 
@@ -35,28 +35,17 @@ def find_weights(run: Path, recipe: Recipe, step: int) -> Weights | None:
     """Return the weights after `step` steps of RL, if they are there: a checkpoint, an export, the trained model, or what RL
     began with."""
     model = starting_model(run, recipe)
-    name = name_of("rl", step)
-    if step == 0:
-        if recipe.sft is None:
-            return Weights(0, model, model) if (model / "config.json").exists() else None
-        return _after_warm_up(run, model)
+    if step == 0 and recipe.sft is None:
+        return Weights(0, model, model) if (model / "config.json").exists() else None
+    stage: Stage = "rl" if step else "sft"
+    last = _last_step(run, stage)
+    name = name_of(stage, step or last)
     if (found := _checkpoint(run / "checkpoints" / name)) is not None:
         return Weights(step, found.path, model, found.policy)
-    for path in (run / "hf" / name, *([run / "checkpoint"] if step == _last_step(run) else [])):
+    for path in (run / "hf" / name, *([run / "checkpoint"] if 0 < step == last else [])):
         if (path / "config.json").exists():
             return Weights(step, path, path, merged=True)
     return None
-
-
-def _after_warm_up(run: Path, model: Path) -> Weights | None:
-    lines = [line["step"] for line in read_metrics(run / "metrics.jsonl") if line["stage"] == "sft"]
-    if not lines:
-        return None
-    name = name_of("sft", max(lines))
-    if (found := _checkpoint(run / "checkpoints" / name)) is not None:
-        return Weights(0, found.path, model, found.policy)
-    path = run / "hf" / name
-    return Weights(0, path, path, merged=True) if (path / "config.json").exists() else None
 
 
 def _checkpoint(path: Path) -> Checkpoint | None:
@@ -68,7 +57,7 @@ def _checkpoint(path: Path) -> Checkpoint | None:
         return None
 
 
-def _last_step(run: Path) -> int:
-    """The last step of RL that is recorded."""
+def _last_step(run: Path, stage: Stage) -> int:
+    """The last step of a stage that is recorded."""
     lines = read_metrics(run / "metrics.jsonl")
-    return max((line["step"] for line in lines if line["stage"] == "rl" and "loss" in line), default=0)
+    return max((line["step"] for line in lines if line["stage"] == stage and "loss" in line), default=0)
