@@ -340,7 +340,7 @@ def _wait_for_room(n_ranks: int, ranks_per_node: int | None, resources: dict[str
         time.sleep(0.1)
 
 
-_NODE_GONE = probe.Report(False, "no answer: its node is gone")
+_NODE_GONE = probe.Report("no answer: its node is gone")
 
 
 def _on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:

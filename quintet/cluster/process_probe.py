@@ -64,7 +64,6 @@ class RankProcess:
 class Report:
     """What the probe saw of one process."""
 
-    alive: bool
     state: str
     """Why there are no stacks, or how the process ended; empty when there is nothing to say."""
     stacks: str = ""
@@ -123,7 +122,7 @@ def death_report(process: RankProcess) -> Report:
         status = _exit_status(process.at.pid)
         time.sleep(0.0005)
     report = _report(process, None)
-    return replace(report, alive=False, state=status) if status else report
+    return replace(report, state=status) if status else report
 
 
 def _exit_status(pid: int) -> str | None:
@@ -170,13 +169,13 @@ def _report(process: RankProcess, asked_at: int | None) -> Report:
     written, turn = _read(process.stacks), _read(turn_file(process.stacks))
     log_tail = "\n".join(_read(process.log, process.log_begins).strip().splitlines()[-20:])
     if found is None:
-        return Report(False, _how_it_ended(process, written), tidy(written), log_tail, turn)
+        return Report(_how_it_ended(process, written), tidy(written), log_tail, turn)
     with contextlib.suppress(psutil.Error):
         state = found.status()
         if state in _STATES:
-            return Report(True, f"no answer: {_STATES[state]}", "", log_tail, turn)
+            return Report(f"no answer: {_STATES[state]}", "", log_tail, turn)
     stacks = tidy(written[asked_at:]) if asked_at is not None else ""
-    return Report(True, "" if stacks else "no answer", stacks, log_tail, turn)
+    return Report("" if stacks else "no answer", stacks, log_tail, turn)
 
 
 def _how_it_ended(process: RankProcess, written: str) -> str:

@@ -183,15 +183,13 @@ class Checkpoints:
         if not (path / MANIFEST).exists():
             shutil.rmtree(path, ignore_errors=True)
 
-    def prune(self, keep: int) -> list[str]:
-        """Remove published checkpoints but for the `keep` newest; returns their names."""
-        old = self.published()[keep:]
-        for path in old:
+    def prune(self, keep: int) -> None:
+        """Remove published checkpoints but for the `keep` newest."""
+        for path in self.published()[keep:]:
             # Without its manifest it is no checkpoint, however far the removal of the rest gets.
             (path / MANIFEST).unlink()
             fsync_path(path)
             shutil.rmtree(path, ignore_errors=True)
-        return [path.name for path in old]
 
     def published(self) -> list[Path]:
         """Return the directories with a manifest, the newest first; whether they are whole is not looked at."""

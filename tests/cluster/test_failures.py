@@ -169,7 +169,7 @@ def test_a_hang_shows_who_waits_and_who_never_came(ray_cluster: Cluster) -> None
 
 
 def test_a_rank_that_returned_without_entering_is_named(ray_cluster: Cluster) -> None:
-    reports = {0: Report(True, "", 'main thread:\n  File "torch/distributed/x.py", line 1 in all_reduce', "")}
+    reports = {0: Report("", 'main thread:\n  File "torch/distributed/x.py", line 1 in all_reduce', "")}
     late = Failure(2, "RuntimeError: Timed out waiting 2000ms", "trace", communication=True, timed_out=True)
     error = explain([late], phase="train", timeout_s=2, reports=reports, returned=[1])
     assert "Waiting in it: ranks 0, 2. Never came: rank 1." in str(error)

@@ -147,9 +147,9 @@ def test_pruning_keeps_the_newest_and_the_reference(checkpoints):
     for stage, step in (("sft", 7), ("rl", 1), ("rl", 2), ("rl", 3)):
         save(checkpoints, stage, step)
     checkpoints.publish(checkpoints.begin(REFERENCE), manifest(step=0))
-    assert checkpoints.prune(2) == ["step-000001", "sft-000007"]
-    assert {p.name for p in checkpoints.directory.iterdir()} == {"step-000002", "step-000003", REFERENCE}
-    assert checkpoints.prune(2) == []
+    for _ in range(2):
+        checkpoints.prune(2)
+        assert {p.name for p in checkpoints.directory.iterdir()} == {"step-000002", "step-000003", REFERENCE}
 
 
 def test_what_is_newer_than_a_checkpoint(checkpoints):

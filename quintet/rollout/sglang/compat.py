@@ -73,12 +73,12 @@ def require() -> str:
     return found
 
 
-def prepare(device: str) -> str:
-    """Set what SGLang reads from the environment when it is imported, where the user has not; returns its version.
+def prepare(device: str) -> None:
+    """Set what SGLang reads from the environment when it is imported, where the user has not.
 
     Raises UserError where there are no GPUs, and for a setting under which it tells other log-probs than training needs.
     """
-    version = require()
+    require()
     if device == "cpu":
         raise UserError(
             "rollout.backend=sglang needs NVIDIA GPUs; use rollout.backend=native, or cluster.device=cuda"
@@ -90,7 +90,6 @@ def prepare(device: str) -> str:
         )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    return version
 
 
 def engine_fields() -> frozenset[str]:

@@ -89,10 +89,9 @@ def require() -> str:
     return version
 
 
-def prepare(device: str) -> str:
-    """Set what vLLM reads from the environment when it is imported, where the user has not; but where it listens, in any case.
-    Returns its version."""
-    version = require()
+def prepare(device: str) -> None:
+    """Set what vLLM reads from the environment when it is imported, where the user has not; but where it listens, in any case."""
+    require()
     os.environ.update(_ON_LOOPBACK)
     for name, value in (_ENVIRONMENT | (_ON_CPU if device == "cpu" else {})).items():
         os.environ.setdefault(name, value)
@@ -101,7 +100,6 @@ def prepare(device: str) -> str:
 
         # This process may have read it already.
         torch._dynamo.config.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
-    return version
 
 
 def stores_on_loopback() -> None:
