@@ -388,9 +388,7 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with contextlib.ExitStack() as undo:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            undo.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 from quintet.errors import Stopped
@@ -101,11 +101,8 @@ class StopRequest:
             raise Stopped("ended by SIGTERM")
 
         of_ctrl_c = signal.getsignal(signal.SIGINT)
-        before = {signal.SIGTERM: signal.signal(signal.SIGTERM, handle)}
-        if of_ctrl_c is signal.default_int_handler or getattr(of_ctrl_c, "__module__", None) == __name__:
-            before[signal.SIGINT] = signal.signal(signal.SIGINT, handle)
-        try:
+        with ExitStack() as undo:
+            undo.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, handle))
+            if of_ctrl_c is signal.default_int_handler or getattr(of_ctrl_c, "__module__", None) == __name__:
+                undo.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, handle))
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
