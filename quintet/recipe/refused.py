@@ -34,14 +34,6 @@ class RefusedPair:
 
 
 @dataclass(frozen=True)
-class NotAvailable:
-    """A feature this version does not have, and what a user does instead."""
-
-    feature: Feature
-    instead: str
-
-
-@dataclass(frozen=True)
 class NeedsGpu:
     """A feature that does not work on CPU ranks: why, and what a user does instead."""
 
@@ -186,8 +178,8 @@ NEEDS_GPU = [
 """What CPU ranks cannot do."""
 
 
-NOT_AVAILABLE = [
-    NotAvailable(
+NOT_AVAILABLE: list[tuple[Feature, str]] = [
+    (
         Feature(
             "rollout_ep",
             "expert parallelism in the native rollout",
@@ -198,9 +190,9 @@ NOT_AVAILABLE = [
         ),
         "use rollout.layout.ep=1: every rank of the rollout then holds all experts; or rollout.backend=vllm",
     ),
-    NotAvailable(
+    (
         of_optimizers("muon", "Muon", "name", lambda o: o.name == "muon"),
         "use adamw: megatron-core's Muon needs a package that does not come with it, and refuses the distributed optimizer",
     ),
 ]
-"""What this version does not offer."""
+"""What this version does not offer, and what a user does instead."""

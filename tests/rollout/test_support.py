@@ -153,5 +153,5 @@ def test_what_is_called_refused_is(feature):
 
         assert "keys_are_read" in {rule.__name__ for rule in RULES}
         one = recipe("native")
-        unavailable = [missing for missing in NOT_AVAILABLE if missing.feature.is_on(one, None)]
+        unavailable = [missing for missing, _ in NOT_AVAILABLE if missing.is_on(one, None)]
         assert unavailable or {"mode", "quantization"} & asked.keys()

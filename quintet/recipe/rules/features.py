@@ -24,12 +24,9 @@ from quintet.recipe.rules.facts import Facts, rule
 @rule
 def only_available_features(facts: Facts) -> Iterator[Problem]:
     """A feature this version does not have is refused by name."""
-    for missing in NOT_AVAILABLE:
-        one = missing.feature
+    for one, instead in NOT_AVAILABLE:
         if one.is_on(facts.recipe, facts.shape):
-            yield Problem(
-                f"{one.key}: {one.name} is not available in this version; {missing.instead}", *one.keys
-            )
+            yield Problem(f"{one.key}: {one.name} is not available in this version; {instead}", *one.keys)
 
 
 @rule
