@@ -18,16 +18,10 @@ if TYPE_CHECKING:
     from quintet.engine.engine import Engine
 
 
-class _Size(NamedTuple):
-    """So many sequences of so many tokens, where the model and the rollout take that many."""
-
-    sequences: int
-    tokens: int
-
-
-LONG, SHORT = _Size(8, 64), _Size(64, 16)
-"""Short ones with experts: where a router sends one token elsewhere, all tokens after it in its sequence move, so that of few sequences
-one such token may spoil an eighth."""
+LONG, SHORT = (8, 64), (64, 16)
+"""So many sequences of so many tokens, where the model and the rollout take that many. Short ones with
+experts: where a router sends one token elsewhere, all tokens after it in its sequence move, so that of few sequences one such token
+may spoil an eighth."""
 SEED = 20
 TOLERANCES = {"fp32": 0.002, "bf16": 0.25}
 """Largest difference of a log-prob that rounding explains, of a token that both sides send to the same experts."""
@@ -71,9 +65,9 @@ def limits(tolerance: float | None, dtype: str, *, experts: bool, quantized: boo
 def sequences(vocab_size: int, most_tokens: int, *, experts: bool) -> list[list[int]]:
     """Return the fixed sequences that both sides score. most_tokens: that the rollout takes at once, at least 2. experts: whether the
     model has some."""
-    drawn, size = random.Random(SEED), SHORT if experts else LONG
-    tokens = range(min(size.tokens, most_tokens))
-    return [[drawn.randrange(vocab_size) for _ in tokens] for _ in range(size.sequences)]
+    drawn, (count, tokens) = random.Random(SEED), SHORT if experts else LONG
+    each = range(min(tokens, most_tokens))
+    return [[drawn.randrange(vocab_size) for _ in each] for _ in range(count)]
 
 
 def engine_scores(engine: Engine, sequences: Sequence[list[int]]) -> Scores | None:
