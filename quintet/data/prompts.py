@@ -118,7 +118,7 @@ def load_prompts(
             "set model.chat_template, or data.chat=false to feed prompts as they are"
         )
     drafts = _drafts(data, which, seed, needs)
-    return _tokenize(drafts, data, tokenizer, _name(data, which))
+    return _tokenize(drafts, data, tokenizer, path_of(data, which) or data.task)
 
 
 def make_prompts(texts: Sequence[str | Messages], data: Data, tokenizer: Tokenizer) -> PromptSet:
@@ -169,11 +169,6 @@ def is_local(path: str) -> bool:
 
 
 _SIDES: tuple[Which, ...] = ("train", "eval", "sft")
-
-
-def _name(data: Data, which: Which) -> str:
-    path = path_of(data, which)
-    return data.task if path is None else path
 
 
 def _drafts(data: Data, which: Which, seed: int, needs: Collection[str]) -> list[_Draft]:
