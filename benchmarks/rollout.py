@@ -19,13 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -355,28 +356,35 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="quintet-rollout-") as directory:
         model = Path(directory) / "model"
         run_side("write", 1, model, args)
+        sides: list[str] = args.only or ["native", "vllm"]
         found: dict[str, list[list[tuple[float, float]]]] = {}
-        for side in (args.only or ["native", "vllm"]) * args.turns:
-            of_side = found.setdefault(side, [[] for _ in cases_of(args.shape)])
-            for rounds, more in zip(
-                of_side, run_side(side, args.gpus if side == "native" else 1, model, args), strict=True
-            ):
-                rounds += more
-            keep(args, found, side)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was found up to then is kept
+        try:
+            for side in sides * args.turns:
+                of_side = found.setdefault(side, [[] for _ in cases_of(args.shape)])
+                for rounds, more in zip(
+                    of_side, run_side(side, args.gpus if side == "native" else 1, model, args), strict=True
+                ):
+                    rounds += more
+        finally:
+            keep(args, {side: rounds for side, rounds in found.items() if all(rounds)}, sides)
 
 
-def keep(args: argparse.Namespace, found: dict[str, list[list[tuple[float, float]]]], side: str) -> None:
-    """Write the records of what was found up to now, so that nothing is lost with a later side, and print those of this one."""
+def keep(
+    args: argparse.Namespace, found: dict[str, list[list[tuple[float, float]]]], sides: Sequence[str]
+) -> None:
+    """Print and write the records of what was found; none of a side whose baseline was to come."""
     import torch  # noqa: F401  (names the GPUs in records; only now, as it takes memory of them)
 
     records = records_of(args, "tokens_per_second", "tokens/s", _column(found, 0))
     if args.shape == ON_CPU:
         records += records_of(args, "tokens_per_cpu_second", "tokens/CPU s", _column(found, 1))
     for one in records:
-        if one["case"].rpartition("/")[2] == side:
-            print(f"{one['case']}: {one['value']:,.0f} {one['unit']}", flush=True)
+        print(f"{one['case']}: {one['value']:,.0f} {one['unit']}", flush=True)
+    missing = {side for side, baseline in BASELINES.items() if baseline in sides and baseline not in found}
     if not args.shape.startswith("tiny"):
-        write_records(args.out, merged(args.out, records))
+        kept = [one for one in records if one["case"].rpartition("/")[2] not in missing]
+        write_records(args.out, merged(args.out, kept))
 
 
 if __name__ == "__main__":
