@@ -178,7 +178,7 @@ class PolicyWorker(Worker):
             return None, ()
         recipe, asked = (on_device(one, self.device) for one in (self.recipe, self.asked))
         what = self.shape, cast("Command", self.command)
-        return fullest_rank(recipe, *what), cheaper(asked, *what)
+        return fullest_rank(recipe, *what), cheaper(recipe, *what, asked)
 
     # training
 

@@ -104,16 +104,23 @@ def resting(memory: Memory, shares: Mapping[str, float]) -> int:
     return sum(int(size * (1 - shares[kind])) for kind, size in kinds_of(memory).items())
 
 
-def cheaper(recipe: Recipe, shape: ModelShape, command: Command) -> list[tuple[str, int]]:
-    """Return settings with which the recipe is still sound and its fullest rank needs less, and the bytes of that; what costs least first."""
-    now, known = sum(fullest_rank(recipe, shape, command).values()), _broken(recipe, command)
+def cheaper(
+    recipe: Recipe, shape: ModelShape, command: Command, asked: Recipe | None = None
+) -> list[tuple[str, int]]:
+    """Return settings with which the recipe is still sound and its fullest rank needs less, and the bytes of that; what costs least first.
+
+    asked: the recipe as it was written, where something of it is decided since: rules are about that.
+    """
+    now, known = sum(fullest_rank(recipe, shape, command).values()), _broken(asked or recipe, command)
     found = []
     for section, changes in _settings(recipe, shape):
-        part = getattr(recipe, section).model_copy(update=changes)
-        other = recipe.model_copy(update={section: part})
-        if _broken(other, command) - known:
+        written_so, decided = (
+            one.model_copy(update={section: getattr(one, section).model_copy(update=changes)})
+            for one in (asked or recipe, recipe)
+        )
+        if _broken(written_so, command) - known:
             continue
-        needs = sum(fullest_rank(other, shape, command).values())
+        needs = sum(fullest_rank(decided, shape, command).values())
         if needs < (1 - WORTH) * now:
             words = (f"{section}.{one}={written(to)}" for one, to in changes.items())
             found.append((" ".join(words), needs))

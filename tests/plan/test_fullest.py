@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from quintet.data.tokenizer import build_char_tokenizer
 from quintet.plan.fullest import cheaper, fullest_rank
+from quintet.plan.offload import with_shares
 from quintet.plan.out_of_memory import GIB, Held, out_of_memory
 from quintet.recipe.loader import load_recipe
 from quintet.recipe.rules import shape_of
@@ -110,3 +111,29 @@ def test_what_costs_little_is_named_before_what_costs_more(recipe: Any) -> None:
     made = recipe(*without.split())
     keys = [key for key, _ in cheaper(made, shape, "train")]
     assert "engine.recompute=selective engine.recompute_modules=null" in keys
+
+
+def test_advice_goes_by_what_is_decided_and_is_sound_as_it_was_written(recipe: Any) -> None:
+    asked = recipe("algorithm.name=ppo", "algorithm.kl_coef=0.1")
+    shape = shape_of(asked)
+    assert shape is not None
+    decided, _ = with_shares(asked, shape, "train", 2000 * GIB)  # nothing leaves: every role stays
+    advice = dict(cheaper(decided, shape, "train", asked))
+    for setting in ("engine.recompute=full", "engine.tokens_per_microbatch_per_rank=2048"):
+        other = recipe("algorithm.name=ppo", "algorithm.kl_coef=0.1", setting)
+        left = sum(fullest_rank(other, shape, "train").values())  # with all others away
+        stays = sum(fullest_rank(decided, shape, "train").values()) - sum(
+            fullest_rank(asked, shape, "train").values()
+        )
+        assert stays > 0
+        assert advice[setting] == left + stays
+
+
+def test_what_is_decided_breaks_no_rule_that_advice_is_judged_by(recipe: Any) -> None:
+    """Parameters that a rollout of the trainer's own reads never leave: rollout.layout has to say otherwise first."""
+    asked = recipe("rollout.layout.tp=2")
+    shape = shape_of(asked)
+    assert shape is not None
+    decided, _ = with_shares(asked, shape, "train", 4 * GIB)
+    assert decided.engine.offload_params == 1.0
+    assert dict(cheaper(decided, shape, "train", asked)).keys() >= dict(cheaper(asked, shape, "train")).keys()
