@@ -328,7 +328,9 @@ TESTS = {
         "steps scheduled and drawn here are those of vLLM",
     ),
     "kills": run_tests(
-        ["tests/rollout/vllm/test_deaths.py"], "vllm", "started anew, and no sample is missing"
+        ["tests/rollout/vllm/test_deaths.py", "tests/sync/test_group_on_gpus.py"],
+        "vllm",
+        "started anew or left, and no sample is missing",
     ),
     "sglang": run_tests(
         ["tests/rollout/sglang/test_real.py"], "sglang", "it draws, tells and takes what it should"

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -87,7 +88,10 @@ class TransferGroup:
             self._drop_aside()
         else:
             group, self._group = self._group, None
-            group.abort()
+            with suppress(
+                RuntimeError
+            ):  # it takes longer than the time limit, and goes on in a thread of torch's
+                group.abort()
 
     def _drop_aside(self) -> None:
         """Leave in a thread: a group of gloo, when it is dropped, waits for what is under way."""

@@ -191,15 +191,17 @@ class ProcessGroupSender(SharedMemorySender):
                 self._break(error)
 
     def close(self) -> list[Connection]:
-        if any(self._heard[one] < len(self.buckets) for one in self._lines):
-            self.leave()  # a transfer is under way that nobody takes
-        return super().close()
+        under_way = any(self._heard[one] < len(self.buckets) for one in self._lines)
+        given_up = super().close()
+        if under_way:  # a transfer that nobody takes would keep the memory
+            self.leave()
+        return given_up
 
     def leave(self) -> None:
         """Leave the group: there is no next sync."""
-        group, self._group, self._work = self._group, None, {}
-        if group is not None:
-            group.close()
+        if self._group is not None:
+            self._group.close()
+        self._group, self._work = None, {}
 
     def _all_here(self) -> bool:
         return not any(ended(one) for one in self._lines.values())

@@ -96,9 +96,9 @@ class ReceiverState:
         return self.group
 
     def leave(self) -> None:
-        group, self.group = self.group, None
-        if group is not None:
-            group.close()
+        if self.group is not None:
+            self.group.close()
+        self.group = None
 
 
 _TICKETS: Typed[list[Ticket]] = Typed(list[Ticket], "tickets")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from quintet.cluster.environment import LOOPBACK
 from quintet.errors import SyncFailure
+from quintet.sync.senders import ProcessGroupSender, Store
 from quintet.sync.server import ReceiverSpec
 from quintet.sync.source import ChannelSource
 from quintet.sync.wire import notify_absent
@@ -102,6 +106,23 @@ def test_one_that_is_known_to_have_ended_is_not_waited_for(colocated):
     server.plan(specs[:1])
     server.close()
     notify_absent(alive)  # to nobody
+
+
+def test_a_sender_that_gives_up_tells_those_who_wait_before_it_leaves_the_group():
+    """What it leaves may take long: it is a transfer under way."""
+    ours, theirs = Pipe()
+    sender = ProcessGroupSender(["one"], [], 5.0, Store(LOOPBACK, 5.0), "gloo")
+    left = []
+
+    def leave() -> None:
+        left.append(theirs.poll())
+
+    sender._lines, sender._heard, sender.lost = {"one": ours}, {"one": -1}, {}
+    sender._group = SimpleNamespace(close=leave)
+    assert sender.close() == [ours]
+    assert left == [True]
+    assert sender.lost == {"one": "the trainer failed"}
+    assert sender._group is None
 
 
 @pytest.mark.usefixtures("alone")
