@@ -271,7 +271,7 @@ def _check_device(recipe: schema.Recipe, command: Command) -> None:
     known = {problem.message for problem in broken_rules(recipe, command)}
     for problem in broken_rules(on_device(recipe, "cpu"), command):
         if problem.message not in known:
-            raise UserError(f"{problem.message}. This machine has none, so that cluster.device=auto is cpu")
+            raise UserError(f"{problem.message}. This machine has no GPU, so that cluster.device=auto is cpu")
 
 
 def _check_lengths(prompts: PromptSet, recipe: schema.Recipe, generated: int) -> None:

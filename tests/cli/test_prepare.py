@@ -122,7 +122,7 @@ def test_what_needs_gpus_is_refused_without_them(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     prepare(settings, "generate", tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UserError, match=r"optimizer.cpu_fraction .* needs GPUs: .* This machine has none"):
+    with pytest.raises(UserError, match=r"optimizer.cpu_fraction .* needs GPUs: .* This machine has no GPU"):
         prepare(settings, "generate", tmp_path)
     prompts_cut = recipe(model, rollout={"backend": "vllm", "vllm": {"enable_chunked_prefill": True}})
     with pytest.raises(UserError, match=r"enable_chunked_prefill=true: .*so that cluster.device=auto is cpu"):

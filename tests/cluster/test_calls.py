@@ -169,6 +169,8 @@ def test_ranks_beside_others_are_on_their_node_with_their_devices(
     on_gpus = replace(there, gpus=(4, 5))
     place = Place(0, 1, 0, 1, "cuda:0", "here", 1, 60.0)
     assert rank_environment(place, on_gpus.gpus, True)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    on_cpu = rank_environment(replace(place, device="cpu"), (), True)
+    assert on_cpu["CUDA_VISIBLE_DEVICES"] == ""  # of what the node has none is seen
 
 
 @pytest.mark.parametrize(("given", "threads"), [(None, 16), ("3", 3), ("4,2", 4), ("", 16)])

@@ -67,7 +67,9 @@ def test_a_command_answers_soon_and_without_ray(command: str, model: Path, tmp_p
         assert done.stdout.startswith("accuracy ")
 
 
-def test_what_is_much_or_laid_out_over_ranks_has_processes(model: Path) -> None:
+def test_what_is_much_or_laid_out_over_ranks_has_processes(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def is_little(command: session.Command, *overrides: str, prompts: int = 1) -> bool:
         recipe = load_recipe(DEMO, ["model.build=null", f"model.path={model}", *overrides], command=command)
         inputs = session.prepare(recipe, command, model, texts=PROMPTS[:1] * prompts)
@@ -82,6 +84,10 @@ def test_what_is_much_or_laid_out_over_ranks_has_processes(model: Path) -> None:
     assert not is_little("train")
     assert is_little("eval")
     assert not is_little("eval", "train.eval_samples_per_prompt=16")
+    monkeypatch.setattr(
+        "torch.cuda.device_count", lambda: 1
+    )  # this process sees it, whatever the ranks compute on
+    assert not is_little("generate", "cluster.device=cpu")
 
 
 @pytest.mark.slow

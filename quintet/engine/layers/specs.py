@@ -64,7 +64,7 @@ def choose_backend(name: str) -> str:
     if name == "transformer_engine":
         raise UserError(
             f"engine.backend=transformer_engine: {problem}; install transformer-engine[pytorch] on a machine with "
-            "an NVIDIA GPU, or leave engine.backend at auto"
+            "an NVIDIA GPU (on all nodes, where the ranks have it), or set engine.backend=portable"
         )
     return _tell("portable", f"no TransformerEngine: {problem}")
 

@@ -53,7 +53,7 @@ def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
 def absorbed_kept(model: torch.nn.Module) -> Iterator[None]:
     """Have the matrices that latent attention decodes with stay where they are while weights are loaded again.
 
-    vLLM makes them of `kv_b_proj` after each load; where that is in 8 bits, in new memory, while captured graphs know the first (0.20.2, 0.32.0;
+    vLLM makes them of `kv_b_proj` after each load; where that is in 8 bits, 0.20.2 takes new memory, while captured graphs know the first (
     test_fp8.py::test_matrices_made_of_weights_stay_where_graphs_know_them).
     """
     kept = [
