@@ -95,10 +95,12 @@ def _looks(recipe: Recipe, command: RecipeCommand, gpu_gib: float | None) -> dic
 def _prepare(recipe: Recipe, command: RecipeCommand) -> list[str]:
     """Read and check all that the command reads before it starts anything, by its own function, and say what there is."""
     from quintet.data.prompts import path_of
+    from quintet.runs.resume import find_resume
     from quintet.train.inputs import prepare
 
+    resume = None if recipe.resume is None else find_resume(recipe, command)
     with tempfile.TemporaryDirectory() as scratch:
-        inputs = prepare(recipe, command, Path(scratch), starts=False)
+        inputs = prepare(recipe, command, Path(scratch), resume, starts=False)
     data = recipe.data
     found: dict[Which, PromptSet | None] = {"train": inputs.train, "eval": inputs.eval}
     if data.sft_path is not None:

@@ -55,6 +55,8 @@ def from_jsonl(path: Path) -> Iterator[FileRow]:
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
+            if b"\\ud" in line.lower():  # half of a pair is no text, and would be found where it is written
+                json.dumps(row, ensure_ascii=False).encode()
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from None
         except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 import string
@@ -78,10 +79,12 @@ class PromptSet:
         return PromptSet([self.prompts[i] for i in sorted(chosen)], self.name, self.notes)
 
     def fingerprint(self) -> str:
-        """Return the digest of the rendered prompts in order, to tell on resume that the data is still the same."""
+        """Return the digest of prompts, answers and responses in order, to tell on resume that the data is still the same: as they were given,
+        for a chat template may write the date."""
         digest = hashlib.blake2b(digest_size=8)
         for prompt in self.prompts:
-            digest.update(prompt.text.encode() + b"\0")
+            given = (prompt.messages_or_text, prompt.answer, prompt.response)
+            digest.update(json.dumps(given).encode() + b"\0")
         return digest.hexdigest()
 
 
@@ -265,7 +268,7 @@ def _column(row: FileRow, key: str, recipe_key: str) -> Any:
 def _text(row: FileRow, key: str, recipe_key: str, needed: bool) -> str | None:
     value = _column(row, key, recipe_key) if needed else row.columns.get(key)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        if needed or value is not None:
+        if needed:
             raise UserError(f"{row.source}: column {key!r} must be text or a number, got {_shown(value)}")
         return None
     return str(value)

@@ -49,7 +49,7 @@ class PromptStream:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "prompts": len(self._prompts),
-            "fingerprint": self._prompts.fingerprint(),
+            "digest": self._prompts.fingerprint(),
             "response_tokens": self.lengths.state_dict(),
         }
 
@@ -62,12 +62,12 @@ class PromptStream:
         mine = self.state_dict()
         names = {
             "prompts": f"number of prompts in {self._prompts.name}",
-            "fingerprint": f"content of {self._prompts.name}",
+            "digest": f"content of {self._prompts.name}",
             "seed": "run.seed",
             "shuffle": "data.shuffle",
         }
         for key, name in names.items():
-            if state[key] != mine[key]:
+            if key in state and state[key] != mine[key]:  # a checkpoint of before has another digest
                 raise UserError(
                     f"cannot resume the order of prompts: {name} was {state[key]} and is now {mine[key]}; "
                     "restore it, or start a new run"

@@ -11,9 +11,7 @@ INCOMPLETE = "\ufffd"
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
     """Return what a text has before any of the stop strings, which end a response and are no part of it."""
-    for one in stop:
-        text = text.split(one)[0]
-    return text
+    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]
 
 
 class TextPieces:

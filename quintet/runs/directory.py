@@ -156,14 +156,14 @@ class RunDirectory:
 
     def keep_chat_template(self, text: str) -> None:
         """Write the chat template that prompts are made with. Raises UserError when a run would go on with another one."""
-        before = self.chat_template.read_text(encoding="utf-8") if self.chat_template.is_file() else None
+        before = self.chat_template.read_bytes().decode() if self.chat_template.is_file() else None
         if before not in (None, text):
             raise UserError(
                 f"model.chat_template: it is not what the run began with, which is in {self.chat_template}; name that one, or begin "
                 "a new run (resume=null)"
             )
         try:
-            self.chat_template.write_text(text, encoding="utf-8")
+            self.chat_template.write_bytes(text.encode())
         except OSError as error:
             raise UserError(f"run.dir: {self.chat_template} cannot be written: {error.strerror}") from None
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quintet.data.prompts import PromptSet, alphabet_of, load_prompts, make_prompts
+from quintet.data.prompts import Prompt, PromptSet, alphabet_of, load_prompts, make_prompts
 from quintet.data.stream import PromptStream
 from quintet.data.tokenizer import build_char_tokenizer, load_tokenizer
 from quintet.errors import UserError
@@ -121,6 +122,7 @@ def test_chat_template_and_system_prompt(tmp_path: Path, tokenizer: Any) -> None
             r":17: .*must end in a message",
         ),
         (b'{"prompt": "\xff", "answer": "1"}', r"bad\.jsonl:17: not UTF-8"),
+        (b'{"prompt": "x", "answer": "\\uD83D"}', r"bad\.jsonl:17: not valid JSON .*surrogates not allowed"),
         (b'{"prompt": "x\\u4e00", "answer": "1"}', r"bad\.jsonl:17: the tokenizer does not know"),
         (
             b'{"prompt": "' + b"x" * 101 + b'", "answer": "1"}',
@@ -134,6 +136,26 @@ def test_bad_line_17(tmp_path: Path, tokenizer: Any, line: bytes, message: str) 
     (tmp_path / "bad.jsonl").write_bytes(b"\n".join([good] * 16 + [line] + [good] * 3))
     with pytest.raises(UserError, match=message):
         load(tmp_path / "bad.jsonl", tokenizer, max_prompt_tokens=100)
+
+
+def test_pairs_are_text_and_columns_that_are_not_needed_may_be_anything(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    row = b'{"prompt": "x", "answer": "\\ud83d\\ude00", "response": ["no", "text"]}'
+    (tmp_path / "odd.jsonl").write_bytes(row)
+    (prompt,) = load(tmp_path / "odd.jsonl", tokenizer)
+    assert (prompt.answer, prompt.response) == ("\U0001f600", None)
+
+
+def test_the_same_data_are_known_whatever_the_template_makes_of_them() -> None:
+    asked = [{"role": "user", "content": "1+1"}]
+    prompts = [
+        Prompt(0, asked, [1], f"Today is {day}. 1+1", answer, response, [], "f:1")
+        for day, answer, response in (("Monday", "2", "two"), ("Tuesday", "2", "two"), ("Monday", "3", "two"))
+    ]
+    of = [PromptSet([one], "f").fingerprint() for one in [*prompts, replace(prompts[0], response="2")]]
+    assert of[0] == of[1]
+    assert len(set(of)) == 3
 
 
 def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quintet.data.text_pieces import INCOMPLETE, TextPieces
+from quintet.data.text_pieces import INCOMPLETE, TextPieces, before_stop
 from quintet.data.tokenizer import decoder
 from tests.data.byte_tokenizer import byte_tokenizer
 
@@ -58,3 +58,9 @@ def test_all_of_any_response_is_told_and_nothing_is_taken_back(ids: list[int], s
     assert all(pieces)
     if INCOMPLETE not in decode(ids):
         assert not any(INCOMPLETE in piece for piece in pieces)
+
+
+def test_a_response_ends_before_the_stop_string_that_begins_first() -> None:
+    assert before_stop("a\nbc", ["b", "\nb"]) == "a"
+    assert before_stop("abc", ["c", "b"]) == "a"
+    assert before_stop("abc", []) == before_stop("abc", ["x"]) == "abc"

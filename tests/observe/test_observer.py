@@ -435,12 +435,13 @@ def test_a_run_goes_on_with_the_chat_template_it_began_with(recipe: Recipe) -> N
     directory = RunDirectory.create(recipe)
     assert _template_of_run(directory.checkpoints / "step-000001" / "policy") is None
     for _ in range(2):
-        directory.keep_chat_template("{{ messages }}")
+        directory.keep_chat_template("{{ messages }}\r\n")
+        directory.keep_chat_template("{{ messages }}\r\n")  # as a run that goes on does
     with pytest.raises(
         UserError, match=r"model\.chat_template: it is not what the run began with.*resume=null"
     ):
         directory.keep_chat_template("{{ messages[0] }}")
-    assert _template_of_run(directory.checkpoints / "step-000001" / "policy") == "{{ messages }}"
+    assert _template_of_run(directory.checkpoints / "step-000001" / "policy") == "{{ messages }}\r\n"
 
 
 @pytest.mark.parametrize(

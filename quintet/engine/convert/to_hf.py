@@ -167,7 +167,7 @@ def _template_of_run(path: Path) -> str | None:
     """The chat template that the run used."""
     run = _run_of(path)
     file = None if run is None else run / CHAT_TEMPLATE
-    return file.read_text(encoding="utf-8") if file is not None and file.is_file() else None
+    return file.read_bytes().decode() if file is not None and file.is_file() else None
 
 
 def _of_run(path: Path) -> Iterator[Path]:
