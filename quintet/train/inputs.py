@@ -207,7 +207,7 @@ def _read_data(inputs: Inputs, recipe: schema.Recipe, command: Command, starts: 
             found[which] = one
     inputs.train = found.get("train")
     inputs.sft = found.get("sft", inputs.train) if response else None
-    if inputs.train is not None:
+    if inputs.train is not None and command != "sft":
         _check_lengths(inputs.train, recipe, recipe.rollout.max_response_tokens)
         if command == "train":
             inputs.notes += _too_few(inputs.train, "train.prompts_per_step", recipe.train.prompts_per_step)
@@ -276,10 +276,10 @@ def _check_device(recipe: schema.Recipe, command: Command) -> None:
 
 def _check_lengths(prompts: PromptSet, recipe: schema.Recipe, generated: int) -> None:
     """Prompt and longest response must fit a micro-batch, for every prompt, before anything is generated. generated: the longest
-    response that may be."""
+    response that may be; 0 where the prompts' own are trained on."""
     fit: set[int] = set()
     for prompt in prompts:
-        longest = max(generated, len(prompt.response_ids))
+        longest = generated or len(prompt.response_ids)
         total = len(prompt.token_ids) + longest
         if total in fit:
             continue
@@ -287,7 +287,7 @@ def _check_lengths(prompts: PromptSet, recipe: schema.Recipe, generated: int) ->
         if (over := overflow(recipe, total, roles_of(recipe) if generated else ())) is not None:
             why, fits = over
             less = "lower rollout.max_response_tokens"
-            if longest > generated:  # problems of a built-in task have no row
+            if not generated:  # problems of a built-in task have no row
                 less = "take the row out" if prompt.row else "make problems shorter (data.task_options)"
             raise UserError(
                 f"{prompt.source}: {len(prompt.token_ids)} prompt tokens and up to {longest} of response are "

@@ -94,6 +94,9 @@ def test_a_row_that_fits_no_micro_batch_is_told_with_what_it_fits(model: Path, t
     said = r"sft.jsonl:2: .* are 155, .*per_rank=64 × layout.cp=2. It fits with engine.tokens_per_microbatch_per_rank=78 or layout.cp=4; or take the row out"
     with pytest.raises(UserError, match=said):
         prepare(long, "sft", tmp_path)
+    fits = {"engine": {"tokens_per_microbatch_per_rank": 64}, "rollout": {"max_response_tokens": 32}}
+    generates = data | {"train_path": str(file), "answer_key": "", "sft_path": None}
+    prepare(recipe(model, data=generates, **fits), "generate", tmp_path)  # which looks at no response
 
 
 def test_a_problem_that_fits_no_micro_batch_has_no_row_to_take_out(model: Path, tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ def test_vllm_reads_no_weights_where_a_sync_brings_all(
 ) -> None:
     """It would make up buffers as well, which no sync brings."""
     made: list[Any] = []
-    monkeypatch.setattr("quintet.rollout.vllm.rollout.VllmRollout", lambda *_, **how: made.append(how["empty"]))
+    monkeypatch.setattr(
+        "quintet.rollout.vllm.rollout.VllmRollout", lambda *_, **how: made.append(how["empty"])
+    )
     recipe = Recipe.model_validate({"model": model, "rollout": {"backend": "vllm", "vllm": vllm}})
     make_rollout(recipe, Path("model"), device="cpu", decode=str)
     assert made == [empty]
