@@ -85,9 +85,11 @@ def as_they_came(samples: Samples, source: Source) -> Samples:
 @dataclass(frozen=True)
 class Refill:
     """Groups with a signal alone, and others generated in place of those without, so many times at most (DAPO's dynamic
-    sampling). Where too few are found a step is filled up with groups without signal: its size is the same every time."""
+    sampling). Where too few are found a step is filled up with groups without signal: its size is the same every time, and its mini-batches, which
+    are consecutive groups, have as many of them."""
 
     most: int
+    minibatches: int = 1
 
     def __call__(self, samples: Samples, source: Source) -> Samples:
         """Generate more until there are enough."""
@@ -101,7 +103,10 @@ class Refill:
         idle = [group for group in range(len(samples.prompts)) if group not in set(found)]
         source.tell("dapo/generated_groups", float(len(samples.prompts)))
         source.tell("dapo/groups_with_signal", float(min(len(found), wanted)))
-        return samples.select((found + idle)[:wanted])
+        chosen = (found + idle)[:wanted]
+        return samples.select(
+            [one for first in range(self.minibatches) for one in chosen[first :: self.minibatches]]
+        )
 
 
 _ROUTES: dict[str | None, tuple[RouteUse | None, RouteUse | None]] = {
@@ -128,7 +133,9 @@ def algorithm_of(recipe: Recipe, roles: Mapping[str, Role]) -> Algorithm:
     if critic is None:
         normalize = {"normalize_by_std": wanted.normalize_by_std}
         return Algorithm(
-            Refill(wanted.max_refills) if wanted.name == "dapo" else as_they_came,
+            Refill(wanted.max_refills, recipe.train.mini_batches_per_step)
+            if wanted.name == "dapo"
+            else as_they_came,
             tuple(scores),
             MakeAdvantages(policy, Advantages("group", normalize)),
             (TrainedRole(policy, objective, recipe.optimizer, steps),),

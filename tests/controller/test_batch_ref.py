@@ -118,6 +118,15 @@ def test_refills_end_and_the_step_keeps_its_size() -> None:
     assert source.told["dapo/groups_with_signal"] == 1
 
 
+@pytest.mark.parametrize("found", [1, 3, 4, 5, 6])
+def test_mini_batches_have_as_many_groups_with_signal(found: int) -> None:
+    first = samples([[0, 1]] * found + [[1, 1]] * (6 - found), "a", [])
+    chosen = Refill(1, minibatches=2)(first, Given(samples([[1, 1]] * (6 - found), "b", [])))
+    with_signal = [sum(half <= group < half + 3 for group in chosen.groups_with_signal()) for half in (0, 3)]
+    assert sum(with_signal) == found
+    assert abs(with_signal[0] - with_signal[1]) <= 1
+
+
 def test_a_penalty_is_no_signal() -> None:
     first = samples([[1, 1]], "a", [])
     first.rewards[1] = RewardResult(1.0, {}, penalty=0.5)
