@@ -287,7 +287,8 @@ def interrupted(described, tmp_path, monkeypatch):
     run = tmp_path / "runs" / "math-20261121-090000"
     saved = load_recipe("my.yaml").model_dump(mode="json")
     for step in (20, 40, 60):
-        save(Checkpoints(run / "checkpoints"), "rl", step, recipe=saved)
+        data = {"epoch": 0, "position": 64 * step}
+        save(Checkpoints(run / "checkpoints"), "rl", step, recipe=saved, data=data)
     (run / "checkpoints" / "step-000060" / "manifest.json").unlink()
     (run / "checkpoint").mkdir()
     (run / "checkpoint" / "config.json").touch()
