@@ -31,7 +31,8 @@ def told(recipe: Recipe, command: str) -> Iterator[str]:
 
 
 def _algorithm(algorithm: Algorithm) -> str:
-    values = ", ".join(f"{key}={written(getattr(algorithm, key))}" for key in _READ_BY[algorithm.name])
+    keys = [*_READ_BY[algorithm.name], *(("kl_estimator", "kl_in") if algorithm.kl_coef else ())]
+    values = ", ".join(f"{key}={written(getattr(algorithm, key))}" for key in keys)
     own = [
         f"{key}={written(value)}"
         for key, value in NAME_SETS.get(algorithm.name, {}).items()

@@ -202,6 +202,21 @@ BROKEN = [
         ["sft.optimizer.schedule=wsd needs sft.optimizer.decay_steps"],
     ),
     (
+        "kl_holds_the_policy",
+        ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"],
+        ["algorithm.kl_estimator=k1 with algorithm.kl_in=loss", "use k2 or k3"],
+    ),
+    (
+        "kl_holds_the_policy",
+        [
+            "algorithm.name=ppo",
+            "algorithm.kl_coef=0.1",
+            "algorithm.kl_in=reward",
+            "algorithm.kl_estimator=k3",
+        ],
+        ["algorithm.kl_estimator=k3 with algorithm.kl_in=reward", "use k1"],
+    ),
+    (
         "keys_are_read",
         ["algorithm.kl_estimator=k1"],
         ["kl_estimator=k1 is not read while algorithm.kl_coef=0"],
@@ -289,7 +304,8 @@ def test_a_broken_rule_is_told_with_its_keys(
         ],
         ["algorithm.name=ppo", "critic.warmup_steps=100", "train.steps=1", "algorithm.normalize_by_std=true"],
         ["train.mini_batches_per_step=4"],
-        ["algorithm.kl_estimator=k1", "algorithm.kl_coef=0.1"],
+        ["algorithm.kl_estimator=k2", "algorithm.kl_coef=0.1"],
+        ["algorithm.name=ppo", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"],
         [
             "algorithm.kl_estimator=k3",
             "data.prompt_key=prompt",

@@ -83,3 +83,21 @@ def overlong_fits(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             f"reward.overlong_tokens={reward.overlong_tokens} is more than rollout.max_response_tokens={longest}; use fewer"
         )
+
+
+@rule
+def kl_holds_the_policy(facts: Facts) -> Iterator[Problem]:
+    """The KL to the reference policy has an estimator whose gradient, where it counts, is towards the reference."""
+    wanted = facts.recipe.algorithm
+    if wanted.kl_coef == 0 or (wanted.kl_in == "reward") == (wanted.kl_estimator == "k1"):
+        return
+    if wanted.kl_in == "reward":
+        yield Problem(
+            f"algorithm.kl_estimator={wanted.kl_estimator} with algorithm.kl_in=reward: taken off a reward its gradient is another than the "
+            "KL's, and with k3 none near the reference and away from it farther off; use k1"
+        )
+    else:
+        yield Problem(
+            "algorithm.kl_estimator=k1 with algorithm.kl_in=loss: its gradient comes to nothing in expectation; use k2 or k3, or with ppo "
+            "algorithm.kl_in=reward"
+        )

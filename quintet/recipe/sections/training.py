@@ -159,6 +159,7 @@ class Algorithm(Section):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference policy (the weights RL starts from); 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k2 or k3 in the loss, k1 in the reward, where it is the default: of each the gradient holds the policy to the reference."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts: as a term of the policy's loss, or (ppo) taken off each token's reward."""
     max_refills: PositiveInt = 3
@@ -174,6 +175,8 @@ class Algorithm(Section):
         for key, value in NAME_SETS.get(self.name, {}).items():
             if key not in self.model_fields_set:
                 setattr(self, key, value)
+        if self.kl_coef and self.kl_in == "reward" and "kl_estimator" not in self.model_fields_set:
+            self.kl_estimator = "k1"
         return self
 
 
