@@ -6,7 +6,6 @@ ranks that generated them until the controller has planned who trains on what; t
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -72,6 +71,7 @@ SYNC_TIMEOUT_S = 60.0
 """How long a rollout may take to come for weights, or to take a bucket."""
 
 
+_DEVICE: Typed[tuple[int, str]] = Typed(tuple[int, str], "a device's bytes and name")
 _LAYERS: Typed[list[str]] = Typed(list[str], "layers and kernels")
 
 
@@ -116,13 +116,10 @@ class PolicyWorker(Worker):
 
     def _devices(self) -> tuple[int | None, str | None]:
         """Bytes of the smallest device of all ranks, None on a CPU; and the name of the devices, None where they differ. Collective."""
-        name = self.device_name()
-        number = zlib.crc32(name.encode())
         size = 0 if self.device == "cpu" else torch.cuda.mem_get_info(self.device)[1]
-        least = torch.tensor([size, number, -number])
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        smallest, low, high = least.tolist()
-        return smallest or None, name if low == -high else None
+        ranks = gathered(_DEVICE, (size, self.device_name()))
+        names = {name for _, name in ranks}
+        return min(ranks)[0] or None, names.pop() if len(names) == 1 else None
 
     def _layers(self) -> list[str]:
         """The back end of layers, and which kernels of experts can be had with it. Raises UserError where ranks differ. Collective."""
