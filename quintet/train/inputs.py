@@ -268,8 +268,9 @@ def _check_device(recipe: schema.Recipe, command: Command) -> None:
         raise UserError(
             "cluster.device=cuda needs NVIDIA GPUs; set cluster.device=cpu to do without. This machine has none"
         )
-    known = {problem.message for problem in broken_rules(recipe, command)}
-    for problem in broken_rules(on_device(recipe, "cpu"), command):
+    problems = broken_rules(on_device(recipe, "cpu"), command)
+    known = {problem.message for problem in broken_rules(recipe, command)} if problems else set()
+    for problem in problems:
         if problem.message not in known:
             raise UserError(f"{problem.message}. This machine has no GPU, so that cluster.device=auto is cpu")
 
