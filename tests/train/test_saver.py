@@ -254,13 +254,15 @@ def test_a_reference_that_does_not_load_sets_no_checkpoint_aside(made, ranks):
     assert "step-000001" not in str(error.value)
 
 
-def test_room_is_looked_at_before_a_save(made, ranks, monkeypatch):
+@pytest.mark.parametrize(("by_formula", "needed"), [(10, r"0\.1 KiB"), (3000, r"2\.9 KiB")])
+def test_room_is_looked_at_before_a_save(made, ranks, monkeypatch, by_formula, needed):
+    monkeypatch.setattr("quintet.train.saver.checkpoint_bytes", lambda *given: by_formula)
     run = made(every_steps=1)
     steps(run, range(1, 3))
     size = json.loads((run.saver.checkpoints.directory / "step-000001/manifest.json").read_text())["files"]
     assert size == {"policy/0.distcp": 100}
     monkeypatch.setattr("quintet.train.saver._free", lambda path: 99)
-    with pytest.raises(UserError, match=r"not enough room \(needed: about 0\.1 KiB, free there: 0\.1 KiB\)"):
+    with pytest.raises(UserError, match=rf"not enough room \(needed: about {needed}, free there: 0\.1 KiB\)"):
         steps(run, range(3, 4))
 
 
