@@ -1,4 +1,4 @@
-"""Losses per token, by name, and their registry.
+"""Losses per token.
 
 A loss maps the log-probs of a micro-batch's tokens, and the batch's fields at those tokens, to one loss value a token.
 How they become one number is `aggregation`'s business, so a loss needs to know nothing of micro-batches or ranks.
@@ -7,8 +7,7 @@ How they become one number is `aggregation`'s business, so a loss needs to know 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,29 +24,8 @@ class TokenLoss(NamedTuple):
     """Detached per-token quantities [tokens] to log, for `Tally.add` with the loss mask."""
 
 
-# (log-probs [tokens], per-token fields by name each [tokens], **settings) -> TokenLoss
-LossFunction = Callable[..., TokenLoss]
 BoundLoss = Callable[[Tensor, Mapping[str, Tensor]], TokenLoss]
-_LOSSES: dict[str, LossFunction] = {}
-
-
-def register_loss(name: str) -> Callable[[LossFunction], LossFunction]:
-    """Return a decorator that makes a loss known under `name`."""
-
-    def register(function: LossFunction) -> LossFunction:
-        if name in _LOSSES:
-            raise ValueError(f"a loss named {name!r} is already registered")
-        _LOSSES[name] = function
-        return function
-
-    return register
-
-
-def load_loss(name: str, **settings: Any) -> BoundLoss:
-    """Return the loss called `name` with its settings fixed: a picklable function of (log-probs, fields)."""
-    if name not in _LOSSES:
-        raise ValueError(f"unknown loss {name!r}; known: {', '.join(sorted(_LOSSES))}")
-    return partial(_LOSSES[name], **settings)
+"""(log-probs [tokens], per-token fields by name each [tokens]) → TokenLoss: one of the losses here with its settings fixed."""
 
 
 def policy_loss(
@@ -88,7 +66,6 @@ def policy_loss(
     )
 
 
-@register_loss("clipped")
 def clipped_loss(
     logprobs: Tensor,
     fields: Mapping[str, Tensor],
@@ -115,7 +92,6 @@ def clipped_loss(
     return TokenLoss(per_token, {**loss.stats, "ref_kl": divergence.detach()})
 
 
-@register_loss("sft")
 def sft_loss(logprobs: Tensor, fields: Mapping[str, Tensor]) -> TokenLoss:
     """Return the negative log-likelihood of each trained token; reads the field `loss_mask` [tokens]."""
     per_token = -torch.where(fields["loss_mask"] > 0, logprobs, 0.0)

@@ -1,6 +1,6 @@
 """The value model's loss per token, and how much of the returns its values explain.
 
-It is registered beside the policy losses and has their form, with values in the place of log-probs.
+It has the form of the policy losses, with values in the place of log-probs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quintet.algorithms.policy_loss import TokenLoss, register_loss
+from quintet.algorithms.policy_loss import TokenLoss
 
 
 def value_loss(
@@ -54,7 +54,6 @@ def value_loss(
     )
 
 
-@register_loss("value")
 def value_loss_of_fields(values: Tensor, fields: Mapping[str, Tensor], *, clip: float | None) -> TokenLoss:
     """Return `value_loss` on the fields `old_values`, `returns`, `loss_mask`; each [tokens]."""
     return value_loss(values, fields["old_values"], fields["returns"], fields["loss_mask"], clip)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from quintet.algorithms import (
-    kl,
-    value_loss,  # noqa: F401  (registers the loss "value")
-)
-from quintet.algorithms.policy_loss import BoundLoss, load_loss
+from quintet.algorithms import kl
+from quintet.algorithms.policy_loss import BoundLoss, clipped_loss, sft_loss
+from quintet.algorithms.value_loss import value_loss_of_fields
 from quintet.controller.messages import RouteUse
 from quintet.recipe import schema
 
@@ -73,8 +72,8 @@ def policy_objective(
     """Return the objective of an RL step. routes: what it replays."""
     reads = (("ref_logprobs", recipe.kl_coef > 0), ("routes", routes is not None))
     return Objective(
-        load_loss(
-            "clipped",
+        partial(
+            clipped_loss,
             clip_low=recipe.clip_low,
             clip_high=recipe.clip_high,
             kl_coef=recipe.kl_coef if recipe.kl_in == "loss" else 0.0,
@@ -89,9 +88,9 @@ def policy_objective(
 
 def sft_objective() -> Objective:
     """Return the negative log-likelihood of the responses."""
-    return Objective(load_loss("sft"))
+    return Objective(sft_loss)
 
 
 def value_objective(clip: float | None) -> ValueObjective:
     """Return the clipped value loss of PPO; reads the fields `old_values`, `returns`, `loss_mask` and `weights`."""
-    return ValueObjective(load_loss("value", clip=clip))
+    return ValueObjective(partial(value_loss_of_fields, clip=clip))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quintet.algorithms.aggregation import Tally
-from quintet.algorithms.policy_loss import load_loss
-from quintet.algorithms.value_loss import explained_variance, value_loss
+from quintet.algorithms.value_loss import explained_variance, value_loss, value_loss_of_fields
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def example(tokens: int, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
 @given(st.integers(1, 12), st.integers(0, 500), st.sampled_from([None, 0.2, 1.0]))
 def test_gradient_and_mask(tokens, seed, clip):
     values, fields = example(tokens, seed)
-    loss = load_loss("value", clip=clip)
+    loss = partial(value_loss_of_fields, clip=clip)
     out = loss(values, fields)
     on = fields["loss_mask"] > 0
     (gradient,) = torch.autograd.grad(out.per_token.sum(), values)
