@@ -20,13 +20,23 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = re.compile(
     # A minus is a sign only where it does not join two things: "16-4", "16 -4", "x-2".
     r"(?P<minus>(?<![\w)\]}])(?<![\d)\]}] )-)?"
-    rf"(?P<above>{_DIGITS}(?:\.\d+)?|\.\d+)"
+    r"(?:(?P<whole>\d{1,9})\s(?=\d{1,9}\s?/\s?\d))?"
+    rf"(?P<above>{_DIGITS}(?:\.\d+)?|\.\d+)(?P<clock>(?::\d+)+)?"
     r"(?P<exponent>[eE][+-]?\d{1,3}(?!\d))?"
     rf"(?:\s?/\s?(?P<below>{_DIGITS}))?"
-    r"(?P<scale>\s(?:thousand|million|billion|trillion)\b)?",
+    r"(?P<scale>\s{1,3}(?i:thousand|million|billion|trillion)\b)?",
     re.ASCII,
 )
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_CHARACTERS = str.maketrans("０１２３４５６７８９．，－−–", "0123456789.,---")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]{0,99})\}")
+_TENS = re.compile(r"(?<=\d)\s?(?:\\times|\\cdot|×)\s?10\s?\^\s?\{?(-?\d{1,3})\}?")
+_UNIT_POWER = re.compile(r"(?:(?<=[A-Za-z]{2})|(?<=[\W\d][ms]))\s?\^\s?\{?[23]\}?")
+_COMPUTED = re.compile(
+    r"[!|<>]|\w\s?[+*]|\d\s?-\s?\d|\^(?!\{?\s?(?:\\circ|th))|"
+    r"\\(?:sqrt|log|ln|exp|sin|cos|tan|pi|pm|times|cdot|div|[lg](?:eq?|t))(?![a-z])"
+)
+"""What makes another number of the one that stands in a box."""
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[\d.,]{1,32})\s*\}\s*\{\s*([\d.,]{1,32})\s*\}|(\d)(\d))")
 
 
@@ -65,8 +75,8 @@ def final_answer(response: str) -> FinalAnswer | None:
 def final_number(response: str) -> Fraction | None:
     """Return the number a response ends up with, or None.
 
-    In "#### …" and "the answer is …" it is the first number (behind the last "="), a box must hold just one, and
-    an unmarked response gives its last.
+    In "#### …" and "the answer is …" it is the first number (behind the last "="), a box must hold just one and
+    nothing that makes another of it (5!, \\sqrt{16}), and an unmarked response gives its last.
     """
     found = final_answer(response)
     if found is None:
@@ -76,10 +86,16 @@ def final_number(response: str) -> Fraction | None:
         unmarked = not _MARK.search(response[-LONGEST_TEXT:])
         numbers = numbers_in(found.text) or (numbers_in(response) if unmarked else [])
         return numbers[-1] if numbers else None
-    numbers = numbers_in(found.text.rpartition("=")[2])
-    if found.kind == "box" and len(set(numbers)) > 1:
+    text = behind_equals(found.text)
+    numbers = numbers_in(text)
+    if found.kind == "box" and (len(set(numbers)) > 1 or _COMPUTED.search(text)):
         return None
     return numbers[0] if numbers else None
+
+
+def behind_equals(text: str) -> str:
+    """Return what stands behind the last "=" in `text`, plain, with a minus in front joined to its number."""
+    return re.sub(r"^-\s+", "-", _plain(text.rpartition("=")[2]).strip())
 
 
 def to_number(text: str) -> Fraction | None:
@@ -101,7 +117,7 @@ def _end(text: str) -> FinalAnswer | None:
 
 def _said(rest: str) -> FinalAnswer | None:
     """The answer in what follows "the answer is"; None if nothing that looks like one does."""
-    start = rest.lstrip(" \t\r\n:=*")
+    start = re.sub(r"^(?:[\s:=*]|(?:\\\[|\$\$)[ \t]*\n)+", "", rest)
     end = _SENTENCE_END.search(start)
     sentence = (start[: end.start()] if end else start).strip()
     if re.search(r"[\d$\\]|^\W*[A-J]\W*$", sentence):
@@ -125,8 +141,9 @@ def _braced(text: str) -> str | None:
 
 def _plain(text: str) -> str:
     """`text` without the dress of numbers: currency, LaTeX spacing and fractions, emphasis."""
-    text = text[-LONGEST_TEXT:].replace("\u2212", "-").replace("\\$", "$").replace("\\%", "%")
+    text = text[-LONGEST_TEXT:].translate(_CHARACTERS).replace("\\$", "$").replace("\\%", "%")
     text = re.sub(r"\{,\}|\\[!,]", "", text).replace("**", " ")
+    text = _UNIT_POWER.sub("", _TENS.sub(r"e\1", _TEXT.sub(r" \1", text)))
     text = _FRACTION.sub(_slashed, text)
     text = re.sub(r"-\s?[$€£]\s?|[$€£]\s?-", "-", text)
     return re.sub(r"[$€£]\s?", " ", text)
@@ -138,15 +155,15 @@ def _slashed(match: re.Match[str]) -> str:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Exact value; None for what no one writes as an answer (hundreds of digits, a zero below the line)."""
-    if len(match.group()) > _LONGEST_NUMBER:
+    """Exact value; None for a time such as 3:30, and for what no one writes as an answer (hundreds of digits, a zero below the line)."""
+    if len(match.group()) > _LONGEST_NUMBER or (match["clock"] or "").strip(":0"):
         return None
     value = Fraction(match["above"].replace(",", "") + (match["exponent"] or ""))
     if match["below"]:
         below = int(match["below"].replace(",", ""))
         if below == 0:
             return None
-        value /= below
+        value = value / below + int(match["whole"] or 0)
     if match["scale"]:
-        value *= _SCALES[match["scale"].strip()]
+        value *= _SCALES[match["scale"].strip().lower()]
     return -value if match["minus"] else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from quintet.rewards.math_equality import equivalent
-from quintet.rewards.numbers import final_answer, final_number, numbers_in, to_number
+from quintet.rewards.numbers import behind_equals, final_answer, final_number, numbers_in, to_number
 
 _LONGEST_EXPRESSION = 512
 
@@ -29,7 +29,7 @@ def gsm8k(prompt: str, response: str, answer: str) -> float:
 
     See `numbers.final_number` for what counts as final. An answer that is no number never matches.
     """
-    gold = to_number(answer)
+    gold = to_number(answer.rpartition("####")[2])
     return float(gold is not None and final_number(response) == gold)
 
 
@@ -48,7 +48,7 @@ def math(prompt: str, response: str, answer: str) -> float:
     if gold_number is not None and _is_plain(found.text):
         if found.kind == "end":
             return float(final_number(response) == gold_number)
-        numbers = set(numbers_in(found.text.rpartition("=")[2]))
+        numbers = set(numbers_in(behind_equals(found.text)))
         if len(numbers) <= 1:
             return float(numbers == {gold_number})
     expression = _expression(found.text)
@@ -64,7 +64,7 @@ def _is_plain(text: str) -> bool:
     """Whether numbers in `text` stand for themselves: no roots, powers, products, variables glued to them."""
     text = re.sub(r"\\(?:text|mathrm|mathbf)\s*\{[^{}]*\}|\\[dtc]?frac|\\[$%!,;: ()\[\]]|\*\*", "", text)
     text = re.sub(r"\{([-\d.,]*)\}", r"\1", text)
-    return not re.search(r"[\\^_*+!{}()\[\]]|\d[A-Za-z]|[A-Za-z]\d", text)
+    return not re.search(r"[\\^_*+!|{}()\[\]]|\d(?![eE][+-]?\d)[A-Za-z]|[A-Za-z](?<!\d[eE])\d", text)
 
 
 def _expression(text: str) -> str:

@@ -153,6 +153,10 @@ def test_all_gold_responses_as_they_stand() -> None:
         ("18/0", "18"),
         ("\\frac{18}{5}", "18"),
         ("2\\frac{1}{2}", "21/2"),
+        ("She arrives at 3:30 PM", "30"),
+        ("The answer is 3:30 PM.", "3"),
+        ("The answer is 18 1/2.", "18"),
+        ("#### - 18", "18"),
         ("18", "no number"),
         ("18", ""),
     ],
@@ -164,6 +168,15 @@ def test_wrong(response: str, gold: str) -> None:
 @pytest.mark.parametrize(
     ("response", "gold"),
     [
+        ("\\boxed{2\\frac{1}{2}}", "2.5"),
+        ("\\boxed{-2 \\frac12}", "-2.5"),
+        ("The answer is 2 1/2.", "2.5"),
+        ("The answer is 5:00 PM.", "5"),
+        ("\\boxed{- 18}", "-18"),
+        ("The answer is –5.", "-5"),
+        ("The answer is:\n\\[\n18\n\\]", "18"),
+        ("The answer is\n$$\n6 \\times 3 = 18\n$$", "18"),
+        ("18", "6 * 3 = <<6*3=18>>18\n#### 18"),
         ("#### 2 million", "2000000"),
         ("The answer is 3/4.", "0.75"),
         ("\\boxed{\\dfrac{3}{4}}", "3/4"),
@@ -185,6 +198,30 @@ def test_wrong(response: str, gold: str) -> None:
 )
 def test_right(response: str, gold: str) -> None:
     assert gsm8k("", response, gold) == 1.0
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        "18!", "\\sqrt{18}", "|-18|", "18-18", "18 + 18", "18*18", "18 \\times 18", "18\\pi", "\\log 18",
+        "18^{18}", "18 + x", "x \\le 18", "> 18", "18:30", "18=9+9", "- 18", "18\\text{ million}",
+        "18 \\times 10^3", "18 x^2",
+    ],
+)  # fmt: skip
+def test_boxes_with_another_number_than_the_one_that_stands_in_them(box: str) -> None:
+    assert gsm8k("", f"\\boxed{{{box}}}", "18") == 0.0
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        "1800 \\text{ ft}^2", "1800\\text{ cm}^{3}", "1800\\,\\mathrm{m}^2", "1800\\ \\text{m/s}^2",
+        "1800 ft^2", "1800^\\circ", "1.8 \\times 10^3", "1.8\\cdot 10^{3}", "1.8\\text{ thousand}",
+        "1.8 Thousand", "１８００", "1800:00", "+1800",
+    ],
+)  # fmt: skip
+def test_boxes_with_units_powers_and_other_scripts(box: str) -> None:
+    assert gsm8k("", f"\\boxed{{{box}}}", "1800") == 1.0
 
 
 @settings(max_examples=examples(200))
@@ -226,6 +263,7 @@ def test_never_raises(text: str, gold: str) -> None:
     [
         "9", "1,", "1,111", "{", "}", "\\boxed{", "\\boxed", "answer is ", "answer is 1", "answer:", "answer  ", "####", "####\n",
         "\\frac{", "\\frac{1}{", "$", "$-", "-", "- ", "1/", "1e9", "\\(", "\\text{", "wait 1 ", " ", "\n", ". ", "*", "\\", "(", "\u0661", "\U0001f600",
+        "1:", "1 1/", "\\text{ft}", "ft^2", "^ ", "1\\times 10^", "answer is \\[\n", "＄１，",
     ],
 )  # fmt: skip
 def test_time_is_bounded_on_long_text(unit: str) -> None:

@@ -32,6 +32,10 @@ from quintet.rewards.verifiers import exact_match, length, math
         ("The answer is $x = 5$.", "5"),
         ("\\boxed{\\frac{\\pi}{4}}", "\\frac{1}{4}\\pi"),
         ("\\boxed{(1, 2)}", "(1,2)"),
+        ("\\boxed{1.8e3}", "1800"),
+        ("\\boxed{- 18}", "-18"),
+        ("\\boxed{1.5\\text{ million}}", "1500000"),
+        ("The answer is:\n\\[\n18\n\\]", "18"),
     ],
 )
 def test_equal(response: str, gold: str) -> None:
@@ -46,6 +50,8 @@ def test_equal(response: str, gold: str) -> None:
         ("\\boxed{18x}", "18"),
         ("\\boxed{\\sqrt{16}}", "16"),
         ("\\boxed{2^3}", "2"),
+        ("\\boxed{|-18|}", "-18"),
+        ("\\boxed{- 18}", "18"),
         ("\\boxed{\\frac{1}{3}}", "0.5"),
         ("\\boxed{x^2+1}", "x^2+2x+1"),
         ("\\boxed{x^2+2x+1} or \\boxed{x}", "x^2+2x+1"),
