@@ -17,6 +17,7 @@ class DeepseekV3(Family):
 
     name = "deepseek_v3"
     architectures = ("DeepseekV3ForCausalLM",)
+    defaults = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
     names = Names(mtp=MtpNames())
 
     def shape(self, config: HfConfig) -> ModelShape:
@@ -33,7 +34,8 @@ class DeepseekV3(Family):
 
 def _latent(config: HfConfig) -> MlaShape:
     mla = MlaShape(
-        q_lora_rank=config.whole("q_lora_rank") if config.has("q_lora_rank") else None,
+        # Null is none at all; without the key there is one.
+        q_lora_rank=None if config.data.get("q_lora_rank", 0) is None else config.whole("q_lora_rank", 1536),
         kv_lora_rank=config.whole("kv_lora_rank"),
         qk_nope_head_dim=config.whole("qk_nope_head_dim"),
         qk_rope_head_dim=config.whole("qk_rope_head_dim"),

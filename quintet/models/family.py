@@ -42,6 +42,8 @@ class Family(ABC):
     """The names in config.json that it answers to."""
     names: ClassVar[Names] = Names()
     """What its checkpoints call the parts of a decoder."""
+    defaults: ClassVar[dict[str, Any]] = {}
+    """What transformers' class takes for keys that config.json leaves out, where that is not what `dense_shape` takes."""
 
     @abstractmethod
     def shape(self, config: HfConfig) -> ModelShape:
@@ -59,7 +61,8 @@ class Family(ABC):
 
         Raises UserError as `shape` does, and when `shape` fails or gives another family's.
         """
-        read = HfConfig(config, where)
+        given = {key: value for key, value in config.items() if value is not None}
+        read = HfConfig(config | self.defaults | given, where)
         try:
             shape = self.shape(read)
         except UserError:

@@ -17,6 +17,7 @@ class Glm4Moe(Family):
 
     name = "glm4_moe"
     architectures = ("Glm4MoeForCausalLM",)
+    defaults = {"num_key_value_heads": 8}
     names = Names(mtp=MtpNames())
 
     def shape(self, config: HfConfig) -> ModelShape:

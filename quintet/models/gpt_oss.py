@@ -4,7 +4,6 @@ biases and a clamped activation, all of a layer in one tensor a matrix."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from quintet.models.dense import dense_shape
 from quintet.models.family import Family, register
@@ -12,14 +11,6 @@ from quintet.models.hf_config import HfConfig
 from quintet.models.shape import Glu, ModelShape, MoeShape
 from quintet.models.table import Names, StackNames
 
-_DEFAULTS: dict[str, Any] = {
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150000.0,
-    "sliding_window": 128,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
-}
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -36,6 +27,15 @@ class GptOss(Family):
     name = "gpt_oss"
     architectures = ("GptOssForCausalLM",)
     names = Names(router="router", stack=StackNames(transposed=True, interleaved=True))
+    defaults = {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    }
 
     def shape(self, config: HfConfig) -> ModelShape:
         _refuse_quantized(config)
@@ -45,10 +45,8 @@ class GptOss(Family):
             raise config.wrong(
                 "tie_word_embeddings", "false: no gpt-oss ties them, and none that does is supported"
             )
-        given = {key: value for key, value in config.data.items() if value is not None}
-        if not given.keys() & {"rope_parameters", "rope_scaling"}:
-            given["rope_parameters"] = _DEFAULT_ROPE
-        config = HfConfig(_DEFAULTS | given, config.where)
+        if not (config.has("rope_parameters") or config.has("rope_scaling")):
+            config = HfConfig(config.data | {"rope_parameters": _DEFAULT_ROPE}, config.where)
         shape = dense_shape(config, self.name, qkv_bias=True, windows=True)
         experts, top_k = config.whole("num_local_experts"), config.whole("num_experts_per_tok")
         if not 1 < top_k <= experts:

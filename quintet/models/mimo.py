@@ -16,6 +16,7 @@ class Mimo(Family):
 
     name = "mimo"
     architectures = ("MiMoForCausalLM",)
+    defaults = {"num_key_value_heads": 32}
     names = Names(
         mtp=MtpNames(
             layer="model.mtp_layers.{}",

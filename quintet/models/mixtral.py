@@ -15,6 +15,7 @@ class Mixtral(Family):
 
     name = "mixtral"
     architectures = ("MixtralForCausalLM",)
+    defaults = {"num_key_value_heads": 8, "rope_theta": 1e6}
     names = Names(moe="block_sparse_moe", expert_gate="w1", expert_up="w3", expert_down="w2")
 
     def shape(self, config: HfConfig) -> ModelShape:

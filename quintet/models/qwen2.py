@@ -12,6 +12,7 @@ class Qwen2(Family):
 
     name = "qwen2"
     architectures = ("Qwen2ForCausalLM",)
+    defaults = {"num_key_value_heads": 32}
 
     def shape(self, config: HfConfig) -> ModelShape:
         return dense_shape(config, self.name, qkv_bias=True)

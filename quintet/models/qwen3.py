@@ -12,6 +12,7 @@ class Qwen3(Family):
 
     name = "qwen3"
     architectures = ("Qwen3ForCausalLM",)
+    defaults = {"num_key_value_heads": 32, "head_dim": 128}
 
     def shape(self, config: HfConfig) -> ModelShape:
         refuse_biases(config, "attention_bias")

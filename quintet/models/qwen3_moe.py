@@ -14,6 +14,7 @@ class Qwen3Moe(Family):
 
     name = "qwen3_moe"
     architectures = ("Qwen3MoeForCausalLM",)
+    defaults = {"num_key_value_heads": 4}
 
     def shape(self, config: HfConfig) -> ModelShape:
         refuse_biases(config, "attention_bias")

@@ -59,7 +59,10 @@ def without(mapping: dict, key: str) -> dict:
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"hidden_size": 64.0}, "hidden_size is 64.0"),
         ({"vocab_size": None}, "key vocab_size is missing"),
-        ({"head_dim": None, "hidden_size": 60}, "expected a multiple of num_attention_heads=8"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "head_dim": None, "hidden_size": 60},
+            "expected a multiple of num_attention_heads=8",
+        ),
         ({"rms_norm_eps": "1e-6"}, 'rms_norm_eps is "1e-6"; expected a number greater than 0'),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
         ({"rope_theta": []}, "rope_theta is []"),
