@@ -79,8 +79,7 @@ def _together(pieces: Iterable[Piece]) -> Iterator[list[tuple[str, Tensor]]]:
             yield [(partner, waiting.pop(partner)), (piece.name, piece.tensor)]
         else:
             waiting[piece.name] = piece.tensor.clone()  # its memory is the next piece's
-    for name, tensor in waiting.items():
-        yield [(name, tensor)]
+    yield from ([one] for one in waiting.items())
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -32,8 +32,6 @@ TRANSFORMERS = "5.12"
 
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
-_MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-
 _ENVIRONMENT = {
     # The context is a few tokens longer than a sample, as SGLang keeps some back; a model's limit counts without those.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -135,7 +133,8 @@ def for_its_processes(meeting: Path) -> Iterator[None]:
         after.callback(root.setLevel, root.level)
         after.callback(multiprocessing.set_start_method, multiprocessing.get_start_method(True), force=True)
         after.callback(asyncio.set_event_loop_policy, asyncio.get_event_loop_policy())
-        os.environ |= {_MEETING: f"file://{meeting}", "GLOO_SOCKET_IFNAME": "lo"}
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{meeting}"
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         # Its memory saver, preloaded, links with CUDA's runtime, which pip keeps where the loader does not look.
         libraries = [os.environ.get("LD_LIBRARY_PATH", ""), *_cuda_runtimes()]
         os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
@@ -158,6 +157,7 @@ def make_engine(arguments: Mapping[str, Any], meeting: Path) -> Any:
         from sglang.srt.entrypoints.engine import Engine  # sets how event loops begin
 
         engine: Any = Engine.__new__(Engine)
+        engine.run_scheduler_process_func = run_scheduler
         try:
             engine.__init__(**arguments)
         finally:  # at the end of this process it would stop all that this process has started
@@ -165,6 +165,27 @@ def make_engine(arguments: Mapping[str, Any], meeting: Path) -> Any:
     # Quintet watches the processes itself, and tells which died; this one would end the process that made them.
     engine.tokenizer_manager._subprocess_watchdog.stop()
     return engine
+
+
+def run_scheduler(*arguments: Any) -> None:
+    """Be a scheduler of SGLang, in a process of its own, that draws with quintet's noise.
+
+    The noise of 0.5.17 (srt/layers/sampler.py: `multinomial_with_seed`) has 32 bits, and a token whose bits are all ones is drawn
+    whatever its probability: of 152k tokens one, at every 28,000th draw (test_sglang.py::test_it_draws_with_quintets_noise).
+    """
+    from sglang.srt.layers import sampler
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    sampler.multinomial_with_seed = _draw
+    run_scheduler_process(*arguments)
+
+
+def _draw(logprobs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draw a place from each row, int64 [n, 1]."""
+    from quintet.rollout.noise import exponential_noise
+
+    noise = exponential_noise(seeds, positions.long(), logprobs.shape[1])
+    return noise.log_().sub_(logprobs).argmin(-1, keepdim=True)
 
 
 def end(engine: Any) -> None:
@@ -197,20 +218,18 @@ async def flush(engine: Any, timeout_s: float) -> bool:
 
 async def release(engine: Any, parts: Sequence[str]) -> None:
     """Give up memory. The scheduler dies of it where it is not idle: `flush` tells."""
-    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+    from sglang.srt.managers import io_struct
 
-    await engine.tokenizer_manager.release_memory_occupation(
-        ReleaseMemoryOccupationReqInput(tags=list(parts)), None
-    )
+    asked = io_struct.ReleaseMemoryOccupationReqInput(tags=list(parts))
+    await engine.tokenizer_manager.release_memory_occupation(asked, None)
 
 
 async def restore(engine: Any, parts: Sequence[str]) -> None:
     """Take memory again that was given up: the scheduler dies of a part that was not."""
-    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+    from sglang.srt.managers import io_struct
 
-    await engine.tokenizer_manager.resume_memory_occupation(
-        ResumeMemoryOccupationReqInput(tags=list(parts)), None
-    )
+    asked = io_struct.ResumeMemoryOccupationReqInput(tags=list(parts))
+    await engine.tokenizer_manager.resume_memory_occupation(asked, None)
 
 
 @contextlib.contextmanager

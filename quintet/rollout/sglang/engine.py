@@ -74,9 +74,8 @@ class SglangEngine:
     def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
         done: SimpleQueue[tuple[int, Answer] | None] = SimpleQueue()
         with self._calls:
-            yield from self._watch.each(
-                asyncio.run_coroutine_threadsafe(self._all(jobs, done), self._loop), done
-            )
+            future = asyncio.run_coroutine_threadsafe(self._all(jobs, done), self._loop)
+            yield from self._watch.each(future, done)
 
     async def _all(self, jobs: Sequence[Job], done: SimpleQueue[tuple[int, Answer] | None]) -> None:
         begun = self._aborts
@@ -221,15 +220,10 @@ def _in_main_thread() -> bool:
 
 def _joined(first: Answer, second: Answer) -> Answer:
     """A response and what came after it."""
-    counts = {
-        name: first.counts.get(name, 0.0) + second.counts.get(name, 0.0)
-        for name in first.counts | second.counts
-    }
-    return Answer(
-        first.response_ids + second.response_ids,
-        first.logprobs + second.logprobs,
-        second.finish,
-        second.prompt_logprobs,
-        second.routes,
-        counts,
+    names = first.counts | second.counts
+    return replace(
+        second,
+        response_ids=first.response_ids + second.response_ids,
+        logprobs=first.logprobs + second.logprobs,
+        counts={name: first.counts.get(name, 0.0) + second.counts.get(name, 0.0) for name in names},
     )

@@ -1,7 +1,7 @@
 """SGLang behind the rollout protocol: one engine, of one or more devices, in the process that makes it.
 
 It follows sglang 0.5.17. What needs a GPU `make test-gpu PART=sglang` tests there, on one device: never run are tensor and expert parallel,
-routes and stop strings. Other tests run what needs no SGLang, with a stand-in of its engine.
+routes, stop strings and quintet's noise. Other tests run what needs no SGLang, with a stand-in of its engine.
 
 A sample is a request of its own, with its own seed, which SGLang reads in its deterministic mode alone: it is on unless
 rollout.sglang.enable_deterministic_inference is false. Weights cannot be read back by their Hugging Face names: a log-prob

@@ -23,6 +23,8 @@ from quintet.errors import QuintetError, WorkerFailure
 from quintet.models.mcore import whole_box
 from quintet.recipe import schema
 from quintet.rollout.base import Piece, Request, Sampling
+from quintet.rollout.native.sampler import draw
+from quintet.rollout.seeds import sample_seeds
 from quintet.rollout.sglang.rollout import SglangRollout
 from quintet.runs.ledger import read_metrics
 
@@ -174,6 +176,19 @@ def test_seeds_draw_the_same_again_and_alone(old):
     assert all(row[0].response_ids != row[1].response_ids for row in first)
 
 
+def test_it_draws_with_quintets_noise(old):
+    """Where rounding decides, the token is another; without the noise hardly one would be the same."""
+    same: list[bool] = []
+    for request, row in zip(ASKED, old.generate(ASKED, short()), strict=True):
+        for seed, one in zip(sample_seeds(request.seed, request.samples), row, strict=True):
+            first = len(request.prompt_ids)
+            logits = distributions(0, [*request.prompt_ids, *one.response_ids], first)
+            positions = torch.arange(SHORT) + first - 1
+            tokens, *_ = draw(logits, Sampling(), torch.full((SHORT,), seed), positions)
+            same += (tokens == torch.tensor(one.response_ids)).tolist()
+    assert sum(same) > 0.8 * len(same)
+
+
 def test_each_sample_has_a_limit_of_its_own(old):
     asked = [
         Request(prompt, samples=2, seed=at, max_response_tokens=(4, 9 + at))
@@ -247,6 +262,7 @@ def test_requests_under_way_outlast_a_sync(old):
         rows = threads.submit(old.generate, ASKED, long)
         time.sleep(0.4)
         old.pause()
+        assert not rows.done(), "they were to be under way"
         old.sleep(1)
         old.wake("weights")
         old.update_weights(Source(0))

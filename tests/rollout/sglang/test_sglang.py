@@ -30,6 +30,7 @@ from quintet.recipe import schema
 from quintet.recipe.sglang import DECIDED, refusals
 from quintet.rollout.base import Piece, Request, Sampling
 from quintet.rollout.external_engine import Job
+from quintet.rollout.native.sampler import draw
 from quintet.rollout.sglang import compat
 from quintet.rollout.sglang.buckets import in_buckets
 from quintet.rollout.sglang.engine import SglangEngine
@@ -46,6 +47,7 @@ asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
 class Engine:
     def __init__(self, starts):
         atexit.register(self.shutdown)
+        self.scheduler = self.run_scheduler_process_func
         self.meeting = os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
         self.tokenizer_manager = self._subprocess_watchdog = self
         if not starts:
@@ -58,6 +60,7 @@ class Engine:
         pass
 """
 """What is of SGLang's own engine here."""
+ARGUMENTS = {"tp_size": 1}
 
 # what is asked
 
@@ -225,7 +228,9 @@ def test_neither_its_import_nor_a_start_that_fails_leaves_anything(monkeypatch, 
     monkeypatch.setattr(atexit, "register", left.append)
     monkeypatch.setattr(atexit, "unregister", left.remove)
     if starts:
-        assert compat.make_engine({"starts": True}, told).meeting == f"file://{told}"
+        made = compat.make_engine({"starts": True}, told)
+        assert made.meeting == f"file://{told}"
+        assert made.scheduler is compat.run_scheduler
     else:
         with pytest.raises(RuntimeError, match="no room"):
             compat.make_engine({"starts": False}, told)
@@ -233,6 +238,42 @@ def test_neither_its_import_nor_a_start_that_fails_leaves_anything(monkeypatch, 
     assert asyncio.get_event_loop_policy() is policy
     for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
         del sys.modules[name]
+
+
+def sglang_modules(monkeypatch, **contents):
+    """Have modules of these names below sglang.srt, with these contents; __ stands for a dot."""
+    for name, content in contents.items():
+        parts = ["sglang", "srt", *name.split("__")]
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            if path not in sys.modules:
+                monkeypatch.setitem(sys.modules, path, ModuleType(path))
+            if end > 1:
+                setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[path])
+        vars(sys.modules[".".join(parts)]).update(content)
+
+
+def test_it_draws_with_quintets_noise(monkeypatch):
+    """A draw that SGLang's own noise spoils: `multinomial_with_seed` of sglang 0.5.17 takes token 90164 here, whatever its probability,
+    as the 32 bits of murmur_hash32(seed, position, token) are all ones."""
+    ran = []
+    own = {"multinomial_with_seed": lambda logprobs, seed, positions: torch.full((len(seed), 1), 90164)}
+    sglang_modules(
+        monkeypatch,
+        layers__sampler=own,
+        managers__scheduler={"run_scheduler_process": lambda *a: ran.append(a)},
+    )
+    compat.run_scheduler(1, 2)
+    assert ran == [(1, 2)]
+    draws = sys.modules["sglang.srt.layers.sampler"].multinomial_with_seed
+    seeds = torch.tensor([8800173437388836502, 7])
+    positions = torch.tensor([4349, 3], dtype=torch.int32)
+    sure = torch.full((2, 151936), -60.0, dtype=torch.float64)
+    sure[:, 7] = 0.0
+    assert draws(sure, seeds, positions).tolist() == [[7], [7]]
+    even = torch.zeros(2, 64).log_softmax(-1)
+    native, *_ = draw(even, Sampling(), seeds, positions.long())
+    assert draws(even, seeds, positions)[:, 0].tolist() == native.tolist()
 
 
 def test_tensors_of_the_host_are_sent_as_before(monkeypatch):
@@ -459,7 +500,7 @@ def stand_ins(monkeypatch):
 
 @pytest.fixture
 def engine(stand_ins):
-    one = SglangEngine({"tp_size": 1})
+    one = SglangEngine(ARGUMENTS)
     (one.inner,) = stand_ins
     yield one
     one.close()
@@ -578,7 +619,7 @@ def test_a_request_that_fails_leaves_nothing_behind(engine):
 def test_its_processes_end_with_it_and_no_others(stand_ins):
     other = subprocess.Popen(["sleep", "600"])
     try:
-        one = SglangEngine({"tp_size": 1})
+        one = SglangEngine(ARGUMENTS)
         assert one._meeting.is_file(), "its ranks find each other in it as long as they live"
         one.close()
         assert not one._meeting.exists()
@@ -599,7 +640,7 @@ def test_an_engine_that_does_not_start_says_why(monkeypatch):
     monkeypatch.setattr(compat, "make_engine", fails)
     before = signal.getsignal(signal.SIGQUIT)
     with pytest.raises(RuntimeError, match="no room"):
-        SglangEngine({"tp_size": 1})
+        SglangEngine(ARGUMENTS)
     assert signal.getsignal(signal.SIGQUIT) is before
     assert not met[0].exists()
 
