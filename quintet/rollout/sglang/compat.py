@@ -267,9 +267,12 @@ async def load(
         FlattenedTensorMetadata(name, torch.Size(shape), dtype, start, stop, stop - start)
         for name, shape, dtype, start, stop in entries
     ]
-    bucket = {"flattened_tensor": flat, "metadata": metadata}
+    # Of gpt-oss all ranks but the first fill this one with zeros where they were handed it (srt/models/gpt_oss.py: _load_normal_weights).
+    written = any(name.endswith(".experts.down_proj_bias") for name, *_ in entries)
+    flats = [flat, *(flat.clone() if written else flat for _ in range(1, ranks))]
     with _devices_by_uuid():
-        handles = [MultiprocessingSerializer.serialize(bucket) for _ in range(ranks)]
+        buckets = [{"flattened_tensor": one, "metadata": metadata} for one in flats]
+        handles = [MultiprocessingSerializer.serialize(bucket) for bucket in buckets]
     asked = UpdateWeightsFromTensorReqInput(
         serialized_named_tensors=handles, load_format="flattened_bucket", flush_cache=False
     )

@@ -15,7 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import psutil
@@ -274,6 +274,34 @@ def test_it_draws_with_quintets_noise(monkeypatch):
     even = torch.zeros(2, 64).log_softmax(-1)
     native, *_ = draw(even, Sampling(), seeds, positions.long())
     assert draws(even, seeds, positions)[:, 0].tolist() == native.tolist()
+
+
+def test_ranks_that_write_on_a_tensor_have_one_each(monkeypatch):
+    """gpt-oss's biases: all ranks but the first fill what they were handed with zeros, and the first may not have read it yet."""
+    handed = []
+    sglang_modules(
+        monkeypatch,
+        managers__io_struct={"UpdateWeightsFromTensorReqInput": SimpleNamespace},
+        utils={
+            "MultiprocessingSerializer": SimpleNamespace(
+                serialize=lambda one: handed.append(one["flattened_tensor"])
+            )
+        },
+        utils__patch_torch={"monkey_patch_torch_reductions": lambda: None},
+        weight_sync__tensor_bucket={"FlattenedTensorMetadata": lambda *fields: fields},
+    )
+
+    class Manager:
+        async def update_weights_from_tensor(self, asked, request):
+            return True, ""
+
+    engine = SimpleNamespace(tokenizer_manager=Manager())
+    for name, apart in (("experts.down_proj_bias", True), ("experts.down_proj", False)):
+        handed.clear()
+        entry = (f"model.layers.0.mlp.{name}", (4,), torch.float32, 0, 16)
+        assert asyncio.run(compat.load(engine, torch.zeros(16, dtype=torch.uint8), [entry], 2)) == (True, "")
+        first, second = handed
+        assert (first.data_ptr() != second.data_ptr()) is apart
 
 
 def test_tensors_of_the_host_are_sent_as_before(monkeypatch):
