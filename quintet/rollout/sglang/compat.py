@@ -188,6 +188,11 @@ def _draw(logprobs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     return noise.log_().sub_(logprobs).argmin(-1, keepdim=True)
 
 
+def room(engine: Any) -> int:
+    """Return how long a sequence may be: the context's length, or what the KV cache holds if that is less."""
+    return int(engine.tokenizer_manager.max_req_input_len) + 6  # srt/managers/tp_worker.py: get_worker_info
+
+
 def end(engine: Any) -> None:
     """Stop an engine's processes, and wait until their devices are free. `Engine.shutdown` stops all that this process has started."""
     found: list[psutil.Process] = []

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from quintet.errors import QuintetError
+from quintet.errors import QuintetError, UserError
 from quintet.rollout.external_engine import Answer, Job
 from quintet.rollout.process_watchdog import ProcessWatchdog
 from quintet.rollout.sglang import compat
@@ -57,6 +57,12 @@ class SglangEngine:
     def _drive(self, arguments: Mapping[str, Any], made: Future[None]) -> None:
         try:
             self._engine = compat.make_engine(arguments, self._meeting)
+            if (room := compat.room(self._engine)) < (longest := arguments["context_length"]):
+                compat.end(self._engine)
+                raise UserError(
+                    f"SGLang's KV cache holds {room} tokens, and a sequence may have {longest}: use a larger rollout.memory_fraction or "
+                    "rollout.layout.tp, or a smaller data.max_prompt_tokens or rollout.max_response_tokens"
+                )
             self._loop: asyncio.AbstractEventLoop = self._engine.loop
             self._ranks = int(arguments["tp_size"])
         except BaseException as error:

@@ -16,6 +16,8 @@ import numpy as np
 
 TICK_S = 0.002
 LAYERS, TOP_K = 4, 2
+TOKENS = 10_000
+"""That its KV cache holds."""
 
 
 class Engine:
@@ -23,6 +25,7 @@ class Engine:
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments
+        self.max_req_input_len = min(arguments["context_length"], TOKENS) - 6
         self.loop = asyncio.new_event_loop()
         self.tokenizer_manager = self
         self.requests: set[SimpleNamespace] = set()

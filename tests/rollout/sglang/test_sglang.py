@@ -60,7 +60,7 @@ class Engine:
         pass
 """
 """What is of SGLang's own engine here."""
-ARGUMENTS = {"tp_size": 1}
+ARGUMENTS = {"tp_size": 1, "context_length": 8192}
 
 # what is asked
 
@@ -671,6 +671,15 @@ def test_an_engine_that_does_not_start_says_why(monkeypatch):
         SglangEngine(ARGUMENTS)
     assert signal.getsignal(signal.SIGQUIT) is before
     assert not met[0].exists()
+
+
+def test_a_kv_cache_that_does_not_hold_a_sequence_is_an_error(stand_ins):
+    """SGLang would end responses where it is full, as if they had come to their limit."""
+    with pytest.raises(
+        UserError, match=r"holds 10000 tokens, and a sequence may have 10001: .* rollout.memory_fraction"
+    ):
+        SglangEngine(ARGUMENTS | {"context_length": stand_in.TOKENS + 1})
+    assert not psutil.pid_exists(stand_ins[0].process.pid)
 
 
 @pytest.fixture
