@@ -101,8 +101,10 @@ class SglangRollout(ExternalEngineRollout):
                 torch.cuda.current_stream(device).synchronize()
                 self._engine.load(bucket.flat, bucket.entries)
                 self._taken.update(name for name, *_ in bucket.entries)
+                del bucket  # or its memory would stay until there is another
             self._engine.forget_prefixes()
-        torch.cuda.ipc_collect()  # the last bucket's memory
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()  # for the KV cache, and who trains here
         return 0
 
     def fingerprints(self) -> tuple[Fingerprints, list[str]]:

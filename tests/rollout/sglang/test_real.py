@@ -228,6 +228,14 @@ def test_new_weights_are_what_generates(old):
     check(old.generate(ASKED, short()), 1)
 
 
+def test_a_sync_gives_its_memory_back(old, monkeypatch):
+    old.update_weights(Source(0))
+    before = torch.cuda.memory_reserved()
+    monkeypatch.setattr(old, "_recipe", old._recipe.model_copy(update={"bucket_mib": 64}))
+    old.update_weights(Source(0))
+    assert torch.cuda.memory_reserved() <= before
+
+
 def test_weights_that_came_in_part_are_not_used(old):
     with pytest.raises(RuntimeError, match="broken off"):
         old.update_weights(Source(1, breaks=7))

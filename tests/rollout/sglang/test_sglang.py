@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -724,3 +725,28 @@ def test_it_generates_once_awake_and_never_with_weights_it_forgot(start, level):
     else:
         with pytest.raises(QuintetError, match="weights are undefined"):
             rollout.generate(*ask)
+
+
+def test_no_bucket_stays_on_the_device(start, monkeypatch):
+    """Of the memory that weights came in, nothing is this process's once the KV cache wakes and training goes on."""
+    seen, emptied = [], []
+    rollout = start()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)
+    )
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append([one() for one in seen]))
+    monkeypatch.setattr(torch, "device", lambda *args: "cpu")
+
+    async def load(engine, flat, entries, ranks):
+        seen.append(weakref.ref(flat))
+        return True, ""
+
+    class Source:
+        def batches(self, receiver):
+            yield [whole(f"w{at}", torch.zeros(1 << 18)) for at in range(3)]
+
+    monkeypatch.setattr(compat, "load", load)
+    rollout.update_weights(Source())
+    assert emptied == [[None]]
