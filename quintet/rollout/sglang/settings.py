@@ -49,6 +49,8 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, free: float) -> dic
         "enable_weights_cpu_backup": rollout.sleep_level == 1,
         "enable_return_routed_experts": rollout.return_routes,
         "enable_deterministic_inference": deterministic(rollout),
+        # Others, which SGLang takes by itself on Blackwell or for gpt-oss, tell no routes, or pack experts as no sync can load them.
+        "moe_runner_backend": "triton",
         "sampling_defaults": "openai",  # and not the model's generation_config.json
         "log_level": "warning",
     }

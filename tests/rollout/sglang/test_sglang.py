@@ -132,7 +132,8 @@ def test_what_it_can_do_is_not_refused(rollout):
 
 
 def test_a_recipe_becomes_its_arguments(monkeypatch, tmp_path):
-    monkeypatch.setattr(compat, "engine_fields", lambda: frozenset({"attention_backend", "tp_size"}))
+    known = frozenset({"attention_backend", "moe_runner_backend", "tp_size"})
+    monkeypatch.setattr(compat, "engine_fields", lambda: known)
     one = recipe(layout={"tp": 2}, sleep_level=1, return_routes=True, sglang={"attention_backend": "fa3"})
     arguments = engine_arguments(one, tmp_path, 0.8)
     assert arguments["tp_size"] == 2
@@ -141,6 +142,9 @@ def test_a_recipe_becomes_its_arguments(monkeypatch, tmp_path):
     assert arguments["enable_return_routed_experts"]
     assert arguments["enable_deterministic_inference"]
     assert arguments["attention_backend"] == "fa3"
+    assert arguments["moe_runner_backend"] == "triton"
+    asked = recipe(sglang={"moe_runner_backend": "deep_gemm"})
+    assert engine_arguments(asked, tmp_path, 1.0)["moe_runner_backend"] == "deep_gemm"
     assert arguments["context_length"] > one.data.max_prompt_tokens + one.rollout.max_response_tokens + 1
     with pytest.raises(
         UserError, match=r"attention_backand: the ServerArgs .* did you mean attention_backend"
