@@ -37,7 +37,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, free: float) -> dic
         # Prompts come as tokens. Only stop strings are looked for in text.
         "skip_tokenizer_init": not rollout.stop,
         "dtype": _DTYPES[recipe.model.dtype_on("cuda")],
-        "random_seed": recipe.run.seed,
+        "random_seed": recipe.run.seed % 2**32,  # as numpy takes it
         "tp_size": layout.tp,
         "ep_size": layout.ep,
         "context_length": longest(recipe) + _KEPT_BACK,

@@ -43,7 +43,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         # Prompts come as tokens. Only stop strings are looked for in text.
         "skip_tokenizer_init": not rollout.stop,
         "dtype": _DTYPES[recipe.model.dtype_on(device)],
-        "seed": recipe.run.seed,
+        "seed": recipe.run.seed % 2**32,  # as numpy takes it
         "tensor_parallel_size": layout.tp,
         "pipeline_parallel_size": layout.pp,
         "enable_expert_parallel": layout.ep > 1,

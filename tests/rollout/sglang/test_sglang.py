@@ -152,6 +152,13 @@ def test_a_recipe_becomes_its_arguments(monkeypatch, tmp_path):
         engine_arguments(recipe(sglang={"attention_backand": "fa3"}), tmp_path, 1.0)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**40 + 3])
+def test_any_seed_of_a_recipe_is_one_of_its(tmp_path, seed):
+    """It hands its own to numpy, srt/utils/common.py: set_random_seed."""
+    of_seed = recipe().model_copy(update={"run": schema.Run(seed=seed)})
+    np.random.RandomState(engine_arguments(of_seed, tmp_path, 1.0)["random_seed"])
+
+
 def test_a_share_of_memory_that_is_not_free_is_an_error(tmp_path):
     with pytest.raises(
         UserError, match=r"rollout.memory_fraction=0.6: 0.40 of this device.*use 0.38 or less"

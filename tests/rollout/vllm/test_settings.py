@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from pydantic import create_model
 
 from quintet.errors import UserError, WorkerFailure
+from quintet.recipe import schema
 from quintet.recipe.vllm import second_runner_lacks
 from quintet.rollout import draft_length as draft_length_of
 from quintet.rollout.base import Sampling
@@ -48,6 +50,15 @@ def test_sizes_follow_the_recipe(arguments):
     assert made["enable_sleep_mode"]
     assert made["trust_remote_code"] is False
     assert "enforce_eager" not in made
+
+
+@pytest.mark.parametrize("seed", [-1, 2**40 + 3])
+def test_any_seed_of_a_recipe_is_one_of_its(tmp_path, monkeypatch, seed):
+    """It hands its own to numpy, vllm/utils/torch_utils.py: set_random_seed."""
+    monkeypatch.setattr(compat, "require", lambda: "0.32.0")
+    of_seed = recipe_of().model_copy(update={"run": schema.Run(seed=seed)})
+    made = engine_arguments(of_seed, write_model(tmp_path / "model"), "cuda")
+    np.random.RandomState(made["seed"])
 
 
 def test_a_full_step_is_a_graph_however_many_sequences_it_has(arguments):
