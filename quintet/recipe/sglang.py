@@ -94,8 +94,8 @@ def _sampling(rollout: Rollout) -> Iterator[Problem]:
             f"rollout.top_k={rollout.top_k} with rollout.top_p={rollout.top_p}: SGLang takes top_p of the whole distribution, "
             "quintet of what top_k left; use one of them, or rollout.backend=native"
         )
-    if rollout.min_p > 0 and deterministic(rollout):
+    if rollout.min_p > 0 and (deterministic(rollout) or "speculative_algorithm" in rollout.sglang):
         yield Problem(
-            f"rollout.min_p={rollout.min_p}: SGLang has no min_p for requests with a seed; use top_p, or "
-            "rollout.sglang.enable_deterministic_inference=false, which ignores seeds, or rollout.backend=native"
+            f"rollout.min_p={rollout.min_p}: SGLang has no min_p for requests with a seed, nor where drafts are judged; use top_p, or "
+            "rollout.sglang.enable_deterministic_inference=false, which ignores seeds, and no speculation, or rollout.backend=native"
         )

@@ -105,6 +105,13 @@ def test_options_that_quintet_decides_are_refused(name):
     [
         ({"top_k": 5, "top_p": 0.5}, "top_k=5 with rollout.top_p=0.5"),
         ({"min_p": 0.1}, "min_p=0.1: SGLang has no min_p for requests with a seed"),
+        (
+            {
+                "min_p": 0.1,
+                "sglang": {"enable_deterministic_inference": False, "speculative_algorithm": "NGRAM"},
+            },
+            "nor where drafts are judged",
+        ),
         ({"mode": "server"}, "rollout.mode=server is of vllm"),
         ({"quantization": "fp8"}, "rollout.quantization=fp8 with SGLang"),
         ({"layout": {"pp": 2}}, "rollout.layout.pp=2 with SGLang"),
