@@ -32,15 +32,11 @@ class Bucket:
     entries: list[Entry] = field(default_factory=list)
     end: int = 0
 
-    def room_for(self, nbytes: int) -> bool:
-        return _aligned(self.end) + nbytes <= len(self.flat)
-
     def add(self, name: str, tensor: Tensor) -> None:
-        start, nbytes = _aligned(self.end), _nbytes(tensor)
-        stop = start + nbytes
+        start = _aligned(self.end)
+        self.end = stop = start + tensor.nbytes
         self.flat[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         self.entries.append((name, tuple(tensor.shape), tensor.dtype, start, stop))
-        self.end = stop
 
 
 def in_buckets(pieces: Iterable[Piece], bucket_mib: int, device: torch.device) -> Iterator[Bucket]:
@@ -50,8 +46,8 @@ def in_buckets(pieces: Iterable[Piece], bucket_mib: int, device: torch.device) -
     """
     size, bucket = bucket_mib << 20, None
     for tensors in _together(pieces):
-        needed = sum(_aligned(_nbytes(tensor)) for _, tensor in tensors)
-        if bucket is not None and not bucket.room_for(needed):
+        needed = sum(_aligned(tensor.nbytes) for _, tensor in tensors)
+        if bucket is not None and _aligned(bucket.end) + needed > len(bucket.flat):
             yield bucket
             bucket = None
         if bucket is None:
@@ -80,10 +76,6 @@ def _together(pieces: Iterable[Piece]) -> Iterator[list[tuple[str, Tensor]]]:
         else:
             waiting[piece.name] = piece.tensor.clone()  # its memory is the next piece's
     yield from ([one] for one in waiting.items())
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
 
 
 def _aligned(nbytes: int) -> int:

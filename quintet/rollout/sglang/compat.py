@@ -127,6 +127,8 @@ def for_its_processes(meeting: Path) -> Iterator[None]:
     They unpickle what they say to each other, and so talk where nobody else listens: ranks meet in a file, where a store of torch's
     would listen on all addresses, and their gloo is on loopback. meeting: that file, for as long as they live.
     """
+    import torch
+
     root = logging.getLogger()
     with _put_back(os.environ), contextlib.ExitStack() as after:
         after.callback(setattr, root, "handlers", root.handlers[:])
@@ -136,19 +138,13 @@ def for_its_processes(meeting: Path) -> Iterator[None]:
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{meeting}"
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         # Its memory saver, preloaded, links with CUDA's runtime, which pip keeps where the loader does not look.
-        libraries = [os.environ.get("LD_LIBRARY_PATH", ""), *_cuda_runtimes()]
+        files = Path(torch.__file__).parents[1].glob("nvidia/*/lib/libcudart.so*")
+        libraries = [os.environ.get("LD_LIBRARY_PATH", ""), *sorted({str(one.parent) for one in files})]
         os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if "expandable_segments" in os.environ.get(name, ""):
                 del os.environ[name]  # memory that it gives up lies in segments that do not grow
         yield
-
-
-def _cuda_runtimes() -> list[str]:
-    import torch
-
-    site = Path(torch.__file__).parents[1]
-    return sorted({str(file.parent) for file in site.glob("nvidia/*/lib/libcudart.so*")})
 
 
 def make_engine(arguments: Mapping[str, Any], meeting: Path) -> Any:

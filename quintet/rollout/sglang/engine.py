@@ -108,8 +108,7 @@ class SglangEngine:
             if self._aborts != begun:
                 break
             pauses = self._pauses
-            part = await self._send(job, made)
-            made = _joined(made, part)
+            made = _joined(made, await self._send(job, made))
             if made.finish != "abort" or self._aborts != begun:
                 break
             if self._pauses == pauses:

@@ -51,13 +51,12 @@ def answer(result: Mapping[str, Any], job: Job) -> Answer:
     (sglang 0.5.17, srt/managers/tokenizer_manager.py: `_handle_batch_output`, `_handle_abort_req`)."""
     meta, ids = result["meta_info"], list(result["output_ids"])
     reason = meta["finish_reason"]
-    if reason["type"] not in ("stop", "length", "abort"):
-        raise QuintetError(f"SGLang ended a request with {reason['type']!r}")
     if reason.get("matched") == "NaN happened":
         raise QuintetError(
             "SGLang's model computed scores that are no numbers: its weights or kernels are wrong"
         )
-    told = meta.get("output_token_logprobs", [])
+    # routes: int32 numbers in base64, one behind another (srt/state_capturer/routed_experts.py)
+    told, routes = meta.get("output_token_logprobs", []), meta.get("routed_experts")
     if [token for _, token, _ in told[: len(ids)]] != ids:
         raise QuintetError(
             f"SGLang told log-probs of {len(told)} tokens, and they are not those of the {len(ids)} it generated"
@@ -67,7 +66,7 @@ def answer(result: Mapping[str, Any], job: Job) -> Answer:
         [value for value, _, _ in told[: len(ids)]],
         _finish(reason["type"], ids, job),
         [value for value, _, _ in meta.get("input_token_logprobs", [])[1:]] if job.scores else [],
-        None if meta.get("routed_experts") is None else _routes(meta["routed_experts"]),
+        None if routes is None else np.frombuffer(base64.b64decode(routes), dtype=np.int32),
         {name: float(meta[key]) for key, name in COUNTS.items() if key in meta},
     )
 
@@ -79,11 +78,6 @@ def _finish(told: str, ids: Sequence[int], job: Job) -> str:
     if told == "abort" and ids and len(ids) >= job.parameters["max_new_tokens"]:
         return "length"
     return told
-
-
-def _routes(text: str) -> np.ndarray:
-    """int32 numbers in base64, one behind another (srt/state_capturer/routed_experts.py)."""
-    return np.frombuffer(base64.b64decode(text), dtype=np.int32)
 
 
 def routes_of(flat: np.ndarray, shape: ModelShape, tokens: int) -> np.ndarray:
