@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from quintet import install
 from quintet.cli import (
@@ -84,13 +85,21 @@ def _run(command: Command, arguments: list[str]) -> int:
         return _complain("interrupted", 130)
     except BrokenPipeError:
         # The reader of our output went away (`quintet check R.yaml | head`): nothing to say, and no one to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _unread(sys.stdout, 1)
 
 
 def _complain(message: str, code: int) -> int:
     word = "quintet:" if code in (130, 143) else "error:"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         word = f"\033[1;31m{word}\033[0m"
-    print(f"{word} {message}", file=sys.stderr)
+    try:
+        print(f"{word} {message}", file=sys.stderr)
+    except BrokenPipeError:  # of `2>&1 | tee`, which Ctrl-C has ended
+        return _unread(sys.stderr, code)
+    return code
+
+
+def _unread(out: TextIO, code: int) -> int:
+    """Drop what nobody reads: Python would end with another code for it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
     return code

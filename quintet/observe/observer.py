@@ -61,7 +61,7 @@ class Observer:
         self.recipe, self.keep = recipe, keep
         goes_on = recipe.checkpoint.on_error == "continue"
         self.console = console or Console(
-            highlight=False, stderr=not keep, file=_log() if keep and goes_on else None
+            highlight=False, stderr=not keep, file=_log(goes_on) if keep else None
         )
         self._losses = Losses(goes_on, self.note)
         self._scratch = ExitStack()
@@ -73,8 +73,7 @@ class Observer:
         self._printer = StepPrinter(self.console)
         self._watches = (IdleSteps(), AcceptanceFalls())
         self._processes = Tree()
-        self._untouched = resume is not None
-        self._report_due = 0.0
+        self._untouched, self._report_due = resume is not None, 0.0
         self._trackers = make_trackers(recipe, self.directory.path) if keep else []
         if keep:
             self.console.print(f"run directory {self.directory.path}", soft_wrap=True)
@@ -268,9 +267,11 @@ class Observer:
                 tracker.log(stage, step, line)
 
 
-def _log() -> TextIO | None:
-    """Standard output, where it is a file: a full disk ends the run there no more than elsewhere."""
+def _log(goes_on: bool) -> TextIO | None:
+    """Standard output, where it is a file: a full disk ends the run there no more than elsewhere; or a pipe: Ctrl-C ends `| tee`, too,
+    and the run has a step to finish then."""
     out = sys.__stdout__
-    if out is None or sys.stdout is not out or not stat.S_ISREG(os.fstat(out.fileno()).st_mode):
+    if out is None or sys.stdout is not out:
         return None
-    return lossy(out.fileno())
+    mode = os.fstat(out.fileno()).st_mode
+    return lossy(out.fileno()) if stat.S_ISFIFO(mode) or (goes_on and stat.S_ISREG(mode)) else None

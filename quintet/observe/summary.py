@@ -60,10 +60,8 @@ def summarize(
     summary["tokens_trained"] = _trained(steps)
     if (why := nothing_learnt(steps)) is not None:
         summary["nothing_learnt"] = why
-    warm_up = [line for line in lines if line.get("stage") == "sft" and stage != "sft"]
-    if warm_up:
-        summary["sft_steps"] = len(warm_up)
-        summary["sft_tokens_trained"] = _trained(warm_up)
+    if warm_up := [line for line in lines if line.get("stage") == "sft" and stage != "sft"]:
+        summary |= {"sft_steps": len(warm_up), "sft_tokens_trained": _trained(warm_up)}
     summary["ledger_lines"] = len(lines)
     summary["written"] = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     summary["seconds_total"] = round(seconds_total, 3)
@@ -144,15 +142,13 @@ def _title(summary: Mapping[str, Any]) -> str:
 
 
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    facts = [
+    by_phase = summary.get("seconds_by_phase") or {}
+    return [
         ("tokens trained on", short(summary.get("tokens_trained"))),
         ("wall time", duration(summary.get("seconds_total") or 0)),
+        *((f"  {phase}", duration(seconds)) for phase, seconds in by_phase.items()),
+        *peaks(summary),
     ]
-    facts += [
-        (f"  {phase}", duration(seconds))
-        for phase, seconds in (summary.get("seconds_by_phase") or {}).items()
-    ]
-    return facts + peaks(summary)
 
 
 def peaks(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -59,15 +59,15 @@ class _Lossy(io.FileIO):
                 self._lost = 0
             return super().write(data)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in (*FULL, errno.EPIPE):
                 raise
             self._lost += len(data)
             return len(data)
 
 
 def lossy(descriptor: int) -> TextIO:
-    """Open a log for text that goes on when the disk is full: what that does not take is dropped, and counted in the log once it
-    takes more. The descriptor stays open."""
+    """Open a log for text that goes on when the disk is full, or nobody reads the pipe any more: what is not taken is dropped, and counted
+    in the log once it takes more. The descriptor stays open."""
     return io.TextIOWrapper(
         io.BufferedWriter(_Lossy(descriptor)), "utf-8", errors="backslashreplace", line_buffering=True
     )

@@ -588,3 +588,30 @@ def test_ctrl_c_ends_with_130_and_one_line(recipe: str, tmp_path: Path) -> None:
     assert process.returncode == 130
     assert said == "quintet: interrupted\n"
     assert time.monotonic() - started < 5 * BUSY
+
+
+def test_a_run_outlives_the_reader_of_its_words(recipe: str, tmp_path: Path) -> None:
+    """As of `quintet train R.yaml 2>&1 | tee log`, of which Ctrl-C ends both ends."""
+    (tmp_path / "unread.py").write_text(
+        "import sys, types\nfrom quintet.errors import Stopped\nloop = types.ModuleType('quintet.train.ppo')\n"
+        "def train(recipe):\n    from quintet.observe.observer import Observer\n"
+        "    with Observer(recipe) as observer:\n        input()\n"
+        "        observer.step(1, {'loss': 1.0})\n        raise Stopped('stopped after step 1', 130)\n"
+        "loop.train = train\nsys.modules['quintet.train.ppo'] = loop\n"
+        "from quintet.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "unread.py"), "train", recipe, f"run.dir={tmp_path / 'runs'}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("run directory")
+    process.stdout.close()
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 130
+    (summary,) = tmp_path.glob("runs/*/summary.json")
+    assert json.loads(summary.read_text())["status"] == "interrupted"
