@@ -198,15 +198,11 @@ def tidy(dump: str) -> str:
         seat = next((i for i, frame in enumerate(frames) if "quintet/cluster/rank_actor.py" in frame), None)
         if seat is not None:
             main = "main thread (most recent call first):\n" + "\n".join(frames[:seat])
-        elif any(not _is_machinery(frame) for frame in frames):
+        elif any("/site-packages/ray/" not in frame and "/threading.py" not in frame for frame in frames):
             others.append("another thread (most recent call first):\n" + "\n".join(frames))
         elif any("ray/_private/workers/default_worker.py" in frame for frame in frames):
             main = main or "main thread: idle, waiting for the next call"
     return "\n".join([main, *others]).strip()
-
-
-def _is_machinery(frame: str) -> bool:
-    return "/site-packages/ray/" in frame or "/threading.py" in frame
 
 
 def size(path: Path) -> int:

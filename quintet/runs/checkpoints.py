@@ -24,6 +24,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from quintet.runs.fsync import fsync_path
 
 MANIFEST = "manifest.json"
+CHECKSUMS = "checksums.json"
+"""Below what the ranks write: it comes last of all."""
 POLICY = "policy"
 """Below a checkpoint: what `Engine.save` wrote."""
 CRITIC = "critic"

@@ -36,14 +36,7 @@ def holder_of(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     with file:
-        holder = _read_holder(file)
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            held = holder is not None and holder.get("boot") != boot_id() and _beats(path)
-        except BlockingIOError:
-            held = True
-        except OSError:
-            held = holder is not None and _beats(path)
+        holder, held = _locked(file, path, fcntl.LOCK_SH)
     return _title(holder or {}) if held else None
 
 
@@ -82,27 +75,13 @@ class RunLock:
             self._file.close()
 
     def _take(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise self._refusal(self._holder()) from None
-        except OSError:  # A file system without such locks: the heartbeat alone decides, on this machine too.
-            if self._holder() is not None and _beats(self.path):
-                raise self._refusal(self._holder()) from None
-        holder = self._holder()
-        if holder is not None and holder.get("boot") != boot_id() and _beats(self.path):
-            raise self._refusal(holder)
+        holder, held = _locked(self._file, self.path, fcntl.LOCK_EX)
+        if held:
+            raise UserError(
+                f"{self.path.parent} is in use by {_title(holder or {})}: two processes cannot go on with one run. Wait for it, or "
+                "end it first"
+            )
         self.left_behind = None if holder is None else _title(holder)
-
-    def _holder(self) -> dict[str, Any] | None:
-        self._file.seek(0)
-        return _read_holder(self._file)
-
-    def _refusal(self, holder: dict[str, Any] | None) -> UserError:
-        return UserError(
-            f"{self.path.parent} is in use by {_title(holder or {})}: two processes cannot go on with one run. Wait for it, or "
-            "end it first"
-        )
 
     def _write(self, text: str) -> None:
         self._file.seek(0)
@@ -114,6 +93,21 @@ class RunLock:
         while not self._released.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(self.path)
+
+
+def _locked(file: TextIO, path: Path, how: int) -> tuple[dict[str, Any] | None, bool]:
+    """Lock the file if nobody has it: who is written in it then, and whether that one has it."""
+    elsewhere = held = False
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held = True
+    except OSError:  # A file system without such locks: the heartbeat alone decides, on this machine too.
+        elsewhere = True
+    file.seek(0)
+    holder = _read_holder(file)
+    elsewhere = elsewhere or (holder or {}).get("boot") != boot_id()
+    return holder, held or (holder is not None and elsewhere and _beats(path))
 
 
 def _read_holder(file: TextIO) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from quintet.observe.observer import Observer
 from quintet.plan.saves import checkpoint_bytes, export_bytes, weights_bytes
 from quintet.recipe.schema import Recipe
 from quintet.runs.checkpoints import (
+    CHECKSUMS,
     CRITIC,
     MANIFEST,
     POLICY,
@@ -35,6 +36,7 @@ from quintet.runs.checkpoints import (
     name_of,
 )
 from quintet.runs.directory import package_versions
+from quintet.runs.ledger import read_json
 from quintet.runs.resume import is_named, reference_lost
 from quintet.runs.stop import StopRequest
 
@@ -49,6 +51,10 @@ class _Running:
     path: Path
     manifest: Manifest
     roles: tuple[str, ...]
+
+    def parts(self) -> dict[str, Path]:
+        """Return where each role writes."""
+        return {role: self.path / (POLICY if role == REFERENCE else role) for role in self.roles}
 
 
 class Saver:
@@ -165,6 +171,12 @@ class Saver:
             self.save_model()
         raise Stopped(self._farewell(step), self.stop.exit_code)
 
+    def rescue(self) -> None:
+        """Publish the save under way, where a run ends early, if all of it is on the disk. The ranks are not asked: they may be gone."""
+        running, self._running = self._running, None
+        if running is not None and all(read_json(part / CHECKSUMS) for part in running.parts().values()):
+            self._publish(running)
+
     def save_model(self) -> None:
         """Write the policy as it is to checkpoint/, as a Hugging Face directory."""
         with self.observer.phase("save"), self.observer.progress.task("saving the model"):
@@ -262,8 +274,7 @@ class Saver:
     def _write(self, path: Path, manifest: Manifest, *, reference: bool = False) -> None:
         """Have the ranks begin to write; `_poll` says when they are done."""
         needed = self._reference_bytes if reference else self._checkpoint_bytes
-        free = _free(self.observer.directory.path)
-        if free < needed:
+        if _free(self.observer.directory.path) < needed:
             self._fail(path, "there is not enough room", needed)
             return
         try:
@@ -274,8 +285,8 @@ class Saver:
             return
         roles = (REFERENCE,) if reference else self.trained_roles(manifest.stage)
         self._running = _Running(path, manifest, roles)
-        for at, role in enumerate(roles):
-            errors = self.controller.roles[role].save(path / (POLICY if reference else role))
+        for at, (role, part) in enumerate(self._running.parts().items()):
+            errors = self.controller.roles[role].save(part)
             if errors:
                 if at:  # others write still, below what is to be removed
                     self.controller.checkpoint_finished(roles[:at], wait=True)
@@ -286,8 +297,7 @@ class Saver:
 
     def _poll(self, *, wait: bool) -> None:
         """Publish the save under way if the ranks are done with it."""
-        running = self._running
-        if running is None:
+        if (running := self._running) is None:
             return
         done, errors = self.controller.checkpoint_finished(running.roles, wait=wait)
         if errors and not done:  # others write still, below what is to be removed

@@ -131,6 +131,8 @@ def session(
                     except (WorkerFailure, RayFailure, SyncFailure, SyncMismatch) as failure:
                         failure.message += _what_then(recipe, failure)
                         raise
+                    finally:
+                        saver.rescue()
 
 
 def _what_then(recipe: schema.Recipe, failure: QuintetError) -> str:

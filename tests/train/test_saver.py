@@ -16,6 +16,7 @@ from quintet.errors import DamagedCheckpoint, Stopped, UserError
 from quintet.observe.observer import Observer
 from quintet.recipe.rules.facts import shape_of_built
 from quintet.recipe.schema import Algorithm, BuildModel, Checkpoint, Data, Model, Recipe, Run, Sft
+from quintet.runs.checkpoints import CHECKSUMS
 from quintet.runs.stop import StopRequest
 from quintet.train.saver import Saver
 from quintet.train.session import Session
@@ -129,6 +130,25 @@ def test_a_save_that_takes_several_steps_is_waited_for_before_the_next(made, ran
     assert names(run) == []
     steps(run, range(6, 7))
     assert names(run) == ["step-000003"]
+
+
+def test_a_run_that_ends_early_publishes_what_is_on_the_disk(made, ranks):
+    """Its ranks may be gone, and cannot be asked."""
+    run = made(every_steps=1)
+    steps(run, range(1, 2))
+    policy = run.saver.checkpoints.directory / "step-000001" / "policy"
+    policy.mkdir()
+    (policy / CHECKSUMS).write_text('{"files": {"0.distcp"')  # rank 0 was killed at its last file
+    run.saver.rescue()
+    assert names(run) == []
+    ranks.pending = None
+    steps(run, range(2, 3))
+    policy = run.saver.checkpoints.directory / "step-000002" / "policy"
+    policy.mkdir()
+    (policy / CHECKSUMS).write_text('{"files": {}}')
+    run.saver.rescue()
+    assert names(run) == ["step-000002"]
+    run.saver.rescue()
 
 
 def test_without_async_save_it_is_there_at_once(made):

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from quintet.errors import UserError
 from quintet.models.mcore import Box, box_sizes
+from quintet.runs.checkpoints import CHECKSUMS as CHECKSUMS
 from quintet.runs.fsync import fsync_path
 from quintet.skip_dynamo_import import uncompiled
 from quintet.typed import Dtype
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 INDEX = ".metadata"
-CHECKSUMS = "checksums.json"
 STATE = "state.json"
 SINGLE = {"singleton_local_shards": True, "non_homogeneous_layers": True}
 """How the tensors are named, in megatron-core's words: one a layer and expert."""
