@@ -54,7 +54,7 @@ def _load_file(key: str, path: Path) -> ModuleType:
         return _execute(path, path.stat().st_mtime_ns)
     except UserError as error:
         raise UserError(f"{key}: {path}: {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may call sys.exit
         raise _import_error(key, str(path), error) from error
 
 
@@ -73,7 +73,7 @@ def _execute(path: Path, changed_ns: int) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception:
+    except BaseException:
         del sys.modules[name]
         raise
     finally:
@@ -90,7 +90,7 @@ def _load_module(key: str, name: str, kind: str) -> ModuleType:
         raise _import_error(key, name, error) from error
     except UserError as error:
         raise UserError(f"{key}: {name}: {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_error(key, name, error) from error
 
 
@@ -104,7 +104,7 @@ def _instead(name: str, kind: str) -> str:
     )
 
 
-def _import_error(key: str, name: str, error: Exception) -> UserError:
+def _import_error(key: str, name: str, error: BaseException) -> UserError:
     return UserError(
         f"{key}: importing {name} failed with {type(error).__name__}: {error}\n{traceback_of(error)}"
     )

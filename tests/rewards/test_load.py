@@ -111,6 +111,7 @@ def test_not_found(spec: str, message: str) -> None:
     ("body", "message"),
     [
         ("def reward(:", r"importing .*mine\.py failed with SyntaxError"),
+        ("import sys\nsys.exit(0)", r"importing .*mine\.py failed with SystemExit: 0"),
         ("import no_such_thing", r"importing .*mine\.py failed with ModuleNotFoundError: .*no_such_thing"),
         ("1 / 0", r"mine\.py failed with ZeroDivisionError"),
         ("def other(p, r, a): ...", r"mine\.py has no function 'reward'; it has other"),
