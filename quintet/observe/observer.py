@@ -74,7 +74,7 @@ class Observer:
         self._watches = (IdleSteps(), AcceptanceFalls())
         self._processes = Tree()
         self._untouched, self._report_due = resume is not None, 0.0
-        self._trackers = make_trackers(recipe, self.directory.path) if keep else []
+        self._trackers = make_trackers(recipe, self.directory.path, self.note) if keep else []
         if keep:
             self.console.print(f"run directory {self.directory.path}", soft_wrap=True)
         if self.directory.lock is not None and self.directory.lock.left_behind is not None:
@@ -200,8 +200,8 @@ class Observer:
         status = "finished" if kind is None else "interrupted" if interrupted else "failed"
         summary: dict[str, Any] = {"status": status, "run": self.directory.path.name}
         if kind is not None:
-            summary["error"] = next(iter(str(error).strip().splitlines()), kind.__name__)
-            summary["phase"] = self.phases.failed_in
+            told = next(iter(str(error).strip().splitlines()), kind.__name__)
+            summary |= {"error": told, "phase": self.phases.failed_in}
         try:
             self._close(summary)
         except Exception as late:

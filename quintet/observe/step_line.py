@@ -78,11 +78,10 @@ class StepPrinter:
         self._last_reward = metrics.get("reward/mean", self._last_reward)
 
     def _choose(self, metrics: Mapping[str, Any], label: int) -> list[Column]:
-        phases = [key.removeprefix("seconds/") for key in metrics if key.startswith("seconds/")]
         timing = [
-            Column(name, f"seconds/{name}", max(len(name), 5), _fixed(2), 1)
-            for name in phases
-            if name != "step"
+            Column(name, key, max(len(name), 5), _fixed(2), 1)
+            for key in metrics
+            if (name := key.removeprefix("seconds/")) not in (key, "step")
         ]
         columns = [one for one in [*_LEFT, *timing, *_RIGHT] if metrics.get(one.key) is not None]
         # A file or a pipe has no width; a terminal shows what fits, because a wrapped table is no table.

@@ -87,9 +87,8 @@ def main_stage(lines: list[dict[str, Any]]) -> str:
 
 def closing_table(summary: Mapping[str, Any]) -> Table:
     """Return the table a run ends with: before and after, what it took, and where everything is."""
-    table = Table(
-        title=_title(summary), title_justify="left", title_style="bold", show_header=True, expand=False
-    )
+    title = f"Run {summary.get('status', 'finished')} after {short(summary.get('steps', 0))} steps"
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=True, expand=False)
     table.add_column("")
     for column in ("before", "after", "change"):
         table.add_column(column, justify="right")
@@ -134,11 +133,6 @@ def _row(label: str, before: float | None, after: float | None, share: bool, bet
     moved = better and text.strip("+-0.") != ""
     style = {"+": "up", "-": "down"}.get(text[0], "") if moved else ""
     return Row(label, show(before), show(after), text, style)
-
-
-def _title(summary: Mapping[str, Any]) -> str:
-    status = summary.get("status", "finished")
-    return f"Run {status} after {short(summary.get('steps', 0))} steps"
 
 
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -12,7 +12,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,9 @@ class TensorBoard:
             file.unlink()
         self._begin()
         for line in lines:
-            values = {key: value for key, value in line.items() if key not in ("stage", "step")}
-            self.log(line["stage"], line["step"], values)
+            self.log(
+                line["stage"], line["step"], {k: v for k, v in line.items() if k not in ("stage", "step")}
+            )
 
     def close(self) -> None:
         self._file.close()
@@ -76,8 +78,10 @@ class WeightsAndBiases:
 
     name = "wandb"
 
-    def __init__(self, recipe: Recipe, directory: Path) -> None:
+    def __init__(self, recipe: Recipe, directory: Path, say: Callable[[str], None]) -> None:
         import wandb
+
+        self._say = say
 
         # The same run at W&B for every start of ours.
         name = directory / "wandb_run_id"
@@ -107,22 +111,33 @@ class WeightsAndBiases:
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         step_key = "sft/step" if stage == "sft" else "step"
-        self._run.log({**_named(stage, metrics), step_key: step})
+        self._tell("log", {**_named(stage, metrics), step_key: step})
 
     def go_on(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Go on with the W&B run, which keeps what it has: steps that are taken again appear twice there."""
 
     def close(self) -> None:
-        self._run.finish()
+        self._tell("finish")
+
+    def _tell(self, verb: str, *what: Any) -> None:
+        """Have W&B do it, by a process of its own; where that fails, the run goes on, and W&B is told nothing more."""
+        try:
+            if self._run is not None:
+                getattr(self._run, verb)(*what)
+        except Exception as error:
+            self._run = None
+            self._say(
+                f"warning: W&B failed ({type(error).__name__}: {error}): what is new is in metrics.jsonl alone"
+            )
 
 
 Tracker = TensorBoard | WeightsAndBiases
 
 
-def make_trackers(recipe: Recipe, directory: Path) -> list[Tracker]:
-    """Return the trackers of `run.trackers`, started."""
+def make_trackers(recipe: Recipe, directory: Path, say: Callable[[str], None] = print) -> list[Tracker]:
+    """Return the trackers of `run.trackers`, started. say: shows a line."""
     return [
-        TensorBoard(recipe, directory) if name == "tensorboard" else WeightsAndBiases(recipe, directory)
+        TensorBoard(recipe, directory) if name == "tensorboard" else WeightsAndBiases(recipe, directory, say)
         for name in recipe.run.trackers
     ]
 
@@ -134,9 +149,6 @@ def _named(stage: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    with suppress(OSError, netrc.NetrcParseError):
+        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
+    return False

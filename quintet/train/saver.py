@@ -274,7 +274,7 @@ class Saver:
     def _write(self, path: Path, manifest: Manifest, *, reference: bool = False) -> None:
         """Have the ranks begin to write; `_poll` says when they are done."""
         needed = self._reference_bytes if reference else self._checkpoint_bytes
-        if _free(self.observer.directory.path) < needed:
+        if self._free() < needed:
             self._fail(path, "there is not enough room", needed)
             return
         try:
@@ -333,8 +333,7 @@ class Saver:
     def _fail(self, path: Path, reason: str, needed: int) -> None:
         """A save or an export came to nothing: say so, and go on or end as the recipe wants."""
         reason = reason.partition(" was not saved: ")[2] or reason
-        free = _free(self.observer.directory.path)
-        text = f"{path} was not saved: {reason} (needed: about {_size(needed)}, free there: {_size(free)})"
+        text = f"{path} was not saved: {reason} (needed: about {_size(needed)}, free there: {_size(self._free())})"
         whole, _ = self.checkpoints.latest()
         kept = f"the last whole checkpoint is {whole.path}" if whole else "there is no earlier checkpoint"
         if self.settings.on_error == "stop":
@@ -357,6 +356,9 @@ class Saver:
             self.controller.save(target)
         except UserError as error:  # The writer leaves nothing of it, and what was there before as it was.
             self._fail(target, str(error), self._export_bytes)
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.observer.directory.path).free
 
     def _manifest(self, step: int, loop: dict[str, float]) -> Manifest:
         assert self._stream is not None
@@ -386,10 +388,6 @@ class Saver:
         if run.checkpoint.exists():
             return f"{text}; the policy is in {run.checkpoint}, and with checkpoint.every_steps=0 there is nothing to go on from"
         return text
-
-
-def _free(path: Path) -> int:
-    return shutil.disk_usage(path).free
 
 
 def _size(number: float) -> str:

@@ -168,24 +168,19 @@ def _is_little(recipe: schema.Recipe, command: Command, inputs: Inputs) -> bool:
     axes, cluster = recipe.layout, recipe.cluster
     if command in ("train", "sft") or cluster.address is not None or not placement_of(recipe).shares_weights:
         return False
-    if (axes.tp, axes.pp, axes.cp, axes.ep, axes.etp or 1) != (1, 1, 1, 1, 1) or _in_a_group():
+    if (axes.tp, axes.pp, axes.cp, axes.ep, axes.etp or 1) != (1, 1, 1, 1, 1):
         return False
     import torch
+    import torch.distributed as dist
 
-    if torch.cuda.device_count():
+    # A rank of something else has a group already.
+    if torch.cuda.device_count() or (dist.is_available() and dist.is_initialized()):
         return False
     prompts, count = list(inputs.eval or ()), 1 + recipe.train.eval_samples_per_prompt
     if command == "generate":
         prompts, count = inputs.prompts, recipe.rollout.samples_per_prompt
     tokens = sum(len(prompt.token_ids) + recipe.rollout.max_response_tokens for prompt in prompts)
     return cluster.ranks == 1 or count * tokens <= LITTLE_TOKENS
-
-
-def _in_a_group() -> bool:
-    """Whether this process is a rank of something else."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
 
 
 @contextmanager

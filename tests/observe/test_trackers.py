@@ -1,6 +1,8 @@
 """Trackers: real event files, and a clear word when a package is missing."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,3 +38,26 @@ def test_wandb_runs_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.Mo
     tracker.log("rl", 1, {"reward/mean": 0.5, "kl/reference": None})
     tracker.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_wandb_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its service is a process, which may be killed; every call then raises."""
+
+    class Dead:
+        def define_metric(self, *told: str, **options: str) -> None: ...
+
+        def log(self, line: dict[str, float]) -> None:
+            raise ConnectionResetError("Connection lost")
+
+        finish = log
+
+    options = {"init": lambda **options: Dead(), "Settings": dict, "errors": SimpleNamespace(Error=OSError)}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(**options))
+    said: list[str] = []
+    (tracker,) = make_trackers(recipe("wandb"), tmp_path, said.append)
+    for step in (1, 2):
+        tracker.log("rl", step, {"loss": 2.0})
+    tracker.close()
+    assert said == [
+        "warning: W&B failed (ConnectionResetError: Connection lost): what is new is in metrics.jsonl alone"
+    ]

@@ -281,7 +281,7 @@ def test_room_is_looked_at_before_a_save(made, ranks, monkeypatch, by_formula, n
     steps(run, range(1, 3))
     size = json.loads((run.saver.checkpoints.directory / "step-000001/manifest.json").read_text())["files"]
     assert size == {"policy/0.distcp": 100}
-    monkeypatch.setattr("quintet.train.saver._free", lambda path: 99)
+    monkeypatch.setattr(Saver, "_free", lambda saver: 99)
     with pytest.raises(UserError, match=rf"not enough room \(needed: about {needed}, free there: 0\.1 KiB\)"):
         steps(run, range(3, 4))
 
