@@ -15,8 +15,7 @@ _FOREIGN = {
         'takes chats, completions=[[{{"role": "assistant", "content": response}}]]) and name that one'
     ),
     "solution_str": (
-        "verl's shape. Turn it by `def reward(prompt, response, answer): return {name}(data_source, response, answer)`, with the "
-        "data_source that it expects, and name that one"
+        "verl's shape. Turn it by `def reward(prompt, response, answer{row}): return {name}({columns})` and name that one"
     ),
 }
 """By a parameter that gives it away, another library's shape of a reward and how it becomes ours."""
@@ -45,7 +44,7 @@ def arguments_of(spec: str, function: Callable[..., Any]) -> Arguments:
         if parameter in signature.parameters:
             name = spec.rpartition(":")[2]
             raise UserError(
-                f"reward.function: {where}: {name} has {shape.format(name=name, **_for_trl(signature))}"
+                f"reward.function: {where}: {name} has {shape.format(name=name, **_turned(signature))}"
             )
     if inspect.iscoroutinefunction(function):
         raise UserError(
@@ -64,15 +63,18 @@ def arguments_of(spec: str, function: Callable[..., Any]) -> Arguments:
     )
 
 
-def _for_trl(signature: inspect.Signature) -> dict[str, str]:
-    """What calls a function of TRL's shape for one sample: its columns, with **kwargs those it may look for, and `row` if that has them."""
+def _turned(signature: inspect.Signature) -> dict[str, str]:
+    """What calls another library's function for one sample, what it needs besides being columns of `row`; TRL's takes all as lists."""
+    trl = "completions" in signature.parameters
     known = {"prompts": "prompt", "completions": "response", "answer": "answer"}
-    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    any_more = inspect.Parameter.VAR_KEYWORD in kinds.values()
-    others = [name for name, kind in kinds.items() if name not in known and kind.name[:4] != "VAR_"]
-    columns = [f"{name}=[{ours}]" for name, ours in known.items() if any_more or name in kinds]
-    columns += [f"{name}=[row['{name}']]" for name in others]
-    return {"columns": ", ".join(columns), "row": ", row" if others else ""}
+    known = known if trl else {"solution_str": "response", "ground_truth": "answer"}
+    kinds = {name: one.kind.name for name, one in signature.parameters.items()}
+    given = {name: ours for name, ours in known.items() if "VAR_KEYWORD" in kinds.values() or name in kinds}
+    for name, one in signature.parameters.items():
+        if name not in known and kinds[name][:4] != "VAR_" and (trl or one.default is one.empty):
+            given[name] = f"row['{name}']"
+    columns = ", ".join(f"{name}=[{ours}]" if trl else f"{name}={ours}" for name, ours in given.items())
+    return {"columns": columns, "row": ", row" if given.keys() - known else ""}
 
 
 def _where(spec: str, function: Callable[..., Any]) -> str:

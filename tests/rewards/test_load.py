@@ -196,7 +196,11 @@ def test_a_function_gets_what_it_takes(tmp_path: Path, shape: str, got: tuple) -
         ),
         (
             "def correct(data_source, solution_str, ground_truth, extra_info=None): return float(solution_str == ground_truth)",
-            "return correct('', response, answer)",
+            "return correct(solution_str=response, ground_truth=answer, data_source=row['data_source'])",
+        ),
+        (
+            "def correct(solution_str, ground_truth, method='strict', score=1.0): return score * (solution_str == ground_truth)",
+            "return correct(solution_str=response, ground_truth=answer)",
         ),
     ],
 )
@@ -205,11 +209,13 @@ def test_other_libraries_shapes_are_told_how_to_turn(tmp_path: Path, body: str, 
     reward_file(tmp_path, body)
     with pytest.raises(UserError, match=r"mine\.py:1: correct has .*'s shape.*Turn it by") as caught:
         load_reward(f"{tmp_path / 'mine.py'}:correct")
-    assert turned.replace("''", "data_source") in str(caught.value)
+    assert turned in str(caught.value)
     head = re.search(r"def reward\(.*?\):", str(caught.value))
     assert head is not None
     ours = load_reward(reward_file(tmp_path, f"{body}\n{head[0]} {turned}", "ours.py"))
-    assert [ours("p", response, "4", {"solution": "4"}).reward for response in ("4", "5")] == [1, 0]
+    assert [
+        ours("p", response, "4", {"solution": "4", "data_source": "mine"}).reward for response in ("4", "5")
+    ] == [1, 0]
 
 
 def test_errors_name_file_and_line(tmp_path: Path) -> None:
