@@ -148,7 +148,7 @@ def _apply(source: _Source, override: str) -> None:
             f"{where}: expected key=value with a dotted key and no blanks around =, such as train.steps=10"
         )
     try:
-        value = text if _is_jinja(".".join(path), text) else read_yaml(text, where).data
+        value = text if _is_plain(".".join(path), text) else read_yaml(text, where).data
     except UserError as error:
         raise UserError(str(error).replace(f"{where}:1: ", f"{where}: ")) from None
     node = source.data
@@ -168,11 +168,11 @@ def _apply(source: _Source, override: str) -> None:
     raise UserError(f"{where}: {'.'.join(path[:-1])} is no section (at {source.origin(path[:-1])})")
 
 
-def _is_jinja(key: str, text: str) -> bool:
-    """Whether a text that is to be a template stands there as it is, which YAML would take for a mapping or nothing at all."""
-    field_info = leaf_keys().get(key)
-    takes_text = field_info is not None and str in (field_info.annotation, *get_args(field_info.annotation))
-    return takes_text and ("{{" in text or "{%" in text) and text.lstrip()[0] not in "'\"|>"
+def _is_plain(key: str, text: str) -> bool:
+    """Whether a text stands there as it is, which YAML would take for a mapping or nothing at all: a template, or where null is none, ""."""
+    of_key = getattr(leaf_keys().get(key), "annotation", None)
+    template = ("{{" in text or "{%" in text) and text.lstrip()[0] not in "'\"|>"
+    return template and str in (of_key, *get_args(of_key)) if text else of_key is str
 
 
 def _fill_empty_sections(data: dict[str, Any]) -> None:

@@ -238,6 +238,14 @@ def test_jinja_on_the_command_line_is_text(load, written: str, template: str) ->
     assert load(f"model.chat_template={written}").model.chat_template == template
 
 
+def test_nothing_behind_the_sign_is_empty_text_where_null_is_none(load, refuse) -> None:
+    """The shell takes the quotes off `data.answer_key=""`, as docs/data.md has it."""
+    assert "data.answer_key= is not read by data.task=addition" in refuse("data.answer_key=")
+    assert "run.name='': use letters" in refuse("run.name=")
+    assert load("resume=").resume is None
+    assert "optimizer.lr is null; expected a number" in refuse("optimizer.lr=")
+
+
 @pytest.mark.parametrize("text", ["{{ messages }}", "{% for m in messages %}"])
 def test_jinja_that_yaml_cannot_read_is_told_where_to_stand(refuse, text: str) -> None:
     message = refuse(text=f"model:\n  build: {{}}\n  chat_template: {text}\n")
