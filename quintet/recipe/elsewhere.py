@@ -107,9 +107,10 @@ _DOTTED = {
     "critic.optimizer.lr": "critic.optim.lr",
     "critic.optimizer.weight_decay": "critic.optim.weight_decay",
     "critic.path": "critic.model.path",
-    "model.path": "actor.model.path",
+    "model.path": "actor.model.path model.name model.name_or_path",
     "algorithm.kl_coef": "kl_ctrl.kl_coef algorithm.kl_ctrl.kl_coef",
     "algorithm.name=dapo": "algorithm.filter_groups filter_groups.enable",
+    "lora.rank": "lora.r",
     "reward.overlong_tokens": "overlong_buffer.len",
     "reward.overlong_penalty": "overlong_buffer.penalty_factor",
     "reward.function": "custom_reward_function.path custom_reward_function.name",
@@ -120,6 +121,7 @@ _DOTTED = {
 }
 """Words that mean this only where they stand so."""
 VALUES = {
+    "algorithm.name": {"gae": "ppo"},
     "engine.replay_routes": {"R2": "old", "R3": "rollout", "disabled": "null"},
     "engine.fp8": {"hybrid": "tensorwise", "e4m3": "blockwise"},
     "model.dtype": {"bfloat16": "bf16", "float32": "fp32", "fp8": "bf16 with engine.fp8"},

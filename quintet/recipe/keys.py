@@ -69,7 +69,7 @@ def nearest_key(unknown: str) -> str:
         first = unknown.partition(".")[0]
         return max(alike, key=lambda key: (key.partition(".")[0] == first, -key.count("."), likeness(key)))
     best = max(all_keys(), key=likeness)
-    return best if likeness(best) >= 0.85 else WORDS.get(word, best)
+    return best if likeness(best) > 0.86 else WORDS.get(word, best)
 
 
 def _ratio(a: str, b: str) -> float:

@@ -176,6 +176,19 @@ def test_of_keys_with_the_same_last_word_the_nearest_is_of_its_section_or_the_sh
     assert f"the nearest valid key is {nearest}" in refuse(f"{unknown}=1")
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("algorithm.adv_estimator=grpo", "algorithm.name"),
+        ("algorithm.adv_estimator=gae", "algorithm.name=ppo"),
+        ("lora.r=8", "lora.rank"),
+        ("model.name=Qwen3-8B", "model.path"),
+    ],
+)
+def test_anothers_name_goes_before_one_of_ours_that_looks_alike(refuse, theirs: str, ours: str) -> None:
+    assert refuse(theirs).endswith(f"in quintet it is {ours}")
+
+
 def test_a_section_is_told_with_its_keys(refuse) -> None:
     said = refuse("engine.aux_loss=0.001")
     assert (
