@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     """Two directions, each with its paths and options."""
-    directions = parser.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
+    directions = parser.add_subparsers(prog="quintet convert", dest="direction", required=True)
     to_mcore = directions.add_parser(
         "hf-to-mcore",
         help="a Hugging Face directory becomes a megatron-core checkpoint",

@@ -71,6 +71,12 @@ def test_help_is_complete(name: str, capsys: pytest.CaptureFixture[str]) -> None
             assert re.search(rf"{error.exit_code} [^,]*{means}", text)
 
 
+def test_each_direction_of_convert_says_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["convert", "hf-to-mcore"])
+    assert capsys.readouterr().err.startswith("usage: quintet convert hf-to-mcore [-h] [--dtype TYPE]")
+
+
 def test_the_head_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
