@@ -245,9 +245,7 @@ class RewardPool:
         except ProcessEnded as ended:
             if process.killed:
                 return
-            raise UserError(
-                f"reward {self._spec} {ended} while it was loaded; what it printed is in {process.log}"
-            ) from None
+            raise UserError(f"reward {self._spec} {ended} while it was loaded; {process.printed()}") from None
         if told.stop is not None:
             raise UserError(told.stop)
         self._loaded = True
@@ -265,17 +263,17 @@ class RewardPool:
             try:
                 told = process.answer(self._settings.timeout_s)
             except AnswerLate:
-                failure = f"reward {self._spec} took longer than reward.timeout_s={self._settings.timeout_s:g}; its stacks are"
+                failure = f"reward {self._spec} took longer than reward.timeout_s={self._settings.timeout_s:g}; its stacks are in {process.log}"
                 process.tell_stacks()
             except ProcessEnded as ended:
-                failure = f"reward {self._spec} {ended}; what it printed is"
+                failure = f"reward {self._spec} {ended}; {process.printed()}"
             with self._lock:
                 process.job = None
                 if failure is not None:
                     blamed = not process.killed  # by us, for another sample's sake
                     process.kill()
                     if blamed:
-                        self._note(job, RewardResult(0.0, {}, failure=f"{failure} in {process.log}"))
+                        self._note(job, RewardResult(0.0, {}, failure=failure))
                     rest = jobs[at + blamed :]
                     self._queue.extendleft(one for one in reversed(rest) if not one.scoring.cancelled)
                     self._work.notify_all()

@@ -137,6 +137,11 @@ class RewardProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
+    def printed(self) -> str:
+        """Return where to find what it printed; a log with nothing in it is not left."""
+        something = self.log.exists() and self.log.stat().st_size
+        return f"what it printed is in {self.log}" if something else "it printed nothing"
+
     def forget(self) -> None:
         """Clear up after a process that has ended, or was killed."""
         if self._process is None:

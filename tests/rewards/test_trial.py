@@ -32,6 +32,7 @@ def trial(path: Path, body: str, **settings: object) -> None:
         ("return [1.0]", r"mine\.py:1\) returned \[1\.0\].*one sample"),
         ("return {'score': 1.0}", r"mine\.py:1\) returned a dict without \"reward\".*put the number"),
         ("return answer.nothing", r"mine\.py:2\) raised AttributeError"),
+        ("__import__('os')._exit(7)", r"(?s)ended its process with code 7; it printed nothing$"),
         ("print('as it was'); __import__('os')._exit(7)", r"(?s)ended its process with code 7.*as it was"),
     ],
 )
