@@ -166,7 +166,7 @@ def read_config(path: Path) -> dict[str, Any]:
         trained = Path(path) / "checkpoint"
         of_a_run = f"; that of the run is {trained}" if (trained / "config.json").is_file() else ""
         raise UserError(
-            f"{file} does not exist: model.path must be a Hugging Face directory with a config.json, or a model of the hub as owner/name"
+            f"{file} does not exist: name a Hugging Face directory with a config.json, or as model.path one of the hub, owner/name"
             f"{of_a_run}"
         )
     return read_json(file)

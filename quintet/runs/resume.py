@@ -154,7 +154,9 @@ def _named(path: Path, damaged: Mapping[Path, str] | None) -> Resume:
         )
     checkpoint, skipped = Checkpoints(path.absolute() / "checkpoints").latest(damaged)
     if checkpoint is None:
-        raise UserError(f"resume={path} has no whole checkpoint{_because(skipped)}")
+        trained = path / "checkpoint"
+        hint = f". To start a new run from its weights set model.path={trained}" if trained.is_dir() else ""
+        raise UserError(f"resume={path} has no whole checkpoint{_because(skipped)}{hint}")
     return Resume(checkpoint, _skipped(path, skipped))
 
 

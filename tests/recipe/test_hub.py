@@ -100,6 +100,6 @@ def test_what_is_here_comes_first(hub: Hub) -> None:
 )
 def test_what_looks_like_a_path_is_one(hub: Hub, path: str) -> None:
     Path("models").mkdir()
-    with pytest.raises(UserError, match=r"does not exist: model\.path must be a Hugging Face directory"):
+    with pytest.raises(UserError, match=r"does not exist: name a Hugging Face directory"):
         load(f"model.path={path}")
     assert hub.asked == []

@@ -515,6 +515,8 @@ def test_a_critic_has_positions_for_the_longest_sample(refuse, tmp_path: Path) -
     said = refuse("algorithm.name=ppo", f"critic.path={critic}")
     assert "of critic.path: data.max_prompt_tokens + rollout.max_response_tokens" in said
     assert "more than the 8 positions" in said
+    said = refuse("algorithm.name=ppo", "critic.path=nowhere")
+    assert "critic.path: nowhere/config.json does not exist: name a Hugging Face directory" in said
 
 
 @pytest.mark.parametrize(

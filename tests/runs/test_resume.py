@@ -180,19 +180,28 @@ def wrong(recipe: Recipe, run: Path) -> dict[str, tuple[str, list[str]]]:
     (hf := run / "checkpoint").mkdir()
     (hf / "config.json").touch()
     (empty := run / "logs").mkdir()
+    ((bare := run.parent / "bare") / "checkpoint").mkdir(parents=True)
     (damaged := run / "checkpoints" / "step-000004" / MANIFEST).write_text("{}")
     loose = run / "step-000003"
     (run / "checkpoints" / "step-000002").rename(loose)
     return {
         "a Hugging Face directory": (str(hf), ["is a Hugging Face directory", f"model.path={hf}"]),
         "an empty directory": (str(empty), ["has no whole checkpoint"]),
+        "a run without checkpoints": (str(bare), [f"has no whole checkpoint. To start a new run from its weights set model.path={bare}/"]),
         "a damaged one": (str(damaged.parent), ["manifest.json is damaged", "The newest whole one is", "step-000003"]),
         "one out of its place": (str(loose), ["in its run directory", "put it back"]),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "what", ["a Hugging Face directory", "an empty directory", "a damaged one", "one out of its place"]
+    "what",
+    [
+        "a Hugging Face directory",
+        "an empty directory",
+        "a run without checkpoints",
+        "a damaged one",
+        "one out of its place",
+    ],
 )
 def test_what_cannot_be_resumed_is_told_with_what_to_do(recipe, what):
     named, said = wrong(recipe, a_run(recipe, "math-20260101-100000", 2, 3, 4))[what]
