@@ -7,7 +7,7 @@ import functools
 import re
 from pathlib import Path
 
-from tests.metrics_page import named, undocumented
+from tests.metrics_page import PAGE, named, undocumented
 
 PACKAGE = Path(__file__).parents[1] / "quintet"
 ROOMS = ("train", "controller", "observe")
@@ -36,6 +36,15 @@ def test_every_metric_on_the_page_is_in_the_source() -> None:
     for name in named():
         if "<" not in name:
             assert name in there or name.rpartition("/")[2] in there, name
+
+
+def test_every_phase_is_on_the_page() -> None:
+    sources = "".join(file.read_text() for file in PACKAGE.rglob("*.py"))
+    phases = set(re.findall(r'phase\("([a-z]+)"\)', sources))
+    listed = re.search(r"of the step by phase: (.*) \|", PAGE.read_text())
+    assert len(phases) > 10
+    assert listed is not None
+    assert phases == set(re.sub(r" \(.*?\)", "", listed[1]).split(", "))
 
 
 def test_the_page_would_miss_one() -> None:
