@@ -50,7 +50,6 @@ MAY_CHANGE = (
     "optimizer.cpu_fraction",
     "sft.optimizer.cpu_fraction",
     "critic.optimizer.cpu_fraction",
-    "model.dtype",  # null comes to another type on another device: what it came to is compared instead
     "train.steps",
     "train.eval_every_steps",
     "train.eval_prompts",
@@ -92,7 +91,8 @@ def may_change(key: str, stage: str) -> bool:
     """Return whether a dotted key may change when a run is resumed in `stage`."""
     if any(_within(key, one) for one in MAY_NOT):
         return False
-    free = (*MAY_CHANGE, *WARM_UP_LENGTH) if stage == "sft" else MAY_CHANGE
+    # Null comes to another type on another device: what model.dtype came to is compared instead.
+    free = ("model.dtype", *MAY_CHANGE, *(WARM_UP_LENGTH if stage == "sft" else ()))
     return any(_within(key, one) for one in free)
 
 

@@ -201,6 +201,8 @@ def _check(found: Checkpoint, recipe: Recipe, command: str) -> None:
             f"resume={recipe.resume}: {found.path} was written by quintet {manifest.command}; go on with that command"
         )
     changed = changed_keys(manifest.recipe, recipe, manifest.stage)
+    if recipe.model.dtype not in (None, manifest.dtype):
+        changed.append(("model.dtype", manifest.dtype, recipe.model.dtype))
     if changed:
         lines = "".join(f"\n  {key} was {_shown(old)} and is now {_shown(new)}" for key, old, new in changed)
         raise UserError(

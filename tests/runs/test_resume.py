@@ -212,6 +212,18 @@ def test_what_cannot_be_resumed_is_told_with_what_to_do(recipe, what):
         assert part in str(error.value)
 
 
+def test_another_type_of_weights_is_refused_at_once_where_the_recipe_says_one(recipe):
+    a_run(recipe, "math-20260101-100000", 3)
+    recipe.model.dtype = "fp32"
+    assert find_resume(recipe, "train").checkpoint is not None
+    recipe.model.dtype = "bf16"
+    with pytest.raises(
+        UserError, match=r'\n  model\.dtype was "fp32" and is now "bf16"\nSet them back'
+    ) as error:
+        find_resume(recipe, "train")
+    assert str(error.value).count("model.dtype") == 1
+
+
 def test_another_recipe_is_refused_with_the_keys_that_differ(recipe):
     a_run(recipe, "math-20260101-100000", 3)
     recipe.optimizer.lr = 3e-6
