@@ -39,18 +39,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
             metavar="FILE.py:Class",
             help="a model family of your own, as model.family in a recipe",
         )
-    for name, what in (
-        ("tp", "tensor"),
-        ("pp", "pipeline"),
-        ("ep", "expert"),
-        ("vpp", "virtual pipeline"),
-    ):
-        to_mcore.add_argument(
-            f"--{name}",
-            type=int,
-            default=1,
-            help=f"{what} parallel size that the files are cut for (default: 1)",
-        )
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("vpp", "virtual pipeline")):
+        said = f"{what} parallel size that the files are cut for (default: 1)"
+        to_mcore.add_argument(f"--{name}", type=int, default=1, help=said)
     to_mcore.add_argument("--etp", type=int, help="tensor parallel size of experts (default: tp)")
     to_hf.add_argument(
         "--hf",
