@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.data.prompts import Messages
+from quintet.errors import UserError
 from quintet.recipe.loader import load_recipe
 from quintet.runs.directory import RunDirectory
 from quintet.runs.ledger import read_jsonl, read_metrics
@@ -99,6 +100,8 @@ def generate(
     Raises:
         UserError: no such model, or prompts that it cannot read.
     """
+    if isinstance(prompts, str):
+        raise UserError(f"api.generate takes a list of prompts; of one alone it is [{prompts!r:.80}]")
     model = checkpoint.checkpoint if isinstance(checkpoint, Run) else checkpoint
     given = {"model": {"path": model}, "rollout": {"samples_per_prompt": 1}}
     loaded = load_recipe(None, [*_overrides(given), *_overrides(overrides)], command="generate")

@@ -71,6 +71,8 @@ def test_generate_needs_no_recipe(tmp_path: Path, monkeypatch: Any) -> None:
     assert (recipe.model.path, recipe.rollout.temperature, recipe.rollout.samples_per_prompt) == (model, 0, 1)
     assert prompts == ["1+1="]
     assert api.generate(model, []) == []
+    with pytest.raises(UserError, match=r"takes a list of prompts; of one alone it is \['1\+1='\]"):
+        api.generate(model, "1+1=")
     with pytest.raises(UserError, match="nowhere"):
         api.generate(tmp_path / "nowhere", ["1+1="])
 
