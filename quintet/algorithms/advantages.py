@@ -29,25 +29,22 @@ def grpo_advantages(
         group_ids: equal for the samples of one prompt, in any order, [samples] integer.
 
     Returns:
-        Advantages [samples], float32. Exactly 0 in a group of one sample, and in a group of equal rewards,
-        where the mean's rounding error would otherwise be blown up to ±1.
+        Advantages [samples], float32. Exactly 0 in a group of one sample, and in a group of equal rewards.
     """
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise ValueError(
             f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must be [samples]"
         )
-    r = rewards.double()
+    r = rewards.float().double()  # sums of equal ones round nothing: their mean is the reward itself
     _, group = group_ids.unique(return_inverse=True)
     groups = int(group.max()) + 1 if len(group) else 0
     count = r.new_zeros(groups).index_add_(0, group, torch.ones_like(r))
     mean = r.new_zeros(groups).index_add_(0, group, r) / count
     centered = r - mean[group]
-    low = r.new_full((groups,), float("inf")).scatter_reduce_(0, group, r, "amin")
-    high = r.new_full((groups,), float("-inf")).scatter_reduce_(0, group, r, "amax")
     if normalize_by_std:
         variance = r.new_zeros(groups).index_add_(0, group, centered**2) / (count - 1).clamp(min=1)
         centered = centered / (variance.sqrt()[group] + eps)
-    return torch.where((low == high)[group], 0.0, centered).float()
+    return centered.float()
 
 
 @dataclass(frozen=True)
@@ -152,8 +149,6 @@ def value_advantages(
     mask = fields["loss_mask"]
     rewards = final_rewards(scored.rewards[numbers], mask, sample_ids)
     if kl_coef:
-        on = mask > 0
-        old, ref = (torch.where(on, fields[name], 0.0) for name in ("old_logprobs", "ref_logprobs"))
-        rewards = rewards - kl_coef * kl(old, ref, kl_estimator)
+        rewards = rewards - kl_coef * kl(fields["old_logprobs"], fields["ref_logprobs"], kl_estimator)
     advantages, returns = gae(rewards, fields["old_values"], mask, sample_ids, gamma, lam)
     return {"advantages": whiten(advantages, mask, total(moments(advantages, mask))), "returns": returns}

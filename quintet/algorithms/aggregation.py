@@ -23,7 +23,6 @@ def token_weights(
     how: str | int,
     tokens_in_mini_batch: int,
     samples_in_mini_batch: int,
-    tokens_in_sample: Tensor | None = None,
 ) -> Tensor:
     """Return the weight of each token's loss in the mini-batch's loss: [tokens] float32, 0 where the mask is 0.
 
@@ -33,23 +32,16 @@ def token_weights(
 
     Args:
         mask: 1 on trained tokens, [tokens].
-        sample_ids: the sample of each token, 0-based, [tokens] int64.
+        sample_ids: the sample of each token, 0-based, [tokens] int64; samples are whole here.
         tokens_in_mini_batch: trained tokens of the whole mini-batch, over all ranks and micro-batches.
         samples_in_mini_batch: its samples; one without a trained token adds nothing but counts if counted here.
-        tokens_in_sample: trained tokens of each sample, [samples]; needed for "sequence_mean" only where a
-            sample's tokens are not all here (context parallel).
     """
     on = mask > 0
     if how == "token_mean":
         return on.float() / max(tokens_in_mini_batch, 1)
     if how == "sequence_mean":
-        if tokens_in_sample is None:
-            samples = int(sample_ids.max()) + 1 if len(sample_ids) else 0
-            tokens_in_sample = on.new_zeros(samples, dtype=torch.float32).index_add_(
-                0, sample_ids, on.float()
-            )
-        share = tokens_in_sample.to(torch.float32).clamp(min=1)[sample_ids] * max(samples_in_mini_batch, 1)
-        return on.float() / share
+        tokens_in_sample = sample_ids.bincount(on.float()).clamp(min=1)[sample_ids]
+        return on.float() / (tokens_in_sample * max(samples_in_mini_batch, 1))
     if isinstance(how, int):
         return on.float() / (how * max(samples_in_mini_batch, 1))
     raise ValueError(f"unknown aggregation {how!r}: token_mean, sequence_mean or a number of tokens")

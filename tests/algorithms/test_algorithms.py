@@ -41,7 +41,7 @@ def example(shape: list[tuple[int, int]], seed: int) -> dict[str, Tensor]:
         "logprobs": logprobs.requires_grad_(),
         "old_logprobs": logprobs.detach() + noise(0.4),
         "ref_logprobs": logprobs.detach() + noise(0.4),
-        "advantages": torch.randn(len(shape), generator=g).double()[ids],
+        "advantages": torch.where(mask > 0, torch.randn(len(shape), generator=g).double()[ids], float("nan")),
     }
 
 
@@ -92,7 +92,7 @@ def test_loss_and_gradient_match_naive(how: str, shape: list[tuple[int, int]], s
 def test_any_split_sums_to_the_whole(
     how: str, shape: list[tuple[int, int]], seed: int, data: st.DataObject
 ) -> None:
-    """Whole samples over micro-batches, and single tokens over ranks (as context parallel cuts them)."""
+    """Whole samples over micro-batches."""
     e = example(shape, seed)
     counts = (int(e["loss_mask"].sum()), len(shape))
     values = torch.randn(len(e["sample_ids"]), generator=torch.Generator().manual_seed(seed)).double()
@@ -105,14 +105,6 @@ def test_any_split_sums_to_the_whole(
         local_ids = e["sample_ids"][here].unique(return_inverse=True)[1]
         total = total + aggregate(values[here], local_ids, e["loss_mask"][here], how, *counts)
     torch.testing.assert_close(total.double(), whole.double(), rtol=1e-6, atol=1e-7)
-
-    trained = torch.zeros(len(shape)).index_add_(0, e["sample_ids"], e["loss_mask"])
-    cut = torch.tensor([data.draw(st.booleans()) for _ in values])
-    pieces = [
-        aggregate(values[c], e["sample_ids"][c], e["loss_mask"][c], how, *counts, trained)
-        for c in (cut, ~cut)
-    ]
-    torch.testing.assert_close(sum(pieces), whole, rtol=1e-6, atol=1e-7)
 
 
 def test_a_fixed_length_weighs_every_token_alike() -> None:
@@ -158,6 +150,24 @@ def test_clip(ratio: float, advantage: float, loss: float, gradient: float, clip
     assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-6)
     assert {name for name in ("clip_low", "clip_high") if out.stats[name].item()} == ({clipped} - {""})
     assert out.stats["ratio"].item() == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_is_the_recipes_and_is_told_where_it_weighs_nothing(estimator: str) -> None:
+    e = example([(2, 3), (1, 4)], 0)
+    plain, told, weighed = (
+        load_loss("clipped", clip_low=0.2, clip_high=0.28, kl_coef=coef, kl_estimator=estimator)(
+            e["logprobs"], {name: e[name] for name in e if name != "ref_logprobs" or with_reference}
+        )
+        for coef, with_reference in ((0.0, False), (0.0, True), (0.5, True))
+    )
+    on = e["loss_mask"] > 0
+    expected = kl(e["logprobs"][on], e["ref_logprobs"][on], estimator)
+    assert "ref_kl" not in plain.stats
+    assert torch.equal(told.per_token, plain.per_token)
+    for one in (told, weighed):
+        torch.testing.assert_close(one.stats["ref_kl"][on], expected.detach())
+    torch.testing.assert_close(weighed.per_token[on], plain.per_token[on] + 0.5 * expected)
 
 
 def test_runaway_ratio_stays_finite() -> None:
@@ -230,6 +240,7 @@ def test_tally_of_agreement(shape: list[tuple[int, int]], seed: int) -> None:
     e = example(shape, seed)
     mask = e["loss_mask"]
     quantities = mismatch(e["old_logprobs"], e["logprobs"], mask, 0.5)
+    assert not any(value[mask == 0].any() for value in quantities.values())
     whole = Tally()
     whole.add(quantities, mask)
     half = len(mask) // 2
@@ -246,6 +257,14 @@ def test_tally_of_agreement(shape: list[tuple[int, int]], seed: int) -> None:
         assert whole.means()["rollout_over_threshold"] == pytest.approx(float((gap > 0.5).double().mean()))
     shares = (0.01, 0.5, 0.999)
     assert merged.quantiles("rollout_log_ratio", shares) == whole.quantiles("rollout_log_ratio", shares)
+
+
+def test_a_tally_is_of_trained_tokens() -> None:
+    tally = Tally()
+    tally.add({"x": torch.tensor([-9.0, 9.0])}, torch.zeros(2))
+    assert (tally.means(), tally.maxima()) == ({"x": 0.0}, {"x": 0.0})
+    tally.add({"x": torch.tensor([9.0, -2.0, -4.0])}, torch.tensor([0.0, 1, 1]))
+    assert (tally.means(), tally.maxima()) == ({"x": -3.0}, {"x": -2.0})
 
 
 def test_a_log_prob_that_is_no_number_counts_as_parted() -> None:
