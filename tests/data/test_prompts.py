@@ -330,9 +330,12 @@ def test_stream_covers_every_prompt_each_epoch_and_resumes(tmp_path: Path, token
     assert [p.id for p in PromptStream(prompts, seed=2).take(20)] != epochs[0]
     assert [p.id for p in PromptStream(prompts, seed=2, shuffle=False).take(25)] == [*range(20), *range(5)]
 
+    others = load(jsonl(tmp_path / "a.jsonl", ROWS[::-1]), tokenizer)
     for other, message in (
         (PromptStream(prompts, seed=2), r"run\.seed was 1 and is now 2"),
         (PromptStream(prompts.subset(5, 0), seed=1), "number of prompts .* was 20 and is now 5"),
+        (PromptStream(prompts, seed=1, shuffle=False), r"data\.shuffle was True and is now False"),
+        (PromptStream(others, seed=1), r"content of .* was .* and is now .*restore it, or start a new run"),
     ):
         with pytest.raises(UserError, match=message):
             other.load_state_dict(state)
