@@ -25,6 +25,7 @@ def test_good_routes_become_small():
     assert small.dtype == np.uint8
     assert (small == routes).all()
     assert checked_routes(drawn(1), 1, SIZES, "of one token").shape == (0, 3, 2)
+    assert [SIZES._replace(experts=n).dtype for n in (256, 257)] == [np.uint8, np.int16]
     large = SIZES._replace(experts=300)
     assert checked_routes(drawn(6, sizes=large), 6, large, "sample 4").dtype == np.int16
 
@@ -74,14 +75,32 @@ def test_seals_travel_with_samples_and_layers():
     assert of_layers(plain, [0]) is plain
 
 
-@pytest.mark.parametrize("what", ["another sample's", "one token late", "another layer's", "other ids"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "another sample's",
+        "one token late",
+        "one token late among the same words",
+        "in one layer alone",
+        "another layer's",
+        "in another order",
+        "other ids",
+    ],
+)
 def test_other_routes_break_the_seal(what):
     made = batch([5, 9, 5])
-    sealed, flat = made["route_seals"], tokens(made, "routes")
+    flat = tokens(made, "routes")
+    if "same words" in what:
+        tokens(made, "input_ids")[14:] = 3
+    sealed = seals(made)
     if what == "another sample's":  # of the same length
         flat[:4], flat[12:] = flat[12:].clone(), flat[:4].clone()
-    elif what == "one token late":
+    elif what.startswith("one token late"):
         flat[12:] = flat[12:].roll(1, 0)
+    elif what == "in one layer alone":
+        flat[12:, 1] = flat[12:, 1].roll(1, 0)
+    elif what == "in another order":
+        flat[12:] = flat[12:].flip(-1)
     elif what == "another layer's":
         flat[12:] = flat[12:].roll(1, 1)
     else:
