@@ -80,6 +80,7 @@ def test_where_nothing_is_expected_the_order_is_that_of_requests() -> None:
     assert deal(5, 2, None) == [[0, 1], [2, 3, 4]]
     assert deal(5, 2, [7.0] * 5) == [[0, 2, 4], [1, 3]]
     assert deal(1, 3, [2.0]) == [[0], [], []]
+    assert deal(4, 2, [0.0] * 4) == [[0, 2], [1, 3]]
 
 
 def test_a_long_one_is_weighed_against_many_short_ones() -> None:

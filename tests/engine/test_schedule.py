@@ -31,3 +31,4 @@ def test_wsd_is_flat_then_falls():
     got = rates(10, schedule="wsd", decay_steps=4, min_lr_ratio=0.2)
     assert got[:6] == [1.0] * 6
     assert got[6:] == pytest.approx([0.8, 0.6, 0.4, 0.2])
+    assert rates(10, schedule="wsd")[7:] == pytest.approx([1.0, 0.5, 0.0])  # a fifth of the steps

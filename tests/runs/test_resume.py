@@ -91,6 +91,27 @@ def test_a_run_is_started_again_for_each_checkpoint_that_is_damaged():
     assert seen == [{}, {Path("step-0"): "why"}, {Path("step-0"): "why", Path("step-1"): "why"}]
 
 
+def test_damage_of_no_checkpoint_that_has_another_before_it_ends_the_run():
+    ends = iter([DamagedCheckpoint("why"), Path("run")])
+
+    def run(damaged: dict[Path, str]) -> Path:
+        if isinstance(end := next(ends), DamagedCheckpoint):
+            raise end
+        return end
+
+    with pytest.raises(DamagedCheckpoint, match="why"):
+        past_damage(run)
+
+
+def test_auto_finds_runs_by_their_names_as_they_are(recipe):
+    """Not as a pattern; and the tenth run of a second is newer than the ninth."""
+    recipe.run.name = "math+kl"
+    a_run(recipe, "math+kl-20260102-100000-9", 3)
+    newest = a_run(recipe, "math+kl-20260102-100000-10", 4)
+    a_run(recipe, "mathh+kl-20260103-100000", 5)
+    assert find_resume(recipe, "train").run == newest
+
+
 def test_auto_begins_anew_where_there_is_nothing(recipe):
     found = find_resume(recipe, "train")
     assert found.run is None
@@ -150,6 +171,12 @@ def test_nothing_is_left_of_a_finished_run_until_it_is_lengthened(recipe):
 
 def test_a_run_killed_while_it_wrote_its_model_goes_on(recipe):
     a_run(recipe, "math-20260101-100000", 10, status="failed")
+    assert nothing_left(recipe, "train") is None
+
+
+def test_a_warm_up_is_not_the_run(recipe):
+    recipe.sft = Sft(steps=100)
+    a_run(recipe, "math-20260101-100000", 100, status="finished", stage="sft")
     assert nothing_left(recipe, "train") is None
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel
 
 from quintet.algorithms.policy_loss import clipped_loss
+from quintet.controller.objective import policy_objective
+from quintet.engine.outputs import Outputs
 from quintet.recipe import schema
 from quintet.train.algorithms import Algorithm, Refill, algorithm_of, as_they_came
 
@@ -88,3 +93,31 @@ def test_the_loss_or_the_reward_holds_the_kl(kl_in: Any) -> None:
     ]
     value_loss: Any = values.objective.loss
     assert value_loss.keywords == {"clip": 0.7}
+
+
+def test_what_the_policys_objective_looks_at() -> None:
+    """The first update's own log-probs are the old ones, as constants; the rollout's are compared with these."""
+    wanted = schema.Algorithm(kl_coef=0.1)
+    objective = pickle.loads(pickle.dumps(policy_objective(wanted, schema.Mismatch(token_threshold=0.2))))
+    assert objective.reads == ("advantages", "ref_logprobs")
+    assert policy_objective(schema.Algorithm(), schema.Mismatch()).reads == ("advantages",)
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    fields = {
+        "loss_mask": torch.ones(3),
+        "advantages": torch.tensor([1.0, -1.0, 2.0]),
+        "weights": torch.tensor([0.5, 0.25, 0.25]),
+        "ref_logprobs": logprobs.detach(),
+        "rollout_logprobs": torch.tensor([-1.0, -2.1, -2.7]),
+    }
+    share, told = objective(Outputs(logprobs, torch.tensor([0.1, 0.2, 0.3])), fields)
+    share.backward()
+    assert share.item() == pytest.approx(-0.75)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-0.5, 0.25, -0.5])
+    assert told["rollout_log_ratio"].tolist() == pytest.approx([0.0, 0.1, -0.3])
+    assert told["rollout_over_threshold"].tolist() == [0, 0, 1]
+    assert told["entropy"].tolist() == pytest.approx([0.1, 0.2, 0.3])
+    fields["old_logprobs"] = logprobs.detach() - 0.1
+    _, told = objective(Outputs(logprobs, torch.zeros(3)), fields)
+    assert told["rollout_log_ratio"].tolist() == pytest.approx([-0.1, 0.0, -0.4])
+    assert told["ratio"].tolist() == pytest.approx([math.exp(0.1)] * 3)
