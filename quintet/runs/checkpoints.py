@@ -283,6 +283,5 @@ def _crc32(manifest: dict[str, Any]) -> int:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    part = path / f"{MANIFEST}.part"
-    files = sorted(one for one in path.rglob("*") if one.is_file() and one != part)
+    files = sorted(one for one in path.rglob("*") if one.is_file())
     return {str(one.relative_to(path)): one.stat().st_size for one in files}

@@ -136,9 +136,9 @@ def test_a_reference_that_is_gone_is_no_fault_of_the_checkpoint(checkpoints):
 
 def test_beginning_removes_what_was_never_published_and_nothing_else(checkpoints):
     save(checkpoints, "rl", 1)
-    checkpoints.begin("step-000002")
-    (checkpoints.directory / "step-000002" / "half").write_text("x")
+    (checkpoints.begin("step-000002") / "half").write_text("x")
     (checkpoints.directory / "notes").mkdir()
+    checkpoints.begin(REFERENCE)
     checkpoints.begin("step-000003")
     assert {p.name for p in checkpoints.directory.iterdir()} == {"step-000001", "step-000003", "notes"}
 

@@ -274,6 +274,60 @@ def test_a_reference_that_does_not_load_sets_no_checkpoint_aside(made, ranks):
     assert "step-000001" not in str(error.value)
 
 
+def test_damage_passes_over_a_checkpoint_that_was_not_named(made, ranks):
+    run = made(every_steps=1, async_save=False)
+    steps(run, range(1, 3))
+    found, _ = run.saver.checkpoints.latest()
+    ranks.roles["policy"].load = ranks.load_reference
+    for resume, kind in (
+        (None, DamagedCheckpoint),
+        ("auto", DamagedCheckpoint),
+        (str(found.path), UserError),
+    ):
+        run.saver.recipe.resume = resume
+        with pytest.raises(UserError, match=r"decoder\.weight is damaged") as error:
+            run.saver._restore(found, None)
+        assert error.type is kind
+        assert getattr(error.value, "checkpoint", found.path) == found.path
+
+
+@pytest.mark.parametrize("recipe", [{"sft": Sft()}, {"algorithm": Algorithm(kl_coef=0.1)}])
+def test_a_reference_policy_is_stored_where_no_other_file_holds_it(made, ranks, recipe):
+    run = made(every_steps=1, async_save=False, recipe=recipe)
+    steps(run, range(1, 2))
+    assert run.saver.checkpoints.latest()[0].reference is None
+    assert [path.name for path in run.saver.checkpoints.directory.iterdir()] == ["step-000001"]
+
+
+def test_a_run_goes_on_with_all_that_its_checkpoint_holds(made, ranks):
+    run = made(every_steps=1, async_save=False, recipe={"sft": Sft(), "algorithm": Algorithm(kl_coef=0.1)})
+    run.observer.phases.totals["train"] = 5.0
+    steps(run, range(1, 4))
+    saver, observer, told = run.saver, run.observer, []
+    found = saver.checkpoints.before(saver.checkpoints.latest()[0])
+    shape = shape_of_built(saver.recipe.model.build)
+    again = Saver(saver.recipe, "train", observer, ranks, shape, found, StopRequest())  # type: ignore[arg-type]
+    again.on_loaded = lambda checkpoint: told.append(checkpoint.path.name)
+    ranks.whole.append(found.path)
+    ranks.roles["reference"].load = lambda path: told.append(path.parent.name)
+    ranks.mark_weights_updated = lambda: told.append("marked")
+    observer.go_on = lambda *state: told.append(state)
+    stream = SimpleNamespace(state_dict=lambda: {"position": 9}, load_state_dict=told.append)
+    assert (again.skips("sft"), again.skips("rl"), saver.skips("sft")) == (True, False, False)
+    assert again.begin("rl", stream) == (2, {"smooth": 0.5})
+    clock = found.manifest.clock
+    newer = [saver.checkpoints.directory / "step-000003"]
+    state = ("rl", 2, clock.seconds, clock.by_phase, newer)
+    assert told == ["reference", "step-000002", "marked", {"position": 7}, state]
+    assert clock.seconds > 0
+    assert clock.by_phase["train"] == 5.0
+    ranks.roles["reference"].save = None  # it is there already
+    again.after_step(4, last=False, smooth=0.25)
+    newest, _ = again.checkpoints.latest()
+    assert (newest.path.name, newest.reference) == ("step-000004", found.reference)
+    assert (newest.manifest.data, newest.manifest.loop) == ({"position": 9}, {"smooth": 0.25})
+
+
 @pytest.mark.parametrize(("by_formula", "needed"), [(10, r"0\.1 KiB"), (3000, r"2\.9 KiB")])
 def test_room_is_looked_at_before_a_save(made, ranks, monkeypatch, by_formula, needed):
     monkeypatch.setattr("quintet.train.saver.checkpoint_bytes", lambda *given: by_formula)
