@@ -320,8 +320,7 @@ class Saver:
             published = self.checkpoints.publish(running.path, running.manifest)
         except OSError as error:
             return f"{error.filename or MANIFEST}: {error.strerror}"
-        if running.path.name != REFERENCE:
-            self._checkpoint_bytes = max(self._checkpoint_bytes, published.manifest.bytes)
+        self._checkpoint_bytes = max(self._checkpoint_bytes, published.manifest.bytes)
         return None
 
     def _prune(self) -> None:

@@ -314,6 +314,9 @@ def test_a_run_goes_on_with_all_that_its_checkpoint_holds(made, ranks):
     observer.go_on = lambda *state: told.append(state)
     stream = SimpleNamespace(state_dict=lambda: {"position": 9}, load_state_dict=told.append)
     assert (again.skips("sft"), again.skips("rl"), saver.skips("sft")) == (True, False, False)
+    ranks.roles["critic"] = None
+    assert (again.trained_roles("sft"), again.trained_roles("rl")) == (("policy",), ("policy", "critic"))
+    del ranks.roles["critic"]
     assert again.begin("rl", stream) == (2, {"smooth": 0.5})
     clock = found.manifest.clock
     newer = [saver.checkpoints.directory / "step-000003"]
