@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from math import prod
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +30,10 @@ wanted = st.lists(entries(), max_size=12)
 def test_buckets_hold_everything_once_in_order(wanted, size, cut):
     named = [Entry(str(i), e.shape, e.box, e.dtype) for i, (e, _) in enumerate(wanted)]
     units = {str(i): units for i, (_, units) in enumerate(wanted)}
-    buckets = in_buckets(named, size, units if cut else None)
+    nothing = Entry("nothing", (4, 2), ((4, 4), (0, 2)), torch.float32)
+    buckets = in_buckets([*named, nothing], size, units if cut else None)
+    for bucket, after in pairwise(buckets):  # a bucket ends where the next part does not fit
+        assert -(-bucket.nbytes // ALIGNMENT) * ALIGNMENT + after.entries[0].nbytes > size
     parts: dict[str, list[Entry]] = {}
     for bucket in buckets:
         end = 0
@@ -37,6 +43,7 @@ def test_buckets_hold_everything_once_in_order(wanted, size, cut):
             assert end <= one.offset < end + ALIGNMENT
             end = one.offset + one.nbytes
             parts.setdefault(one.name, []).append(one)
+            assert not cut or one.nbytes <= max(size, prod(units[one.name]) * one.dtype.itemsize)
             assert view.data_ptr() == memory.data_ptr() + one.offset
             assert (tuple(view.shape), view.dtype) == (box_sizes(one.box), one.dtype)
         assert end == bucket.nbytes
@@ -66,3 +73,4 @@ def test_two_buckets_in_turn_and_never_two_large_ones(sizes):
         assert size <= room[slot]
         assert size > 1024 or number == 0 or slot != place[number - 1]
     assert room[1] <= 1024  # of the usual size
+    assert all(nbytes > 0 and nbytes % ALIGNMENT == 0 for nbytes in room)
