@@ -74,3 +74,11 @@ def test_two_buckets_in_turn_and_never_two_large_ones(sizes):
         assert size > 1024 or number == 0 or slot != place[number - 1]
     assert room[1] <= 1024  # of the usual size
     assert all(nbytes > 0 and nbytes % ALIGNMENT == 0 for nbytes in room)
+
+
+def test_buckets_are_full() -> None:
+    """As many parts as fit, to the last byte: of small tensors, and of one that is cut."""
+    small = [Entry(str(i), (128,), ((0, 128),), torch.float32) for i in range(5)]
+    assert [len(one.entries) for one in in_buckets(small, 1024)] == [2, 2, 1]
+    large = Entry("", (64, 16), ((0, 64), (0, 16)), torch.float32)
+    assert [one.nbytes for one in in_buckets([large], 1024, {})] == [1024] * 4
