@@ -79,6 +79,9 @@ def test_a_row_is_aligned_for_the_ranks_that_share_it():
     ]
     assert alignment_of(Layout(tp=2, cp=4), 1, None) == Alignment()
     assert alignment_of(Layout(tp=2, sp=True, cp=8), 8, Engine(fp8="blockwise")) == Alignment(16, 2048)
+    few = Engine(row_buckets=True, tokens_per_microbatch_per_rank=1024)
+    assert [alignment_of(layout, cp, few).buckets[-1] for cp in (1, 4)] == [1024, 4096]
+    assert alignment_of(layout, 4, few).row([]) == 8
 
 
 @given(TP, CP, st.integers(1, 40_000), st.sampled_from([None, "blockwise"]), LENGTHS)
@@ -99,6 +102,9 @@ def test_rows_of_few_sizes_stay_within_the_budget(tp, cp, budget, fp8, lengths):
 
 
 def test_what_cannot_be_aligned_is_refused():
+    assert held_ranges([8, 4], 2, 0) == [range(2), range(6, 8), range(8, 9), range(11, 12)]
+    with pytest.raises(ValueError, match="a sequence of 6 tokens cannot be cut into 4 equal chunks"):
+        held_ranges([8, 6], 2, 0)
     with pytest.raises(ValueError, match="multiple of sequence"):
         Alignment(sequence=4, total=6)
     with pytest.raises(ValueError, match="every bucket"):

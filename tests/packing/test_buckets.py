@@ -24,6 +24,18 @@ def test_buckets_are_no_dearer_than_one_or_one_a_length(lengths, overhead):
     assert cost(groups) <= min(cost([list(range(len(lengths)))]), cost(each))
 
 
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.integers(1, 1000))
+def test_no_cut_of_lengths_in_order_is_cheaper(lengths, overhead):
+    order = sorted(lengths)
+
+    def least(start: int) -> int:
+        ends = range(start + 1, len(order) + 1)
+        return min((overhead + (end - start) * order[end - 1] + least(end) for end in ends), default=0)
+
+    groups = length_buckets(lengths, overhead_tokens=overhead)
+    assert sum(overhead + len(g) * max(lengths[i] for i in g) for g in groups) == least(0)
+
+
 def test_buckets_part_short_from_long():
     groups = length_buckets([10] * 50 + [1000] * 2)
     assert sorted(map(len, groups)) == [2, 50]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quintet.errors import UserError
 from quintet.packing.align import Alignment, alignment, row_buckets
-from quintet.packing.plan import Cell, Plan, plan_microbatches, rank_cells, split_evenly
+from quintet.packing.plan import Cell, Plan, plan_microbatches, rank_cells, split_evenly, target_counts
 from tests.patience import processor_s
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=60)
@@ -271,6 +271,18 @@ def test_planning_is_fast(lockstep):
         lambda: plan_microbatches(lengths, dp=64, budget=16384, quadratic=1 / 16384, lockstep=lockstep)
     )
     assert took < 1.0  # 0.1 and 0.15 s measured
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6))
+def test_targets_are_the_responses_tokens_with_enough_before_them(sizes):
+    prompts, lengths = [prompt for prompt, _ in sizes], [sum(both) for both in sizes]
+    ahead = (1, 2, 3, 4)
+    expected = [
+        sum(at >= distance for prompt, n in zip(prompts, lengths, strict=True) for at in range(prompt, n))
+        for distance in ahead
+    ]
+    assert target_counts(lengths, prompts, ahead) == expected
+    assert target_counts(lengths, prompts) == expected[:1]
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
