@@ -86,10 +86,10 @@ def test_a_rank_tells_of_the_samples_of_cells_it_is_first_in_and_takes_all() -> 
     assert second.minis[0].counted_tokens().tolist() == [False] * 3 + [True] * 5 + [False] * 2
     told = [one.told(["old_values"]) for one in (first, second)]
     assert [sorted(one) for one in told] == [[4, 6], [1]]
-    taker = held([(batch([2, 3], 3), [4, 6])], ALONE)
+    taker = held([(batch([3, 2], 3), [6, 4])], ALONE)
     taker.take(told, ["old_values"])
     values = tokens(part, "old_values")
-    assert torch.equal(tokens(taker.minis[0].batch, "old_values"), torch.cat((values[8:], values[:3])))
+    assert torch.equal(tokens(taker.minis[0].batch, "old_values"), torch.cat((values[:3], values[8:])))
     with pytest.raises(ValueError, match=r"no rank told old_values of the samples \[6\]"):
         taker.take([{4: told[0][4]}], ["old_values"])
 
@@ -100,7 +100,7 @@ def test_batches_are_forgotten_by_name_on_all_placements() -> None:
         batches.put(
             key, [([batch([2], 0)], Assignment([[Cell([0], range(1))]], [0], [1], 1, {}))], 0, None, 4
         )
-    batches.forget(["one", "three"])
+    batches.forget(["three", "one"])
     assert batches["two", "policy"].minis[0].assignment.numbers == [0]
     for placement in ("policy", "critic"):
         with pytest.raises(KeyError, match=f"the ranks of {placement} hold no batch one"):
