@@ -155,7 +155,7 @@ def test_what_ranks_are_told_of_their_mini_batches() -> None:
         mismatch=schema.Mismatch(replay_samples_per_step=3),
         train=schema.Train(mini_batches_per_step=2),
     )
-    lengths = [9, 60, 20, 33, 17, 5, 40, 28]
+    lengths = [40, 60, 50, 33, 57, 35, 40, 28]
     samples = Samples(
         [SimpleNamespace()] * 4,  # type: ignore[list-item]
         [0, 0, 1, 1, 2, 2, 3, 3],

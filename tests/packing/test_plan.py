@@ -206,6 +206,12 @@ def test_long_samples_are_balanced_by_their_quadratic_cost():
         assert sorted(map(sorted, (plan.samples_of(0), plan.samples_of(1)))) == [[0], [1, 2]]
 
 
+def test_one_rank_packs_evenly_and_to_the_last_token():
+    (costs,) = cell_costs(plan_microbatches([60, 30, 30, 30, 30], dp=1, budget=120), [60, 30, 30, 30, 30])
+    assert costs == [90, 90]
+    assert len(plan_microbatches([60, 40] * 3, dp=1, budget=100).rounds) == 3
+
+
 def test_lockstep_puts_long_samples_side_by_side():
     """Two long samples, four ranks: together they hold up one step, apart they would hold up two."""
     plan = plan_microbatches([90, 90] + [10] * 40, dp=4, budget=100, multiple=2)
