@@ -42,6 +42,8 @@ def test_the_bias_moves_towards_the_mean():
     move_biases((router, ahead, without), torch.tensor([[9, 0, 0, 0], [1, 2, 5, 0]]), 0.25)
     assert router.expert_bias.tolist() == [0.75, 0.5, 0.25, 0.75]
     assert ahead.expert_bias.tolist() == [0.5]
+    move_biases((router,), torch.tensor([[0] * 4, [1, 1, 2, 2]]), 0.25)  # the mean is no whole number
+    assert router.expert_bias.tolist() == [1.0, 0.75, 0.0, 0.5]
 
 
 def test_what_is_told_of_load():

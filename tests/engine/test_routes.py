@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintet.engine.routes import LayerRoutes, RowRoutes, expert_type
+from quintet.engine.routes import LayerRoutes, RecordedRoutes, ReplayedRoutes, Routers, RowRoutes, expert_type
 from quintet.errors import QuintetError
 from quintet.recipe.derived import moe_layers_of
 from tests.oracle.cases import Case
@@ -53,6 +54,24 @@ def test_routes_of_other_tokens_are_refused():
     row = RowRoutes((0,), torch.zeros(1, 1, 2), torch.ones(1).bool())
     with pytest.raises(ValueError, match=r"layer 0: routes \[1, 2\] for choices \[3, 2\]"):
         LayerRoutes(row, 0).get_replay_topk(SCORES, 2, None, None, top)
+
+
+def test_records_are_replayed_by_micro_batch_and_slice():
+    """The second of two slices of a row, of which the last token is padding."""
+    routers, micro = Routers((1, 3), 2, 1, torch.device("cpu")), SimpleNamespace(real=torch.arange(6) < 5)
+    record = RecordedRoutes()
+    for number, row in enumerate([record.next(micro, routers) for _ in range(2)]):
+        for layer in routers.layers:
+            row.of(layer).get_replay_topk(SCORES.roll(number + layer, 0), 2, None, None, top)
+    record.finish(routers)
+    replayed = ReplayedRoutes(record)
+    for number, row in enumerate([replayed.next(micro, routers) for _ in range(2)]):
+        expected = [SCORES.roll(number + layer, 0).topk(2).indices for layer in routers.layers]
+        assert torch.equal(row.prescribed.long(), torch.stack(expected, 1))
+        assert row.prescribed_to.tolist() == [True, True, False]
+        row.of(1).get_replay_topk(SCORES, 2, None, None, top)
+    with pytest.raises(QuintetError, match=r"routers of 1 of 2 layers .* those of the layers \[3\] were not"):
+        replayed.finish(routers)
 
 
 def test_types_are_the_smallest():
