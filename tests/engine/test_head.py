@@ -61,9 +61,9 @@ def expected(data: dict[str, Tensor], temperature: float, with_entropy: bool) ->
 def found(
     data: dict[str, Tensor], temperature: float, with_entropy: bool, group: Any = None, rows: int = VOCAB
 ) -> list[Tensor]:
-    """The same by the head; a rank of a group takes `rows` rows of the weight, zeros after the last real one."""
+    """The same by the head; a rank of a group takes `rows` rows of the weight, ones after the last real one."""
     group = group or Alone()
-    full = torch.zeros(rows * group.size(), HIDDEN, dtype=data["weight"].dtype, device=data["weight"].device)
+    full = torch.ones(rows * group.size(), HIDDEN, dtype=data["weight"].dtype, device=data["weight"].device)
     full[:VOCAB] = data["weight"]
     weight = full[group.rank() * rows :][:rows].clone().requires_grad_()
     hidden = data["hidden"].clone().requires_grad_()
@@ -180,6 +180,13 @@ def test_bf16_is_within_its_rounding(limits) -> None:
     limits(7, 4, 100, element_size=2)
     data = inputs(13, torch.bfloat16)
     close(found(data, 0.8, True), expected(data, 0.8, True), 0.02)
+    limits(0, 1, 100, element_size=2)
+    data = {
+        name: value[:1].expand(600, *value.shape[1:]) if name != "weight" else value
+        for name, value in data.items()
+    }
+    want = expected(data, 0.8, True)
+    close([*want[:3], found(data, 0.8, True)[3]], want, 0.02)  # a sum of 600 chunks' shares
 
 
 def _on_rank(tokens: int, temperature: float) -> list[Tensor]:
