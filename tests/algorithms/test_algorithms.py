@@ -156,7 +156,7 @@ def test_clip(ratio: float, advantage: float, loss: float, gradient: float, clip
 def test_the_kl_is_the_recipes_and_is_told_where_it_weighs_nothing(estimator: str) -> None:
     e = example([(2, 3), (1, 4)], 0)
     plain, told, weighed = (
-        load_loss("clipped", clip_low=0.2, clip_high=0.28, kl_coef=coef, kl_estimator=estimator)(
+        partial(clipped_loss, clip_low=0.2, clip_high=0.28, kl_coef=coef, kl_estimator=estimator)(
             e["logprobs"], {name: e[name] for name in e if name != "ref_logprobs" or with_reference}
         )
         for coef, with_reference in ((0.0, False), (0.0, True), (0.5, True))
