@@ -106,7 +106,6 @@ class RewardPool:
         if self._threads:
             return
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        # These threads last as long as the pool: a process ends with the thread that started it.
         self._threads = [
             threading.Thread(target=self._run, args=(process,), name=f"reward-{n}", daemon=True)
             for n, process in enumerate(self._processes)

@@ -57,6 +57,7 @@ class RewardProcess:
         """Whether `kill` has ended it."""
         self._spec = spec
         self._process: subprocess.Popen[bytes] | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         self._asked, self._answered = -1, -1
         self._out, self._in = bytearray(), bytearray()
 
@@ -73,7 +74,7 @@ class RewardProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 # -P: no module of this package, or of the working directory, stands before the standard library's.
-                [sys.executable, "-P", "-u", script, str(asked), str(answered), str(os.getpid())],
+                [sys.executable, "-P", "-u", script, str(asked), str(answered)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -81,6 +82,13 @@ class RewardProcess:
                 env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
                 start_new_session=True,  # Ctrl-C is not for it, and what it starts is killed with it
             )
+        # When this process is gone, however it went, a shell's input ends, and it kills them.
+        self._reaper = subprocess.Popen(
+            ["/bin/sh", "-c", 'read _; kill -s KILL -- "-$1"', "quintet-reaper", str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         os.close(asked)
         os.close(answered)
         os.set_blocking(self._asked, False)
@@ -144,8 +152,10 @@ class RewardProcess:
 
     def forget(self) -> None:
         """Clear up after a process that has ended, or was killed."""
-        if self._process is None:
+        if self._process is None or self._reaper is None:
             return
+        self._reaper.kill()  # before the number that it knows is free
+        self._reaper.communicate()
         self._process.wait()
         for pipe in (self._asked, self._answered):
             os.close(pipe)

@@ -1,5 +1,5 @@
-"""The process behind `pool`: scores samples, a line of JSON each. Run as a script with the numbers of the pipe it reads, of the
-pipe it writes, and of its parent process.
+"""The process behind `pool`: scores samples, a line of JSON each. Run as a script with the numbers of the pipe it reads and of the
+pipe it writes.
 
 What a reward prints goes to the log that the pool has made of its output; answers have a pipe of their own. Imports no more than a
 reward needs: neither torch nor the recipe's schema.
@@ -16,15 +16,13 @@ from typing import Any
 
 STACKS = signal.SIGUSR1
 """Has a process write its stacks to its log."""
-_PR_SET_PDEATHSIG = 1
 _MOST_CHARACTERS = 20_000
 
 
 def main() -> None:
     """Load the reward, say so, and score until the input ends."""
-    reading, writing, parent = map(int, sys.argv[1:])
+    reading, writing = map(int, sys.argv[1:])
     del sys.argv[1:]
-    _end_with(parent)
     for pipe in (reading, writing):
         os.set_inheritable(pipe, False)  # what a reward starts has nothing to say here
     faulthandler.register(STACKS, all_threads=True)
@@ -67,17 +65,6 @@ def main() -> None:
 def _words(said: object) -> str:
     """Text for people: of bounded length, and without the halves of surrogate pairs that JSON would not take."""
     return str(said)[:_MOST_CHARACTERS].encode(errors="backslashreplace").decode()
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel end this process with the one that started it, whatever it is busy with; elsewhere than on Linux it ends
-    when its input does."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

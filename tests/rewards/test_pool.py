@@ -390,12 +390,17 @@ with RewardPool(load_reward(sys.argv[1]), Reward(), Path(sys.argv[2]), 2) as poo
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they end with their input")
 def test_they_end_with_a_parent_that_is_killed_whatever_they_do(tmp_path: Path) -> None:
+    """And so does what they have started."""
     marks = [tmp_path / "loop", tmp_path / "deaf"]
     file = tmp_path / "mine.py"
     file.write_text(
-        SLOW_IF_ASKED.replace("    if", f"    open({str(tmp_path)!r} + '/' + response, 'w')\n    if", 1)
+        "import subprocess\n"
+        + SLOW_IF_ASKED.replace(
+            "    if",
+            f"    subprocess.Popen(['sleep', '1000'])\n    open({str(tmp_path)!r} + '/' + response, 'w')\n    if",
+            1,
+        )
     )
     words = [sys.executable, "-c", PARENT, f"{file}:reward", str(tmp_path / "logs"), "loop", "deaf"]
     parent = subprocess.Popen(words, stdout=subprocess.PIPE)
@@ -404,8 +409,9 @@ def test_they_end_with_a_parent_that_is_killed_whatever_they_do(tmp_path: Path) 
         parent.stdout.readline()
         until(lambda: all(mark.exists() for mark in marks))
         left = processes(parent.pid)
-        assert len(left) == 2
         left[1].send_signal(signal.SIGSTOP)
+        left += [child for one in left for child in one.children()]
+        assert len(left) == 4
     finally:
         parent.kill()
         parent.wait()
