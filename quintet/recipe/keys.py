@@ -51,8 +51,9 @@ def _collect(section: type[Section], prefix: tuple[str, ...]) -> dict[str, Field
     return keys
 
 
-def nearest_key(unknown: str) -> str:
-    """Return the valid dotted key that `unknown` most probably meant, with its value where another trainer's name says that too.
+def nearest_key(unknown: str) -> str | None:
+    """Return the valid dotted key that `unknown` most probably meant, with its value where another trainer's name says that too;
+    None where no key is like it.
 
     The last word decides most; where the key stands decides between equal words.
     """
@@ -69,7 +70,7 @@ def nearest_key(unknown: str) -> str:
         first = unknown.partition(".")[0]
         return max(alike, key=lambda key: (key.partition(".")[0] == first, -key.count("."), likeness(key)))
     best = max(all_keys(), key=likeness)
-    return best if likeness(best) > 0.86 else WORDS.get(word, best)
+    return best if likeness(best) > 0.86 else WORDS.get(word, best if likeness(best) > 0.57 else None)
 
 
 def _ratio(a: str, b: str) -> float:

@@ -224,13 +224,14 @@ def _explain(details: ErrorDetails, source: _Source) -> str:
     if details["type"] == "extra_forbidden" and (now := RENAMED.get(key)) is not None:
         return f"{where}: {key} is called {now} now"
     if details["type"] == "extra_forbidden":
-        if is_elsewhere(key):
-            ours = nearest_key(key)
+        ours = nearest_key(key)
+        if ours is not None and is_elsewhere(key):
             meant = VALUES.get(ours, {}).get(str(details["input"]))
             return f"{where}: unknown key {key}; in quintet it is {ours}{f'={meant}' if meant else ''}"
         if ":" in path[-1]:
             return f"{where}: unknown key {key}; a colon needs a space after it: {path[-1].replace(':', ': ', 1)}"
-        return f"{where}: unknown key {key}; the nearest valid key is {nearest_key(key)}{_siblings(path)}"
+        near = "none in docs/recipe.md is like it" if ours is None else f"the nearest valid key is {ours}"
+        return f"{where}: unknown key {key}; {near}{_siblings(path)}"
     if details["type"] in ("value_error", "too_long", "string_too_long"):
         return f"{where}: {key} is {_shown(details['input'])}; {details['msg'].removeprefix('Value error, ')}"
     known = all_keys()

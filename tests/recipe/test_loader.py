@@ -176,6 +176,11 @@ def test_of_keys_with_the_same_last_word_the_nearest_is_of_its_section_or_the_sh
     assert f"the nearest valid key is {nearest}" in refuse(f"{unknown}=1")
 
 
+@pytest.mark.parametrize("unknown", ["lora.dropout", "foo.bar", "actor_rollout_ref.actor.entropy_coeff"])
+def test_no_key_is_near_what_quintet_lacks(refuse, unknown: str) -> None:
+    assert f"unknown key {unknown}; none in docs/recipe.md is like it" in refuse(f"{unknown}=1")
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
