@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from quintet.cluster import ray_compat  # sets Ray's environment before Ray is imported
+from quintet.cluster.environment import cores_here
 from quintet.errors import QuintetError, UserError
 from quintet.recipe.schema import Cluster as Settings
 from quintet.runs.fsync import Scratch
@@ -60,6 +61,9 @@ class Cluster:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             self.is_local = self.settings.address is None and len(nodes) == 1
             self.device = self._choose_device()
+            ranks, cores = self.settings.ranks, cores_here()
+            if self.is_local and self.device == "cpu" and ranks > 4 * cores:
+                self.say(f"{ranks} ranks (cluster.ranks) share {cores} cores: each takes seconds to start")
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise

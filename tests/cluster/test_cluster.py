@@ -46,6 +46,18 @@ def session_members(session: int) -> list[str]:
     return members
 
 
+@pytest.mark.parametrize("ranks", [8, 9])
+def test_many_ranks_on_few_cores_are_told(
+    ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr("quintet.cluster.cluster.cores_here", lambda: 2)
+    told: list[str] = []
+    with Cluster(ClusterSettings(ranks=ranks, device="cpu"), say=told.append):
+        assert told == (
+            ["9 ranks (cluster.ranks) share 2 cores: each takes seconds to start"] if ranks > 8 else []
+        )
+
+
 def test_only_needed_processes_run(ray_cluster: Cluster) -> None:
     commands = []
     for process in psutil.Process().children(recursive=True):
