@@ -31,6 +31,27 @@ def test_the_benchmark_page_is_what_the_records_say():
     assert subprocess.run(script, check=False).returncode == 0, "run: python tools/benchmark_page.py"
 
 
+def test_figures_of_the_guides_are_of_the_records():
+    def record(bench: str, case: str, metric: str) -> tuple[float, float]:
+        rows = json.loads((ROOT / "benchmarks" / "results" / f"{bench}.json").read_text())
+        (one,) = [row for row in rows if (row["case"], row["metric"]) == (case, metric)]
+        return one["value"], one["baseline"]
+
+    def times(case: str) -> str:
+        vllm, native = (
+            record("rollout", f"{case}/{one}", "tokens_per_second")[0] for one in ("vllm", "native")
+        )
+        return f"{vllm / native:.1f}"
+
+    place = "qwen2.5-1.5b/1gpu"
+    page = " ".join((ROOT / "docs" / "rollout.md").read_text().split())
+    assert f"{times(place)} times as fast for responses of one length" in page
+    assert f"and {times(f'{place}/long-tail')} times for long tails" in page
+    (old, without), (told, _) = (record("routes", f"train/{one}", "kernel_s") for one in ("R2", "R3"))
+    page = " ".join((ROOT / "docs" / "routes.md").read_text().split())
+    assert f"take {old:.2f} s with `old`, {told:.2f} s with `rollout` and {without:.2f} s without" in page
+
+
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_loads(recipe, tmp_path):
     from quintet.recipe.hub import shapes_alone

@@ -18,8 +18,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 HEAD = """# Performance
 
-What has been measured, and what limits it. Every number is a record of [benchmarks/results](../benchmarks/results); what is not here has no
-record. This page is made by `python tools/benchmark_page.py`.
+What has been measured, and what limits it. Every number in a table is a record of [benchmarks/results](../benchmarks/results); what is in none has
+no record. This page is made by `python tools/benchmark_page.py`.
 
 ## Method
 
@@ -46,7 +46,7 @@ LIMITS = {
     "experts": "memory and the size of the products: 1,024 rows an expert are enough to keep a GPU busy with one product at a time, so that a single launch "
     "for all gains less than the five times that were aimed for.",
     "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
-    "handover": "generation, two thirds of the step, and of it the last and longest responses: steps of few sequences, which launch as much as those of many. "
+    "handover": "generation, three fifths of the step, and of it the last and longest responses: steps of few sequences, which launch as much as those of many. "
     "Where all fits nothing moves but weights: the rollout stays awake. `controller_share` is planning, scattering, and what is in no phase; what the "
     "latter does is not known.",
     "kv_cache": "memory bandwidth: slots or pages are read once a token.",
@@ -72,7 +72,7 @@ LIMITS = {
     "--rounds 1`).",
     "routes": "of training, the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s, so that seconds are no measure of what replay costs, and why the step "
     "without it takes longer is not known; `kernel_s` and `host_ms` are its own. Of the rollout, two pairs of calls: an interval that holds 0.",
-    "step": "generation, three fifths of it or more on either side (`generate_s_median`). The record of one GPU is of when vLLM's own scheduler held the GPU "
+    "step": "generation, two to three fifths of a step, and more than three of TRL's (`generate_s_median`). The record of one GPU is of when vLLM's own scheduler held the GPU "
     "up: without it 45.7 samples/s were seen there (4.6 s of generation), by a run of one side. Responses of long-tailed lengths have no record yet. In 8 bits "
     "vLLM generated slower than in bf16, by a build without DeepGEMM, which its own wheel takes for such products on these cards.",
     "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "
