@@ -50,7 +50,7 @@ TITLES = {one.id: one.name for one in FEATURES.values() if one.engine} | FROM_MO
 
 
 FP8 = ("fp8_tensorwise", "fp8_blockwise")
-STEP = "python -m benchmarks.step --gpus 8 --shape qwen3-8b --fp8"
+STEP = "python -m benchmarks.step --gpus 4 --shape qwen3-8b --fp8"
 PROOF, PROVED = "python -m benchmarks.fp8 --prove", ("transformer_engine", "cpu_optimizer")
 """What runs in 8 bits beside what no CPU has, and which."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from tests.oracle.matrix import PAGE, TITLES, Cell, beside_the_loop, gaps, matrix, page
+from tests.oracle.matrix import PAGE, STEP, TITLES, Cell, beside_the_loop, gaps, matrix, page
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,11 @@ def test_eight_bits_are_run_or_refused_beside_the_loop() -> None:
         frozenset(("fp8_blockwise", "shared_rollout")),
         frozenset(("fp8_tensorwise", "fp8_rollout")),
     }
+
+
+def test_the_step_in_8_bits_is_on_record() -> None:
+    records = Path(__file__).parents[2] / "benchmarks" / "results" / "step.json"
+    assert any(row["command"].startswith(STEP) for row in json.loads(records.read_text(encoding="utf-8")))
 
 
 def test_a_gap_is_seen(cells: dict[frozenset[str], Cell]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -155,3 +156,10 @@ def test_what_is_called_refused_is(feature):
         one = recipe("native")
         unavailable = [missing for missing, _ in NOT_AVAILABLE if missing.is_on(one, None)]
         assert unavailable or {"mode", "quantization"} & asked.keys()
+
+
+def test_what_is_on_record_is_not_called_untested():
+    """Of 8 bits, whose step beside bf16 vLLM has run in on GPUs."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "step.json").read_text(encoding="utf-8"))
+    assert any(row["case"].endswith("/blockwise") for row in rows)
+    assert TABLE["weights in 8 bits (`rollout.quantization=fp8`)"][COLUMNS.index("vLLM on GPU")] == "GPU only"
