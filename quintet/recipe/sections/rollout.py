@@ -40,7 +40,7 @@ class Rollout(Section):
     """Start a rollout process that died anew, bring it the weights, and generate again what it owed; false ends the run."""
     sleep_level: Literal["auto", 0, 1, 2] = "auto"
     """What a colocated rollout gives up while training: 0 nothing (vllm); its KV cache and its weights, of which 1 keeps a copy in host
-    memory and 2 none. auto is 0 where vllm and all of training fit the device by the memory formula, else 2."""
+    memory and 2 none. auto is 0 where vllm and all of training fit the device by the memory formula, else 2, or 1 where adapters alone travel."""
     bucket_mib: PositiveInt = 256
     """Weights travel in buckets of this size; two at most are in memory at once."""
     sync_proof: bool = True
