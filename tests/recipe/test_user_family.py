@@ -156,7 +156,7 @@ def test_the_recipe_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     said = recipe(tmp_path, QWEN3, spec)
     assert "answers to NamedForCausalLM, but" in said
     assert "names an architecture of the family qwen3" in said
-    assert "model.build makes a Qwen3 or a MiMo" in recipe(
+    assert "model.build makes models of quintet's own families" in recipe(
         tmp_path, own, spec, "model.path=null", "model.build={}"
     )
     assert "model.family: there is no file" in recipe(tmp_path, own, "model.family=other.py:Named")

@@ -34,7 +34,7 @@ def own_family_is_used(facts: Facts) -> Iterator[Problem]:
         return
     if model.directory is None:
         yield Problem(
-            f"model.family={model.family}: model.build makes a Qwen3 or a MiMo; set model.family=null, or name a model.path"
+            f"model.family={model.family}: model.build makes models of quintet's own families; set model.family=null, or name a model.path"
         )
         return
     named = use_family(model.family)
