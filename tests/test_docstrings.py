@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def test_first_lines() -> None:
     assert len(files) > 200
     found = [f"{file}:{line}: {name}" for file in files for line, name in faults((ROOT / file).read_text())]
     assert not found, f"say in the imperative what these do, in a line that needs no neighbour: {found}"
+
+
+def test_reading_orders_name_what_is_there() -> None:
+    for file in (ROOT / "quintet").rglob("__init__.py"):
+        _, _, order = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("Reading order: ")
+        for name in re.findall(r"`([\w.]+)`", order):
+            beside = ROOT / name.replace(".", "/") if "." in name else file.parent / name
+            assert beside.is_dir() or beside.with_suffix(".py").exists(), f"{file}: {name}"
 
 
 def test_what_is_found() -> None:

@@ -106,7 +106,7 @@ _RECEIVERS: dict[str, ReceiverState] = {}
 
 
 class ChannelSource:
-    """A `quintet.rollout.WeightSource`: one ticket a receiver."""
+    """A `quintet.rollout.base.WeightSource`: one ticket a receiver."""
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         self.tickets = list(tickets)

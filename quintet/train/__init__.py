@@ -1,4 +1,5 @@
 """The outer loops: reinforcement learning, supervised fine-tuning, generation and evaluation.
 
-Reading order: `ppo` (the loop), `controller` (the loop's verbs, spread over the ranks), `worker` (one rank).
+Reading order: `ppo` (the loop), `algorithms` (what it is told of GRPO, DAPO and PPO), `source` (samples); its verbs are in
+`quintet.controller`.
 """

@@ -1,6 +1,6 @@
 """The live weights of a model inside vLLM, as parts of Hugging Face tensors: where they are, and how they are read and written.
 
-A first load is watched (`trace`); from then on it is known which box of which tensor is where in which parameter. What
+A first load is watched (`load_trace`); from then on it is known which box of which tensor is where in which parameter. What
 vLLM makes of its parameters once they are loaded differs by layer, device and kernel. Each parameter has a form in which it
 can be read, or none:
 
