@@ -37,6 +37,18 @@ QWEN3_MOE = QWEN3 | {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 DEEPSEEK_V3 = QWEN3 | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",

@@ -8,7 +8,7 @@ import pytest
 from quintet.errors import UserError
 from quintet.models import family_of, read_end_ids, read_shape
 from quintet.models.rope import inverse_frequencies, rotary_scale, softmax_scale
-from tests.models.directory import QWEN3
+from tests.models.directory import GPT_OSS, QWEN3
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -308,20 +308,6 @@ def test_end_ids_are_one_or_many(tmp_path: Path, written: object, ids: list[int]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ["<eos>"]}))
     with pytest.raises(UserError, match=r"eos_token_id is .*expected a token id or a list"):
         read_end_ids(tmp_path)
-
-
-GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"],
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
 
 
 def test_gpt_oss_takes_transformers_defaults() -> None:

@@ -7,6 +7,7 @@ BROKEN_VLLM = [
         [V, "@mla"],
         ["its config.json names no topk_method", 'add "topk_method": "noaux_tc" there'],
     ),
+    ("vllm_can_do_it", [V, "@sinks"], ["drops gpt_oss's experts and sinks", "use native or sglang"]),
     (
         "vllm_can_do_it",
         [

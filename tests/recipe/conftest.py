@@ -8,7 +8,7 @@ import pytest
 from quintet.errors import UserError
 from quintet.recipe.loader import load_recipe
 from quintet.recipe.schema import Recipe
-from tests.models.directory import DEEPSEEK_V3, QWEN3, QWEN3_MOE, write_model
+from tests.models.directory import DEEPSEEK_V3, GPT_OSS, QWEN3, QWEN3_MOE, write_model
 
 VALID = """\
 model:
@@ -23,6 +23,7 @@ MODELS = {
     "dense": QWEN3,
     "moe": QWEN3_MOE,
     "mla": DEEPSEEK_V3,
+    "sinks": GPT_OSS,
     "fp8": QWEN3 | _FP8 | {"hidden_size": 128, "head_dim": 128, "intermediate_size": 128},
 }
 

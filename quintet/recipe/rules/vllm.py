@@ -32,15 +32,15 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
             "remove one of the two, or set cluster.device=cpu where there are none"
         )
     shape = facts.shape
-    if (
-        shape is not None
-        and shape.family in PLAIN_HEADS
-        and shape.heads * shape.head_dim != shape.hidden_size
-    ):
+    if shape and shape.family in PLAIN_HEADS and shape.heads * shape.head_dim != shape.hidden_size:
         yield Problem(
             f"rollout.backend=vllm: vLLM has heads of hidden_size / heads = {shape.hidden_size // shape.heads} in models of {shape.family}, "
             f"and these have {shape.head_dim}; use model.build.head_dim={shape.hidden_size // shape.heads} where the model is built, or "
             "rollout.backend=native"
+        )
+    if shape and shape.family == "gpt_oss":
+        yield Problem(
+            "rollout.backend=vllm: vLLM (0.20.2, 0.32.0) drops gpt_oss's experts and sinks when it loads new ones; use native or sglang"
         )
     if recipe.rollout.quantization == "fp8" and recipe.model.dtype == "fp32":
         yield Problem(
