@@ -122,14 +122,14 @@ class WholeScheduler(AsyncScheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Take what a step came to. Of a step whose tokens are thrown away, what became of its drafts is too: vLLM 0.20.2 would take the
         rejected ones off what the request has read since."""
-        drafted = scheduler_output.scheduled_spec_decode_tokens
-        for name in list(drafted):
-            request = self.requests.get(name)
-            if request is not None and request.discard_latest_async_tokens:
+        for name in list(drafted := scheduler_output.scheduled_spec_decode_tokens):
+            if getattr(self.requests.get(name), "discard_latest_async_tokens", False):
                 del drafted[name]
         if not (self.tells_at_end and self._simple):
             return super().update_from_output(scheduler_output, model_runner_output)
         left = self._go_on(scheduler_output.num_scheduled_tokens, model_runner_output)
+        if scheduler_output.num_scheduled_tokens and not left:
+            return {}  # of statistics alone its engine takes none
         requests = {name: self.requests[name] for name in left if name in self.requests}
         told = super().update_from_output(
             replace(scheduler_output, num_scheduled_tokens=left), model_runner_output
