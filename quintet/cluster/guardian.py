@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quintet.runs.fsync import call_in_forked_children
+from quintet.runs.successor import when_this_has_ended
 
 STOP_TIMEOUT_S = 5.0
 _SCRIPT = """\
@@ -35,7 +36,6 @@ left() {
         find /proc/[0-9]*/fd -lname "$directory/*" 2>/dev/null | cut -d/ -f3 | uniq | programs "$@"
     } | sort -u | grep -vx "$PPID"
 }
-read _
 tries=0
 while [ $((tries += 1)) -le 100 ] && pids=$(left "$@"); do
     kill -9 $pids 2>/dev/null
@@ -54,16 +54,8 @@ class Guardian:
     """
 
     def __init__(self, directory: Path, programs: Sequence[Path] = ()) -> None:
-        quiet = subprocess.DEVNULL
         known = [os.path.realpath(program) for program in (Path("/proc/self/exe"), *programs)]
-        self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _SCRIPT, "quintet-guardian", str(directory), *known],
-            stdin=subprocess.PIPE,
-            stdout=quiet,
-            stderr=quiet,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is not for it
-        )
+        self._process = when_this_has_ended(_SCRIPT, "quintet-guardian", str(directory), *known)
         assert self._process.stdin is not None
         self._alive = self._process.stdin
         call_in_forked_children(self._let_go)  # or it would wait for their end too

@@ -18,6 +18,7 @@ from typing import Any
 
 from quintet.rewards.pool_worker import STACKS
 from quintet.rewards.result import RewardResult
+from quintet.runs.successor import when_this_has_ended
 from quintet.typed import Typed
 
 _LOOK_EVERY_S = 0.5
@@ -82,13 +83,8 @@ class RewardProcess:
                 env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
                 start_new_session=True,  # Ctrl-C is not for it, and what it starts is killed with it
             )
-        # When this process is gone, however it went, a shell's input ends, and it kills them.
-        self._reaper = subprocess.Popen(
-            ["/bin/sh", "-c", 'read _; kill -s KILL -- "-$1"', "quintet-reaper", str(self._process.pid)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        group = str(self._process.pid)
+        self._reaper = when_this_has_ended('kill -s KILL -- "-$1"', "quintet-reaper", group)
         os.close(asked)
         os.close(answered)
         os.set_blocking(self._asked, False)

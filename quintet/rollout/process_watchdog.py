@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import psutil
 
 from quintet.errors import WorkerFailure
+from quintet.runs.successor import when_this_has_ended
 
 T = TypeVar("T")
 CHECK_EVERY_S = 0.5
@@ -135,18 +136,10 @@ def _ended_with_this(pids: list[int]) -> subprocess.Popen[bytes]:
     """A process that waits until this one is gone, which closes its input, and then kills those; not one that has come to
     another's number."""
     which = [f"{pid}:{began}" for pid in pids if (began := _began(pid)) is not None]
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(
-        ["/bin/sh", "-c", _REAP, "quintet-reaper", *which],
-        stdin=subprocess.PIPE,
-        stdout=quiet,
-        stderr=quiet,
-        start_new_session=True,
-    )
+    return when_this_has_ended(_REAP, "quintet-reaper", *which)
 
 
-_REAP = """read _
-for one in "$@"; do
+_REAP = """for one in "$@"; do
     [ "$(sed 's/.*) //' /proc/${one%:*}/stat | cut -d' ' -f20)" = "${one#*:}" ] && kill -9 "${one%:*}"
 done"""
 
