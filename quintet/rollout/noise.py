@@ -47,6 +47,15 @@ def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tens
     return upload(uniform.neg_().log1p_().neg_(), seeds.device)
 
 
+def draw_tokens(logprobs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draw a token from each row of log-probs [n, vocab], int64 [n]. seeds, positions: as of `exponential_noise`.
+
+    The Gumbel-max trick: argmax over tokens of log p + g, with g independent Gumbel noise, is a draw from p
+    (Gumbel 1954). Written as log p - log e with e exponential, it keeps full precision where it matters.
+    """
+    return exponential_noise(seeds, positions, logprobs.shape[1]).log_().sub_(logprobs).argmin(-1)
+
+
 def noise_bits(seeds: NDArray[np.int64], positions: NDArray[np.int64], vocab_size: int) -> Words:
     """Return the 64 bits of each (seed, position, token), uint64 [n, vocab]."""
     keys, at = seeds.astype(np.uint64), positions.astype(np.uint64)

@@ -1,8 +1,4 @@
-"""Sampling with noise keyed by (seed, position, token), so that output does not depend on batching.
-
-The Gumbel-max trick: argmax over tokens of log p + g, with g independent Gumbel noise, is a draw from p
-(Gumbel 1954). Written as log p - log e with e exponential, it keeps full precision where it matters.
-"""
+"""Sampling with noise keyed by (seed, position, token), so that output does not depend on batching."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quintet.rollout.base import Sampling
-from quintet.rollout.noise import exponential_noise
+from quintet.rollout.noise import draw_tokens
 
 
 def draw(
@@ -31,8 +27,7 @@ def draw(
     policy = raw if plain else (logits / sampling.temperature).log_softmax(-1)
     cut = keep_mask(policy, sampling)
     log_p = policy if cut is None else policy.masked_fill(~cut, float("-inf")).log_softmax(-1)
-    noise = exponential_noise(seeds, positions, logits.shape[1])
-    tokens = noise.log_().sub_(log_p).argmin(-1)
+    tokens = draw_tokens(log_p, seeds, positions)
     of_policy = policy.gather(1, tokens[:, None])[:, 0]
     drawn = of_policy if cut is None else log_p.gather(1, tokens[:, None])[:, 0]
     return tokens, drawn, of_policy, of_policy if plain else raw.gather(1, tokens[:, None])[:, 0]

@@ -178,10 +178,9 @@ def run_scheduler(*arguments: Any) -> None:
 
 def _draw(logprobs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Draw a place from each row, int64 [n, 1]."""
-    from quintet.rollout.noise import exponential_noise
+    from quintet.rollout.noise import draw_tokens
 
-    noise = exponential_noise(seeds, positions.long(), logprobs.shape[1])
-    return noise.log_().sub_(logprobs).argmin(-1, keepdim=True)
+    return draw_tokens(logprobs, seeds, positions.long())[:, None]
 
 
 def room(engine: Any) -> int:
