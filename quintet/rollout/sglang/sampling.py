@@ -51,6 +51,8 @@ def answer(result: Mapping[str, Any], job: Job) -> Answer:
     (sglang 0.5.17, srt/managers/tokenizer_manager.py: `_handle_batch_output`, `_handle_abort_req`)."""
     meta, ids = result["meta_info"], list(result["output_ids"])
     reason = meta["finish_reason"]
+    if reason["type"] not in ("stop", "length", "abort"):
+        raise QuintetError(f"SGLang ended a request with {reason['type']!r}")
     if reason.get("matched") == "NaN happened":
         raise QuintetError(
             "SGLang's model computed scores that are no numbers: its weights or kernels are wrong"

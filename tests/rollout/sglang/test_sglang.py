@@ -422,6 +422,11 @@ def test_log_probs_of_other_tokens_are_an_error():
         answer(wrong, JOB)
 
 
+def test_an_end_of_another_kind_is_an_error():
+    with pytest.raises(QuintetError, match="SGLang ended a request with 'preempted'"):
+        answer(result([4], {"type": "preempted"}), JOB)
+
+
 def test_scores_that_are_no_numbers_are_an_error():
     told = result([1, 5], {"type": "stop", "matched": "NaN happened"})
     with pytest.raises(QuintetError, match="scores that are no numbers"):
