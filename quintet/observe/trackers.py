@@ -62,9 +62,8 @@ class TensorBoard:
             file.unlink()
         self._begin()
         for line in lines:
-            self.log(
-                line["stage"], line["step"], {k: v for k, v in line.items() if k not in ("stage", "step")}
-            )
+            values = {key: value for key, value in line.items() if key not in ("stage", "step")}
+            self.log(line["stage"], line["step"], values)
 
     def close(self) -> None:
         self._file.close()

@@ -571,21 +571,26 @@ def test_help_and_refusals_import_nothing_heavy(recipe: str, arguments: list[str
     assert done.returncode == 0, done.stderr
 
 
-def test_ctrl_c_ends_with_130_and_one_line(recipe: str, tmp_path: Path) -> None:
-    """Through a real process, because Python's own handler and exit code are what is tested."""
-    (tmp_path / "slow.py").write_text(
-        "import sys, types, time\nloop = types.ModuleType('quintet.train.ppo')\n"
-        "def train(recipe):\n    print('ready', flush=True)\n    time.sleep(60)\n"
+def start_train(tmp_path: Path, train: str, *arguments: str, **pipes: int) -> subprocess.Popen[str]:
+    """A process of `quintet train` in which this text of a function `train(recipe)` stands for the loop."""
+    (tmp_path / "loop.py").write_text(
+        f"import sys, types, time\nloop = types.ModuleType('quintet.train.ppo')\n{train}"
         "loop.train = train\nsys.modules['quintet.train.ppo'] = loop\n"
         "from quintet.cli import main\nsys.exit(main(sys.argv[1:]))\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "slow.py"), "train", recipe],
+    return subprocess.Popen(
+        [sys.executable, str(tmp_path / "loop.py"), "train", *arguments],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        **pipes,
     )
+
+
+def test_ctrl_c_ends_with_130_and_one_line(recipe: str, tmp_path: Path) -> None:
+    """Through a real process, because Python's own handler and exit code are what is tested."""
+    train = "def train(recipe):\n    print('ready', flush=True)\n    time.sleep(60)\n"
+    process = start_train(tmp_path, train, recipe, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     started = time.monotonic()
@@ -598,22 +603,13 @@ def test_ctrl_c_ends_with_130_and_one_line(recipe: str, tmp_path: Path) -> None:
 
 def test_a_run_outlives_the_reader_of_its_words(recipe: str, tmp_path: Path) -> None:
     """As of `quintet train R.yaml 2>&1 | tee log`, of which Ctrl-C ends both ends."""
-    (tmp_path / "unread.py").write_text(
-        "import sys, types\nfrom quintet.errors import Stopped\nloop = types.ModuleType('quintet.train.ppo')\n"
-        "def train(recipe):\n    from quintet.observe.observer import Observer\n"
+    train = (
+        "def train(recipe):\n    from quintet.errors import Stopped\n    from quintet.observe.observer import Observer\n"
         "    with Observer(recipe) as observer:\n        input()\n"
         "        observer.step(1, {'loss': 1.0})\n        raise Stopped('stopped after step 1', 130)\n"
-        "loop.train = train\nsys.modules['quintet.train.ppo'] = loop\n"
-        "from quintet.cli import main\nsys.exit(main(sys.argv[1:]))\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "unread.py"), "train", recipe, f"run.dir={tmp_path / 'runs'}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    runs = f"run.dir={tmp_path / 'runs'}"
+    process = start_train(tmp_path, train, recipe, runs, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("run directory")
     process.stdout.close()
