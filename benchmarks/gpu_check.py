@@ -323,7 +323,7 @@ def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str
 
 TESTS = {
     "scheduler": run_tests(
-        ["tests/rollout/vllm/test_scheduled_steps.py", "tests/rollout/vllm/test_captured_draws.py"],
+        ["tests/rollout/vllm/test_scheduled_steps.py", "tests/rollout/vllm/test_captured_steps.py"],
         "vllm",
         "steps scheduled and drawn here are those of vLLM",
     ),

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu_worker import Worker
 
 from quintet.engine.head import log_probs_of
-from quintet.rollout.vllm.captured_draws import CapturedDraws, Drawn
+from quintet.rollout.vllm.captured_steps import CapturedSteps, Drawn, can_be_captured
 from quintet.rollout.vllm.token_store import TokenStore, store_of
 
 
@@ -22,7 +22,7 @@ class StoringWorker(Worker):
 
     _store: TokenStore
     _logprobs: Tensor
-    _draws: CapturedDraws | None = None
+    _steps: CapturedSteps | None = None
     _more = True
     """Whether the step has requests that are new."""
 
@@ -48,24 +48,18 @@ class StoringWorker(Worker):
             return drawn
 
         def write_where_new() -> None:
-            if not self._more:
-                return
-            write()
-            if self._draws is not None:
-                self._draws.renew()
+            if self._more:
+                write()
 
         sampler.sample, runner.sample = sample_and_keep, draw_and_store
         sampler.apply_staged_writes = write_where_new
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compile and capture, the draws of steps of few sequences too."""
-        told, runner = super().compile_or_warm_up_model(), self.model_runner
-        # With more devices or adapters the head is more than a product.
-        alone = self.parallel_config.tensor_parallel_size == 1 and self.vllm_config.lora_config is None
-        if alone and runner.cudagraph_manager.hidden_states is not None and not runner.sampler.compute_nans:
-            self._draws = CapturedDraws(runner, runner.sample)
-            self._draws.capture()
-            runner.sample = self._draws
+        """Compile and capture, whole steps of few sequences too."""
+        told = super().compile_or_warm_up_model()
+        if can_be_captured(self.model_runner):
+            self._steps = CapturedSteps(self.model_runner)
+            self._steps.capture()
         return told
 
     @torch.inference_mode()

@@ -61,7 +61,7 @@ def tables_kept(kv_caches: Sequence[torch.Tensor]) -> Iterator[None]:
     vLLM 0.20.2 makes all that `initialize_kv_cache` allocates in the pool that sleeping empties: of the second runner also its
     block tables and their addresses, through which the first forward after waking reads memory that is not there
     (tests/rollout/vllm/test_update.py, on a GPU). These come first: a small cache may lie behind them in the same piece of the pool, and
-    alone what begins with a cache holds nothing else (test_captured_draws.py, on a GPU).
+    alone what begins with a cache holds nothing else (test_captured_steps.py, on a GPU).
     """
     from vllm.device_allocator.cumem import CuMemAllocator
 

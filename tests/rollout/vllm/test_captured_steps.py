@@ -1,4 +1,4 @@
-"""A draw that a graph replays is the one that was captured: the same tokens and log-probs, whatever is asked beside it."""
+"""A step that graphs replay is the one that was captured: the same tokens and log-probs, whatever is asked beside it."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def worker_of(rollout):
 @pytest.fixture(scope="module")
 def rollout(start):
     made = start("qwen3", sequences_per_rank=8, vllm=SMALL)
-    draws = worker_of(made)._draws
-    draws.replayed = 0
-    for size, (graph, *rest) in draws._graphs.items():
+    steps = worker_of(made)._steps
+    steps.replayed = 0
+    for size, captured in steps._graphs.items():
 
         class Counted:
-            def replay(self, graph=graph):
-                draws.replayed += 1
+            def replay(self, graph=captured.after):
+                steps.replayed += 1
                 graph.replay()
 
-        draws._graphs[size] = (Counted(), *rest)
+        steps._graphs[size] = captured._replace(after=Counted())
     return made
 
 
 @contextmanager
 def launched(rollout):
-    """Within, no draw is replayed."""
-    runner = worker_of(rollout).model_runner
-    draws, runner.sample = runner.sample, runner.sample._draw
+    """Within, no step is replayed."""
+    steps = worker_of(rollout)._steps
+    graphs, steps._graphs = steps._graphs, {}
     yield
-    runner.sample = draws
+    steps._graphs = graphs
 
 
 def samples(rollout, seed=1, **sampling):
@@ -74,32 +74,32 @@ def test_sequences_lose_their_place(rollout, monkeypatch):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0}], ids=["sampled", "greedy"])
-def test_a_replayed_draw_is_the_one_that_is_launched(rollout, sampling):
-    before = worker_of(rollout)._draws.replayed
+def test_a_replayed_step_is_the_one_that_is_launched(rollout, sampling):
+    before = worker_of(rollout)._steps.replayed
     replayed = samples(rollout, **sampling)
-    assert worker_of(rollout)._draws.replayed > before + 20
-    before = worker_of(rollout)._draws.replayed
+    assert worker_of(rollout)._steps.replayed > before + 20
+    before = worker_of(rollout)._steps.replayed
     with launched(rollout):
         assert samples(rollout, **sampling) == replayed
-    assert worker_of(rollout)._draws.replayed == before
+    assert worker_of(rollout)._steps.replayed == before
     assert samples(rollout, seed=2, **sampling) != replayed or sampling
 
 
 def test_what_no_graph_was_captured_for_is_launched(rollout):
     cut = {"top_k": 3, "top_p": 0.9}
-    before = worker_of(rollout)._draws.replayed
+    before = worker_of(rollout)._steps.replayed
     drawn = samples(rollout, **cut)
-    assert worker_of(rollout)._draws.replayed == before
+    assert worker_of(rollout)._steps.replayed == before
     with launched(rollout):
         assert samples(rollout, **cut) == drawn
     assert samples(rollout) != drawn
 
 
-def test_a_draw_is_replayed_after_sleep(rollout):
+def test_a_step_is_replayed_after_sleep(rollout):
     replayed = samples(rollout)
     rollout.sleep(1)
     for part in ("weights", "kv_cache"):
         rollout.wake(part)
-    before = worker_of(rollout)._draws.replayed
+    before = worker_of(rollout)._steps.replayed
     assert samples(rollout) == replayed
-    assert worker_of(rollout)._draws.replayed > before + 20
+    assert worker_of(rollout)._steps.replayed > before + 20
