@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from quintet.cluster import ray_compat  # sets Ray's environment before Ray is imported
-from quintet.cluster.environment import cores_here
 from quintet.errors import QuintetError, UserError
 from quintet.recipe.schema import Cluster as Settings
 from quintet.runs.fsync import Scratch
+from quintet.runs.process import cores_here
 
 import ray  # isort: skip
 

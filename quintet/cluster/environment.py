@@ -13,11 +13,6 @@ from quintet.errors import UserError
 LOOPBACK = "127.0.0.1"
 
 
-def cores_here() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def listen(host: str) -> socket.socket:
     """Find a port for rank 0's store on this address alone, and hold it: torch's own would listen on all addresses."""
     return socket.create_server((host, 0), backlog=4096)

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from unittest import mock
 
 from quintet.cluster import lane
-from quintet.cluster.environment import LOOPBACK, cores_here, listen, rank_environment, threads_per_rank
+from quintet.cluster.environment import LOOPBACK, listen, rank_environment, threads_per_rank
 from quintet.cluster.failures import Failure, explain
 from quintet.cluster.progress import Progress
 from quintet.cluster.verbs import Asked, Ranks
 from quintet.cluster.worker import Place, Worker
 from quintet.recipe.schema import Cluster as Settings
+from quintet.runs.process import cores_here
 
 if TYPE_CHECKING:  # it brings Ray
     from quintet.cluster.calls import PendingCall

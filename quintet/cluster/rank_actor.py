@@ -25,12 +25,13 @@ from typing import Any
 import psutil
 import ray
 
-from quintet.cluster.environment import cores_here, listen
+from quintet.cluster.environment import listen
 from quintet.cluster.failures import Failure
 from quintet.cluster.process_probe import STACK_SIGNAL, Location, kernel_oom_kills, turn_file
 from quintet.cluster.progress import TURN_VARIABLE, read_turn
 from quintet.cluster.worker import Place
 from quintet.runs.fsync import lossy
+from quintet.runs.process import cores_here
 
 
 @dataclass(frozen=True)

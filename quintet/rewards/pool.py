@@ -10,7 +10,6 @@ samples at a time, so that a step is not spent on waking threads.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from quintet.recipe.schema import Reward as Settings
 from quintet.rewards.load import RewardFunction
 from quintet.rewards.pool_process import AnswerLate, ProcessEnded, RewardProcess
 from quintet.rewards.result import RewardResult
+from quintet.runs.process import cores_here
 
 MOST_PROCESSES = 8
 _CHUNK_S = 0.02
@@ -87,9 +87,8 @@ class RewardPool:
         self._lock = threading.Lock()
         self._work, self._news = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queue: deque[_Job] = deque()
-        self._processes = [
-            RewardProcess(self._spec, self._log_dir / f"reward-{n}.log") for n in range(workers or _cpus())
-        ]
+        count = workers or min(cores_here(), MOST_PROCESSES)
+        self._processes = [RewardProcess(self._spec, self._log_dir / f"reward-{n}.log") for n in range(count)]
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._loaded = False
@@ -289,9 +288,3 @@ class RewardPool:
         job.scoring.put(job.number, result)
         if job.scoring.done or (result.failure is not None and self._settings.on_error == "stop"):
             self._news.notify_all()
-
-
-def _cpus() -> int:
-    """How many processes there are by default."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, MOST_PROCESSES)
