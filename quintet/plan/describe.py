@@ -7,7 +7,7 @@ import itertools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from quintet.models import ModelShape, held_shape, table_of
@@ -43,6 +43,7 @@ def looks(recipe: Recipe, command: Command, gpu_gib: float | None = None) -> dic
     known."""
     shape = shape_of(recipe)
     assert shape is not None  # a sound recipe names a model
+    sized = cache(partial(with_shares, recipe, shape, command, int((gpu_gib or 0) * _GIB)))
     found: dict[str, Look] = {
         "the model": lambda: _model(recipe, shape),
         "the adapters": lambda: _lora(recipe, shape),
@@ -63,9 +64,9 @@ def looks(recipe: Recipe, command: Command, gpu_gib: float | None = None) -> dic
     if command in ("train", "sft"):
         found["micro-batches"] = lambda: _rows(recipe)
         if recipe.model.path is not None:
-            found["memory"] = lambda: _memory(recipe, shape, command, gpu_gib)
+            found["memory"] = lambda: _memory(recipe if gpu_gib is None else sized()[0], shape, command)
     if recipe.model.path is not None:
-        found["offload"] = lambda: _offload(recipe, shape, command, gpu_gib)
+        found["offload"] = lambda: _offload(recipe, shape, command) if gpu_gib is None else sized()[1]
     return found
 
 
@@ -245,10 +246,8 @@ def _rows(recipe: Recipe) -> str:
     return f"{text}{', ' if padded else ''}{' and '.join(padded)}{fewer}."
 
 
-def _memory(recipe: Recipe, shape: ModelShape, command: Command, gpu_gib: float | None) -> str:
+def _memory(recipe: Recipe, shape: ModelShape, command: Command) -> str:
     """Of the fullest rank."""
-    if gpu_gib is not None:
-        recipe, _ = with_shares(recipe, shape, command, int(gpu_gib * _GIB))
     parts = fullest_rank(recipe, shape, command)
     said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
     besides = "" if command == "sft" else f", the rollout{_packed(setup_of(recipe, shape), recipe)}"
@@ -258,14 +257,12 @@ def _memory(recipe: Recipe, shape: ModelShape, command: Command, gpu_gib: float 
     )
 
 
-def _offload(recipe: Recipe, shape: ModelShape, command: Command, gpu_gib: float | None) -> str | None:
-    """What engine.offload_*=auto comes to, where there may be GPUs; on GPUs of a given size what rollout.sleep_level=auto does, too."""
+def _offload(recipe: Recipe, shape: ModelShape, command: Command) -> str | None:
+    """What engine.offload_*=auto comes to, where there may be GPUs of a size that is not known."""
     laptop = recipe.cluster.device == "auto" and not Path("/dev/nvidiactl").exists()
-    if gpu_gib is None and laptop and recipe.cluster.address is None:
+    if laptop and recipe.cluster.address is None:
         return None
     offload = Offload(recipe, shape, command)
-    if gpu_gib is not None:
-        return offload.reason(int(gpu_gib * _GIB))
     return offload.sizes() if offload.kinds else None
 
 

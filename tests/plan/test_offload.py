@@ -7,6 +7,7 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -224,6 +225,14 @@ def test_the_memory_that_is_told_of_a_gpu_is_with_what_leaves_it(
 
     assert said(None) == [0.0, 0.0]  # all of it may leave
     assert all(said(2000.0 * 1024))
+
+    made_once = mock.Mock(wraps=Offload)
+    monkeypatch.setattr("quintet.plan.offload.Offload", made_once)
+    monkeypatch.setattr("quintet.plan.describe.Offload", made_once)
+    found = looks(made, "train", 96.0)
+    assert found["memory"]()
+    assert "Of 0.1 GiB" in (found["offload"]() or "")
+    assert made_once.call_count == 1  # it takes most of the time of a check
 
 
 def test_by_hand() -> None:
