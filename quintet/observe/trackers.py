@@ -30,8 +30,6 @@ class TensorBoard:
     name = "tensorboard"
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
-        import tensorboard  # noqa: F401  (whether it is installed is to be told now)
-
         self._directory = directory / "tensorboard"
         self._directory.mkdir(exist_ok=True)
         self._begin()

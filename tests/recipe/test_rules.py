@@ -462,6 +462,18 @@ def test_a_missing_tracker_names_the_extra(refuse, monkeypatch: pytest.MonkeyPat
     assert "pip install -e '.[wandb]' in quintet's checkout" in refuse("run.trackers=[wandb]")
 
 
+def test_a_mode_that_wandb_does_not_know_is_refused(load, refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setenv("WANDB_MODE", "of")
+    assert "WANDB_MODE=of in the environment is no mode of W&B (online, offline, " in refuse(
+        "run.trackers=[wandb]"
+    )
+    load("run.trackers=[tensorboard]")
+    for mode in ("offline", ""):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        load("run.trackers=[wandb]")
+
+
 def test_a_missing_transformer_engine_is_told(load, refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = "engine.backend=transformer_engine"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -485,7 +497,7 @@ def test_every_rule_has_a_sentence_and_a_test() -> None:
         "weights_are_there",
         "stop_tokens_exist",
         "policies_predict_tokens",
-        "trackers_are_installed",
+        "trackers_can_start",
         "sft_has_its_section",
         "resume_is_of_training",
         "layers_are_installed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 from collections.abc import Iterator
 
 from quintet.install import with_extra
@@ -91,11 +92,19 @@ def backend_options_are_read(facts: Facts) -> Iterator[Problem]:
             )
 
 
+_WANDB_MODES = "online, offline, shared, disabled, dryrun, run"
+
+
 @rule
-def trackers_are_installed(facts: Facts) -> Iterator[Problem]:
-    """A tracker's package is there before the run starts."""
+def trackers_can_start(facts: Facts) -> Iterator[Problem]:
+    """A tracker's package is there before the run starts, and W&B knows the mode that the environment asks for."""
+    mode = os.environ.get("WANDB_MODE") or "online"
     for tracker in facts.recipe.run.trackers:
         if importlib.util.find_spec(tracker) is None:
             yield Problem(
                 f"run.trackers: {tracker} is not installed; {with_extra(tracker)}, or remove it from run.trackers",
+            )
+        elif tracker == "wandb" and mode not in _WANDB_MODES.split(", "):
+            yield Problem(
+                f"run.trackers: WANDB_MODE={mode} in the environment is no mode of W&B ({_WANDB_MODES}); correct or unset it"
             )
