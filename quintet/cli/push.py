@@ -13,8 +13,14 @@ CARD = "model_card.md"
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the model card into the run directory, and upload it with the model and its adapters. 0 done; failures: see the package."""
+    from huggingface_hub import errors, hf_hub_url
+
     from quintet.observe.model_card import model_card
 
+    try:
+        hf_hub_url(arguments.repo, CARD)  # checks the name, and asks nobody
+    except errors.HFValidationError as error:
+        raise UserError(f"{arguments.repo} can be no model on the hub: {error}") from None
     files = _files(arguments.run)
     card = arguments.run / CARD
     card.write_text(model_card(arguments.run), encoding="utf-8")
@@ -63,7 +69,7 @@ def _upload(repo: str, private: bool, files: dict[str, Path], title: str) -> str
         done = hub.create_commit(name, parts, commit_message=f"Upload {title}")
     except UserError:
         raise
-    except Exception as error:  # of the hub, of the network, or of a name that is none
+    except Exception as error:  # of the hub, or of the network
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
             f"{repo} on {hub.endpoint}: {why}. Uploading needs a network and a token that may write there: hf auth login, or HF_TOKEN"

@@ -130,8 +130,11 @@ def test_what_cannot_be_pushed(
 ) -> None:
     assert main(["push", str(tmp_path), "me/math"]) == 2
     assert "is no run directory" in capsys.readouterr().err
-    assert main(["push", str(run), "not a name"]) == 2
-    assert "error: not a name on http://127.0.0.1" in capsys.readouterr().err
+    for options in ([], ["--dry-run"]):
+        assert main(["push", str(run), "not a name", *options]) == 2
+        assert "error: not a name can be no model on the hub: Repo id must " in capsys.readouterr().err
+    assert not (run / "model_card.md").exists()
+    assert hub.asked == []
     (run / "checkpoint" / "config.json").unlink()
     assert main(["push", str(run), "me/math"]) == 2
     assert "has no trained model in checkpoint/" in capsys.readouterr().err
