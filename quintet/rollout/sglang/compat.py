@@ -100,12 +100,16 @@ def engine_fields() -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(ServerArgs))
 
 
-def free_share() -> float:
-    """Return which share of this process's device nobody has."""
-    import torch
+def free_share(devices: int) -> float:
+    """Return which share of the fullest of this process's first devices nobody has: SGLang takes its own of what is free there.
 
-    free, total = torch.cuda.mem_get_info()
-    return free / total
+    The others than the first are looked at from outside, for CUDA would take memory of each to tell.
+    """
+    from torch import cuda
+
+    free, total = cuda.mem_get_info(0)
+    used = [cuda.device_memory_used(n) for n in range(devices)] if devices > 1 else [0]
+    return (free - max(used) + used[0]) / total
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import torch
 
 from quintet.errors import QuintetError
 from quintet.recipe import schema
+from quintet.recipe.rollout import placement_of
 from quintet.rollout.base import (
     Fingerprints,
     Part,
@@ -58,7 +59,8 @@ class SglangRollout(ExternalEngineRollout):
         progress: Progress = lambda done: None,
     ) -> None:
         compat.prepare(device)
-        engine = SglangEngine(engine_arguments(recipe, model_dir, compat.free_share()))
+        free = compat.free_share(placement_of(recipe).devices_per_copy)
+        engine = SglangEngine(engine_arguments(recipe, model_dir, free))
         super().__init__(recipe, model_dir, engine, decode, progress)
         self._totals = dict.fromkeys(COUNTS.values(), 0.0)
         self._taken: set[str] = set()

@@ -22,13 +22,13 @@ _KEPT_BACK = 8
 
 
 def engine_arguments(recipe: schema.Recipe, model_dir: Path, free: float) -> dict[str, Any]:
-    """Return the arguments of SGLang's ServerArgs. free: which share of the device's memory nobody has. Raises UserError for a
+    """Return the arguments of SGLang's ServerArgs. free: which share of its fullest device's memory nobody has. Raises UserError for a
     share that is not free, and for an option in rollout.sglang that SGLang does not know."""
     rollout = recipe.rollout
     layout = placement_of(recipe).layout
     if rollout.memory_fraction > _MOST_OF_FREE * free:
         raise UserError(
-            f"rollout.memory_fraction={rollout.memory_fraction:g}: {free:.2f} of this device's memory are free, and SGLang takes at most "
+            f"rollout.memory_fraction={rollout.memory_fraction:g}: {free:.2f} of its fullest device's memory are free, and SGLang takes at most "
             f"{_MOST_OF_FREE:g} of that; use {math.floor(100 * _MOST_OF_FREE * free) / 100:g} or less, or free memory"
         )
     arguments: dict[str, Any] = {

@@ -168,9 +168,18 @@ def test_any_seed_of_a_recipe_is_one_of_its(tmp_path, seed):
 
 def test_a_share_of_memory_that_is_not_free_is_an_error(tmp_path):
     with pytest.raises(
-        UserError, match=r"rollout.memory_fraction=0.6: 0.40 of this device.*use 0.38 or less"
+        UserError, match=r"rollout.memory_fraction=0.6: 0.40 of its fullest device.*use 0.38 or less"
     ):
         engine_arguments(recipe(memory_fraction=0.6), tmp_path, 0.4)
+
+
+@pytest.mark.parametrize(("devices", "share"), [(1, 0.9), (2, 0.75), (3, 0.25)])
+def test_the_fullest_of_its_devices_counts(monkeypatch, devices, share):
+    """SGLang has all ranks count with what is free on the fullest, srt/distributed/bootstrap.py: pre_model_load_memory."""
+    used = [5, 20, 70, 90]  # of 100, and with what the driver keeps, which torch does not count
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (90, 100))
+    monkeypatch.setattr("torch.cuda.device_memory_used", used.__getitem__)
+    assert compat.free_share(devices) == share
 
 
 # versions
@@ -544,7 +553,7 @@ def stand_ins(monkeypatch):
 
     monkeypatch.setattr(compat, "make_engine", make)
     monkeypatch.setattr(compat, "prepare", lambda device: None)
-    monkeypatch.setattr(compat, "free_share", lambda: 1.0)
+    monkeypatch.setattr(compat, "free_share", lambda devices: 1.0)
     monkeypatch.setattr(compat, "release", lambda engine, parts: engine.release(list(parts)))
     monkeypatch.setattr(compat, "restore", lambda engine, parts: engine.restore(list(parts)))
     return made
