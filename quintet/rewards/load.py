@@ -140,13 +140,11 @@ def load_reward(spec: str) -> RewardFunction:
     Raises:
         UserError: there is no such reward, module, file or function, or it cannot be imported or called.
     """
-    if ":" not in spec:
-        if spec not in BUILT_IN:
-            raise UserError(
-                f"reward.function: there is no reward {spec!r}; built in are {', '.join(BUILT_IN)}, and your own is "
-                "named module:function or file.py:function"
-            )
-        function = BUILT_IN[spec]
-        return RewardFunction(spec, function, arguments_of(spec, function))
-    function, spec = load_named("reward.function", spec, "function", callable)
+    if ":" in spec:
+        function, spec = load_named("reward.function", spec, "function", callable)
+    elif (function := BUILT_IN.get(spec)) is None:
+        raise UserError(
+            f"reward.function: there is no reward {spec!r}; built in are {', '.join(BUILT_IN)}, and your own is "
+            "named module:function or file.py:function"
+        )
     return RewardFunction(spec, function, arguments_of(spec, function))

@@ -184,9 +184,8 @@ class RewardProcess:
             if code >= 0:
                 return f"ended its process with code {code}"
             what = signal.Signals(-code).name
-            return f"lost its process, killed by {what}" + (
-                " (as for want of memory)" if what == "SIGKILL" else ""
-            )
+            why = " (as for want of memory)" if what == "SIGKILL" else ""
+            return f"lost its process, killed by {what}{why}"
         return "closed the pipe that its process answers by"
 
 

@@ -38,10 +38,7 @@ def means(results: Sequence[RewardResult]) -> dict[str, float]:
     told = {}
     if any(one.correct is not None for one in results):  # a sample of which it then does not say so is not
         told["accuracy"] = fmean(one.correct is True for one in results)
-    names = sorted({name for one in results for name in one.metrics})
-    return told | {
-        name if name == "well_formed" else f"reward/{name}": fmean(
-            one.metrics.get(name, 0.0) for one in results
-        )
-        for name in names
-    }
+    for name in sorted({name for one in results for name in one.metrics}):
+        key = name if name == "well_formed" else f"reward/{name}"
+        told[key] = fmean(one.metrics.get(name, 0.0) for one in results)
+    return told

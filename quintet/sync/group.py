@@ -89,9 +89,7 @@ class TransferGroup:
             self._drop_aside()
         else:
             group, self._group = self._group, None
-            with suppress(
-                RuntimeError
-            ):  # it takes longer than the time limit, and goes on in a thread of torch's
+            with suppress(RuntimeError):  # it takes longer than the time limit, and goes on in torch's thread
                 group.abort()
 
     def _drop_aside(self) -> None:
