@@ -32,9 +32,11 @@ _CHARACTERS = str.maketrans("０１２３４５６７８９．，－−–", "01
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]{0,99})\}")
 _TENS = re.compile(r"(?<=\d)\s?(?:\\times|\\cdot|×)\s?10\s?\^\s?\{?(-?\d{1,3})\}?")
 _UNIT_POWER = re.compile(r"(?:(?<=[A-Za-z]{2})|(?<=[\W\d][ms]))\s?\^\s?\{?[23]\}?")
+COMPARED = re.compile(r"[<>≤≥≠]|\\(?:[lg](?:eq?(?:slant)?|t)|neq?)(?![a-z])")
+"""What makes a condition of the number beside it."""
 _COMPUTED = re.compile(
-    r"[!|<>]|\w\s?[+*]|\d\s?-\s?\d|\^(?!\{?\s?(?:\\circ|th))|"
-    r"\\(?:sqrt|log|ln|exp|sin|cos|tan|pi|pm|times|cdot|div|[lg](?:eq?|t))(?![a-z])"
+    rf"{COMPARED.pattern}|[!|]|\w\s?[+*]|\d\s?-\s?\d|\^(?!\{{?\s?(?:\\circ|th))|"
+    r"\\(?:sqrt|log|ln|exp|sin|cos|tan|pi|pm|times|cdot|div)(?![a-z])"
 )
 """What makes another number of the one that stands in a box."""
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[\d.,]{1,32})\s*\}\s*\{\s*([\d.,]{1,32})\s*\}|(\d)(\d))")

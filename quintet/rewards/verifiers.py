@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from quintet.rewards.math_equality import equivalent
-from quintet.rewards.numbers import behind_equals, final_answer, final_number, numbers_in, to_number
+from quintet.rewards.numbers import COMPARED, behind_equals, final_answer, final_number, numbers_in, to_number
 
 _LONGEST_EXPRESSION = 512
 
@@ -45,6 +45,8 @@ def math(prompt: str, response: str, answer: str) -> float:
     if not gold or found is None:
         return 0.0
     gold_number = to_number(gold)
+    if gold_number is not None and found.kind == "box" and COMPARED.search(found.text):
+        return 0.0  # math-verify would leave the sign out of "> 18"
     if gold_number is not None and _is_plain(found.text):
         if found.kind == "end":
             return float(final_number(response) == gold_number)
