@@ -140,10 +140,14 @@ def in_units(parameters: int) -> str:
 
 
 def _devices(recipe: Recipe, command: str) -> str | None:
-    cluster = recipe.cluster
-    if cluster.device != "cuda" or cluster.address is not None or Path("/dev/nvidiactl").exists():
+    if not _lacks_gpu(recipe, "cuda"):
         return None
     return f"Devices: no NVIDIA GPU is seen here, which quintet {command} needs with cluster.device=cuda."
+
+
+def _lacks_gpu(recipe: Recipe, device: str) -> bool:
+    """Whether its cluster.device is this one, and it runs on this machine, which has no NVIDIA GPU."""
+    return not (recipe.cluster.device != device or recipe.cluster.address or Path("/dev/nvidiactl").exists())
 
 
 def _layout(recipe: Recipe) -> str:
@@ -250,17 +254,17 @@ def _memory(recipe: Recipe, shape: ModelShape, command: Command) -> str:
     """Of the fullest rank."""
     parts = fullest_rank(recipe, shape, command)
     said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
+    of_gpu = " A GPU's: none is here; cluster.device=cpu tells of the CPU." * _lacks_gpu(recipe, "auto")
     besides = "" if command == "sft" else f", the rollout{_packed(setup_of(recipe, shape), recipe)}"
     return (
         f"Memory: about {sum(parts.values()) / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
-        f"needs{besides} and fragmentation come on top."
+        f"needs{besides} and fragmentation come on top.{of_gpu}"
     )
 
 
 def _offload(recipe: Recipe, shape: ModelShape, command: Command) -> str | None:
     """What engine.offload_*=auto comes to, where there may be GPUs of a size that is not known."""
-    laptop = recipe.cluster.device == "auto" and not Path("/dev/nvidiactl").exists()
-    if laptop and recipe.cluster.address is None:
+    if _lacks_gpu(recipe, "auto"):
         return None
     offload = Offload(recipe, shape, command)
     return offload.sizes() if offload.kinds else None

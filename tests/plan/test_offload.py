@@ -235,6 +235,17 @@ def test_the_memory_that_is_told_of_a_gpu_is_with_what_leaves_it(
     assert made_once.call_count == 1  # it takes most of the time of a check
 
 
+def test_memory_of_a_gpu_is_told_as_such_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
+    for device, there, told in (("auto", False, True), ("auto", True, False), ("cpu", False, False)):
+        monkeypatch.setattr(Path, "exists", lambda path, there=there: there)
+        made = recipe(model={"path": str(tmp_path)}, cluster={"device": device}, rollout={})
+        said = looks(made, "train")["memory"]() or ""
+        assert said.endswith("cluster.device=cpu tells of the CPU.") == told
+
+
 def test_by_hand() -> None:
     """One rank in bf16 with AdamW: 2 bytes a parameter, 4 of gradients, 12 of state; half of 96 GiB is vLLM's, 8.8 are spare."""
     shape = SHAPES["qwen3"]
