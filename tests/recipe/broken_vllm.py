@@ -7,7 +7,11 @@ BROKEN_VLLM = [
         [V, "@mla"],
         ["its config.json names no topk_method", 'add "topk_method": "noaux_tc" there'],
     ),
-    ("vllm_can_do_it", [V, "@sinks"], ["drops gpt_oss's experts and sinks", "use native or sglang"]),
+    (
+        "vllm_can_do_it",
+        [V, "@sinks-limit"],
+        ["vLLM (0.20.2, 0.32.0) has swiglu_alpha=1.702, swiglu_limit=7", "use native"],
+    ),
     (
         "vllm_can_do_it",
         [

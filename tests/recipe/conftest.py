@@ -24,6 +24,7 @@ MODELS = {
     "moe": QWEN3_MOE,
     "mla": DEEPSEEK_V3,
     "sinks": GPT_OSS,
+    "sinks-limit": GPT_OSS | {"swiglu_limit": 5.0},
     "fp8": QWEN3 | _FP8 | {"hidden_size": 128, "head_dim": 128, "intermediate_size": 128},
 }
 

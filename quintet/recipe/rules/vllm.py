@@ -38,10 +38,13 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
             f"and these have {shape.head_dim}; use model.build.head_dim={shape.hidden_size // shape.heads} where the model is built, or "
             "rollout.backend=native"
         )
-    if shape and shape.family == "gpt_oss":
-        yield Problem(
-            "rollout.backend=vllm: vLLM (0.20.2, 0.32.0) drops gpt_oss's experts and sinks when it loads new ones; use native or sglang"
-        )
+    if shape and shape.moe and shape.family == "gpt_oss":
+        read = (shape.moe.glu.alpha, shape.moe.glu.limit, shape.norm_eps, shape.window_layers)
+        if read != (1.702, 7, 1e-5, tuple(range(0, shape.layers, 2))):
+            yield Problem(
+                "rollout.backend=vllm: whatever config.json says, vLLM (0.20.2, 0.32.0) has swiglu_alpha=1.702, swiglu_limit=7, rms_norm_eps=1e-5 "
+                "and a window in every second layer, from the first, in models of gpt_oss; use native"
+            )
     if recipe.rollout.quantization == "fp8" and recipe.model.dtype == "fp32":
         yield Problem(
             "rollout.quantization=fp8: vLLM multiplies 8 bits with bf16, not with model.dtype=fp32; set model.dtype=bf16, or "

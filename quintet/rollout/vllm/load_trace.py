@@ -143,20 +143,9 @@ class Trace(TorchDispatchMode):
 
     def follow(self, name: str, tensor: Tensor) -> None:
         """Record copies of this tensor from now on; it is the whole of `name` and alone in its storage."""
-        shape = tuple(tensor.shape)
-        whole = whole_box(shape)
-        self._keep(
-            tensor,
-            _Tensor(
-                name,
-                shape,
-                whole,
-                shape,
-                tensor.stride(),
-                int(tensor.storage_offset()),
-                tuple(range(len(shape))),
-            ),
-        )
+        shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
+        dims = tuple(range(len(shape)))
+        self._keep(tensor, _Tensor(name, shape, whole_box(shape), shape, tensor.stride(), offset, dims))
 
     def _keep(self, tensor: Tensor, what: _Tensor | frozenset[str]) -> None:
         storage = tensor.untyped_storage()
@@ -231,6 +220,8 @@ class Trace(TorchDispatchMode):
             part = part_of(target, found[1].sizes, found[1].steps, found[1].offset)
             if part and volume(part.box):
                 self.record.filled[found[0]][part.box, value] = None
+        elif names := self._names(target):  # so do all ranks of gpt-oss but the first with a bias
+            self._keep(target, names)
 
     def _cloned(self, source: Tensor, result: Tensor) -> None:
         """A copy in its own memory is followed as well."""
@@ -244,15 +235,10 @@ class Trace(TorchDispatchMode):
         if part is None or source.dtype != result.dtype:
             self._keep(result, frozenset({origin.name}))
             return
-        box = _hf_box(origin, part)
+        box, offset = _hf_box(origin, part), int(result.storage_offset())
         dims = tuple(None if d is None else origin.dims[d] for d in part.dims)
-        sizes = tuple(result.shape)
-        self._keep(
-            result,
-            _Tensor(
-                origin.name, origin.shape, box, sizes, result.stride(), int(result.storage_offset()), dims
-            ),
-        )
+        made = _Tensor(origin.name, origin.shape, box, tuple(result.shape), result.stride(), offset, dims)
+        self._keep(result, made)
 
     def _computed(self, sources: list[Tensor], result: Any, target: Any) -> None:
         """Anything else that is made of followed tensors is known to be, and no more. target: what the operator wrote to."""

@@ -214,10 +214,13 @@ def _packs(layer: Any) -> bool:
 
 
 def _absorbed(models: WorkerModels) -> Iterator[tuple[Any, list[tuple[Tensor, Tensor]] | None]]:
-    """Layers of latent attention that work with their own copies of kv_b_proj: that layer, and the copies, each with what it
-    is to be: None where that takes arithmetic (quantised weights)."""
+    """Layers of which attention works with its own copies (of kv_b_proj, if it is latent; of sinks, if FlashInfer computes it): the layer,
+    and the copies, each with what it is to be: None where that takes arithmetic (quantised weights)."""
     module: Any
     for _, module in models.named_modules():
+        sinks = getattr(module, "sinks", None)
+        if sinks is not None and (own := module.attn.impl.sinks) is not sinks:
+            yield module, [(own, sinks.detach().to(own.dtype))]
         up = getattr(module, "W_UV", None)
         if up is None or getattr(module, "W_UK_T", None) is None:
             continue
@@ -227,7 +230,5 @@ def _absorbed(models: WorkerModels) -> Iterator[tuple[Any, list[tuple[Tensor, Te
             continue
         by_head = weight.detach().T.unflatten(1, (module.num_heads, -1))
         keys, values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)
-        yield (
-            module.kv_b_proj,
-            [(module.W_UV.detach(), values.transpose(0, 1)), (module.W_UK_T.detach(), keys.permute(1, 2, 0))],
-        )
+        copies = [(module.W_UV.data, values.transpose(0, 1)), (module.W_UK_T.data, keys.permute(1, 2, 0))]
+        yield module.kv_b_proj, copies

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quintet.errors import SyncMismatch
 from quintet.rollout.vllm.worker_models import WorkerModels
@@ -23,8 +25,7 @@ def models_of(runner: Any, speculative: Any) -> WorkerModels:
     models = WorkerModels(runner.get_model(), drafter if isinstance(drafter, torch.nn.Module) else None)
     if models.drafter is None and speculative is not None and speculative.use_eagle():  # MTP as well
         raise SyncMismatch(
-            f"vLLM was to draft with {speculative.method}, and a worker of it has no model that does: there is no place for its "
-            "weights"
+            f"vLLM was to draft with {speculative.method}, and a worker of it has no model that does: there is no place for its weights"
         )
     return models
 
@@ -45,8 +46,7 @@ def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
             method.moe_kernel = None
     yield
     for method, attributes in kept:
-        for name, value in attributes.items():
-            setattr(method, name, value)
+        vars(method).update(attributes)
 
 
 @contextmanager
@@ -56,15 +56,10 @@ def absorbed_kept(model: torch.nn.Module) -> Iterator[None]:
     vLLM makes them of `kv_b_proj` after each load; where that is in 8 bits, 0.20.2 takes new memory, while captured graphs know the first (
     test_fp8.py::test_matrices_made_of_weights_stay_where_graphs_know_them).
     """
-    kept = [
-        (module, name, matrix)
-        for module in model.modules()
-        for name in ("W_UV", "W_UK_T")
-        if isinstance(matrix := getattr(module, name, None), torch.Tensor)
-    ]
+    kept = [(one, name, getattr(one, name, None)) for one in model.modules() for name in ("W_UV", "W_UK_T")]
     yield
     for module, name, first in kept:
-        if (now := getattr(module, name)).data_ptr() != first.data_ptr():
+        if first is not None and (now := getattr(module, name)).data_ptr() != first.data_ptr():
             first.copy_(now)
             setattr(module, name, first)
 
@@ -88,6 +83,34 @@ def scales_kept() -> Iterator[None]:
         yield
 
 
+class DirectCopies(TorchDispatchMode):
+    """Have what a model's loader copies into parameters by itself go through loaders, which the layerwise reload waits for.
+
+    So does that of gpt-oss (0.20.2, 0.32.0) with experts, their biases and sinks: to the meta device, where they would be lost (
+    test_gpt_oss.py::test_new_weights).
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
+
+        super().__init__()
+        self._loaders: dict[int, Any] = {}
+        one: Any
+        for layer in model.modules() if type(model).__name__ == "GptOssForCausalLM" else ():
+            for name, one in layer.named_parameters(recurse=False):
+                if name == "sinks" or name.startswith(("w13_", "w2_")):
+                    one.weight_loader = lambda param, loaded: param.data.copy_(loaded)
+                    one.weight_loader = make_online_process_loader(layer, name)
+                    self._loaders[one.untyped_storage()._cdata] = partial(one.weight_loader, one)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies = func is torch.ops.aten.copy_.default
+        if not copies or (load := self._loaders.get(args[0].untyped_storage()._cdata)) is None:
+            return func(*args, **(kwargs or {}))
+        load(args[1])
+        return args[0]
+
+
 Loading = tuple[Any, Iterable[tuple[str, torch.Tensor]], Any]
 """A model, whole tensors for it by their Hugging Face names, and vLLM's ModelConfig of it."""
 
@@ -109,11 +132,10 @@ def load_again(loads: Sequence[Loading]) -> None:
             initialize_layerwise_reload(model)
         for model, weights, _ in loads:
             coming = iter(weights)
-            model.load_weights(coming)
+            with DirectCopies(model):
+                model.load_weights(coming)
             if next(coming, None) is not None:
-                raise RuntimeError(
-                    f"the loader of vLLM's {type(model).__name__} did not take all tensors that came"
-                )
+                raise RuntimeError(f"the loader of vLLM's {type(model).__name__} did not take all tensors")
         for model, _, config in loads:
             finalize_layerwise_reload(model, config)
     for model, _, _ in loads:

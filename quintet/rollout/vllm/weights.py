@@ -83,6 +83,8 @@ class Weights:
                 taken = self._copy(self._live, batches)
             else:
                 taken = self._through_loaders(chain.from_iterable(batches))
+            if self._live:
+                self._live.end()
         taken.untaken = {name for name in taken.untaken if not self._idle(name)}
         return taken
 
@@ -102,7 +104,6 @@ class Weights:
         self._arrived = {}
         for batch in batches:
             copy_all(pair for piece in batch for pair in self._places(piece, copying, taken))
-        live.end()
         taken.missing = copying.missing()
         return taken
 

@@ -66,6 +66,17 @@ def test_what_is_computed_is_known_to_be_and_counts_as_written() -> None:
     assert record.unwritten("p") == (0, 4)
 
 
+def test_what_is_set_to_a_number_on_its_way_is_no_copy() -> None:
+    def load(p: Tensor, s: Tensor) -> None:
+        s.zero_()
+        p.copy_(s)
+
+    record = watched(torch.ones(2), load, torch.ones(2)).record
+    assert record.mixed == {"hf"}
+    assert not record.regions
+    assert record.unwritten("p") == (0, 2)
+
+
 def test_a_tensor_that_is_freed_is_not_taken_for_the_next_in_its_memory() -> None:
     model = nn.Linear(4, 4, bias=False).requires_grad_(False)
     trace = Trace(WorkerModels(model).named_tensors)
