@@ -62,6 +62,9 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         arguments |= _cpu_arguments(recipe, shape, drafted)
     else:
         arguments |= _gpu_arguments(rollout, layout.pp)
+        if shape.moe and shape.moe.biases:
+            # FlashInfer's kernels, which vLLM 0.20.2 may choose, leave experts' biases out.
+            arguments["moe_backend"] = "triton"
     known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
     arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)

@@ -18,7 +18,7 @@ from quintet.rollout.draft_length import Measured
 from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.sampling import check, mode_of
 from quintet.rollout.vllm.settings import captured_sizes, draft_length, engine_arguments
-from tests.models.directory import DEEPSEEK_V3, QWEN3, write_model
+from tests.models.directory import DEEPSEEK_V3, GPT_OSS, QWEN3, write_model
 from tests.rollout.vllm.conftest import recipe_of
 
 MIMO = QWEN3 | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
@@ -84,6 +84,13 @@ def test_on_cpu_the_cache_holds_what_the_slots_need(arguments):
     assert "gpu_memory_utilization" not in made
     with pytest.raises(UserError, match=r"rollout\.layout\.ep=2: vLLM for CPU"):
         arguments("cpu", layout={"tp": 2, "ep": 2})
+
+
+def test_experts_with_biases_have_the_kernel_that_adds_them(arguments, tmp_path):
+    gpt_oss = write_model(tmp_path / "gpt_oss", GPT_OSS)
+    assert engine_arguments(recipe_of(), gpt_oss, "cuda")["moe_backend"] == "triton"
+    assert "moe_backend" not in engine_arguments(recipe_of(), gpt_oss, "cpu")
+    assert "moe_backend" not in arguments("cuda")
 
 
 def test_drafts_are_a_setting_of_vllm(tmp_path, monkeypatch):
