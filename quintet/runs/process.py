@@ -15,7 +15,7 @@ def cores_here() -> int:
 
 @contextmanager
 def put_back(names: MutableMapping[str, Any]) -> Iterator[None]:
-    """After the block a mapping, such as the environment, is what it was; it is never empty in between, for other threads read it."""
+    """Give a mapping, such as the environment, what it held back after the block; it is never empty in between, for other threads read it."""
     before = dict(names)
     try:
         yield

@@ -89,6 +89,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         VLLM + "routes.py::test_routes_are_those_of_transformers",
     ),
     "speculative decoding, counted": ("", VLLM + "families.py::test_drafts_are_counted_and_change_nothing"),
+    "gpt-oss": (NATIVE + "every_family_generates", VLLM + "gpt_oss.py::test_new_weights"),
 }
 """What tests each feature natively, and of vLLM on CPU."""
 
