@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quintet.engine.device import _HAS_TRITON
@@ -89,14 +89,37 @@ def cuttings(draw: Any) -> tuple[tuple[int, ...], list[Box]]:
     return shape, list(itertools.product(*cuts))
 
 
-@given(cuttings(), st.sampled_from([torch.bfloat16, torch.float32, torch.float8_e4m3fn]), st.integers(1, 50))
-def test_parts_add_up_to_the_whole(cutting, dtype, chunk):
+MIDDLES = (3, 4, 4), [((0, 3), ends, (0, 4)) for ends in ((0, 1), (1, 2), (2, 4))]
+"""Of which copies lie in memory as if the tensor had fewer dims, or smaller ones."""
+
+
+@given(
+    cuttings(),
+    st.sampled_from([torch.bfloat16, torch.float32, torch.float8_e4m3fn]),
+    st.integers(1, 50),
+    st.integers(0, 9),
+)
+@example(MIDDLES, torch.float32, 50, 9)
+def test_parts_add_up_to_the_whole(cutting, dtype, chunk, kept):
     shape, boxes = cutting
     tensor = drawn(shape, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "CHUNK", chunk)
-        parts = [fingerprint(tensor[tuple(slice(*r) for r in box)], shape, box) for box in boxes]
-        assert int(sum(parts)) == of(tensor) == written_out(tensor)
+        patch.setattr(room, "KEPT", kept)
+        views = [tensor[tuple(slice(*r) for r in box)] for box in boxes]
+        for parts in (views, [view.contiguous() for view in views]):
+            found = [fingerprint(part, shape, box) for part, box in zip(parts, boxes, strict=True)]
+            assert int(sum(found)) == of(tensor) == written_out(tensor)
+
+
+def test_the_hash_is_splitmix64():
+    """The numbers that Java's SplittableRandom and others have from the seed 1234567."""
+    found = mix(1234567 + GOLDEN * torch.arange(1, 4)).tolist()
+    assert [one % _WORD for one in found] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
 
 
 @given(st.integers(0, 63), st.integers(0, 31))
@@ -180,13 +203,25 @@ def test_views_of_the_shard_map(case, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_at_once(device, monkeypatch):
+    launched = []
+    if device == "cpu":  # as on a GPU, but for the kernel
+
+        def fused(parts: Any) -> torch.Tensor:
+            launched.append(sum(tensor.nbytes for tensor, _ in parts[:-1]))
+            return torch.stack([room._plain(*part) for part in parts])
+
+        monkeypatch.setattr(room, "runs_fused", lambda tensor: tensor.dtype != torch.uint8)
+        monkeypatch.setattr(room, "_fused", fused)
     monkeypatch.setattr(room, "BATCH_BYTES", 4000)
-    shapes = [(1, 5), (70, 1030), (3,), (130, 64), (2, 3, 1100), (64, 1024), (40, 2048)]
+    shapes = [(1, 1), (1, 5), (70, 1030), (3,), (130, 64), (2, 3, 1100), (64, 1024), (40, 2048)]
     tensors = [drawn(s, t, device) for s in shapes for t in (torch.bfloat16, torch.float32, torch.uint8)]
     tensors += [drawn((64, 96), device=device).T, drawn((6, 32, 40), device=device).permute(2, 0, 1)]
     tensors += [drawn((4, 6, 8, 10), device=device)[:, ::2, 1:, ::3]]
     items = [(f"{i}", tuple(t.shape), full(tuple(t.shape)), t) for i, t in enumerate(tensors)]
     found = fingerprints(items)
+    assert 1 < len(launched) < len(tensors) / 2 or device == "cuda"
+    assert all(before <= 4000 for before in launched)
+    monkeypatch.undo()
     assert [found[name, box] for name, _, box, _ in items] == [of(t.cpu()) for t in tensors]
 
 

@@ -60,6 +60,7 @@ def test_every_layout_tells_the_same(pool, layout):
     ranks = pool.run(told, world, sizes)
     names = fp8.quantized_names(SHAPE)
     shapes = {name: shape for rank in ranks for name, shape in rank[1].items()}
+    assert all(set(rank[1]) == {name for name, _ in rank[0]} for rank in ranks)
     items = []
     for name, shape in {n: s for rank in ranks for n, s in rank[2].items()}.items():
         whole = drawn(name, shape)

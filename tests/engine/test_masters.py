@@ -104,7 +104,7 @@ def test_masters_tell_of_every_change(pool, tmp_path, distributed):
 
 
 def test_every_element_of_every_master_counts_and_so_does_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    masters = [torch.randn(size) for size in (3 * COLUMNS + 5, COLUMNS, 7, 7)]
+    masters = [torch.randn(size) for size in (3 * COLUMNS + 1, COLUMNS, 7, 7)]
 
     def number(held: list[torch.Tensor | None]) -> int | None:
         found = [SimpleNamespace(master=one) for one in held]
@@ -114,6 +114,8 @@ def test_every_element_of_every_master_counts_and_so_does_its_place(monkeypatch:
         return master_fingerprint(None, [])
 
     first = number([*masters])
+    assert first is not None
+    assert first >> 32  # all 64 bits
     assert number([*masters, None]) == first
     assert number([None]) is None
     for one in masters:
@@ -122,4 +124,7 @@ def test_every_element_of_every_master_counts_and_so_does_its_place(monkeypatch:
             assert number([*masters]) != first
             one.view(torch.int32)[at] ^= 1
     assert number([*masters[:2], masters[3], masters[2]]) != first
+    masters[0][[0, -1]] = masters[0][[-1, 0]]
+    assert number([*masters]) != first
+    masters[0][[0, -1]] = masters[0][[-1, 0]]
     assert number([*masters]) == first
