@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from quintet.engine.checkpoint.compare import differences
+from quintet.engine.checkpoint.format import TensorFile, publish
+from quintet.models.mcore import whole_box
 from tests.engine.checkpoint.ranks import bare_engine, release, step
 from tests.oracle.cases import Case
 from tests.oracle.models import save
@@ -41,3 +44,40 @@ def test_a_lost_moment_is_found_in_another_layout(pool, models, tmp_path):
     assert all(
         one.startswith("optimizer.state.exp_avg.") and one.endswith(" is not the same") for one in found
     )
+
+
+TENSORS = {"w": torch.tensor([0.0, 1.0, float("nan")]), "v": torch.ones(2, 2)}
+STATE: dict[str, Any] = {
+    "steps": 3, "optimizer": "adamw", "moments": ["exp_avg"], "dtype": "fp32", "adapters": None, "layout": {"tp": 1}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tensors", "state", "found"),
+    [
+        ({}, {}, []),
+        ({}, {"layout": {"tp": 2}}, []),
+        ({}, {"steps": 4}, ["steps is 3 and 4"]),
+        ({}, {"optimizer": None}, ["optimizer is adamw and None"]),
+        ({}, {"moments": []}, ["moments is ['exp_avg'] and []"]),
+        ({}, {"dtype": "bf16"}, ["dtype is fp32 and bf16"]),
+        ({}, {"adapters": {"rank": 2}}, ["adapters is None and {'rank': 2}"]),
+        ({"w": torch.tensor([-0.0, 1.0, float("nan")])}, {}, ["w is not the same"]),
+        (
+            {"v": torch.ones(2, 2).double()},
+            {},
+            ["v is torch.float32 (2, 2) and torch.float64 (2, 2)"],
+        ),
+        ({"v": torch.ones(4)}, {}, ["v is torch.float32 (2, 2) and torch.float32 (4,)"]),
+        ({"v": None, "u": torch.ones(1)}, {}, ["v is missing", "u is new"]),
+    ],
+)
+def test_what_differs_is_named(tmp_path, tensors, state, found):
+    for name, held, said in (("one", TENSORS, STATE), ("other", TENSORS | tensors, STATE | state)):
+        (tmp_path / name).mkdir()
+        with TensorFile(tmp_path / name / "__0_0.distcp") as file:
+            for key, tensor in held.items():
+                if tensor is not None:
+                    file.add(key, tuple(tensor.shape), whole_box(tensor.shape), tensor)
+        publish(tmp_path / name, file.entries, said)
+    assert differences(tmp_path / "one", tmp_path / "other") == found
