@@ -221,22 +221,29 @@ def test_fresh_adapters_are_the_same_in_every_layout(pool: Any, tmp_path: Path) 
             assert torch.equal(whole[name][1][tuple(slice(*ends) for ends in box)], piece), name
 
 
-def refused(path: Path, adapters: Path, lora: LoraShape) -> str:
+def refused(path: Path, root: Path, lora: LoraShape) -> list[str]:
+    """Why neither peft's directory nor the checkpoint is loaded."""
     from quintet.errors import UserError
 
     engine = made(path, lora, {}, trained=False)
-    try:
-        engine.load_hf(path, adapters=adapters)
-    except UserError as error:
-        return str(error)
-    return ""
+    said = []
+    for load in (
+        lambda: engine.load_hf(path, adapters=root / "adapter"),
+        lambda: engine.load(root / "state"),
+    ):
+        with pytest.raises(UserError) as error:
+            load()
+        said.append(str(error.value))
+        engine.load_hf(path)
+    return said
 
 
 @pytest.mark.parametrize("lived", ["qwen3"], indirect=True)
 def test_other_adapters_are_refused(pool: Any, lived: Any) -> None:
     name, path, root, _ = lived
-    lora = replace(MODELS[name], rank=8)
-    assert "holds other adapters" in pool.run(refused, 1, path, root / "adapter", lora)[0]
+    ((of_peft, of_state),) = pool.run(refused, 1, path, root, replace(MODELS[name], rank=8))
+    assert "holds other adapters" in of_peft
+    assert "was saved with adapters of rank 4, this engine's have 8" in of_state
 
 
 def test_scaled_adapters_have_the_scale_in_b() -> None:

@@ -172,7 +172,7 @@ class Checkpoints:
 
     def _moments(self) -> tuple[str, ...]:
         recipe = self._engine._optimizer_recipe
-        return moment_names(recipe) if recipe is not None and self._engine._optimizer is not None else ()
+        return () if recipe is None else moment_names(recipe)
 
     def _layout(self) -> dict[str, Any]:
         layout = self._engine.layout

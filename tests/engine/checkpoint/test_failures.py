@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import resource
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from quintet.engine.agree import run_on_all_or_raise
+from quintet.engine.checkpoint.checkpoints import Checkpoints
+from quintet.engine.checkpoint.loader import Load
 from quintet.errors import DamagedCheckpoint, UserError
 from tests.engine.checkpoint.ranks import bare_engine, held, release, step
 from tests.oracle.cases import Case
@@ -67,6 +71,9 @@ def damages(path: Path, where: Path) -> dict[str, str]:
         if dist.get_rank() == 0:
             file.write_bytes(whole)
     dist.barrier()
+    finds_fault = mock.patch.object(Checkpoints, "_check_optimizer", side_effect=UserError("of rank 1"))
+    with finds_fault if dist.get_rank() == 1 else contextlib.nullcontext():
+        said["fitting"] = message(lambda: engine.load(where))
     assert not same(saved, later)
     engine.load(where)
     assert same(held(engine), saved)
@@ -86,6 +93,7 @@ def test_damage_that_one_rank_sees_stops_all_before_anything_changes(pool, model
     }.items():
         assert words in first[name], first
         assert "__1_0.distcp" in first[name]
+    assert first["fitting"] == "of rank 1"
     assert first == second
 
 
@@ -254,9 +262,13 @@ def refusals(path: Path, other: Path, where: Path) -> dict[str, Any]:
         "none": message(lambda: engine.load(where / "nothing")),
         "file": message(lambda: engine.save(where / "adamw" / "state.json" / "x")),
     }
+    with mock.patch.object(Load, "commit", side_effect=MemoryError), pytest.raises(MemoryError):
+        engine.load(where / "adamw")
+    said["midway"] = message(lambda: engine.save(where / "midway"))
+    engine.load(where / "adamw")
     state = json.loads((where / "weights" / "state.json").read_text())
     (where / "weights" / "checksums.json").unlink()
-    said["checksums"] = message(lambda: weights.load(where / "weights"))
+    said["checksums"] = refusal(lambda: weights.load(where / "weights"))
     (where / "weights" / "state.json").write_text(json.dumps({"format": 1}))
     said["state"] = message(lambda: weights.load(where / "weights"))
     (where / "weights" / "state.json").write_text(json.dumps(state | {"format": 99}))
@@ -278,19 +290,23 @@ def test_what_does_not_fit_is_refused(pool, models, tmp_path):
     assert "was not saved" in said["file"]
     assert said["format"][0] == "UserError"
     assert "format 99" in said["format"][1]
-    assert "checksums.json is missing" in said["checksums"]
-    assert "it does not say steps" in said["state"]
+    assert said["checksums"][0] == "DamagedCheckpoint"
+    assert "checksums.json is missing" in said["checksums"][1]
+    assert "it does not say steps, optimizer, moments, layout" in said["state"]
+    assert "the weights are incomplete" in said["midway"]
+    assert "adamw could not be loaded to its end" in said["midway"]
 
 
 def draws(path: Path, where: Path) -> tuple[list[Any], list[Any], list[Any]]:
     """On each rank: what is drawn after a save, after a load in the same layout, and after one in another."""
 
     def draw() -> list[Any]:
-        return [torch.rand(3).tolist(), random.random()]
+        return [torch.rand(3).tolist(), random.random(), random.gauss()]
 
     engine = trained(path)
     torch.manual_seed(3 + engine.mesh.rank)
     random.seed(3 + engine.mesh.rank)
+    random.gauss()  # Python keeps the second of two for the next call
     engine.save(where)
     after_save = draw()
     draw()

@@ -1,7 +1,8 @@
-"""What needs no engine: a rank that never answers, and an optimizer without state of its own."""
+"""What needs no engine: a rank that never answers, an optimizer without state, other adapters and layouts."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ from torch.distributed import HashStore
 
 from quintet.engine.checkpoint import saver
 from quintet.engine.checkpoint.checkpoints import Checkpoints
+from quintet.engine.mesh import Sizes
 from quintet.errors import UserError
-from quintet.recipe.schema import Optimizer
+from quintet.models.lora import LoraShape
+from quintet.recipe.schema import Layout, Optimizer
 
 
 def concluded(path: Path, store: Any) -> Exception | None:
@@ -54,3 +57,44 @@ def test_steps_of_an_optimizer_without_state_are_compared_too():
         UserError, match=r"whose state is none; optimizer\.name=adamw needs exp_avg, exp_avg_sq"
     ):
         check(Optimizer(), saved)
+
+
+LORA, BASE = LoraShape(rank=4, alpha=8.0, targets=("q_proj",)), ("models/one", "12ab")
+SAVED = {"rank": 4, "scale": 2.0, "targets": ["q_proj"], "base_path": "models/one", "base": "12ab"}
+
+
+@pytest.mark.parametrize(
+    ("lora", "base", "saved", "words"),
+    [
+        (LORA, BASE, SAVED, ""),
+        (None, None, None, ""),
+        (LORA, ("models/moved", "12ab"), SAVED, ""),
+        (LORA, BASE, SAVED | {"base": None}, ""),
+        (LORA, BASE, None, "holds a whole model; remove the recipe's section lora"),
+        (None, None, SAVED, "holds adapters alone; give the recipe's section lora"),
+        (LORA, BASE, SAVED | {"rank": 8}, "adapters of rank 8, this engine's have 4"),
+        (LORA, BASE, SAVED | {"scale": 1.0}, r"adapters of scale 1\.0, this engine's have 2\.0"),
+        (LORA, BASE, SAVED | {"targets": []}, r"adapters of targets \[\], this engine's have \['q_proj'\]"),
+        (LORA, ("models/other", "34cd"), SAVED, "weights of models/one; those of models/other are others"),
+    ],
+)
+def test_adapters_are_held_to_those_that_were_saved(lora, base, saved, words):
+    engine: Any = SimpleNamespace(lora=lora, base=base)
+    raises = pytest.raises(UserError, match=words) if words else contextlib.nullcontext()
+    with raises:
+        Checkpoints(engine)._check_adapters(Path("saved"), {"adapters": saved})
+    if not words:
+        assert (Checkpoints(engine)._adapters() is None) == (saved is None)
+
+
+def test_random_states_are_of_one_layout():
+    layouts = [
+        Layout(pp=2),
+        Layout(pp=2, vpp=2),
+        Layout(pp=2, stage_layers=[1, 3]),
+        Layout(pp=2, stage_layers=[3, 1]),
+    ]
+    mesh = SimpleNamespace(sizes=Sizes(pp=2))
+    engines: list[Any] = [SimpleNamespace(layout=one, mesh=mesh) for one in layouts]
+    said = [Checkpoints(engine)._layout() for engine in engines]
+    assert all(said.count(one) == 1 for one in said)

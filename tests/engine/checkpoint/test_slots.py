@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quintet.engine.checkpoint.slots import Slot, moment_names, slots
+from quintet.engine.checkpoint.slots import DistributedOptimizer, Slot, moment_names, slots
 from quintet.recipe.schema import Optimizer
 
 
@@ -40,7 +40,9 @@ def test_a_parameter_that_is_its_own_master_has_none():
     own, other = (torch.nn.Parameter(torch.ones(size)) for size in (3, 4))
     other.main_param = torch.nn.Parameter(torch.ones(4))
     inner = torch.optim.AdamW([own, other.main_param])
-    chain = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])
+    stub = DistributedOptimizer.__new__(DistributedOptimizer)  # of a stage without experts
+    stub.is_stub_optimizer = True
+    chain = SimpleNamespace(chained_optimizers=[stub, SimpleNamespace(optimizer=inner)])
     first, second = slots(chain, [own, other])
     assert (first.parameter, first.master, first.start, first.stop) == (own, None, 0, 3)
     assert second.parameter is other
