@@ -188,7 +188,6 @@ class Engine:
                 self._wrapped, self.mesh, self.dtype, optimizer, self.recipe, self.mtp
             )
             self._offloader.optimizer = self._optimizer
-            self.config.grad_scale_func = self._optimizer.scale_loss
 
     def save_hf(self, path: Path, companions: Path, chat_template: str | None = None) -> None:
         """Write a Hugging Face directory, with adapters merged; `companions` gives config.json and the tokenizer, whose chat template

@@ -157,6 +157,7 @@ def misuse(path: Path) -> dict[str, str]:
         "gradients": ({"grads": 1.0}, lambda: engine.shard_map("main_grad")),
         "forward_backward": ({"grads": 1.0}, lambda: step(engine)),
         "optimizer_step": ({"optimizer": 1.0}, engine.optimizer_step),
+        "optimizer_step without gradients": ({"grads": 1.0}, engine.optimizer_step),
     }
     step(engine)
     found = {}
@@ -173,7 +174,7 @@ def misuse(path: Path) -> dict[str, str]:
 
 def test_use_of_what_is_away_is_an_error(pool, tmp_path):
     (found,) = pool.run(misuse, 1, save("qwen3", tmp_path / "model"))
-    assert len(found) == 6
+    assert len(found) == 7
     for name, message in found.items():
         assert "call reload()" in message, name
     assert "parameters are offloaded" in found["forward"]

@@ -207,7 +207,6 @@ class Training:
         self.report.parameters = pieces(self.engine, "param")
         # Hooks on gradients, and what optimizer and token dispatcher keep of the graph, are cycles through C++, which
         # Python does not collect; hundreds of cases share these processes.
-        self.engine.config.grad_scale_func = None
         for chunk in self.engine._wrapped:
             vars(chunk).clear()
         return self.report

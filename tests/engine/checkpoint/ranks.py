@@ -103,7 +103,6 @@ def load_and_train(case: Case, path: Path, where: Path) -> Told:
 
 def release(engine: Any) -> None:
     """See `tests.oracle.ranks.Training.finish`."""
-    engine.config.grad_scale_func = None
     for chunk in engine._wrapped:
         vars(chunk).clear()
 
