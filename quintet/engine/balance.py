@@ -91,7 +91,6 @@ class RowLoad:
             self.load.total[layer, -2:] += torch.stack((aux, z)).detach()
         return _Attached.apply(weights, losses.aux * aux + losses.z * z)
 
-    @torch.no_grad()
     def _shares(self, layer: int, chosen: Tensor) -> Tensor:
         losses, experts = self.load.losses, chosen.shape[1]
         if losses is None or not losses.aux:
@@ -144,7 +143,7 @@ class Load:
     def next(self, micro: MicroBatch, routers: Routers, group: dist.ProcessGroup | None) -> RowLoad:
         """Return the next micro-batch's. group: the ranks that its row is cut over, by context parallelism."""
         samples = micro.owner[micro.owner >= 0].unique()  # the same on all ranks that share the row
-        where = torch.searchsorted(samples, micro.owner.clamp(min=0)).clamp(max=max(len(samples) - 1, 0))
+        where = torch.searchsorted(samples, micro.owner)  # 0 for padding
         real, where = (t.chunk(routers.slices)[routers.part] for t in (micro.real, where))
         lengths = torch.ones(max(len(samples), 1))
         if self.losses is not None and len(samples):
@@ -154,7 +153,6 @@ class Load:
         return RowLoad(self, routers.layers, real, where, lengths, groups)
 
 
-@torch.no_grad()
 def move_biases(routers: Iterable[Any], counts: Tensor, rate: float) -> None:
     """Add `rate` to the stored bias of each expert that got fewer tokens than the mean of its layer, and take it off where it got
     more (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2). counts: [layers, experts] over all ranks, so that copies

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from megatron.core import tensor_parallel
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.transformer.module import param_is_not_shared
@@ -20,7 +19,6 @@ SET = "gradient_set"
 """What a parameter group says of its set; "" where it says nothing."""
 
 
-@torch.no_grad()
 def clipped_step(optimizer: Any, most: Mapping[str, float | None]) -> dict[str, float]:
     """Take a step of megatron-core's optimizer, and return the gradient norm of each set before it was clipped. Collective.
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from quintet.algorithms.expert_load import ExpertLoad
-from quintet.engine.balance import Load, RowLoad, move_biases
+from quintet.engine.balance import Load, RouterLosses, RowLoad, move_biases
 from quintet.engine.checkpoint.slots import slots
 from quintet.engine.layers.router import Router
+from quintet.engine.routes import Routers
 from quintet.errors import UserError
 from quintet.models import MoeShape
 from tests.oracle.cases import Case
@@ -33,6 +34,26 @@ def test_each_real_token_counts_once():
         assert row.count(2, "softmax", torch.zeros(3, 4), weights, CHOSEN) is weights
     row.count(4, "softmax", torch.zeros(3, 4), weights, CHOSEN)  # another's, as of multi-token prediction
     assert load.total.tolist() == [[0] * 6] * 2 + [[1, 2, 1, 0, 0, 0]] + [[0] * 6] * 3
+
+
+def added(owner: list[int]) -> Tensor:
+    """What the tokens of a row, of these samples and -1 of padding, add to counts and losses; asserts that no other has a gradient."""
+    losses = RouterLosses(1.0, 1.0, torch.tensor([3, 7, 2]), 8, 2)
+    load = Load(3, MoeShape(experts=4, top_k=2, ffn_hidden_size=8), torch.device("cpu"), losses)
+    real = torch.tensor(owner) >= 0
+    micro: Any = SimpleNamespace(owner=torch.tensor(owner), real=real)
+    row = load.next(micro, Routers((2,), 1, 0, torch.device("cpu")), None)
+    weights, logits = torch.ones(5, 4, requires_grad=True), torch.arange(20.0).view(5, 4).requires_grad_()
+    weights, used = weights[: len(owner)], logits[: len(owner)]
+    row.count(2, "softmax", used, weights, (used % 3 > 0).detach()).sum().backward()
+    assert torch.equal(logits.grad.any(1)[: len(owner)], real)
+    return load.total
+
+
+def test_padding_adds_nothing_to_a_row():
+    assert not added([-1, -1]).any()
+    assert torch.equal(added([0, 0, 2, -1, -1]), added([0, 0, 2]))
+    assert added([0, 0, 2])[2].all()
 
 
 def test_the_bias_moves_towards_the_mean():
@@ -120,7 +141,13 @@ def steps_not_taken(case: Case, path: Path) -> None:
     before = biases(pieces(engine, "param"))
     engine.forward(mine, cells, TEMPERATURE)
     assert engine._counts is None
+    graphs: list[bool] = []
+    for module in engine.model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda *_: graphs.append(torch.is_grad_enabled()))
     engine.forward_backward(mine, cells, Objective("lm", trained_tokens(0)), TEMPERATURE)
+    assert graphs.count(True) == graphs.count(False) == 3 * len(cells)  # the pass before has no gradients
+    assert engine.expert_load().losses.keys() == {"experts/aux_loss"}
     assert engine._counts[:, :-2].sum() == 3 * 2 * sum(len(one) for one in mine["input_ids"].unbind())
     next(engine.model.parameters()).main_grad.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
@@ -129,7 +156,8 @@ def steps_not_taken(case: Case, path: Path) -> None:
 
 
 def test_the_bias_moves_after_a_step(pool, tmp_path):
-    pool.run(steps_not_taken, 1, BIASED, written(BIASED, tmp_path))
+    case = replace(BIASED, aux_loss="batch")
+    pool.run(steps_not_taken, 1, case, written(case, tmp_path))
 
 
 def collapsed(case: Case, path: Path) -> list[float]:
