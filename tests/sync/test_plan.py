@@ -134,6 +134,26 @@ def test_rounds_bring_everything_once_and_bound_what_a_rank_sends_and_gets(traff
             assert torch.equal(counted, expected)
 
 
+def test_a_rank_that_only_gets_or_sends_is_bounded_too():
+    """What is got begins evenly in the rounds, and three parts of four in the first of two would be too much."""
+    cuts = list(
+        itertools.pairwise((0, 0, 21, 46, 63, 80))
+    )  # rank 0 has nothing; 17 of rank 4, which comes first, 17, 25 and 21
+    sources: list[list[Holding]] = [[("w", (ends, (0, 3)))] for ends in cuts]
+    gets = rounds_of(5, sources, [[[("w", ((0, 80), (0, 3)))]], [], [], [], []], 600)[0][0]
+    sends = rounds_of(5, sources, [[[("w", ((21, 46), (0, 3)))]] for _ in cuts], 600)[2][0]
+    for total, sides in ((960, [one.receiving for one in gets]), (1200, [one.sending for one in sends])):
+        moved = [sum(4 * volume(t.box) for t, _ in side) for side in sides]
+        assert sum(moved) == total
+        assert max(moved) <= 600
+
+
+def test_ranks_do_not_meet_where_nothing_crosses():
+    held: list[list[Holding]] = [[("w", ((0, 2),))], [("w", ((2, 4),))]]
+    for (first,) in rounds_of(2, held, [[one] for one in held], 600):
+        assert [(len(one.own), one.crosses) for one in first] == [(1, False)]
+
+
 def rounds_of(
     world: int, sources: list[list[Holding]], wanted: list[list[list[Holding]]], limit: int
 ) -> list[list[list[Round]]]:
