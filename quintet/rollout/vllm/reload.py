@@ -46,7 +46,8 @@ def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
             method.moe_kernel = None
     yield
     for method, attributes in kept:
-        vars(method).update(attributes)
+        for name, value in attributes.items():
+            setattr(method, name, value)
 
 
 @contextmanager
@@ -56,10 +57,15 @@ def absorbed_kept(model: torch.nn.Module) -> Iterator[None]:
     vLLM makes them of `kv_b_proj` after each load; where that is in 8 bits, 0.20.2 takes new memory, while captured graphs know the first (
     test_fp8.py::test_matrices_made_of_weights_stay_where_graphs_know_them).
     """
-    kept = [(one, name, getattr(one, name, None)) for one in model.modules() for name in ("W_UV", "W_UK_T")]
+    kept = [
+        (module, name, matrix)
+        for module in model.modules()
+        for name in ("W_UV", "W_UK_T")
+        if isinstance(matrix := getattr(module, name, None), torch.Tensor)
+    ]
     yield
     for module, name, first in kept:
-        if first is not None and (now := getattr(module, name)).data_ptr() != first.data_ptr():
+        if (now := getattr(module, name)).data_ptr() != first.data_ptr():
             first.copy_(now)
             setattr(module, name, first)
 
@@ -135,7 +141,9 @@ def load_again(loads: Sequence[Loading]) -> None:
             with DirectCopies(model):
                 model.load_weights(coming)
             if next(coming, None) is not None:
-                raise RuntimeError(f"the loader of vLLM's {type(model).__name__} did not take all tensors")
+                raise RuntimeError(
+                    f"the loader of vLLM's {type(model).__name__} did not take all tensors that came"
+                )
         for model, _, config in loads:
             finalize_layerwise_reload(model, config)
     for model, _, _ in loads:
