@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quintet.runs.process import put_back
 from quintet.sync.wire import Group, address_toward
 
 POLL_S = 0.0002
@@ -146,6 +145,12 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options._timeout = timeout
     # Read when the group is made: it is for the caller to go on when a collective fails. Without this torch's watchdog would look after it as
     # well, and have the monitor of the default group end the process minutes later.
-    with put_back(os.environ):
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    name, told = "TORCH_NCCL_BLOCKING_WAIT", os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+    os.environ[name] = "1"
+    try:
         return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if told is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = told

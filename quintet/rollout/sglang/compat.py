@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ import psutil
 
 from quintet.errors import UserError
 from quintet.install import with_extra
-from quintet.runs.process import put_back
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +112,18 @@ def free_share(devices: int) -> float:
 
 
 @contextlib.contextmanager
+def _put_back(names: MutableMapping[str, Any]) -> Iterator[None]:
+    """After the block a mapping is what it was; it is never empty in between, for other threads read it."""
+    before = dict(names)
+    try:
+        yield
+    finally:
+        for name in names.keys() - before.keys():
+            del names[name]
+        names.update(before)
+
+
+@contextlib.contextmanager
 def for_its_processes(meeting: Path) -> Iterator[None]:
     """Set in the block what the processes of an engine are to find; afterwards this process is as it was, although SGLang changes
     its environment, its logging, and how processes and event loops begin.
@@ -123,7 +134,7 @@ def for_its_processes(meeting: Path) -> Iterator[None]:
     import torch
 
     root = logging.getLogger()
-    with put_back(os.environ), contextlib.ExitStack() as after:
+    with _put_back(os.environ), contextlib.ExitStack() as after:
         after.callback(setattr, root, "handlers", root.handlers[:])
         after.callback(root.setLevel, root.level)
         after.callback(multiprocessing.set_start_method, multiprocessing.get_start_method(True), force=True)
@@ -233,7 +244,7 @@ def _devices_by_uuid() -> Iterator[None]:
     from torch.multiprocessing import reductions
 
     try:
-        with put_back(vars(reductions)):
+        with _put_back(vars(reductions)):
             monkey_patch_torch_reductions()
             yield
     finally:
