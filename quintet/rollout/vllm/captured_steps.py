@@ -90,8 +90,8 @@ class CapturedSteps:
         """By sequence, and what it is of one that nothing but temperature and seed matter to."""
         self._graphs: dict[int, Captured] = {}
         self._names: list[str] = []
+        """Of the step before, where it was replayed."""
         self._places = np.zeros(0, dtype=np.int32)
-        self._fits = False
         self._under_way: Captured | None = None
 
     @torch.inference_mode()
@@ -121,7 +121,7 @@ class CapturedSteps:
 
     def _captured(self, size: int, forward: Any, pool: Any) -> Captured:
         runner, rows = self._runner, self._rows[:size]
-        buffers, states, padded = runner.input_buffers, runner.req_states, forward.num_reqs or size
+        buffers, states, padded = runner.input_buffers, runner.req_states, forward.num_reqs
         batch = replace(
             InputBatch.make_dummy(size, size, buffers),
             idx_mapping=rows,
@@ -130,7 +130,6 @@ class CapturedSteps:
             num_tokens_after_padding=forward.num_tokens,
             query_start_loc=buffers.query_start_loc[: padded + 1],
             seq_lens=buffers.seq_lens[:padded],
-            seq_lens_cpu_upper_bound=torch.zeros(padded, dtype=torch.int32),  # which no plan asks for
         )
         hidden = runner.cudagraph_manager.hidden_states[:size]
 
@@ -149,13 +148,9 @@ class CapturedSteps:
                 batch.cu_num_logits,
                 size,
             )
+            groups, config = runner.attn_groups, runner.kv_cache_config
             runner.model_state.prepare_attn(
-                batch,
-                CUDAGraphMode.FULL,
-                *runner.prepare_attn(batch),
-                runner.attn_groups,
-                runner.kv_cache_config,
-                for_capture=True,
+                batch, CUDAGraphMode.FULL, *runner.prepare_attn(batch), groups, config, for_capture=True
             )
 
         def draw() -> Drawn:
@@ -212,20 +207,20 @@ class CapturedSteps:
 
     def _captured_for(self, step: Any) -> Captured | None:
         """What computes this step; None where it is not plain, or of no captured size."""
-        scheduled, runner = step.num_scheduled_tokens, self._runner
+        scheduled = step.num_scheduled_tokens
         captured = self._graphs.get(len(scheduled))
-        if captured is None or step.total_num_scheduled_tokens != len(scheduled) or step.scheduled_new_reqs:
+        plain = step.total_num_scheduled_tokens == len(scheduled) and not step.scheduled_new_reqs
+        if captured is None or not plain or step.has_structured_output_requests:
             return None
-        if step.has_structured_output_requests:
+        if (names := list(scheduled)) == self._names:
+            return captured
+        states = self._runner.req_states
+        places = np.fromiter(map(states.req_id_to_index.__getitem__, names), np.int32, len(names))
+        special = np.any([array[places] != usual for array, usual in self._plain])
+        if special or states.any_prefills(places):
             return None
-        if (names := list(scheduled)) != self._names:
-            states = runner.req_states
-            self._places = np.fromiter(map(states.req_id_to_index.__getitem__, names), np.int32, len(names))
-            special = np.any([array[self._places] != plain for array, plain in self._plain])
-            self._fits = not (special or states.any_prefills(self._places))
-            self._names = names
-            if self._fits:
-                self._rows[: len(names)].copy_(torch.from_numpy(self._places), non_blocking=True)
-                for one, held in self._given:
-                    held.copy_(one.gpu, non_blocking=True)
-        return captured if self._fits else None
+        self._names, self._places = names, places
+        self._rows[: len(names)].copy_(torch.from_numpy(places), non_blocking=True)
+        for one, held in self._given:
+            held.copy_(one.gpu, non_blocking=True)
+        return captured

@@ -22,7 +22,6 @@ class StoringWorker(Worker):
 
     _store: TokenStore
     _logprobs: Tensor
-    _steps: CapturedSteps | None = None
     _more = True
     """Whether the step has requests that are new."""
 
@@ -58,8 +57,7 @@ class StoringWorker(Worker):
         """Compile and capture, whole steps of few sequences too."""
         told = super().compile_or_warm_up_model()
         if can_be_captured(self.model_runner):
-            self._steps = CapturedSteps(self.model_runner)
-            self._steps.capture()
+            CapturedSteps(self.model_runner).capture()
         return told
 
     @torch.inference_mode()

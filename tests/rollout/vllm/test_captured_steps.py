@@ -20,14 +20,15 @@ SMALL = {"num_gpu_blocks_override": 6, "block_size": 32}
 """A KV cache of five blocks, and one that stays empty: sequences lose their place in every call, and come back in another row."""
 
 
-def worker_of(rollout):
-    return compat.core_here(rollout._engine._engine).model_executor.driver_worker.worker
+def steps_of(rollout):
+    worker = compat.core_here(rollout._engine._engine).model_executor.driver_worker.worker
+    return worker.model_runner.execute_model.__self__
 
 
 @pytest.fixture(scope="module")
 def rollout(start):
     made = start("qwen3", sequences_per_rank=8, vllm=SMALL)
-    steps = worker_of(made)._steps
+    steps = steps_of(made)
     steps.replayed = 0
     for size, captured in steps._graphs.items():
 
@@ -43,7 +44,7 @@ def rollout(start):
 @contextmanager
 def launched(rollout):
     """Within, no step is replayed."""
-    steps = worker_of(rollout)._steps
+    steps = steps_of(rollout)
     graphs, steps._graphs = steps._graphs, {}
     yield
     steps._graphs = graphs
@@ -75,21 +76,21 @@ def test_sequences_lose_their_place(rollout, monkeypatch):
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0}], ids=["sampled", "greedy"])
 def test_a_replayed_step_is_the_one_that_is_launched(rollout, sampling):
-    before = worker_of(rollout)._steps.replayed
+    before = steps_of(rollout).replayed
     replayed = samples(rollout, **sampling)
-    assert worker_of(rollout)._steps.replayed > before + 20
-    before = worker_of(rollout)._steps.replayed
+    assert steps_of(rollout).replayed > before + 20
+    before = steps_of(rollout).replayed
     with launched(rollout):
         assert samples(rollout, **sampling) == replayed
-    assert worker_of(rollout)._steps.replayed == before
+    assert steps_of(rollout).replayed == before
     assert samples(rollout, seed=2, **sampling) != replayed or sampling
 
 
 def test_what_no_graph_was_captured_for_is_launched(rollout):
     cut = {"top_k": 3, "top_p": 0.9}
-    before = worker_of(rollout)._steps.replayed
+    before = steps_of(rollout).replayed
     drawn = samples(rollout, **cut)
-    assert worker_of(rollout)._steps.replayed == before
+    assert steps_of(rollout).replayed == before
     with launched(rollout):
         assert samples(rollout, **cut) == drawn
     assert samples(rollout) != drawn
@@ -100,6 +101,6 @@ def test_a_step_is_replayed_after_sleep(rollout):
     rollout.sleep(1)
     for part in ("weights", "kv_cache"):
         rollout.wake(part)
-    before = worker_of(rollout)._steps.replayed
+    before = steps_of(rollout).replayed
     assert samples(rollout) == replayed
-    assert worker_of(rollout)._steps.replayed > before + 20
+    assert steps_of(rollout).replayed > before + 20
