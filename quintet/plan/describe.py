@@ -254,7 +254,9 @@ def _memory(recipe: Recipe, shape: ModelShape, command: Command) -> str:
     """Of the fullest rank."""
     parts = fullest_rank(recipe, shape, command)
     said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
-    of_gpu = " A GPU's: none is here; cluster.device=cpu tells of the CPU." * _lacks_gpu(recipe, "auto")
+    of_gpu = (
+        " A GPU's: none is here; cluster.device=cpu tells of the CPU." if _lacks_gpu(recipe, "auto") else ""
+    )
     besides = "" if command == "sft" else f", the rollout{_packed(setup_of(recipe, shape), recipe)}"
     return (
         f"Memory: about {sum(parts.values()) / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "

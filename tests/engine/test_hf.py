@@ -129,10 +129,11 @@ def test_transformers_computes_the_same_from_what_expert_ranks_saved(pool, tmp_p
     assert torch.equal(first(input_ids=ids).logits, second(input_ids=ids).logits)
 
 
-def test_the_expert_bias_keeps_its_bits_in_a_bf16_model(pool, tmp_path):
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"pp": 2}], ids=str)
+def test_the_expert_bias_keeps_its_bits_in_a_bf16_model(pool, tmp_path, layout):
     """On its way from another stage, too."""
     path = moe_models.save("deepseek_v3", tmp_path / "in")
-    pool.run(round_trip, 2, path, tmp_path / "out", {"pp": 2}, SHARD_BYTES, "bf16")
+    pool.run(round_trip, 2, path, tmp_path / "out", layout, SHARD_BYTES, "bf16")
     before, after = load_file(path / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     for name in before:
         is_bias = name.endswith("e_score_correction_bias")
