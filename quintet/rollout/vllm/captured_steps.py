@@ -24,16 +24,16 @@ from vllm.v1.worker.gpu.input_batch import (
     prepare_pos_seq_lens,
 )
 
-MOST = 128
-"""Sequences of the largest step that is captured. There are graphs for each number up to it: of a row too many the state would be another's."""
+MOST = 256
+"""Sequences of the largest step that is captured: of larger ones the GPU takes longer than the host."""
 
 Drawn = tuple[Any, Tensor, Tensor]
 """vLLM's SamplerOutput, and how many tokens were drawn and how many rejected, each [sequences]."""
 
 
 class Captured(NamedTuple):
-    """What computes a step of so many sequences: graphs of what goes before the forward pass and after it, vLLM's batch and key of its own
-    graph of that pass, and what is drawn."""
+    """What computes a step of up to so many sequences: graphs of what goes before the forward pass and after it, vLLM's batch and key of its
+    own graph of that pass, and what is drawn."""
 
     before: torch.cuda.CUDAGraph
     after: torch.cuda.CUDAGraph
@@ -67,7 +67,13 @@ class CapturedSteps:
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         states, sampler, tables = runner.req_states, runner.sampler, runner.block_tables
         drawn_by = sampler.sampling_states
+        self._count = torch.zeros((), dtype=torch.int32, device=runner.device)
         self._rows = torch.zeros(MOST, dtype=torch.int32, device=runner.device)
+        """Of a step's sequences among all, and up to the size that is captured one that is none of them: for it no token is read, so none is
+        drawn, and its state stays."""
+        starts = runner.input_buffers.query_start_loc
+        self._numbers = torch.arange(len(starts), dtype=starts.dtype, device=runner.device)
+        np.maximum(states.prefill_len.np, 1, out=states.prefill_len.np)  # a row that no request had yet, too
         # vLLM writes these to other places with each request or step; a graph reads them from one.
         self._given = [
             (one, one.gpu.clone()) for one in (drawn_by.temperature, drawn_by.seeds, states.prefill_len)
@@ -96,7 +102,8 @@ class CapturedSteps:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all sizes, from the largest on, whose memory the others then find, and take the runner's steps over."""
+        """Capture the sizes that vLLM has captured the forward pass for, from the largest on, whose memory the others then find, and take the
+        runner's steps over."""
         runner = self._runner
         temperature = runner.sampler.sampling_states.temperature.np
         asked = [(array, array.copy()) for array in (temperature, *(array for array, _ in self._plain))]
@@ -107,11 +114,16 @@ class CapturedSteps:
         for one, held in self._held:
             one.gpu = held
         pool = torch.cuda.graph_pool_handle()
+        made: dict[int, Captured] = {}
+        most = min(MOST, runner.max_num_reqs)
         try:
-            for size in range(min(MOST, runner.max_num_reqs), 0, -1):
-                forward = runner.cudagraph_manager.dispatch(size, size, 1)
-                if forward.cg_mode == CUDAGraphMode.FULL:
-                    self._graphs[size] = self._captured(size, forward, pool)
+            for count in range(most, 0, -1):
+                forward = runner.cudagraph_manager.dispatch(count, count, 1)
+                size = forward.num_tokens
+                if forward.cg_mode == CUDAGraphMode.FULL and size <= most:
+                    if size not in made:
+                        made[size] = self._captured(size, forward, pool)
+                    self._graphs[count] = made[size]
         finally:
             for array, before in asked:
                 array[:] = before
@@ -121,22 +133,17 @@ class CapturedSteps:
 
     def _captured(self, size: int, forward: Any, pool: Any) -> Captured:
         runner, rows = self._runner, self._rows[:size]
-        buffers, states, padded = runner.input_buffers, runner.req_states, forward.num_reqs
+        buffers, states = runner.input_buffers, runner.req_states
         batch = replace(
-            InputBatch.make_dummy(size, size, buffers),
-            idx_mapping=rows,
-            expanded_idx_mapping=rows,
-            num_reqs_after_padding=padded,
-            num_tokens_after_padding=forward.num_tokens,
-            query_start_loc=buffers.query_start_loc[: padded + 1],
-            seq_lens=buffers.seq_lens[:padded],
+            InputBatch.make_dummy(size, size, buffers), idx_mapping=rows, expanded_idx_mapping=rows
         )
         hidden = runner.cudagraph_manager.hidden_states[:size]
 
         def prepare() -> None:
-            torch.arange(len(buffers.query_start_loc), out=buffers.query_start_loc).clamp_(max=size)
+            torch.minimum(self._numbers, self._count, out=buffers.query_start_loc)
             computed, starts = states.num_computed_tokens.gpu, batch.query_start_loc
             prepare_pos_seq_lens(rows, starts, computed, buffers.positions, buffers.seq_lens)
+            batch.seq_lens.mul_(self._numbers[:size] < self._count)
             combine_sampled_and_draft_tokens(
                 buffers.input_ids,
                 rows,
@@ -160,6 +167,7 @@ class CapturedSteps:
 
         for state in (states.num_computed_tokens, states.total_len):
             state.gpu.zero_()  # which each draw counts up, of a sequence that there is not
+        self._count.fill_(size)
         prepare()  # what is not compiled yet is compiled
         draw()
         before, after = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -195,10 +203,11 @@ class CapturedSteps:
             req_ids=self._names, req_id_to_index={name: at for at, name in enumerate(self._names)}
         )
         # These are on their way to the host while the next step writes.
+        count = len(self._names)
         told = AsyncOutput(
             model_runner_output=made,
-            sampler_output=replace(output, sampled_token_ids=output.sampled_token_ids.clone()),
-            num_sampled_tokens=drawn.clone(),
+            sampler_output=replace(output, sampled_token_ids=output.sampled_token_ids[:count].clone()),
+            num_sampled_tokens=drawn[:count].clone(),
             main_stream=runner.main_stream,
             copy_stream=runner.output_copy_stream,
         )
@@ -220,7 +229,11 @@ class CapturedSteps:
         if special or states.any_prefills(places):
             return None
         self._names, self._places = names, places
-        self._rows[: len(names)].copy_(torch.from_numpy(places), non_blocking=True)
+        size = captured.batch.num_reqs
+        rows = np.full(size, min(set(range(size)).difference(places), default=0), dtype=np.int32)
+        rows[: len(names)] = places
+        self._rows[:size].copy_(torch.from_numpy(rows), non_blocking=True)
+        self._count.fill_(len(names))
         for one, held in self._given:
             held.copy_(one.gpu, non_blocking=True)
         return captured

@@ -172,9 +172,9 @@ class TokenStore:
         if what not in self._slots:
             size = self._runner.block_tables.block_sizes[self._group]
             empty = self._columns[what]
-            self._slots[what] = empty.new_zeros(
-                self._runner.kv_cache_config.num_blocks * size, *empty.shape[1:]
-            )
+            # One more, the last: the slot of what is no token of any sequence is -1.
+            slots_there = self._runner.kv_cache_config.num_blocks * size + 1
+            self._slots[what] = empty.new_zeros(slots_there, *empty.shape[1:])
         self._slots[what][slots] = rows
 
 
