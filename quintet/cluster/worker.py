@@ -109,7 +109,7 @@ class Worker:
 
     def memory(self) -> dict[str, float | None]:
         """Return the peak memory of this rank so far, and of each phase since the last time it was asked."""
-        return memory_peaks() | self.peaks.take()
+        return memory_peaks(self.peaks.tree) | self.peaks.take()
 
     def coords(self) -> dict[str, int]:
         """Return the position on each mesh axis (`tp`, `pp`, `cp`, `dp`), for the dispatch protocols; here: all ranks are dp."""

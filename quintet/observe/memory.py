@@ -23,10 +23,10 @@ WALK_S = 2.0
 """How often the process table is walked, which costs milliseconds."""
 
 
-def memory_peaks() -> dict[str, float | None]:
-    """Return the peaks so far: `host_gib` (resident, of this process and those below it that are there now), `device_gib`
+def memory_peaks(tree: Tree | None = None) -> dict[str, float | None]:
+    """Return the peaks so far: `host_gib` (resident, of this process and those below it that are there now, or of a tree that is known), `device_gib`
     (allocated by torch in this process; None without CUDA); and what is resident now, RESTING."""
-    tree = Tree()
+    tree = tree or Tree()
     return {"host_gib": tree.sum_of(_peak_of), "device_gib": device_peak(), RESTING: tree.resident()}
 
 
@@ -99,7 +99,7 @@ class PhasePeaks:
         self._peaks: dict[str, tuple[float, float | None]] = {}
         self._phase: str | None = None
         self._lock = threading.Lock()
-        self._tree = Tree(walk_s)
+        self.tree = Tree(walk_s)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -131,7 +131,7 @@ class PhasePeaks:
             self._look()
 
     def _look(self) -> None:
-        host, device = self._tree.resident(), device_in_use(self._device)
+        host, device = self.tree.resident(), device_in_use(self._device)
         with self._lock:
             if (phase := self._phase) is None:
                 return
