@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from quintet.errors import UserError
 from quintet.recipe.schema import Recipe
 from quintet.runs.ledger import append, open_to_append
 
@@ -94,14 +95,23 @@ class WeightsAndBiases:
             "resume": "allow" if resumed else None,
             "dir": str(directory),
             "config": recipe.model_dump(mode="json"),
-            "settings": wandb.Settings(init_timeout=30, console="off", silent=True),
         }
+
+        def started(mode: Any) -> Any:
+            settings = wandb.Settings(init_timeout=30, console="off", silent=True)
+            return wandb.init(mode=mode, settings=settings, **options)
+
         try:
-            self._run = wandb.init(mode=mode, **options)
-        except wandb.errors.Error:
-            if mode != "online":
-                raise
-            self._run = wandb.init(mode="offline", **options)  # No network: `wandb sync` can send it later.
+            try:
+                self._run = started(mode)
+            except wandb.errors.Error:
+                if mode != "online":
+                    raise
+                self._run = started("offline")  # No network: `wandb sync` can send it later.
+        except (wandb.errors.Error, ValueError) as error:
+            raise UserError(
+                f"run.trackers=[wandb]: W&B starts no run by the variables WANDB_… of the environment: {error}"
+            ) from None
         # W&B insists on one growing step; the stages count from the start each.
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("sft/*", step_metric="sft/step")

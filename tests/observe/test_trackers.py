@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from quintet.errors import UserError
 from quintet.observe.trackers import make_trackers
 from quintet.recipe.schema import Recipe, Run
 
@@ -61,3 +62,16 @@ def test_wandb_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert said == [
         "warning: W&B failed (ConnectionResetError: Connection lost): what is new is in metrics.jsonl alone"
     ]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["its own error", "pydantic's"])
+def test_what_wandb_refuses_of_the_environment_is_one_message(tmp_path, monkeypatch, known) -> None:
+    class Known(Exception): ...
+
+    def init(**options: object) -> None:
+        raise (Known if known else ValueError)("Invalid project name 'a/b'")
+
+    fake = SimpleNamespace(init=init, Settings=dict, errors=SimpleNamespace(Error=Known))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(UserError, match=r"run.trackers.*WANDB_.*Invalid project name 'a/b'"):
+        make_trackers(recipe("wandb"), tmp_path)
