@@ -5,6 +5,7 @@ It is made from what lies in the run directory, so it can be made for a run that
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,14 @@ def make_anew(run_dir: Path) -> Path:
 def _recipe_lines(path: Path) -> list[tuple[str, bool]]:
     """Lines of the resolved recipe, and whether the key on each has another value than its default."""
     try:
-        text = path.read_text(encoding="utf-8")
-        document = read_yaml(text, str(path))
+        return _marked(path.read_text(encoding="utf-8"))
     except (OSError, UserError):
         return []
+
+
+@lru_cache(maxsize=1)  # a run writes its report again and again
+def _marked(text: str) -> list[tuple[str, bool]]:
+    document = read_yaml(text, "recipe.yaml")
     absent = Recipe()
     # A section that is absent by default is compared with its own defaults when it is given.
     present = Recipe(model=Model(build=BuildModel()), rollout=Rollout(layout=RolloutLayout()), sft=Sft())
