@@ -328,7 +328,10 @@ def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str
 
 TESTS = {
     "scheduler": run_tests(
-        ["tests/rollout/vllm/test_scheduled_steps.py", "tests/rollout/vllm/test_captured_steps.py"],
+        [
+            f"tests/rollout/vllm/test_{name}.py"
+            for name in ("scheduled_steps", "captured_steps", "captured_wide")
+        ],
         "vllm",
         "steps scheduled and drawn here are those of vLLM",
     ),
