@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quintet.engine.head import CHUNK_BYTES, VocabSlice, of_all_ranks
-from quintet.engine.layers.linear import product
+from quintet.engine.product import product
 
 _FP32_ELEMENTS = 1 << 24
 """Logits of each of the two that are fp32 at once."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quintet.engine.device import runs_fused
-from quintet.engine.layers.linear import product
+from quintet.engine.product import product
 
 KEPT_BYTES = {"cuda": 5 << 30, "cpu": 1 << 30}
 """Most bytes of logits a rank keeps from the forward to the backward pass, of all heads: 17,600 tokens of 152k bf16 logits on a

@@ -13,7 +13,8 @@ from torch import Tensor
 from quintet.cluster.environment import PRODUCTS_KEPT, rank_environment
 from quintet.cluster.worker import Place
 from quintet.engine.layers import linear
-from quintet.engine.layers.linear import packed, packed_weights, product
+from quintet.engine.layers.linear import packed_weights
+from quintet.engine.product import by_onednn, packed, product
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -72,7 +73,7 @@ def test_what_changes_after_a_call_counts_in_the_next(dtype: torch.dtype) -> Non
 
 OTHER_LENGTHS = """
 import psutil, torch
-from quintet.engine.layers.linear import product
+from quintet.engine.product import product
 torch.set_num_threads(1)
 weight, me = torch.randn(256, 128, requires_grad=True), psutil.Process()
 for rows in range(1, 300):
@@ -83,7 +84,7 @@ print((me.memory_info().rss - before) >> 20)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not linear._ONEDNN, reason="oneDNN multiplies on x86 alone")
+@pytest.mark.skipif(not by_onednn(torch.ones(1)), reason="oneDNN multiplies on x86 alone")
 def test_rows_of_other_lengths_take_no_more_memory() -> None:
     place = Place(0, 1, 0, 1, "cpu", "localhost", 1, 1.0)
     of_ranks = rank_environment(place, [], True)

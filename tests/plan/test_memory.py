@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quintet.engine.layers import linear
+from quintet.engine.product import by_onednn, packed
 from quintet.models import family_of
 from quintet.models.lora import LoraShape
 from quintet.plan.activations import SINK_DIMS, kept_in_layer, of_chunk
@@ -252,13 +253,13 @@ def packed_copies(cases: list[Setup]) -> list[tuple[Place, int]]:
                 if isinstance(one, linear._Direct) and one.packed is not None
             ]
         if model.post_process:
-            copies.append(linear.packed(model.head_weight()))
+            copies.append(packed(model.head_weight()))
         at = model.mesh.coordinates
         found.append((Place(pp=at["pp"]), sum(one.numel() * one.element_size() for one in copies)))
     return found
 
 
-@pytest.mark.skipif(DEVICE != "cpu" or not linear._ONEDNN, reason="of CPUs that multiply by oneDNN")
+@pytest.mark.skipif(DEVICE != "cpu" or not by_onednn(torch.ones(1)), reason="of CPUs that multiply by oneDNN")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_packed_copies_are_exact(pool, ranks):
     layouts = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"pp": 2, "stage_layers": [1, 3]}]}[ranks]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quintet.engine.head import VocabSlice, logits
-from quintet.engine.layers.linear import packed
+from quintet.engine.product import packed
 from quintet.engine.row import MicroBatch, PackedRow, pack
 from quintet.packing.align import Alignment
 from quintet.rollout.base import Sampling
