@@ -38,6 +38,7 @@ from quintet.models import ModelShape
 from quintet.packing.plan import RankCell
 from quintet.plan.kernels import with_kernels
 from quintet.recipe import schema
+from quintet.runs.process import cores_here
 
 OPTIMIZER = schema.Optimizer(lr=1e-5)
 INITIAL_STD = 0.02
@@ -151,6 +152,8 @@ def _tokens(setup: Setup, step: int, dp_rank: int) -> list[list[Tensor]]:
 def serve(side: str, setup: Setup, answers: TextIO) -> None:
     """Answer the parent's commands until it says quit."""
     device = join()
+    if setup.cpu_fraction:
+        torch.set_num_threads(max(1, cores_here() // setup.gpus))  # as a run gives such a rank
     optimizer = OPTIMIZER.model_copy(update={"cpu_fraction": setup.cpu_fraction})
     loop = _loop(side, setup, optimizer, device)
     for step in range(setup.steps):

@@ -18,7 +18,8 @@ from benchmarks.records import ROOT
 class Side:
     """The ranks of one side, as processes that wait for commands.
 
-    command: module and arguments of each rank. environment: what `torchrun` would set is added, if `ranked`.
+    command: module and arguments of each rank. environment: what `torchrun` would set is added, if `ranked`, one thread among it, which is what
+    Ray gives a rank on a GPU too: with as many as the host has cores, ranks that plan a micro-batch waited for each other's threads.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class Side:
         for rank in range(ranks):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
             numbers = {key: str(number) for key, number in place.items()} if ranked else {}
+            if ranked:
+                numbers["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
             self._ranks.append(
                 subprocess.Popen(
                     [sys.executable, "-m", *command],
