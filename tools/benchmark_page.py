@@ -46,10 +46,9 @@ LIMITS = {
     "experts": "memory and the size of the products: 1,024 rows an expert are enough to keep a GPU busy with one product at a time, so that a single launch "
     "for all gains less than the five times that were aimed for.",
     "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
-    "handover": "generation, three fifths of the step, and of it the last and longest responses: steps of few sequences, in this record by the host's launches. Since they are graphs alone, ten "
-    "steps seen there took 1.24 s in the median, 0.78 of them generation; no record tells them yet. "
-    "Where all fits nothing moves but weights: the rollout stays awake. `controller_share` is planning, scattering, and what is in no phase; what the "
-    "latter does is not known.",
+    "handover": "generation, three fifths of the step, and of it the longest response: some 300 steps of few sequences, of 1.8 ms each, which is the GPU's own time. "
+    "Where all fits nothing moves but weights: the rollout stays awake. `controller_share` is planning and scattering (2%), and what is in no phase: asking ranks "
+    "for their memory and counts, 9 ms, and the run's report, 20 ms every other step, most of it the recipe's YAML, which since this record is read once.",
     "kv_cache": "memory bandwidth: slots or pages are read once a token.",
     "fp8": "what is not multiplied in 8 bits (attention, head, norms, optimizer), and rounding, which passes over memory: at a model's full depth "
     "head and optimizer are a smaller part, so that more is gained than at 8 layers. Of 128 experts each is rounded and multiplied by launches of "
@@ -68,9 +67,8 @@ LIMITS = {
     "planned; seconds are planned at the best. Until 2026-11-27 `sync` and `generate` told what training had in use just before and after.",
     "rollout": "the native back end, one kernel launched after the other for each token by the host; of vLLM through quintet the GPU, for 512 "
     "sequences of a small model, whose steps quintet schedules in a tenth of vLLM's time; of vLLM itself (`bare`) the host, by which it moves from run to run. "
-    "In a long tail a step of few sequences is the GPU's own time, which replays it; Qwen3-8B was measured when it was the host's. Beside vLLM's first model runner, "
-    "which it takes by itself, one round of 1.5B on another host came to 3.2 times the tokens/s, and 1.8 times of a long tail (`--only vllm bare bare-first "
-    "--rounds 1`).",
+    "In a long tail a step of few sequences is the GPU's own time, which replays it; Qwen3-8B was measured when it was the host's. `bare-first` is vLLM's first model runner, which "
+    "it takes by itself, and `bare-silent` its second without log-probs, both on another host than the others.",
     "routes": "of training, the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s, so that seconds are no measure of what replay costs, and why the step "
     "without it takes longer is not known; `kernel_s` and `host_ms` are its own. Of the rollout, two pairs of calls: an interval that holds 0.",
     "step": "generation, two to three fifths of a step, and more than three of TRL's (`generate_s_median`). The record of one GPU is of when vLLM's own scheduler held the GPU "
