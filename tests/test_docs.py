@@ -31,12 +31,14 @@ def test_the_benchmark_page_is_what_the_records_say():
     assert subprocess.run(script, check=False).returncode == 0, "run: python tools/benchmark_page.py"
 
 
-def test_figures_of_the_guides_are_of_the_records():
-    def record(bench: str, case: str, metric: str) -> tuple[float, float]:
-        rows = json.loads((ROOT / "benchmarks" / "results" / f"{bench}.json").read_text())
-        (one,) = [row for row in rows if (row["case"], row["metric"]) == (case, metric)]
-        return one["value"], one["baseline"]
+def record(bench: str, case: str, metric: str) -> tuple[float, float]:
+    """Value and baseline."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / f"{bench}.json").read_text())
+    (one,) = [row for row in rows if (row["case"], row["metric"]) == (case, metric)]
+    return one["value"], one["baseline"]
 
+
+def test_figures_of_the_guides_are_of_the_records():
     def times(case: str) -> str:
         vllm, native = (
             record("rollout", f"{case}/{one}", "tokens_per_second")[0] for one in ("vllm", "native")
@@ -50,6 +52,22 @@ def test_figures_of_the_guides_are_of_the_records():
     (old, without), (told, _) = (record("routes", f"train/{one}", "kernel_s") for one in ("R2", "R3"))
     page = " ".join((ROOT / "docs" / "routes.md").read_text().split())
     assert f"take {old:.2f} s with `old`, {told:.2f} s with `rollout` and {without:.2f} s without" in page
+
+
+def test_the_readmes_syncs_are_of_the_records():
+    page = " ".join((ROOT / "README.md").read_text().split())
+    cases = ["qwen2.5-1.5b/1gpu", "qwen3-8b/1gpu", *(f"qwen3-30b-a3b/{gpus}gpu" for gpus in (1, 2, 4))]
+    told = re.findall(r"([\d.]+) GB \| ([\d.]+) s \| ([\d.]+) s \|", page)
+    assert len(told) == len(cases)
+    firsts = []
+    for case, row in zip(cases, told, strict=True):
+        seconds, serial = record("sync", case, "seconds")
+        figures = record("sync", case, "gb_s")[0] * seconds, seconds, serial
+        for said, measured in zip(row, figures, strict=True):
+            assert said == f"{measured:.{len(said.partition('.')[2])}f}", case
+        firsts.append(record("sync", case, "first_seconds")[0] / seconds)
+    assert (round(min(firsts)), round(max(firsts))) == (2, 5)
+    assert "a first one that takes two to five times as long;" in page
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
