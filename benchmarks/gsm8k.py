@@ -1,12 +1,12 @@
 """Does a model end better than it began? SmolLM2-135M on GSM8K: as loaded, after a warm-up by SFT, after GRPO.
 
-    python -m benchmarks.gsm8k --model smollm2-135m --train gsm8k_train.jsonl --test gsm8k_test.jsonl --out OUT
-    python -m benchmarks.gsm8k --model smollm2-135m --train … --test … --out OUT --lora
-    python -m benchmarks.gsm8k --tiny --out OUT              a dry run on a CPU: the plumbing
+    python -m benchmarks.gsm8k --model smollm2-135m --train gsm8k_train.jsonl --test gsm8k_test.jsonl
+    python -m benchmarks.gsm8k --model smollm2-135m --train … --test … --lora
+    python -m benchmarks.gsm8k --tiny                        a dry run on a CPU: the plumbing
 
 One run of `recipes/smollm2_gsm8k_1gpu.yaml` with the verbs of `quintet train`, and one engine of vLLM: every question of the test file is
 answered once greedily and four times at temperature 1, with the same prompt, before the warm-up, after it and after GRPO. GRPO takes the
-recipe's steps, or as many as leave time for the last evaluation within `--limit-s` of the start. What it came to is OUT/gsm8k.json:
+recipe's steps, or as many as leave time for the last evaluation within `--limit-s` of the start. What it came to is gsm8k.json in `--out`:
 records, the curve, and ten questions with the answers of all three. Exit status 1 where GRPO is not better than the warm-up with
 p < 0.01 by a bootstrap over questions, greedy and sampled.
 """
@@ -279,7 +279,7 @@ def records_of(found: Found, recipe: Recipe, args: argparse.Namespace) -> list[d
 
 
 def written(found: Found, recipe: Recipe, args: argparse.Namespace) -> None:
-    """Write all that is known to OUT/gsm8k.json."""
+    """Write all that is known to gsm8k.json in `args.out`."""
     records = records_of(found, recipe, args)
     for one in records:
         check(one)
@@ -317,7 +317,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", type=Path, help="SmolLM2's Hugging Face directory, as tools/smollm2.py makes it")
     add("--train", type=Path, help="GSM8K's training questions, jsonl")
     add("--test", type=Path, help="GSM8K's test questions, jsonl")
-    add("--out", type=Path, required=True, help="directory of gsm8k.json")
+    add("--out", type=Path, help="directory of gsm8k.json (default runs/gsm8k/MODEL/full, or /lora)")
     add("--lora", action="store_true", help="train adapters alone")
     add("--limit-s", type=float, default=520, help="seconds of the whole command (default 520)")
     add("--end-s", type=float, default=20, help="of these, for writing the model and ending (default 20)")
@@ -332,6 +332,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if wrong := [one for one in args.overrides if "=" not in one]:
         parser.error(f"{wrong[0]}: expected key=value")
     args.name = "tiny" if args.tiny else args.model.resolve().name.lower()
+    args.out = args.out or Path("runs", "gsm8k", args.name, "lora" if args.lora else "full")
     return args
 
 

@@ -1,6 +1,6 @@
 """Keeps what `benchmarks.gsm8k` came to: its records, and docs/gsm8k.md with the curve and ten answered questions.
 
-    python -m benchmarks.gsm8k_page OUT/full/gsm8k.json OUT/lora/gsm8k.json
+    python -m benchmarks.gsm8k_page runs/gsm8k/smollm2-135m/full/gsm8k.json runs/gsm8k/smollm2-135m/lora/gsm8k.json
 
 A run takes the place of the last one of its kind, all weights or adapters alone; the other's records and part of the page stay.
 """
@@ -37,7 +37,7 @@ is measured; this page is made by `python -m benchmarks.gsm8k_page`.
 
 
 def section(told: Mapping[str, Any]) -> str:
-    """Return the page's part of one run, an OUT/gsm8k.json: accuracies, how certain the gain is, the curve and the samples."""
+    """Return the page's part of one run, its gsm8k.json: accuracies, how certain the gain is, the curve and the samples."""
     records = told["records"]
     title = TITLES[told["recipe"].get("lora") is not None]
     found = {(one["case"].split("/", 2)[2], one["metric"]): one["value"] for one in records}

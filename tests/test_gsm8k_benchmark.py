@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,10 @@ def test_ten_questions_are_shown_half_of_them_newly_right() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ([], "--out"),
-        (["--out", "x"], "--model is missing"),
-        (["--out", "x", "--model", "nowhere"], "--model: there is no nowhere"),
-        (["--out", "x", "--tiny", "--train", "a.jsonl"], "leave --train out"),
-        (["--out", "x", "--tiny", "lora"], "lora: expected key=value"),
+        ([], "--model is missing"),
+        (["--model", "nowhere"], "--model: there is no nowhere"),
+        (["--tiny", "--train", "a.jsonl"], "leave --train out"),
+        (["--tiny", "lora"], "lora: expected key=value"),
     ],
 )
 def test_what_is_wrong_is_said(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +90,17 @@ def test_what_is_wrong_is_said(words: list[str], why: str, capsys: pytest.Captur
         gsm8k.arguments(words)
     assert ended.value.code == 2
     assert why in capsys.readouterr().err
+
+
+def test_commands_of_records_can_be_given_as_they_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("smollm2-135m", "gsm8k_train.jsonl", "gsm8k_test.jsonl"):
+        Path(file).touch()
+    told = {one["command"] for one in json.loads(gsm8k_page.FILE.read_text())}
+    args = [gsm8k.arguments(shlex.split(one)[3:]) for one in sorted(told)]
+    assert [str(one.out) for one in args] == [f"runs/gsm8k/smollm2-135m/{one}" for one in ("lora", "full")]
 
 
 @pytest.mark.parametrize("lora", [False, True])
