@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from quintet.packing.plan import split_evenly
-
 
 class SlotTime(NamedTuple):
     """Slot-seconds of all rollouts: those of empty slots for which no request was left, and all of the call."""
@@ -19,13 +17,13 @@ class SlotTime(NamedTuple):
 def deal(count: int, rollouts: int, expected: Sequence[float] | None) -> list[list[int]]:
     """Return by rollout the numbers of its requests, in the order in which they start. expected: tokens of a response to each.
 
-    The longest first, each to the rollout that has the fewest tokens so far (Graham 1969): what starts last is short, and no rollout
-    has a queue when another has long been done. Where nothing is expected that is the order of requests, cut evenly. It follows
-    from the arguments alone, not from who is faster: a call that is repeated, after a death or on resuming, is the same batches
-    bit for bit.
+    The longest first, each to the rollout that has the fewest tokens so far (Graham 1969): what starts last is short, and rollouts end
+    together as far as responses are as long as expected; of others one may have a queue when another is done. Where nothing is expected
+    requests go to the rollouts in turns, so that prompts in an order of length are shared out. It follows from the arguments
+    alone, not from who is faster: a call that is repeated, after a death or on resuming, is the same batches bit for bit.
     """
     if expected is None:
-        return [list(share) for share in split_evenly(count, rollouts)]
+        return [list(range(rollout, count, rollouts)) for rollout in range(rollouts)]
     shares: list[list[int]] = [[] for _ in range(rollouts)]
     loads = [(0.0, 0, rollout) for rollout in range(rollouts)]
     heapify(loads)

@@ -77,10 +77,18 @@ def test_a_deal_is_of_each_request_once_and_even(lengths: list[int], rollouts: i
 
 
 def test_where_nothing_is_expected_the_order_is_that_of_requests() -> None:
-    assert deal(5, 2, None) == [[0, 1], [2, 3, 4]]
+    assert deal(5, 2, None) == [[0, 2, 4], [1, 3]]
     assert deal(5, 2, [7.0] * 5) == [[0, 2, 4], [1, 3]]
     assert deal(1, 3, [2.0]) == [[0], [], []]
     assert deal(4, 2, [0.0] * 4) == [[0, 2], [1, 3]]
+
+
+def test_prompts_in_an_order_of_length_are_shared_out_where_nothing_is_expected() -> None:
+    """Of a file that goes from easy to hard, the last rollout does not have all the long ones."""
+    lengths = [10 * n for n in range(1, 65)]
+    for planted in (lengths, lengths[::-1]):
+        loads = [sum(planted[number] for number in share) for share in deal(64, 4, None)]
+        assert max(loads) - min(loads) < max(lengths)
 
 
 def test_a_long_one_is_weighed_against_many_short_ones() -> None:
