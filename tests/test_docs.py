@@ -70,6 +70,20 @@ def test_the_readmes_syncs_are_of_the_records():
     assert "a first one that takes two to five times as long;" in page
 
 
+def test_the_8b_recipes_rates_are_of_the_records():
+    header = " ".join((ROOT / "recipes" / "qwen3_8b_dapo_8gpu.yaml").read_text().replace("#", "").split())
+    both = "overlap_grad_reduce-true/overlap_param_gather-true"
+
+    def rate(recompute: str) -> tuple[float, float]:
+        case = f"qwen3-8b/te/gpus4/recompute-{recompute}/{both}"
+        return record("engine", case, "tokens_per_s_per_gpu")[0], record("engine", case, "mfu")[0]
+
+    tokens, mfu = rate("selective")
+    assert f"{tokens:,.0f} tokens/s a GPU (MFU {mfu:.2f}) with engine.recompute=selective" in header
+    tokens, mfu = rate("selective-mlp_act-layernorm")
+    assert f"{tokens:,.0f} ({mfu:.2f}) with engine.recompute_modules=[mlp_act,layernorm]" in header
+
+
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_loads(recipe, tmp_path):
     from quintet.recipe.hub import shapes_alone
