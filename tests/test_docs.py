@@ -52,6 +52,23 @@ def test_figures_of_the_guides_are_of_the_records():
     (old, without), (told, _) = (record("routes", f"train/{one}", "kernel_s") for one in ("R2", "R3"))
     page = " ".join((ROOT / "docs" / "routes.md").read_text().split())
     assert f"take {old:.2f} s with `old`, {told:.2f} s with `rollout` and {without:.2f} s without" in page
+    took = {
+        one: record("handover", "vllm_one_gpu", f"{one}_s")[0]
+        for one in ("step", "generate", "train", "sync")
+    }
+    brought = record("handover", "vllm_one_gpu", "weights_brought_s")[0]
+    page = " ".join((ROOT / "docs" / "hybrid.md").read_text().split())
+    assert f"takes {took['step']:.2f} s a step in the median: {took['generate']:.2f} s of generation" in page
+    assert (
+        f"{took['train']:.2f} s of training and {took['sync']:.2f} s of `sync`, {brought:.2f} s of that"
+        in page
+    )
+    page = (ROOT / "recipes" / "vllm_one_gpu.yaml").read_text()
+    assert (
+        f"{took['step']:.1f} s a step on one H200, of which vLLM generates for {took['generate']:.2f} s"
+        in page
+    )
+    assert f"and {took['train']:.2f} s are training" in page
 
 
 def test_the_readmes_syncs_are_of_the_records():
