@@ -9,8 +9,8 @@
 
 Random weights, the same for both sides; 128 prompts of 256 random tokens, 4 samples of each; temperature 1, nothing cut,
 log-probs told. End-of-sequence is ignored, so that every response has the length that was drawn for it beforehand: 512
-tokens, or in the case long-tail log-normal from 32 to 2048 (median 256). Each side runs in processes of its own, the two
-sides in turns; starting, and the first call of `generate`, are not counted. The value is the response tokens of a call by
+tokens, or in the case long-tail log-normal from 32 to 2048 (median 256). Each side runs in processes of its own, one side
+after the other; starting, and the first call of `generate`, are not counted. The value is the response tokens of a call by
 the median of its seconds. What is measured and how: benchmarks/README.md.
 """
 

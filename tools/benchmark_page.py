@@ -23,8 +23,10 @@ no record. This page is made by `python tools/benchmark_page.py`.
 
 ## Method
 
-- The baseline is the same metric of what a case is compared with, in the same run on the same device, the two sides in turns; the ratio is value over baseline.
-  Of seconds and memory a ratio below 1 is the better, of rates one above 1. Without a baseline there is nothing to compare with.
+- The baseline is the same metric of what a case is compared with, in the same run on the same device; the ratio is value over baseline. The two sides
+  have taken turns, or one has run after the other, as in `step`, in `rollout` without `--turns` and in `engine` with `--sequential --rounds 1`: what slowed
+  the machine meanwhile has then slowed one of them alone. Of seconds and memory a ratio below 1 is the better, of rates one above 1. Without a baseline
+  there is nothing to compare with.
 - Under each table stand the command that makes it, device, date, commit and versions. Case by case,
   [benchmarks/README.md](../benchmarks/README.md) says what is timed, what is not, and what must be the same on both sides; a command fails
   where it is not.
