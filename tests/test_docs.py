@@ -71,6 +71,23 @@ def test_figures_of_the_guides_are_of_the_records():
     assert f"and {took['train']:.2f} s are training" in page
 
 
+def test_the_readmes_rates_are_of_the_records():
+    page = " ".join((ROOT / "README.md").read_text().split())
+    vllm, bare = record("rollout", "qwen2.5-1.5b/1gpu/vllm", "tokens_per_second")
+    assert f"at {vllm:,.0f} tokens/s, log-probs" in page
+    assert f"vLLM alone with its best options made {bare:,.0f} in the same run" in page
+    case = "recompute-selective-mlp_act-layernorm/overlap_grad_reduce-true/overlap_param_gather-true"
+    ours, core = record("engine", f"qwen3-8b/te/gpus4/{case}", "tokens_per_s_per_gpu")
+    assert f"{ours:,.0f} tokens/s a GPU" in page
+    assert f"again to fit, {core:,.0f}." in page
+    for gpus, said in (
+        (4, "{0:.1f} samples/s where TRL 1.14 with its own vLLM makes {1:.1f}, {2:.2f} times"),
+        (1, "on one, {0:.1f} and {1:.1f} in"),
+    ):
+        ours, trl = record("step", f"qwen2.5-1.5b/{gpus}gpu", "samples_per_s")
+        assert said.format(ours, trl, ours / trl) in page
+
+
 def test_the_readmes_syncs_are_of_the_records():
     page = " ".join((ROOT / "README.md").read_text().split())
     cases = ["qwen2.5-1.5b/1gpu", "qwen3-8b/1gpu", *(f"qwen3-30b-a3b/{gpus}gpu" for gpus in (1, 2, 4))]
