@@ -65,7 +65,7 @@ def test_figures_of_the_guides_are_of_the_records():
     )
     page = (ROOT / "recipes" / "vllm_one_gpu.yaml").read_text()
     assert (
-        f"{took['step']:.1f} s a step on one H200, of which vLLM generates for {took['generate']:.2f} s"
+        f"{took['step']:.2f} s a step on one H200, of which vLLM generates for {took['generate']:.2f} s"
         in page
     )
     assert f"and {took['train']:.2f} s are training" in page
