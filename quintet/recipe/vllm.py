@@ -76,9 +76,10 @@ _DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 _TRIED_WITH_SECOND = {
     *("enforce_eager", "hf_overrides", "load_format", "max_num_batched_tokens", "block_size"),
-    "num_gpu_blocks_override",
+    *("num_gpu_blocks_override", "cudagraph_capture_sizes"),
 }
-"""Options of rollout.vllm that change nothing of what the second model runner has to do."""
+"""Options of rollout.vllm that change nothing of what the second model runner has to do, or that quintet sets itself."""
+_ON_ANYWAY = ("async_scheduling", True)
 
 
 def second_runner_lacks(recipe: Recipe) -> str | None:
@@ -87,9 +88,9 @@ def second_runner_lacks(recipe: Recipe) -> str | None:
         return "rollout.adapter_sync=separate"
     if "speculative_config" in recipe.rollout.vllm:
         return "rollout.vllm.speculative_config"
-    other = sorted(recipe.rollout.vllm.keys() - _TRIED_WITH_SECOND)
-    if other:
-        return f"rollout.vllm.{other[0]} (not tried)"
+    for key, value in sorted(recipe.rollout.vllm.items()):
+        if key not in _TRIED_WITH_SECOND and (key, value) != _ON_ANYWAY:
+            return f"rollout.vllm.{key} (not tried)"
     if placement_of(recipe).layout.pp > 1:
         return "rollout.layout.pp > 1 (not tried)"
     return None

@@ -70,7 +70,7 @@ BROKEN_VLLM = [
     ),
     (
         "vllm_can_do_it",
-        [V, "@moe", "rollout.return_routes=true", "rollout.vllm.async_scheduling=true"],
+        [V, "@moe", "rollout.return_routes=true", "rollout.vllm.async_scheduling=false"],
         ["rollout.return_routes=true with rollout.vllm.async_scheduling (not tried)", "second model runner"],
     ),
     (

@@ -147,7 +147,8 @@ def test_the_second_runner_writes_down_what_it_draws(arguments, monkeypatch, tmp
 
 
 def test_on_a_gpu_no_request_that_is_held_loses_a_token(arguments):
-    assert arguments("cuda")["scheduler_cls"].endswith(".WholeScheduler")
+    for options in ({}, {"async_scheduling": True}):
+        assert arguments("cuda", vllm=options)["scheduler_cls"].endswith(".WholeScheduler")
     assert "scheduler_cls" not in arguments("cuda", vllm={"async_scheduling": False})
     assert "scheduler_cls" not in arguments("cpu")
 
@@ -256,6 +257,8 @@ def test_processes_that_do_not_start_are_told_with_where_to_look():
         ({"draft_tokens": 1}, None),
         ({"vllm": {"enforce_eager": True, "enable_dbo": True}}, "rollout.vllm.enable_dbo (not tried)"),
         ({"vllm": {"enforce_eager": True}}, None),
+        ({"vllm": {"async_scheduling": True, "cudagraph_capture_sizes": [1, 8, 64]}}, None),
+        ({"vllm": {"async_scheduling": False}}, "rollout.vllm.async_scheduling (not tried)"),
     ],
 )
 def test_the_second_runner_is_taken_where_it_can_do_all(monkeypatch, rollout, lacks):
