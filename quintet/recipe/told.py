@@ -8,6 +8,7 @@ from quintet.recipe.length import shortened
 from quintet.recipe.rules.facts import written
 from quintet.recipe.schema import Algorithm, Recipe
 from quintet.recipe.sections.training import NAME_SETS
+from quintet.recipe.vllm import runner_asked, runner_taken
 
 _GROUPS = ("clip_low", "clip_high", "aggregation", "normalize_by_std", "kl_coef")
 _READ_BY = {
@@ -19,7 +20,8 @@ _READ_BY = {
 
 
 def told(recipe: Recipe, command: str) -> Iterator[str]:
-    """Yield what follows from the name of the algorithm, from the length of the run, and from a model that nothing has trained."""
+    """Yield what follows from the name of the algorithm, from the length of the run, and from a model that nothing has trained, and which model
+    runner vLLM takes."""
     if command == "train":
         yield _algorithm(recipe.algorithm)
     if command in ("generate", "eval") and recipe.model.build is not None:
@@ -27,6 +29,8 @@ def told(recipe: Recipe, command: str) -> Iterator[str]:
             f"Model: built from nothing, so quintet {command} sees random weights. For those of a run: model.build=null "
             "model.path=RUN/checkpoint"
         )
+    if command != "sft" and recipe.rollout.backend == "vllm" and recipe.cluster.device != "cpu":
+        yield f"{runner_taken(recipe, runner_asked(recipe))[1]}."
     yield from shortened(recipe, command)
 
 

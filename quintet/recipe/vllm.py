@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from quintet.recipe.problem import Problem
@@ -94,6 +95,38 @@ def second_runner_lacks(recipe: Recipe) -> str | None:
     if placement_of(recipe).layout.pp > 1:
         return "rollout.layout.pp > 1 (not tried)"
     return None
+
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""Variable of the environment by which vLLM chooses its model runner: it reads a number, and any but 0 as the second."""
+_RUNNERS = {"0": "the first model runner, the slower", "1": "the second model runner, the faster"}
+
+
+def runner_asked(recipe: Recipe) -> str | None:
+    """Return what `RUNNER` is in this environment, None where it is unset, empty, or not that of the ranks."""
+    return (os.environ.get(RUNNER) or None) if recipe.cluster.address is None else None
+
+
+def runner_taken(recipe: Recipe, asked: str | None) -> tuple[str, str]:
+    """Return what `RUNNER` has to be on GPUs, and a line that says which model runner that is, and why. asked: what it is, if anything."""
+    lacks = second_runner_lacks(recipe)
+    taken = asked or ("0" if lacks else "1")
+    why = f"{RUNNER}={asked} in the environment" if asked else lacks and f"the second lacks {lacks}"
+    return taken, f"vLLM on GPUs: {_RUNNERS[taken]}: {why or 'it can do all that the recipe asks'}"
+
+
+def runner_refusals(recipe: Recipe, asked: str | None) -> Iterator[Problem]:
+    """Yield what is wrong with the model runner that is asked for, or that the recipe takes: a sentence each."""
+    if asked is not None and asked not in _RUNNERS:
+        yield Problem(
+            f"rollout.backend=vllm: {RUNNER}={asked} in the environment is no model runner of vLLM's (0, 1); correct or unset it"
+        )
+    lacks = second_runner_lacks(recipe) or (f"{RUNNER}=0 in the environment" if asked == "0" else None)
+    if recipe.cluster.device != "cpu" and recipe.rollout.return_routes and lacks is not None:
+        yield Problem(
+            f"rollout.return_routes=true with {lacks}: on GPUs vLLM tells routes in its second model runner, which does not go with that; "
+            "remove one of the two, or set cluster.device=cpu where there are none"
+        )
 
 
 def starts_empty(recipe: Recipe) -> bool:

@@ -510,6 +510,26 @@ def test_check_says_what_generates_where_and_whether_it_is_installed(
     assert "not installed" not in capsys.readouterr().err
 
 
+def test_check_says_which_model_runner_vllm_takes(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*overrides: str) -> str:
+        assert main(["check", recipe, "rollout.backend=vllm", *overrides]) == 0
+        return capsys.readouterr().err
+
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    second = "vLLM on GPUs: the second model runner, the faster: it can do all that the recipe asks.\n"
+    first = "vLLM on GPUs: the first model runner, the slower: "
+    assert second in said()
+    assert f"{first}the second lacks rollout.vllm.enable_dbo (not tried).\n" in said(
+        "rollout.vllm.enable_dbo=true"
+    )
+    assert "model runner" not in said("cluster.device=cpu")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert f"{first}VLLM_USE_V2_MODEL_RUNNER=0 in the environment.\n" in said()
+    assert second in said("cluster.address=10.0.0.1:6379")
+
+
 def test_check_says_that_no_gpu_is_seen(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

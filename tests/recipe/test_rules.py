@@ -474,6 +474,20 @@ def test_a_mode_that_wandb_does_not_know_is_refused(load, refuse, monkeypatch: p
         load("run.trackers=[wandb]")
 
 
+def test_a_model_runner_that_vllm_does_not_have_is_refused(load, refuse, monkeypatch) -> None:
+    for wrong in ("2", "true"):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", wrong)
+        said = refuse("rollout.backend=vllm")
+        assert (
+            f"VLLM_USE_V2_MODEL_RUNNER={wrong} in the environment is no model runner of vLLM's (0, 1)" in said
+        )
+        load("rollout.backend=native")
+        load("rollout.backend=vllm", "cluster.address=10.0.0.1:6379")  # whose ranks have another
+    for good in ("0", "1", ""):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", good)
+        load("rollout.backend=vllm")
+
+
 def test_a_missing_transformer_engine_is_told(load, refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = "engine.backend=transformer_engine"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -8,7 +8,7 @@ from quintet.models.family import read_config
 from quintet.recipe.problem import Problem
 from quintet.recipe.reserved_options import unknown_here
 from quintet.recipe.rules.facts import Facts, rule
-from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, PLAIN_HEADS, refusals, second_runner_lacks
+from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, PLAIN_HEADS, refusals, runner_asked, runner_refusals
 
 
 @rule
@@ -25,12 +25,7 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
             "rollout.vllm.enable_chunked_prefill=true: of a prompt that is cut over two steps vLLM for CPU cannot set a seed's "
             "generator back; remove it"
         )
-    lacks = second_runner_lacks(recipe)
-    if recipe.cluster.device != "cpu" and recipe.rollout.return_routes and lacks is not None:
-        yield Problem(
-            f"rollout.return_routes=true with {lacks}: on GPUs vLLM tells routes in its second model runner, which does not go with that; "
-            "remove one of the two, or set cluster.device=cpu where there are none"
-        )
+    yield from runner_refusals(recipe, runner_asked(recipe))
     shape = facts.shape
     if shape and shape.family in PLAIN_HEADS and shape.heads * shape.head_dim != shape.hidden_size:
         yield Problem(

@@ -14,7 +14,6 @@ import numpy as np
 
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
-from quintet.recipe.vllm import second_runner_lacks
 from quintet.rollout.base import (
     Fingerprints,
     Part,
@@ -62,8 +61,7 @@ class VllmRollout(ExternalEngineRollout):
         compat.prepare(device)
         drafted = draft_length(recipe, model_dir, device)
         if device == "cuda":
-            needs = "rollout.return_routes" if recipe.rollout.return_routes else None
-            print(runners.choose_runner(second_runner_lacks(recipe), needs), flush=True)
+            print(runners.choose_runner(recipe), flush=True)
         self._mode = mode_of(recipe.rollout)
         arguments = engine_arguments(recipe, model_dir, device)
         if empty:

@@ -8,40 +8,30 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from quintet.errors import UserError
+from quintet.recipe.schema import Recipe
+from quintet.recipe.vllm import RUNNER, runner_refusals, runner_taken
 
 if TYPE_CHECKING:
     import torch
 
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-_RUNNER_ASKED = os.environ.get(RUNNER)
-"""What the user says of it, read before `choose_runner` writes there."""
+_RUNNER_ASKED = os.environ.get(RUNNER) or os.environ.pop(RUNNER, None) or None
+"""What the user says of it, read before `choose_runner` writes there. An empty one is taken away: vLLM fails to read it."""
 KEPT = "runner"
 """Tag of what the allocator of sleeping memory is to leave alone."""
 
 
-def choose_runner(lacks: str | None, needs: str | None = None) -> str:
+def choose_runner(recipe: Recipe) -> str:
     """Choose vLLM's model runner for the engines made from now on; return a line that says which, and why.
 
     The second runner draws a token's noise in one kernel keyed by (seed, position); the first starts one a sequence (512 sequences
     of a 1.5B model on an H200, vLLM alone: 47,700 tokens/s against 26,900), draws drafted tokens with the noise that it draws the policy's
-    with, and proposes them in captured graphs. lacks: what of the recipe the second one cannot do, or None;
-    needs: what only the second does. VLLM_USE_V2_MODEL_RUNNER in the environment decides instead, where it is set. Raises UserError
-    where that takes the first for a recipe that needs the second.
+    with, and proposes them in captured graphs. VLLM_USE_V2_MODEL_RUNNER in the environment decides instead of the recipe, where it is
+    set. Raises UserError for a runner that there is not, or that cannot do what the recipe asks.
     """
-    first = lacks is not None if _RUNNER_ASKED is None else _RUNNER_ASKED == "0"
-    if first and needs is not None:
-        raise UserError(
-            f"{needs}: vLLM does that in its second model runner alone, and {lacks or f'{RUNNER}=0 in the environment'} takes the "
-            "first; remove one of the two"
-        )
-    if _RUNNER_ASKED is not None:
-        return f"vLLM: model runner by {RUNNER}={_RUNNER_ASKED}"
-    os.environ[RUNNER] = "0" if lacks else "1"
-    return (
-        f"vLLM: the first model runner: the second lacks {lacks}"
-        if lacks
-        else "vLLM: the second model runner"
-    )
+    for problem in runner_refusals(recipe, _RUNNER_ASKED):
+        raise UserError(problem.message)
+    os.environ[RUNNER], line = runner_taken(recipe, _RUNNER_ASKED)
+    return line
 
 
 def takes_second() -> bool:

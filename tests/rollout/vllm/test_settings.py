@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from itertools import pairwise
 
@@ -265,19 +266,37 @@ def test_the_second_runner_is_taken_where_it_can_do_all(monkeypatch, rollout, la
     monkeypatch.setenv(runners.RUNNER, "left by an engine before")
     monkeypatch.setattr(runners, "_RUNNER_ASKED", None)
     assert second_runner_lacks(recipe_of(**rollout)) == lacks
-    line = runners.choose_runner(lacks)
+    line = runners.choose_runner(recipe_of(**rollout))
     assert os.environ[runners.RUNNER] == ("0" if lacks else "1")
     assert line == (
-        f"vLLM: the first model runner: the second lacks {lacks}"
+        f"vLLM on GPUs: the first model runner, the slower: the second lacks {lacks}"
         if lacks
-        else "vLLM: the second model runner"
+        else "vLLM on GPUs: the second model runner, the faster: it can do all that the recipe asks"
     )
 
 
 def test_the_users_runner_is_taken(monkeypatch):
     monkeypatch.setenv(runners.RUNNER, "0")
     monkeypatch.setattr(runners, "_RUNNER_ASKED", "0")
-    assert runners.choose_runner(None) == "vLLM: model runner by VLLM_USE_V2_MODEL_RUNNER=0"
+    line = runners.choose_runner(recipe_of())
+    assert line.endswith("the first model runner, the slower: VLLM_USE_V2_MODEL_RUNNER=0 in the environment")
     assert os.environ[runners.RUNNER] == "0"
-    with pytest.raises(UserError, match="second model runner alone, and VLLM_USE_V2_MODEL_RUNNER=0 in the"):
-        runners.choose_runner(None, "rollout.return_routes")
+    with pytest.raises(
+        UserError, match=r"return_routes=true with VLLM_USE_V2_MODEL_RUNNER=0 in the env.* second"
+    ):
+        runners.choose_runner(recipe_of(return_routes=True))
+    for wrong in ("2", "true"):
+        monkeypatch.setattr(runners, "_RUNNER_ASKED", wrong)
+        with pytest.raises(
+            UserError, match=f"VLLM_USE_V2_MODEL_RUNNER={wrong} in the environment is no model"
+        ):
+            runners.choose_runner(recipe_of())
+
+
+def test_an_empty_choice_of_runner_is_none(monkeypatch):
+    monkeypatch.setenv(runners.RUNNER, "")
+    spec = importlib.util.find_spec(runners.__name__)
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    assert fresh._RUNNER_ASKED is None
+    assert runners.RUNNER not in os.environ
