@@ -214,7 +214,8 @@ def _installed(recipe: Recipe, command: str) -> str | None:
     backend, here = recipe.rollout.backend, recipe.cluster.address is None
     if not here or backend == "native" or importlib.util.find_spec(backend) is not None:
         return None
-    return f"Rollout: {backend} is not installed here, which quintet {command} needs (docs/rollout.md)."
+    but = f"; the options in rollout.{backend} were not read" if getattr(recipe.rollout, backend) else ""
+    return f"Rollout: {backend} is not installed here, which quintet {command} needs (docs/rollout.md){but}."
 
 
 def _engine(recipe: Recipe, shape: ModelShape) -> str:

@@ -505,7 +505,11 @@ def test_check_says_what_generates_where_and_whether_it_is_installed(
     assert main(wanted) == 0
     said = capsys.readouterr().err
     assert "Rollout: vllm, 1 copy of tp 1 × pp 1 in processes of their own, on 1 device of its own." in said
-    assert "Rollout: vllm is not installed here, which quintet train needs" in said
+    missing = "Rollout: vllm is not installed here, which quintet train needs (docs/rollout.md)"
+    assert f"{missing}.\n" in said
+    assert main([*wanted, "rollout.vllm.enforce_eagr=true"]) == 0
+    unread = "; the options in rollout.vllm were not read.\n"
+    assert missing + unread in capsys.readouterr().err
     assert main([*wanted, "cluster.address=10.0.0.1:6379"]) == 0
     assert "not installed" not in capsys.readouterr().err
 
