@@ -1,8 +1,8 @@
 """Which kernels for experts a run on TransformerEngine's layers takes: those that were measured faster, in `measured_kernels.json`; and the fused
 permutation where nobody measured it, whose sums are the same each time.
 
-`python -m benchmarks.expert_kernels --write` measures a model's on a GPU and writes its rows. What the recipe says of a kernel
-(`engine.megatron`, `engine.experts`) goes before it.
+`python -m benchmarks.expert_kernels --write --ep N` measures those of a model, spread over N ranks, on a GPU and writes its rows. What the recipe
+says of a kernel (`engine.megatron`, `engine.experts`) goes before it.
 """
 
 from __future__ import annotations
@@ -101,8 +101,10 @@ def with_kernels(
             said.append(f"{kernel}, with which log-probs of the same weights repeat to the bit")
             taken.append(kernel)
         elif row is None:
+            # It measures no parts of experts.
+            how = f" ({MEASURE} --ep {recipe.layout.ep})" if recipe.layout.expert_tp == 1 else ""
             said.append(
-                f"no {kernel}, which was not measured for these experts on {device or 'unlike devices'} ({MEASURE})"
+                f"no {kernel}, which was not measured for these experts on {device or 'unlike devices'}{how}"
             )
         else:
             how = f"measured {row.speedup:.3f} times as fast on {row.device} ({row.command}, {row.date})"

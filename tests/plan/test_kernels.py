@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import moe_utils
 
+from benchmarks import expert_kernels
 from benchmarks.engine_work import MODELS
 from quintet.controller.worker import PolicyWorker
 from quintet.engine.config import fused_kernels, transformer_config
@@ -90,7 +92,18 @@ def test_what_was_not_measured_is_not_taken_and_that_is_told(shape, device, tabl
     found, told = with_kernels(before, shape, device, [ROUTER, TORCH_EXPERTS], table)
     assert found == before
     assert told.count(f"was not measured for these experts on {device or 'unlike devices'}") == 2
-    assert "python -m benchmarks.expert_kernels --write" in told
+    assert told.endswith("(python -m benchmarks.expert_kernels --write --ep 1)")
+
+
+def test_what_measures_the_experts_of_a_rank_is_told():
+    """What follows the hint is a row that is then found. Parts of experts are not measured."""
+    spread = recipe(layout={"ep": 8})
+    told = with_kernels(spread, MOE, H200, [ROUTER], BOTH)[1]
+    words = re.search(r"\(python -m benchmarks.expert_kernels (--write .*)\)", told)[1].split()
+    measured = expert_kernels.setups(expert_kernels.arguments(words), ROUTER)[0][1].shape
+    assert experts_of(measured) == experts_of(MOE, spread)
+    cut = recipe(layout={"ep": 8, "tp": 2, "sp": True})
+    assert with_kernels(cut, MOE, H200, [ROUTER], BOTH)[1].endswith("for these experts on NVIDIA H200")
 
 
 def test_a_permutation_that_repeats_to_the_bit_is_taken_unless_it_was_measured_slower():
@@ -162,7 +175,7 @@ def test_check_tells_what_is_known(monkeypatch):
     said = told(backend="transformer_engine", megatron={ROUTER: False})
     assert said == (
         "Kernels of experts: moe_permute_fusion, measured 1.050 times as fast on NVIDIA H200 (a command, 2026-11-24); no torch_experts, "
-        "which was not measured for these experts on NVIDIA H200 (python -m benchmarks.expert_kernels --write)."
+        "which was not measured for these experts on NVIDIA H200 (python -m benchmarks.expert_kernels --write --ep 1)."
     )
     assert told(backend="portable") is None
     monkeypatch.setattr(describe, "read_kernels", list)
