@@ -1,5 +1,5 @@
-"""Has anything become slower or wrong on GPUs? The oracle, a run with vLLM that is killed and resumed, vLLM's processes that are killed, what FP8
-claims, five benchmarks held to records.
+"""Has anything become slower or wrong on GPUs? The oracle, a run with vLLM that is killed and resumed, tests of vLLM, its processes that are killed,
+what FP8 claims, five benchmarks held to records.
 
     python -m benchmarks.gpu_check                                  all parts but sglang, one after the other
     python -m benchmarks.gpu_check --part engine                    one of them: each takes less than nine minutes
@@ -36,10 +36,10 @@ REPEATS = 3
 WORST_FALL = 0.08
 PART_S = 540.0
 ORACLE = {"oracle-te": "transformer_engine", "oracle-portable": "portable"}
-PARTS = (*ORACLE, "steps", "scheduler", "kills", "fp8", "engine", "rollout", "sync")
+PARTS = (*ORACLE, "steps", "scheduler", "vllm", "kills", "fp8", "engine", "rollout", "sync")
 ELSEWHERE = ("sglang",)
 """What runs only where it is named: it needs another environment than the rest."""
-NEVER_TINY = {*ORACLE, "scheduler", "kills", *ELSEWHERE}
+NEVER_TINY = {*ORACLE, "scheduler", "vllm", "kills", *ELSEWHERE}
 """What has no dry run."""
 Repeats = list[tuple[float, float]]
 """Value and baseline of each repeat, both the more the better."""
@@ -299,8 +299,8 @@ def run_steps(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[s
     return run_module(command, "killed, resumed, and better than before training", part, options.part_s)
 
 
-def run_tests(files: Sequence[str], needs: str, holds: str) -> Callable[..., tuple[list[str], list[str]]]:
-    """Return what runs files of tests of a back end that it needs, those not for nights alone: lines as of `run_benchmarks`."""
+def run_tests(names: Sequence[str], needs: str, holds: str) -> Callable[..., tuple[list[str], list[str]]]:
+    """Return what runs tests of a back end that it needs, by file or by name, those not for nights alone: lines as of `run_benchmarks`."""
     # Of the settings of this tree some are of plugins, which a GPU machine need not have.
     bare = f"-c {os.devnull} --rootdir . --import-mode=importlib -p no:cacheprovider -W ignore".split()
     command = ["pytest", *bare, "-m", "not nightly"]
@@ -309,8 +309,8 @@ def run_tests(files: Sequence[str], needs: str, holds: str) -> Callable[..., tup
         if importlib.util.find_spec(needs) is None:
             return [], [f"{part}: {needs} is not installed here: pip install -e '.[{needs}]'"]
         found: tuple[list[str], list[str]] = ([], [])
-        for file in files:  # a process each: on a GPU vLLM refuses the second engine that sleeps in one
-            found = run_module([*command, file], holds, part, options.part_s)
+        for name in names:  # a process each: on a GPU vLLM refuses the second engine that sleeps in one
+            found = run_module([*command, name], holds, part, options.part_s)
             if found[1]:
                 break
         return found
@@ -326,6 +326,13 @@ def run_fp8(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str
         return run_module(command, "every claim holds", part, options.part_s)
 
 
+ROUTES = (
+    "routes_are_those_of_transformers",
+    "routes_of_preempted_requests_are_theirs",
+    "routes_are_of_the_forward_that_log_probs_are_of",
+    "with_replay_rounding_is_all_that_parts_trainer_and_vllm[qwen3_moe]",
+    "with_replay_rounding_is_all_that_parts_trainer_and_vllm[mixtral]",
+)
 TESTS = {
     "scheduler": run_tests(
         [
@@ -334,6 +341,15 @@ TESTS = {
         ],
         "vllm",
         "steps scheduled and drawn here are those of vLLM",
+    ),
+    "vllm": run_tests(
+        [
+            *(f"tests/rollout/{name}.py" for name in ("test_noise", "vllm/test_offline", "vllm/test_update")),
+            # Each of these has an engine of its own.
+            *(f"tests/rollout/vllm/test_routes.py::test_{name}" for name in ROUTES),
+        ],
+        "vllm",
+        "it draws, tells and takes what it should",
     ),
     "kills": run_tests(
         ["tests/rollout/vllm/test_deaths.py", "tests/sync/test_group_on_gpus.py"],
@@ -369,7 +385,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.part = options.part or [part for part in PARTS if not (options.tiny and part in NEVER_TINY)]
     if options.tiny and (options.record or options.out or set(options.part) & NEVER_TINY):
         parser.error(
-            "--tiny is a dry run of the benchmarks: leave --record, --out, the oracle's parts, scheduler, kills and sglang out"
+            "--tiny is a dry run of the benchmarks: leave --record, --out, the oracle's parts, scheduler, vllm, kills and sglang out"
         )
     return options
 

@@ -78,6 +78,32 @@ def test_gpus_decide_which_cases_run() -> None:
     assert {check.part for check in chosen(CHECKS, ["sync"], 4)[0]} == {"sync"}
 
 
+def test_parts_of_tests_run_tests_that_there_are_one_process_each(monkeypatch) -> None:
+    ran: dict[str, list[str]] = {}
+
+    def run(command: list[str], holds: str, part: str, limit_s: float) -> tuple[list[str], list[str]]:
+        ran.setdefault(part, []).append(command[-1])
+        return [holds], []
+
+    monkeypatch.setattr(gpu_check, "run_module", run)
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: name)
+    for part, tests in gpu_check.TESTS.items():
+        assert tests(part, 1, gpu_check.arguments(["--part", part]))[1] == []
+    for file, _, test in [one.partition("::") for names in ran.values() for one in names]:
+        assert f"def {test.partition('[')[0]}" in (ROOT / file).read_text()
+    of_vllm = [one for part in ("scheduler", "vllm", "kills") for one in ran[part]]
+    assert {f"tests/rollout/vllm/test_{one}.py" for one in ("offline", "update", "deaths")} < {*of_vllm}
+    assert {*re.findall(r"vllm/(test_routes\.py)::test_", " ".join(of_vllm))} == {"test_routes.py"}
+
+
+def test_make_runs_each_part() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"\ntest-gpu: PART := {' '.join(gpu_check.PARTS)}\n" in makefile
+    assert f"a part: PART={', '.join(gpu_check.PARTS)} (all unless named)" in makefile
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    assert all(f"`{part}`" in page for part in gpu_check.PARTS)
+
+
 def test_cases_are_those_of_the_committed_records() -> None:
     for check in CHECKS:
         cases = {(r["case"], r["metric"], r["hardware"]) for r in read_records(RESULTS / FILES[check.part])}
