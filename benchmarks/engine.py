@@ -16,11 +16,13 @@ Values are medians over all measured steps. What is measured and how: benchmarks
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +37,12 @@ from benchmarks.engine_work import (
     peak_flops,
     setup_of,
 )
-from benchmarks.options import need_gpus, need_whole, parse_layout, positive_int
+from benchmarks.options import need_gpus, parse_layout, positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.sides import Side, answer_stream
+from quintet.errors import UserError
+from quintet.recipe.hub import shapes_alone
+from quintet.recipe.loader import load_recipe
 
 SIDES = ("raw", "quintet")
 UNSEEN = 2
@@ -337,13 +342,47 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--cpu-fraction needs a GPU: on a CPU all of the optimizer is there")
     if args.ragged:
         args.steps = UNSEEN + args.rounds * (args.steps_per_turn + 1)
-    if args.recompute_modules and args.recompute != "selective":
-        parser.error("--recompute-modules is of --recompute selective")
     if args.balance == "forced" and MODELS[args.shape].shape.moe is None:
         parser.error(f"--balance forced is of experts, and {args.shape} has none")
     if len({*(args.layers or ())}) < len(args.layers or ()):
         parser.error("--layers: name each depth once")
+    whole = MODELS[args.shape].shape.layers
+    if max(args.layers or (0,)) > whole:
+        parser.error(f"--layers {max(args.layers)}: {args.shape} has {whole}")
+    backends = [] if args.worker else backends_of(args)
+    for backend, layers in itertools.product(backends, args.layers or [whole]):
+        try:
+            check_recipe(args, backend, layers)
+        except UserError as error:
+            parser.error(str(error))
     return args
+
+
+def backends_of(args: argparse.Namespace) -> list[str]:
+    """What is measured one after the other."""
+    return args.backend or (["portable"] if args.shape in TINY else list(BACKENDS))
+
+
+def check_recipe(args: argparse.Namespace, backend: str, layers: int) -> None:
+    """Raise UserError, in a recipe's words, for what a recipe that says the same is refused for."""
+    said = {
+        "cluster.ranks": args.gpus,
+        **{f"layout.{axis}": size for axis, size in args.layout.items()},
+        "engine.tokens_per_microbatch_per_rank": args.tokens or MODELS[args.shape].tokens,
+        "engine.backend": BACKENDS[backend],
+        "engine.recompute": args.recompute,
+        "engine.recompute_modules": args.recompute_modules,
+        "optimizer.cpu_fraction": args.cpu_fraction,
+        # What a recipe has besides, with samples that fit anywhere.
+        "sft": {},
+        "data.max_prompt_tokens": 1,
+        "rollout.max_response_tokens": 1,
+    }
+    overrides = [f"{key}={json.dumps(value)}" for key, value in said.items()]
+    with tempfile.TemporaryDirectory() as model, shapes_alone():
+        config = MODELS[args.shape].config | {"num_hidden_layers": layers}
+        (Path(model) / "config.json").write_text(json.dumps(config))
+        load_recipe(model, [*overrides, *(f"engine.{one}" for one in args.engine)], command="sft")
 
 
 def work(side: str, setup: Setup) -> None:
@@ -364,9 +403,8 @@ def main() -> None:
         return
     if args.shape not in TINY:
         need_gpus(args.gpus, "--shape tiny")
-    need_whole(args.layout, args.gpus)
     names = [args.only] if args.only else list(SIDES)
-    for backend in args.backend or (["portable"] if args.shape in TINY else list(BACKENDS)):
+    for backend in backends_of(args):
         setups = [
             setup_of(
                 args.shape,

@@ -175,6 +175,49 @@ def test_a_depth_is_named_once(capsys) -> None:
     assert "name each depth once" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--engine foo=1", "unknown key engine.foo"),
+        ("--engine foo", "expected key=value"),
+        ("--engine fp8", "expected key=value"),
+        ("--engine z_loss=much", "engine.z_loss is"),
+        (
+            "--engine megatron.foo=1",
+            "engine.megatron.foo: megatron-core's TransformerConfig has no such field",
+        ),
+        ("--engine overlap_param_gather=true", "needs the buckets of engine.overlap_grad_reduce=true"),
+        ("--layout tpp=2", "unknown key layout.tpp; the nearest valid key is layout.tp"),
+        ("--layout tp=3 --gpus 4", "cluster.ranks=4 is not divisible by layout.tp"),
+        ("--layout pp=3 --gpus 3", "does not divide the model's 28 layers"),
+        ("--layout pp=2 --gpus 2 --layers 4 5", "does not divide the model's 5 layers"),
+        (
+            "--recompute selective --recompute-modules mpl_act",
+            'is "mpl_act"; expected a list, each item one of',
+        ),
+        ("--recompute-modules mlp", "is read by engine.recompute=selective alone"),
+        ("--shape tiny --layout ep=2 --gpus 2", "the model has no experts"),
+        ("--layers 99", "--layers 99: qwen2.5-1.5b has 28"),
+    ],
+)
+def test_what_a_recipe_would_be_refused_for_is_refused(words: str, said: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        engine_arguments(words.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_was_recorded_is_not_refused() -> None:
+    commands = {
+        one["command"].partition("benchmarks.engine")[2] for one in read_records(RESULTS / "engine.json")
+    }
+    for words in commands | {
+        "--shape qwen3-8b --gpus 8 --layout tp=2,sp=true --backend te",
+        "--shape tiny-moe",
+    }:
+        assert engine_arguments(words.split()).rounds
+
+
 def test_ragged_rows_are_within_the_budget_and_counted_as_they_are() -> None:
     setup = setup_of("tiny", backend="portable", ragged=True, steps=5)
     rows = [sum(row) for step in range(5) for rank in setup.rows(step) for row in rank]
