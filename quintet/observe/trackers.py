@@ -96,18 +96,16 @@ class WeightsAndBiases:
             "dir": str(directory),
             "config": recipe.model_dump(mode="json"),
         }
-
-        def started(mode: Any) -> Any:
-            settings = wandb.Settings(init_timeout=30, console="off", silent=True)
-            return wandb.init(mode=mode, settings=settings, **options)
-
         try:
+            options["settings"] = wandb.Settings(init_timeout=30, console="off", silent=True)
             try:
-                self._run = started(mode)
+                self._run = wandb.init(mode=mode, **options)
             except wandb.errors.Error:
                 if mode != "online":
                     raise
-                self._run = started("offline")  # No network: `wandb sync` can send it later.
+                self._run = wandb.init(
+                    mode="offline", **options
+                )  # No network: `wandb sync` can send it later.
         except (wandb.errors.Error, ValueError) as error:
             raise UserError(
                 f"run.trackers=[wandb]: W&B starts no run by the variables WANDB_… of the environment: {error}"
