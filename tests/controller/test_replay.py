@@ -40,7 +40,7 @@ def samples(routes: bool) -> Samples:
     return Samples(prompts, [0, 1, 1], told, [Kept(0, "call", n) for n in range(3)], [])
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("routes", [False, True])
 def test_what_is_written_is_read_back(tmp_path: Path, routes: bool) -> None:
     made = samples(routes)
