@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from quintet.cli import main
 from quintet.models import read_shape, table_of
+from quintet.models.fp8_blocks import DTYPE, SCALE, scales_shape
 from quintet.recipe.hub import SHAPES
 from tests.models.directory import write_tokenizer, write_weights
 
@@ -18,17 +20,37 @@ pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PER_FILE = 3000
+IN_8_BITS = ("_proj.weight", "_with_mqa.weight")
 
 
-def write_giant(name: str, path: Path) -> Path:
-    """The config that came with quintet, all weights as published by name and shape, of zeros in sparse files, and a tokenizer."""
+QUANTIZED = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+
+
+def write_giant(name: str, path: Path, eight: bool = False) -> Path:
+    """The config that came with quintet, all weights as published by name and shape, of zeros in sparse files, and a tokenizer.
+    eight: in 8 bits with scales of blocks, and copies of tensors beside them."""
     path.mkdir()
-    shutil.copy(SHAPES / name / "config.json", path)
-    tensors = [one for weight in table_of(read_shape(path)) for one in weight.tensors]
+    config = json.loads((SHAPES / name / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps(config | ({"quantization_config": QUANTIZED} if eight else {}))
+    )
+    table = table_of(read_shape(path))
+    tensors = [one for weight in table for one in weight.tensors]
+    others = {}
+    if eight:
+        tensors += [(copy, weight.shapes[0]) for weight in table for copy in weight.copies]
+        in_8 = [one for one in tensors if one[0].endswith(IN_8_BITS) and "eh_proj" not in one[0]]
+        others = {name: DTYPE for name, _ in in_8} | {name + SCALE: "F32" for name, _ in in_8}
+        tensors += [(name + SCALE, scales_shape(shape)) for name, shape in in_8]
     files = {}
     for first in range(0, len(tensors), PER_FILE):
         file, some = f"model-{first:05}.safetensors", tensors[first : first + PER_FILE]
-        write_weights(path / file, dict(some))
+        write_weights(path / file, dict(some), others=others)
         files |= {name: file for name, _ in some}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     write_tokenizer(path)
@@ -45,10 +67,27 @@ def write_giant(name: str, path: Path) -> Path:
     ],
 )
 def test_a_recipe_of_a_giant_is_sound(tmp_path, capsys, recipe: str, name: str, said: str) -> None:
-    model, data = write_giant(name, tmp_path / name), tmp_path / "data.jsonl"
-    data.write_text("".join(f'{{"prompt": "What is {n} + 1?", "answer": "{n + 1}"}}\n' for n in range(1000)))
-    where = [f"model.path={model}", f"data.train_path={data}", f"data.eval_path={data}"]
+    where = paths(write_giant(name, tmp_path / name), tmp_path)
     code, (_, printed) = main(["check", str(RECIPES / f"{recipe}.yaml"), *where]), capsys.readouterr()
     assert code == 0, printed
     assert f"{recipe}.yaml is a sound recipe for quintet train." in printed
     assert said in re.sub(r"\s+", " ", printed)
+
+
+def paths(model: Path, where: Path) -> list[str]:
+    """Overrides of a model and of data that are written there."""
+    data = where / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "What is {n} + 1?", "answer": "{n + 1}"}}\n' for n in range(1000)))
+    return [f"model.path={model}", f"data.train_path={data}", f"data.eval_path={data}"]
+
+
+def test_the_largest_is_looked_through_as_it_was_published(tmp_path) -> None:
+    """In 8 bits, 92,000 tensors with their scales and copies, by a process of its own, imports and all: within the time limit, also where
+    layers for multi-token prediction are trained, which are asked for again and again."""
+    where = paths(write_giant("DeepSeek-V3", tmp_path / "DeepSeek-V3", eight=True), tmp_path)
+    check = [sys.executable, "-m", "quintet", "check", str(RECIPES / "deepseek_v3_96_h20.yaml"), *where]
+    for mtp in ("null", "{}"):
+        done = subprocess.run([*check, f"mtp={mtp}"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "Memory: about" in done.stderr
+        assert "Not looked through" not in done.stderr

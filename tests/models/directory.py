@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import math
 import string
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quintet.models import family_of
+from quintet.models.safetensors_header import DTYPES
+
+EMPTY: Mapping[str, str] = MappingProxyType({})
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -80,12 +85,15 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def write_weights(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "BF16") -> None:
-    """A safetensors file of zeros, sparse where the file system can."""
+def write_weights(
+    file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "BF16", others: Mapping[str, str] = EMPTY
+) -> None:
+    """A safetensors file of zeros, sparse where the file system can. others: types of tensors that are not of `dtype`."""
     header, end = {}, 0
     for name, shape in shapes.items():
-        begin, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        of = others.get(name, dtype)
+        begin, end = end, end + DTYPES.get(of, 2) * math.prod(shape)
+        header[name] = {"dtype": of, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     with file.open("wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from quintet.errors import UserError
-from quintet.models import check_weights, read_shape
-from tests.models.directory import QWEN3, shapes_of, write_model, write_weights
+from quintet.models import check_weights, held_shape, read_shape
+from tests.models.directory import DEEPSEEK_V3, QWEN3, shapes_of, write_model, write_weights
 
 SHAPES = shapes_of(QWEN3)
 
@@ -105,3 +106,15 @@ def test_a_bad_index(path: Path) -> None:
     index.write_text(json.dumps({"weight_map": good}))
     (path / "b.safetensors").unlink()
     assert "b.safetensors is missing" in refused(path)
+
+
+def test_which_layers_a_large_directory_holds_is_told_by_its_index_alone(tmp_path: Path) -> None:
+    path = write_model(tmp_path, DEEPSEEK_V3 | {"num_nextn_predict_layers": 1})
+    names = shapes_of(DEEPSEEK_V3 | {"num_nextn_predict_layers": 1})
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
+    with mock.patch("quintet.models.weights_on_disk.read_header", side_effect=AssertionError):
+        assert held_shape(path).mtp_layers == 1
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(shapes_of(DEEPSEEK_V3), "a.safetensors")}))
+        assert held_shape(path).mtp_layers == 0

@@ -18,11 +18,10 @@ from quintet.engine.weights.hf_read import TORCH_DTYPES
 from quintet.models import Weight, family_of, read_shape
 from quintet.models.dense import MTP_KEYS
 from quintet.models.hf_config import read_json
-from quintet.models.weights_on_disk import WeightsOnDisk, find_weights, mtp_weights
+from quintet.models.weights_on_disk import INDEX, WeightsOnDisk, find_weights, mtp_weights
 from quintet.recipe.schema import BuildModel
 
 INITIAL_STD = 0.02
-_INDEX = "model.safetensors.index.json"
 _KNOWN_AS = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
@@ -90,11 +89,11 @@ def write_with_fresh_layers(source: Path, path: Path, mtp_layers: int, seed: int
     path.mkdir(parents=True, exist_ok=True)
     new = "model-mtp.safetensors"
     for file in source.resolve().iterdir():
-        if file.is_file() and file.name not in ("config.json", _INDEX, new):
+        if file.is_file() and file.name not in ("config.json", INDEX, new):
             (path / file.name).symlink_to(file.resolve())
     save_file(tensors, str(path / new), metadata={"format": "pt"})
     files = {name: one.file.name for name, one in there.tensors.items()} | dict.fromkeys(tensors, new)
-    (path / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
     key = next((key for key in MTP_KEYS if key in config), MTP_KEYS[0])
     (path / "config.json").write_text(json.dumps(config | {key: mtp_layers}, indent=2))
 
