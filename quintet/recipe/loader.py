@@ -152,9 +152,10 @@ def _apply(source: _Source, override: str) -> None:
     except UserError as error:
         raise UserError(str(error).replace(f"{where}:1: ", f"{where}: ")) from None
     node = source.data
-    for part in path[:-1]:
+    for length, part in enumerate(path[:-1], start=1):
         below = node.get(part)
         if below is None:
+            source.origins.pop(path[:length], None)  # a null, which a section takes the place of
             below = node[part] = {}
         if not isinstance(below, dict):
             break  # The type error of this value is reported below, with both places.
@@ -220,7 +221,7 @@ def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 def _explain(details: ErrorDetails, source: _Source) -> str:
     path = tuple(str(part) for part in details["loc"])
     key = _cut(".".join(path))
-    where = source.origin(path) or source.name
+    where = next(iter(source.written_at_or_below(path)), source.origin(path)) or source.name
     if details["type"] == "extra_forbidden" and (now := RENAMED.get(key)) is not None:
         return f"{where}: {key} is called {now} now"
     if details["type"] == "extra_forbidden":

@@ -148,6 +148,23 @@ def test_a_value_of_none_of_its_keys_kinds_is_told_once(refuse, override: str, s
     assert refuse(override) == f'override "{override}": {said}'
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("engine.fp8.recipe=blockwise", "rollout.quantization.enabled=true", "engine.z_loss.weight=0.1"),
+        *("layout.stage_layers.0=3", "engine.expert_bias_rate.x=1"),
+    ],
+)
+def test_a_word_below_a_key_is_told_by_the_override_that_wrote_it(refuse, override: str) -> None:
+    """Whatever the file says of the key's section, or of the key."""
+    key = override.partition("=")[0].rpartition(".")[0]
+    section, _, last = key.rpartition(".")
+    text = "model: {build: {layers: 4}}\ndata: {task: addition}\n"
+    for written in ("", f"{section}:\n", f"{section}:\n  {last}: null\n"):
+        assert refuse(override, text=text + written).startswith(f'override "{override}": {key} is {{')
+    assert refuse(f"{key}=null", override).startswith(f'override "{override}": {key} is {{')
+
+
 def test_an_unknown_key_in_the_file_names_file_line_and_nearest_key(refuse) -> None:
     message = refuse(text="model:\n  build:\n    layers: 2\n    hiden_size: 64\ndata:\n  task: addition\n")
     assert "r.yaml:4: unknown key model.build.hiden_size" in message
