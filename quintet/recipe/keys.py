@@ -55,7 +55,8 @@ def nearest_key(unknown: str) -> str | None:
     """Return the valid dotted key that `unknown` most probably meant, with its value where another trainer's name says that too;
     None where no key is like it.
 
-    The last word decides most; where the key stands decides between equal words.
+    The last word decides most; where the key stands decides between equal words, and in a section that there is no key of another is meant
+    but by a word much like it.
     """
     section, _, word = unknown.rpartition(".")
 
@@ -70,6 +71,9 @@ def nearest_key(unknown: str) -> str | None:
         first = unknown.partition(".")[0]
         return max(alike, key=lambda key: (key.partition(".")[0] == first, -key.count("."), likeness(key)))
     best = max(all_keys(), key=likeness)
+    if section and _ratio(word, best.rpartition(".")[2]) < 0.8:
+        inside = (key for key in all_keys() if key.rpartition(".")[0] == section)
+        best = max(inside, key=likeness, default=best)
     return best if likeness(best) > 0.86 else WORDS.get(word, best if likeness(best) > 0.57 else None)
 
 
@@ -77,13 +81,13 @@ def _ratio(a: str, b: str) -> float:
     return 1.0 if a == b else difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()
 
 
-def expected(field: FieldInfo) -> str:
-    """Return what a key accepts, in words: "a whole number greater than 0, or null"."""
+def expected(field: FieldInfo, override: str = "") -> str:
+    """Return what a key accepts, in words: "a whole number greater than 0, or null". override: the key, where an override wrote it."""
     if (section := section_type(field)) is not None:
-        keys = list(section.model_fields)
+        keys = [f"{override}.{key}=…" if override else key for key in section.model_fields]
         shown = ", ".join(keys[:5]) + " …" * (len(keys) > 5)
         or_null = ", or null" if type(None) in get_args(field.annotation) else ""
-        return f"a section (its keys, indented below it: {shown}){or_null}"
+        return f"a section (its keys{'' if override else ', indented below it'}: {shown}){or_null}"
     return _describe(field.annotation, list(field.metadata))
 
 

@@ -193,6 +193,20 @@ def test_of_keys_with_the_same_last_word_the_nearest_is_of_its_section_or_the_sh
     assert f"the nearest valid key is {nearest}" in refuse(f"{unknown}=1")
 
 
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("optimizer.clip", "the nearest valid key is optimizer.clip_grad_norm"),
+        ("engine.aux_loss.coef", "none in docs/recipe.md is like it (keys of engine.aux_loss: per, weight)"),
+        ("train.stop_token", "the nearest valid key is rollout.stop_token_ids"),
+    ],
+)
+def test_in_a_section_that_there_is_a_key_of_another_is_near_by_its_word_alone(
+    refuse, unknown: str, nearest: str
+) -> None:
+    assert f"unknown key {unknown}; {nearest}" in refuse(f"{unknown}=1")
+
+
 @pytest.mark.parametrize("unknown", ["lora.dropout", "foo.bar", "actor_rollout_ref.actor.entropy_coeff"])
 def test_no_key_is_near_what_quintet_lacks(refuse, unknown: str) -> None:
     assert f"unknown key {unknown}; none in docs/recipe.md is like it" in refuse(f"{unknown}=1")
@@ -212,12 +226,22 @@ def test_anothers_name_goes_before_one_of_ours_that_looks_alike(refuse, theirs: 
 
 
 def test_a_section_is_told_with_its_keys(refuse) -> None:
-    said = refuse("engine.aux_loss=0.001")
+    said = refuse(text="model: {build: {}}\nengine:\n  aux_loss: 0.001\nlayout: 4\n")
     assert (
-        "engine.aux_loss is 0.001; expected a section (its keys, indented below it: per, weight), or null"
+        "r.yaml:3: engine.aux_loss is 0.001; expected a section (its keys, indented below it: per, weight), or null"
         in said
     )
-    assert "(its keys, indented below it: tp, sp, pp, vpp, stage_layers …)" in refuse("layout=4")
+    assert "(its keys, indented below it: tp, sp, pp, vpp, stage_layers …)" in said
+
+
+@pytest.mark.parametrize("override", ["engine.aux_loss=0.001", "engine={aux_loss: 0.001}"])
+def test_on_the_command_line_a_section_is_told_with_its_keys_as_they_stand_there(
+    refuse, override: str
+) -> None:
+    assert (
+        "engine.aux_loss is 0.001; expected a section (its keys: engine.aux_loss.per=…, engine.aux_loss.weight=…), or null"
+        in refuse(override)
+    )
 
 
 @pytest.mark.parametrize(
