@@ -124,6 +124,7 @@ VALUES = {
     "algorithm.name": {"gae": "ppo"},
     "engine.replay_routes": {"R2": "old", "R3": "rollout", "disabled": "null"},
     "engine.fp8": {"hybrid": "tensorwise", "e4m3": "blockwise"},
+    "engine.aux_loss.per": {"seq_aux_loss": "sequence", "global_aux_loss": "batch"},
     "model.dtype": {"bfloat16": "bf16", "float32": "fp32", "fp8": "bf16 with engine.fp8"},
 }
 """Key → what others call its values."""

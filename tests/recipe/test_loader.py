@@ -251,6 +251,11 @@ def test_on_the_command_line_a_section_is_told_with_its_keys_as_they_stand_there
         ("model.dtype=bfloat16", "(bfloat16 is bf16 here)"),
         ("engine.fp8=e4m3", "(e4m3 is blockwise here)"),
         ("engine.fp8=hybrid", "(hybrid is tensorwise here)"),
+        ("engine.aux_loss.per=seq_aux_loss", "(seq_aux_loss is sequence here)"),
+        (
+            "megatron.moe_router_load_balancing_type=global_aux_loss",
+            "in quintet it is engine.aux_loss.per=batch",
+        ),
     ],
 )
 def test_values_of_others_are_told_by_their_names_here(refuse, override: str, here: str) -> None:
