@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -118,6 +119,20 @@ def test_a_directory_with_a_config_is_enough(tmp_path, capsys):
     for named in (tmp_path, tmp_path / "config.json"):
         assert main(["plan", str(named), "cluster.ranks=4", "layout.tp=4"]) == 0
         assert "7.6B parameters" in capsys.readouterr().out
+
+
+def test_what_a_config_alone_says_of_8_bits_is_refused(tmp_path, capsys):
+    """As `quintet check` refuses it, which has the weights."""
+    config = json.loads((SHAPES / "Qwen3-8B" / "config.json").read_text())
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config | quantized))
+    words = ["plan", str(tmp_path), "cluster.device=cuda"]
+    assert main([*words, "rollout.backend=vllm"]) == 0
+    assert main([*words, "rollout.backend=sglang"]) == 2
+    assert (
+        "its weights are in 8 bits, are trained in model.dtype, and SGLang would be started for 8 bits"
+        in (capsys.readouterr().err)
+    )
 
 
 def test_a_shape_is_planned_by_its_name(tmp_path, capsys, monkeypatch):

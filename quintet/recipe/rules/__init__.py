@@ -37,7 +37,7 @@ from quintet.recipe.user_family import use_family
 
 OF_FILES = frozenset(
     {
-        *("weights_are_there", "data_is_named", "reward_is_there", "rollouts_read_no_eight_bits"),
+        *("weights_are_there", "data_is_named", "reward_is_there"),
         *("layers_are_installed", "eight_bits_are_installed"),
     }
 )
