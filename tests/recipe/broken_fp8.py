@@ -88,7 +88,22 @@ BROKEN_FP8: list[tuple[str, list[str], list[str]]] = [
     (
         "eight_bits_are_the_same_on_both_sides",
         ["engine.fp8=blockwise", *WIDE, *VLLM, *ON_GPU],
-        ["attention's q, k and v have parts of 64 rows on a rank", "lie across two of them"],
+        [
+            "attention's q, k and v have parts of 64 rows on a rank",
+            "lie across two of them",
+            "not; set engine.fp8=null, or rollout.quantization=null",
+        ],
+    ),
+    (
+        "eight_bits_are_the_same_on_both_sides",
+        [
+            *("engine.fp8=blockwise", *WIDE, "model.build.head_dim=128", "model.build.ffn_hidden_size=128"),
+            *("cluster.ranks=2", "layout.tp=2", *VLLM, *ON_GPU),
+        ],
+        [
+            "feed-forward (gate and up) have parts of 64 rows on a rank",
+            "not; use a smaller layout.tp (of experts etp), or rollout.quantization=null",
+        ],
     ),
     (
         "eight_bits_are_the_same_on_both_sides",

@@ -9,7 +9,7 @@ from quintet.recipe.fp8 import MULTIPLE, matrices
 from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules.facts import Facts, rule
-from quintet.recipe.schema import RolloutLayout
+from quintet.recipe.schema import Layout, RolloutLayout
 
 
 @rule
@@ -89,11 +89,14 @@ def eight_bits_are_the_same_on_both_sides(facts: Facts) -> Iterator[Problem]:
             "engine.fp8=null or rollout.quantization=null",
             "rollout.quantization",
         )
+    alone = {one.name: one.unit for one in matrices(shape, Layout())}
     for one in matrices(shape, recipe.layout):
         if one.unit % MULTIPLE["blockwise"]:
+            cut = alone[one.name] % MULTIPLE["blockwise"] == 0
+            way = "use a smaller layout.tp (of experts etp)" if cut else "set engine.fp8=null"
             yield Problem(
                 f"{both}: {one.name} have parts of {one.unit} rows on a rank, so that a block of 128 × 128 would lie across two of them "
-                "in the trainer, and in the rollout not; use a smaller layout.tp (of experts etp), or rollout.quantization=null",
+                f"in the trainer, and in the rollout not; {way}, or rollout.quantization=null",
                 "rollout.quantization",
             )
             break
