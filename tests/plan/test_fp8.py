@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ from quintet.plan.parameters import chunks
 from quintet.plan.setup import Setup
 from quintet.recipe import schema
 from quintet.recipe.fp8 import Matrix, matrices, unquantized
+from quintet.recipe.hub import shapes_alone
+from quintet.recipe.loader import load_recipe
+from quintet.recipe.rules import shape_of
 from tests.plan.test_memory import CONFIGS
 from tests.plan.test_memory import setup as setup_of
 
+ROOT = Path(__file__).parents[2]
 DENSE = ModelShape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 32768, False, 1e-6, qk_norm=True)
 SPARSE = ModelShape(
     "qwen3_moe",
@@ -90,6 +95,29 @@ def test_who_gains_is_who_was_measured_to_gain() -> None:
     assert "hardly worth" not in in_8_bits(recipe(), wide)
     for one in (told, in_8_bits(recipe(), wide)):
         assert one.endswith("0.38× as fast, by blockwise (docs/fp8.md).")
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("Qwen3-8B", "1.63 for Qwen3-8B at the default lengths, 1,024 + 512 tokens"),
+        (
+            "recipes/qwen3_8b_dapo_8gpu.yaml",
+            "1.36 in `recipes/qwen3_8b_dapo_8gpu.yaml`, whose samples have up to 2,048 + 20,480",
+        ),
+        ("Qwen3-30B-A3B", "1.04 for Qwen3-30B-A3B"),
+    ],
+)
+def test_the_guide_says_what_is_counted(named: str, said: str) -> None:
+    with shapes_alone():
+        counted = load_recipe(str(ROOT / named) if "/" in named else named)
+        shape = shape_of(counted)
+    assert shape is not None
+    gain = f"{most_gain(counted, shape):.2f} "
+    lengths = f"{counted.data.max_prompt_tokens:,} + {counted.rollout.max_response_tokens:,}"
+    assert said.startswith(gain)
+    assert lengths in said or "+" not in said
+    assert said in " ".join((ROOT / "docs" / "fp8.md").read_text().split())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
