@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from quintet.models import ModelShape
 from quintet.plan.cards import CARDS
-from quintet.recipe.fp8 import Matrix, matrices, unquantized
+from quintet.recipe.fp8 import Matrix, experts_in_8_bits, matrices, unquantized
 from quintet.recipe.schema import Recipe
 
 USUAL = "H100"
@@ -18,7 +18,7 @@ LITTLE = 1.10
 """A gain below this is warned of. Measured elsewhere: 1.34 to 1.42 with 8B dense on 8 H100, 1.01 with 30B-A3B."""
 OF_EXPERTS = (
     "Warning: each expert is rounded and multiplied by launches of its own, which is not counted: with 128 of 768 units a rank a step on an H200 "
-    "was 0.38× as fast, by blockwise (docs/fp8.md)."
+    "was 0.38× as fast, by blockwise (docs/fp8.md)"
 )
 """What `benchmarks.fp8 --shape 30b-a3b` came to."""
 _PADDED = 16
@@ -65,8 +65,11 @@ def in_8_bits(recipe: Recipe, shape: ModelShape, card: str = USUAL) -> str:
     ]
     if gain < LITTLE:
         told.append("Warning: hardly worth it; engine.fp8=null computes more exactly.")
-    if shape.moe is not None:
-        if shape.moe.ffn_hidden_size < (width := break_even(shape.hidden_size, card)):
-            told.append(f"Experts gain from {width} units on, and these have {shape.moe.ffn_hidden_size}.")
-        told.append(OF_EXPERTS)
+    if shape.moe is not None and experts_in_8_bits(shape):
+        units, width = shape.moe.ffn_hidden_size, break_even(shape.hidden_size, card)
+        if units < width:
+            told.append(f"Experts gain from {width} units on, and these have {units}.")
+        other = ["tensorwise"] * (recipe.engine.fp8 == "tensorwise")
+        other += [f"experts of {units:,} units"] * (units >= width)
+        told.append(f"{OF_EXPERTS}{'; not measured: ' * bool(other)}{', '.join(other)}.")
     return " ".join(told)

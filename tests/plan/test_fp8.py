@@ -93,8 +93,21 @@ def test_who_gains_is_who_was_measured_to_gain() -> None:
     assert "in bf16 stay embedding, norms, attention's scores, head, routers." in told
     wide = replace(SPARSE, moe=MoeShape(128, 8, 4096))
     assert "hardly worth" not in in_8_bits(recipe(), wide)
-    for one in (told, in_8_bits(recipe(), wide)):
-        assert one.endswith("0.38× as fast, by blockwise (docs/fp8.md).")
+
+
+def test_of_experts_is_told_what_was_measured_and_what_was_not() -> None:
+    """Blockwise, with 768 units."""
+    wide, measured = replace(SPARSE, moe=MoeShape(128, 8, 2048)), "0.38× as fast, by blockwise (docs/fp8.md)"
+    for fp8, shape, more in (
+        ("blockwise", SPARSE, ""),
+        ("tensorwise", SPARSE, "; not measured: tensorwise"),
+        ("blockwise", wide, "; not measured: experts of 2,048 units"),
+        ("tensorwise", wide, "; not measured: tensorwise, experts of 2,048 units"),
+    ):
+        assert in_8_bits(recipe(fp8), shape).endswith(f"{measured}{more}.")
+    biases = replace(SPARSE, moe=MoeShape(128, 8, 768, biases=True))
+    assert "experts. At most" in in_8_bits(recipe(), biases)
+    assert "Warning: each expert" not in in_8_bits(recipe(), biases)
 
 
 @pytest.mark.parametrize(
