@@ -626,6 +626,8 @@ PADDED_LAYOUTS = tuple(
             Case("gpt_oss", tp=2, sp=True, etp=2),
             Case("qwen3-tied", stages="1.3", pp=2),
             Case("qwen3", dtype="bf16", tp=2, sp=True),
+            Case("qwen3", dtype="bf16", cp=2),
+            Case("qwen3_moe", dtype="bf16", tp=2, sp=True, ep=2),
             Case("qwen3_moe", **_SIZES, **_SPREAD, **_Z),
         ),
         "blockwise": (
@@ -641,6 +643,8 @@ PADDED_LAYOUTS = tuple(
             Case("gpt_oss", tp=2, sp=True, etp=2),
             Case("qwen3-tied", stages="1.3", pp=2),
             Case("qwen3", dtype="bf16", tp=2, sp=True),
+            Case("qwen3", dtype="bf16", cp=2, mixed=True),
+            Case("qwen3_moe", dtype="bf16", dp=2, ep=2),
         ),
     }.items()
     for case in cases
