@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from quintet.models import ModelShape
     from quintet.plan.phases import StagePlan
+    from quintet.plan.seconds import Samples
     from quintet.recipe.schema import Recipe
 
 GIB = 1 << 30
@@ -75,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quintet.plan.fullest import setup_of
     from quintet.plan.phases import advice, plan_stages
     from quintet.plan.rollout import without_room
+    from quintet.plan.seconds import samples_of
     from quintet.recipe.hub import shapes_alone
     from quintet.recipe.loader import load_recipe
     from quintet.recipe.rules import shape_of
@@ -87,24 +89,25 @@ def run(arguments: argparse.Namespace) -> int:
     assert shape is not None  # a sound recipe names a model
     if arguments.build is not None:
         return _build(recipe, shape, arguments.build)
+    samples, ranks = samples_of(recipe, arguments.mean_tokens), recipe.cluster.ranks
     limit = None if arguments.gpu_gib is None else int(arguments.gpu_gib * GIB)
     stages = plan_stages(recipe, shape, limit)
     print(
         f"{shape.family}, {in_units(shape.parameter_count)} parameters, {in_units(shape.active_parameter_count)} of them for each token, "
-        f"on {recipe.cluster.ranks} ranks"
+        f"on {ranks} rank{'s' * (ranks != 1)}"
     )
     _table(stages)
     full = max(stages, key=lambda one: one.device[one.fullest])
     print(
-        f"Fullest: {_ranks_like(full, stages, recipe.cluster.ranks)} in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB; "
+        f"Fullest: {_ranks_like(full, stages, ranks)} in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB; "
         f"host memory of a node up to {max(one.host for one in stages) / GIB:.0f} GiB."
     )
     if recipe.engine.fp8 is not None:
         print(in_8_bits(recipe, shape, arguments.gpu or USUAL))
     if arguments.gpu is not None:
-        _predict(recipe, shape, arguments, limit)
-    ranks, reported = PUBLISHED.get(Path(str(recipe.model.path)).name, (0, ""))
-    if ranks == recipe.cluster.ranks:
+        _predict(recipe, shape, arguments, samples, limit)
+    gpus, reported = PUBLISHED.get(Path(str(recipe.model.path)).name, (0, ""))
+    if gpus == ranks:
         print(f"Published of verl on {ranks} GPUs: {reported}.")
     if limit is None:
         if recipe.rollout.backend != "native":
@@ -158,11 +161,13 @@ def _build(recipe: Recipe, shape: ModelShape, which: int | str) -> int:
     return DIFFERS if wrong else 0
 
 
-def _predict(recipe: Recipe, shape: ModelShape, arguments: argparse.Namespace, limit: int | None) -> None:
+def _predict(
+    recipe: Recipe, shape: ModelShape, arguments: argparse.Namespace, samples: Samples, limit: int | None
+) -> None:
     """Print the seconds and the MFU of each phase, and of them together."""
-    from quintet.plan.seconds import mfu, plan_seconds, samples_of
+    from quintet.plan.seconds import mfu, plan_seconds
 
-    card, samples = CARDS[arguments.gpu], samples_of(recipe, arguments.mean_tokens)
+    card = CARDS[arguments.gpu]
     times = plan_seconds(recipe, shape, card, samples, limit)
     known = "in the mean" if arguments.mean_tokens else "each, the most that the recipe allows"
     print(

@@ -84,7 +84,9 @@ def test_a_model_that_predicts_ahead_is_planned(capsys):
 def test_means_beyond_the_recipe_are_refused(capsys):
     words = ["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), "--gpu", "H20", "--mean-tokens", "200", "9000"]
     assert main(words) == 2
-    assert "--mean-tokens 200 9000" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "--mean-tokens 200 9000" in told.err
+    assert not told.out  # before anything is planned
     assert main([*words[:2], *words[4:6], "900"]) == 2
     assert "name a GPU (--gpu)" in capsys.readouterr().err
 
@@ -118,7 +120,10 @@ def test_a_directory_with_a_config_is_enough(tmp_path, capsys):
     shutil.copy(SHAPES / "Qwen2-7B" / "config.json", tmp_path / "config.json")
     for named in (tmp_path, tmp_path / "config.json"):
         assert main(["plan", str(named), "cluster.ranks=4", "layout.tp=4"]) == 0
-        assert "7.6B parameters" in capsys.readouterr().out
+        assert "7.6B parameters" in (said := capsys.readouterr().out)
+        assert " for each token, on 4 ranks\n" in said
+    assert main(["plan", str(tmp_path)]) == 0
+    assert " for each token, on 1 rank\n" in capsys.readouterr().out
 
 
 def test_what_a_config_alone_says_of_8_bits_is_refused(tmp_path, capsys):
