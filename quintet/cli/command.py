@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -20,10 +21,10 @@ _DASHED = re.compile(r"--?(?P<key>[a-z_0-9]+(?:\.\w+)+)(?P<value>=.*)?", re.DOTA
 
 def positive(text: str) -> float:
     """Return an option's number, as argparse asks for it."""
-    number = float(text)
-    if not 0 < number <= 10**6:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {10**6:,}")
-    return number
+    with suppress(ValueError):
+        if 0 < (number := float(text)) <= 10**6:
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is no number above 0 and at most {10**6:,}; write no unit")
 
 
 def to_train(arguments: argparse.Namespace, command: Literal["train", "sft"]) -> Recipe | None:

@@ -218,11 +218,12 @@ def test_a_rank_is_a_number_or_all(rank, capsys):
     assert f"argument --build: {rank} is neither a rank, 0 or more, nor all" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", ["0", "-1", "nan"])
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "89GB"])
 def test_a_device_has_a_size(size, capsys):
     with pytest.raises(SystemExit):
         main(["plan", str(RECIPES / "qwen2_7b_8_h20.yaml"), f"--gpu-gib={size}"])
-    assert "--gpu-gib" in capsys.readouterr().err
+    said = f"argument --gpu-gib: {size} is no number above 0 and at most 1,000,000; write no unit"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
