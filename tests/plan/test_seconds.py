@@ -332,4 +332,7 @@ def test_cards_by_their_devices_names():
     assert card_of("NVIDIA H20") is CARDS["H20"]
     assert card_of("NVIDIA H200") is CARDS["H200"]
     assert card_of("NVIDIA H100 NVL") is CARDS["H100 NVL"]
+    # As fast as H100s but for NVLink, which is not counted.
+    assert card_of("NVIDIA H800") is CARDS["H800"] == CARDS["H100"]
+    assert card_of("NVIDIA H800 PCIe") is CARDS["H800 PCIe"] == CARDS["H100 PCIe"]
     assert card_of("a laptop") is None
