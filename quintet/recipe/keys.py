@@ -140,4 +140,6 @@ def _bounds(metadata: list[Any]) -> str:
                 words.append(f"at most {bound:,}")
             case annotated_types.MinLen(min_length=least):
                 words.append(f"of at least {least} character{'s' * (least != 1)}")
+            case str():  # why the bound before it
+                words[-1] += f" ({item})"
     return " and ".join(words)

@@ -105,6 +105,10 @@ def test_an_empty_section_is_its_defaults(load) -> None:
         (["optimizer.lr=.inf"], ["optimizer.lr is Infinity", "a number greater than 0"]),
         (["layout.sp=yes"], ["true or false"]),
         (["rollout.top_p=1.5"], ["a number greater than 0 and at most 1"]),
+        (
+            ["engine.expert_bias_rate=50"],
+            ["a number at least 0 and at most 1 (more outweighs a router's scores; DeepSeek-V3 took"],
+        ),
         (["optimizer.schedule=linear"], ["one of constant, cosine, wsd"]),
         (["run.trackers=wandb"], ["a list, each item one of tensorboard, wandb"]),
         (["run.trackers=[mlflow]"], ["run.trackers.0", "mlflow"]),

@@ -105,9 +105,9 @@ class Engine(Section):
     z_loss: NonNegativeFloat = 0.0
     """Weight of a loss that keeps routers' logits small: the squared log-sum-exp of each token's, a mean over tokens, summed over
     layers; ST-MoE took 0.001."""
-    expert_bias_rate: NonNegativeFloat = 0.0
-    """What each update adds to the stored bias of experts that got fewer tokens than the mean, and takes off the others' (DeepSeek-V3
-    took 0.001); 0 leaves it (docs/balance.md)."""
+    expert_bias_rate: Annotated[Fraction, "more outweighs a router's scores; DeepSeek-V3 took 0.001"] = 0.0
+    """What each update adds to the stored bias of experts that got fewer tokens than the mean, and takes off the others'; 0 leaves it
+    (docs/balance.md)."""
     row_buckets: bool = False
     """Pad each row to the next of about 19 sizes, from an eighth of the token budget to all of it, so that kernels and the allocator see few
     shapes (docs/layouts.md)."""
