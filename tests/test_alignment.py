@@ -72,6 +72,7 @@ def layouts(draw: st.DrawFn) -> schema.Layout:
 @given(
     layouts(),
     layouts(),
+    layouts(),
     st.sampled_from([None, *FP8_TOKENS]),
     st.integers(1, 1200),
     st.lists(st.integers(1, 2000), min_size=4, max_size=12),
@@ -80,28 +81,30 @@ def layouts(draw: st.DrawFn) -> schema.Layout:
 def test_what_is_planned_is_packed_within_the_budget(
     policy: schema.Layout,
     reference: schema.Layout,
+    critic: schema.Layout,
     fp8: str | None,
     budget: int,
     lengths: list[int],
     few: bool,
 ) -> None:
-    """By any recipe of FP8, rows of any or of few sizes, tp, sp, cp and dynamic cp, of the policy and of a role with a layout of its own: the planner's rows, packed by
-    the engine's alignment for the cell's own ranks, are whole multiples and within the budget; and the planner refuses what `quintet
-    check` refuses."""
+    """By any recipe of FP8, rows of any or of few sizes, tp, sp, cp and dynamic cp, of the policy and of a reference and a critic with
+    layouts of their own: the planner's rows, packed by the engine's alignment for the cell's own ranks, are whole multiples and within the
+    budget; and the planner refuses what `quintet check` refuses."""
     recipe = schema.Recipe(
         layout=policy,
         reference=schema.Reference(layout=reference),
+        critic=schema.Critic(layout=critic),
         engine=schema.Engine(fp8=fp8, tokens_per_microbatch_per_rank=budget, row_buckets=few),  # type: ignore[arg-type]
     )
     placements = [
         Placement(name, layout, [{}] * (2 * layout.tp * layout.cp))
-        for name, layout in (("policy", policy), ("reference", reference))
+        for name, layout in (("policy", policy), ("reference", reference), ("critic", critic))
     ]
     scatterer = Scatterer(None, recipe, shape_of_built(schema.BuildModel()), placements)  # type: ignore[arg-type]
-    fits = overflow(recipe, max(lengths), ["reference"]) is None
     found = {one.name: plan for one in placements if (plan := planned(scatterer, lengths, one)) is not None}
-    assert (len(found) == 2) is fits
     assert ("policy" in found) is (overflow(recipe, max(lengths)) is None)
+    for role in ("reference", "critic"):
+        assert ({"policy", role} <= found.keys()) is (overflow(recipe, max(lengths), [role]) is None)
     for placement in placements:
         layout = placement.layout
         packed = partial(alignment_of, layout, engine=recipe.engine)
