@@ -105,14 +105,10 @@ def find_weights(path: Path) -> WeightsOnDisk:
 
 def _with_scales(tensors: dict[str, Located]) -> dict[str, Located]:
     """The same tensors, those in 8 bits with their scales, which are no weights of their own."""
-    of = {
-        name: name + SCALE
-        for name, one in tensors.items()
-        if one.entry.dtype == FP8 and name + SCALE in tensors
-    }
-    scales = set(of.values())
+    eight = {name for name, one in tensors.items() if one.entry.dtype == FP8 and name + SCALE in tensors}
+    scales = {name + SCALE for name in eight}
     return {
-        name: Located(one.file, one.entry, tensors[of[name]]) if name in of else one
+        name: Located(one.file, one.entry, tensors[name + SCALE]) if name in eight else one
         for name, one in tensors.items()
         if name not in scales
     }
@@ -146,8 +142,7 @@ def _check_index(index: Path, file_of: dict[str, Path], names: set[str], file: P
 
 def mtp_weights(shape: ModelShape) -> list[Weight]:
     """Return the entries of layers for multi-token prediction in a family's table, in a model that has them."""
-    table = table_of(shape)
-    return [weight for weight in table if weight.name.startswith("mtp.")]
+    return [weight for weight in table_of(shape) if weight.name.startswith("mtp.")]
 
 
 def held_shape(path: Path, names: set[str] | None = None) -> ModelShape:
