@@ -237,8 +237,8 @@ def _explain(details: ErrorDetails, source: _Source) -> str:
         return f"{where}: {key} is {_shown(details['input'])}; {details['msg'].removeprefix('Value error, ')}"
     known = all_keys()
     field_key = next((key for key in _prefixes(path) if key in known), None)
-    written = (field_key or "") * where.startswith(_OVERRIDE)
-    wanted = f"expected {expected(known[field_key], written)}" if field_key else details["msg"]
+    by_override = field_key if field_key and where.startswith(_OVERRIDE) else ""
+    wanted = f"expected {expected(known[field_key], by_override)}" if field_key else details["msg"]
     meant = VALUES.get(key, {}).get(str(details["input"]))
     here = f" ({details['input']} is {meant} here)" if meant else ""
     return f"{where}: {key} is {_shown(details['input'])}; {wanted}{here}"
