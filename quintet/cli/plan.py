@@ -138,7 +138,8 @@ def _ranks_like(full: StagePlan, stages: Sequence[StagePlan], ranks: int) -> str
     alike = [one.stage for one in stages if one.device[phase] == full.device[phase]]
     if len(alike) == len(stages):
         return "all ranks"
-    return ", ".join(f"ranks {one * each} to {one * each + each - 1} (stage {one})" for one in alike)
+    named = "ranks {} to {}" if each > 1 else "rank {}"
+    return ", ".join(f"{named.format(one * each, one * each + each - 1)} (stage {one})" for one in alike)
 
 
 def _build(recipe: Recipe, shape: ModelShape, which: int | str) -> int:

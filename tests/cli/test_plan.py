@@ -236,3 +236,8 @@ def test_a_device_has_a_size(size, capsys):
 def test_ranks_of_all_stages_that_are_as_full_are_told(capsys, words, ranks):
     main(["plan", str(RECIPES / "deepseek_v3_96_h20.yaml"), "--gpu-gib", "89", *words])
     assert f"Fullest: {ranks}" in capsys.readouterr().out
+
+
+def test_a_stage_of_one_rank_is_named_as_such(capsys):
+    main(["plan", "Qwen3-8B", "cluster.ranks=4", "layout.pp=4"])
+    assert "Fullest: rank 0 (stage 0) in train" in capsys.readouterr().out
