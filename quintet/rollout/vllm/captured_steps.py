@@ -24,8 +24,8 @@ from vllm.v1.worker.gpu.input_batch import (
     prepare_pos_seq_lens,
 )
 
-MOST = 512
-"""Sequences of the largest step that is captured. Its graph holds their logits: half a gigabyte, of 152,000 words."""
+MOST = 256
+"""Sequences of the largest step that is captured. Its graph holds their logits, a quarter of a gigabyte of 152,000 words, also while vLLM sleeps."""
 
 Drawn = tuple[Any, Tensor, Tensor]
 """vLLM's SamplerOutput, and how many tokens were drawn and how many rejected, each [sequences]."""
