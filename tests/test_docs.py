@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from quintet.observe.memory import GIB
+from quintet.plan.phases import plan_stages
+from quintet.recipe.hub import shapes_alone
+from quintet.recipe.loader import load_recipe
+from quintet.recipe.rules import shape_of
 from quintet.runs.checkpoints import Checkpoints
 from tests.models.directory import write_model, write_tokenizer
 from tests.runs.test_checkpoints import save
@@ -116,6 +121,13 @@ def test_the_8b_recipes_rates_are_of_the_records():
     assert f"{tokens:,.0f} tokens/s a GPU (MFU {mfu:.2f}) with engine.recompute=selective" in header
     tokens, mfu = rate("selective-mlp_act-layernorm")
     assert f"{tokens:,.0f} ({mfu:.2f}) with engine.recompute_modules=[mlp_act,layernorm]" in header
+    faster = ["engine.backend=transformer_engine", "engine.recompute_modules=[mlp_act,layernorm]"]
+    with shapes_alone():
+        recipe = load_recipe(ROOT / "recipes" / "qwen3_8b_dapo_8gpu.yaml", faster)
+        shape = shape_of(recipe)
+    assert shape is not None
+    (stage,) = plan_stages(recipe, shape)
+    assert f"would take {stage.device['train'] / GIB:.1f} GiB here with such layers" in header
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
