@@ -26,8 +26,9 @@ WALK_SHARE = 0.001
 
 
 def memory_peaks(tree: Tree | None = None) -> dict[str, float | None]:
-    """Return the peaks so far: `host_gib` (resident, of this process and those below it that are there now, or of a tree that is known), `device_gib`
-    (allocated by torch in this process; None without CUDA); and what is resident now, RESTING."""
+    """Return the peaks so far: `host_gib` (resident, of this process and those below it that are there now), `device_gib`
+    (allocated by torch in this process; None without CUDA); and what is resident now, RESTING. tree: of these processes, which are those
+    that it found when it last looked."""
     tree = tree or Tree()
     return {"host_gib": tree.sum_of(_peak_of), "device_gib": device_peak(), RESTING: tree.resident()}
 

@@ -12,10 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quintet.errors import UserError
+from quintet.observe import report
 from quintet.observe.report import figures, make_anew, write_report
 from quintet.observe.report.svg import MOST_POINTS, Plot, Series, _thin, render, running_mean
 from quintet.recipe.loader import dump_resolved
-from quintet.recipe.schema import Recipe, Sft, SftOptimizer
+from quintet.recipe.schema import Recipe, Run, Sft, SftOptimizer
+from quintet.recipe.yaml_text import read_yaml
 
 VOID = {"meta", "link", "br", "img", "input"}
 
@@ -190,6 +192,22 @@ def test_what_a_killed_run_left_is_told_anew(tmp_path: Path) -> None:
     make_anew(tmp_path)
     again = json.loads((tmp_path / "summary.json").read_text())
     assert again | {"written": ""} == told | {"written": ""}, "once more comes to the same"
+
+
+def test_a_recipe_is_read_once_for_all_reports_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its YAML is most of what a report takes, and another run's is another."""
+    read = []
+    monkeypatch.setattr(report, "read_yaml", lambda text, name: read.append(text) or read_yaml(text, name))
+    pages = []
+    for name in ("one", "two", "two"):
+        text = dump_resolved(Recipe(run=Run(name=f"run of {name}")))
+        (tmp_path / "recipe.yaml").write_text(text)
+        pages.append(write_report(tmp_path).read_text())
+    assert len(read) == 2
+    assert ["run of one" in page for page in pages] == [True, False, False]
+    assert ["run of two" in page for page in pages] == [False, True, True]
 
 
 def test_what_is_no_run_is_told(tmp_path: Path) -> None:
