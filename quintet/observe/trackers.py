@@ -103,12 +103,11 @@ class WeightsAndBiases:
             except wandb.errors.Error:
                 if mode != "online":
                     raise
-                self._run = wandb.init(
-                    mode="offline", **options
-                )  # No network: `wandb sync` can send it later.
+                # No network: `wandb sync` can send it later.
+                self._run = wandb.init(mode="offline", **options)
         except (wandb.errors.Error, ValueError) as error:
             raise UserError(
-                f"run.trackers=[wandb]: W&B starts no run by the variables WANDB_… of the environment: {error}"
+                f"run.trackers=[wandb]: W&B starts no run; correct WANDB_… in the environment, or remove wandb: {error}"
             ) from None
         # W&B insists on one growing step; the stages count from the start each.
         self._run.define_metric("*", step_metric="step")

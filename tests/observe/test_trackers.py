@@ -73,5 +73,5 @@ def test_what_wandb_refuses_of_the_environment_is_one_message(tmp_path, monkeypa
 
     fake = SimpleNamespace(init=init, Settings=dict, errors=SimpleNamespace(Error=Known))
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    with pytest.raises(UserError, match=r"run.trackers.*WANDB_.*Invalid project name 'a/b'"):
+    with pytest.raises(UserError, match=r"correct WANDB_… .* or remove wandb: Invalid project name 'a/b'"):
         make_trackers(recipe("wandb"), tmp_path)
