@@ -14,8 +14,10 @@ from quintet.recipe.vllm import RUNNER, runner_refusals, runner_taken
 if TYPE_CHECKING:
     import torch
 
-_RUNNER_ASKED = os.environ.get(RUNNER) or os.environ.pop(RUNNER, None) or None
-"""What the user says of it, read before `choose_runner` writes there. An empty one is taken away: vLLM fails to read it."""
+if not os.environ.get(RUNNER):
+    os.environ.pop(RUNNER, None)  # an empty one vLLM fails to read
+_RUNNER_ASKED = os.environ.get(RUNNER)
+"""What the user says of it, read before `choose_runner` writes there."""
 KEPT = "runner"
 """Tag of what the allocator of sleeping memory is to leave alone."""
 
