@@ -1,7 +1,7 @@
 """megatron-core's linear layers, with a shorter and faster way for ranks on a CPU that share no matrix.
 
 Core goes through three autograd functions a product, also in generation: on a CPU that is as long as a product of a decode step of a small
-model takes. `quintet.engine.product` is one.
+model takes. A product of `quintet.engine.product` goes through one, and in generation through none.
 """
 
 from __future__ import annotations
