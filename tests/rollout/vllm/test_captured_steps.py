@@ -25,10 +25,9 @@ def steps_of(rollout):
     return worker.model_runner.execute_model.__self__
 
 
-@pytest.fixture(scope="module")
-def rollout(start):
-    made = start("qwen3", sequences_per_rank=8, vllm=SMALL)
-    steps = steps_of(made)
+def count_replayed(rollout):
+    """Have the steps that are replayed from now on counted, in `replayed`."""
+    steps = steps_of(rollout)
     steps.replayed = 0
     for size, captured in steps._graphs.items():
 
@@ -38,6 +37,12 @@ def rollout(start):
                 graph.replay()
 
         steps._graphs[size] = captured._replace(after=Counted())
+
+
+@pytest.fixture(scope="module")
+def rollout(start):
+    made = start("qwen3", sequences_per_rank=8, vllm=SMALL)
+    count_replayed(made)
     return made
 
 

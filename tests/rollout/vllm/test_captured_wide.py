@@ -7,7 +7,7 @@ import pytest
 
 from quintet.rollout.base import Request, Sampling
 from tests.rollout.vllm.conftest import DEVICE
-from tests.rollout.vllm.test_captured_steps import launched, steps_of
+from tests.rollout.vllm.test_captured_steps import count_replayed, launched, steps_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -30,6 +30,10 @@ def test_a_replayed_step_of_many_is_the_one_that_is_launched(start):
     def samples():
         return [(s.response_ids, s.policy_logprobs) for (s,) in rollout.generate(requests, sampling)]
 
+    count_replayed(rollout)
     replayed = samples()
+    count = steps_of(rollout).replayed
+    assert count > 10
     with launched(rollout):
         assert samples() == replayed
+    assert steps_of(rollout).replayed == count
