@@ -308,12 +308,10 @@ def run_tests(names: Sequence[str], needs: str, holds: str) -> Callable[..., tup
     def run(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
         if importlib.util.find_spec(needs) is None:
             return [], [f"{part}: {needs} is not installed here: pip install -e '.[{needs}]'"]
-        found: tuple[list[str], list[str]] = ([], [])
         for name in names:  # a process each: on a GPU vLLM refuses the second engine that sleeps in one
-            found = run_module([*command, name], holds, part, options.part_s)
-            if found[1]:
-                break
-        return found
+            if wrong := status_of([*command, name], options.part_s):
+                return [], [f"{part}: {name}: {wrong}"]
+        return [f"{part}: {holds}"], []
 
     return run
 
@@ -373,7 +371,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--part", nargs="+", choices=(*PARTS, *ELSEWHERE), help="these parts alone (default: all but sglang)")
     add("--record", action="store_true", help="keep what the benchmarks measure as their records")
     add("--out", type=Path, help="also write the measured records to this file; the oracle's go beside it")
-    add("--part-s", type=float, default=PART_S, help=f"longest that a part may take (default {PART_S:.0f})")
+    add(
+        "--part-s",
+        type=float,
+        default=PART_S,
+        help=f"longest that a part may take, each process of one of tests (default {PART_S:.0f})",
+    )
     add(
         "--tiny",
         action="store_true",

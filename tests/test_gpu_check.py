@@ -80,20 +80,24 @@ def test_gpus_decide_which_cases_run() -> None:
 
 def test_parts_of_tests_run_tests_that_there_are_one_process_each(monkeypatch) -> None:
     ran: dict[str, list[str]] = {}
-
-    def run(command: list[str], holds: str, part: str, limit_s: float) -> tuple[list[str], list[str]]:
-        ran.setdefault(part, []).append(command[-1])
-        return [holds], []
-
-    monkeypatch.setattr(gpu_check, "run_module", run)
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: name)
     for part, tests in gpu_check.TESTS.items():
+        names = ran.setdefault(part, [])
+        monkeypatch.setattr(gpu_check, "status_of", lambda command, _, names=names: names.append(command[-1]))
         assert tests(part, 1, gpu_check.arguments(["--part", part]))[1] == []
     for file, _, test in [one.partition("::") for names in ran.values() for one in names]:
         assert f"def {test.partition('[')[0]}" in (ROOT / file).read_text()
     of_vllm = [one for part in ("scheduler", "vllm", "kills") for one in ran[part]]
     assert {f"tests/rollout/vllm/test_{one}.py" for one in ("offline", "update", "deaths")} < {*of_vllm}
     assert {*re.findall(r"vllm/(test_routes\.py)::test_", " ".join(of_vllm))} == {"test_routes.py"}
+
+
+def test_of_a_part_of_tests_the_one_that_fails_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: name)
+    failing = "tests/rollout/vllm/test_update.py"
+    monkeypatch.setattr(gpu_check, "status_of", lambda command, _: "too long" * (command[-1] == failing))
+    found = gpu_check.TESTS["vllm"]("vllm", 1, gpu_check.arguments(["--part", "vllm"]))
+    assert found == ([], [f"vllm: {failing}: too long"])
 
 
 def test_make_runs_each_part() -> None:
