@@ -45,6 +45,13 @@ from quintet.recipe.hub import shapes_alone
 from quintet.recipe.loader import load_recipe
 
 SIDES = ("raw", "quintet")
+OPTIONS = {
+    "tokens_per_microbatch_per_rank": "--tokens",
+    "backend": "--backend",
+    "recompute": "--recompute",
+    "recompute_modules": "--recompute-modules",
+}
+"""Keys of a recipe's section engine that have an option of their own."""
 UNSEEN = 2
 """Steps before the first that is measured, where those that are measured are to be new."""
 BACKENDS = {"te": "transformer_engine", "portable": "portable"}
@@ -349,6 +356,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     whole = MODELS[args.shape].shape.layers
     if max(args.layers or (0,)) > whole:
         parser.error(f"--layers {max(args.layers)}: {args.shape} has {whole}")
+    for key in (one.partition("=")[0] for one in args.engine):
+        if key in OPTIONS:
+            parser.error(f"--engine {key}: use {OPTIONS[key]}")
     backends = [] if args.worker else backends_of(args)
     for backend, layers in itertools.product(backends, args.layers or [whole]):
         try:

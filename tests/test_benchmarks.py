@@ -198,6 +198,11 @@ def test_a_depth_is_named_once(capsys) -> None:
         ("--recompute-modules mlp", "is read by engine.recompute=selective alone"),
         ("--shape tiny --layout ep=2 --gpus 2", "the model has no experts"),
         ("--layers 99", "--layers 99: qwen2.5-1.5b has 28"),
+        ("--engine recompute=full", "--engine recompute: use --recompute"),
+        (
+            "--engine tokens_per_microbatch_per_rank=8",
+            "--engine tokens_per_microbatch_per_rank: use --tokens",
+        ),
     ],
 )
 def test_what_a_recipe_would_be_refused_for_is_refused(words: str, said: str, capsys) -> None:
