@@ -19,10 +19,8 @@ RESTING = "resting_host_gib"
 """Of a rank that is in no phase."""
 EVERY_S = 0.05
 """How often a phase's use of memory is looked at."""
-WALK_S = 2.0
-"""How often the process table is walked at most."""
-WALK_SHARE = 0.001
-"""Of the time that may go by walking it, which takes milliseconds, and of a host with many processes tens of them: other threads wait meanwhile."""
+WALK_S = 10.0
+"""How often the process table is walked, which takes milliseconds, and on a host with many processes tens of them: other threads wait meanwhile."""
 
 
 def memory_peaks(tree: Tree | None = None) -> dict[str, float | None]:
@@ -39,7 +37,7 @@ class Tree:
     def __init__(self, every_s: float = WALK_S) -> None:
         self.peak_gib = 0.0
         """The most that `resident` has seen."""
-        self._every_s, self._walk_due = every_s, float("-inf")
+        self._every_s, self._walked = every_s, float("-inf")
         self._processes: list[psutil.Process] = []
 
     def resident(self) -> float:
@@ -50,11 +48,9 @@ class Tree:
 
     def sum_of(self, measure: Callable[[psutil.Process], float]) -> float:
         """Return the sum of a measure of each process."""
-        if (began := time.monotonic()) >= self._walk_due:
+        if time.monotonic() - self._walked >= self._every_s:
             this = psutil.Process()
-            self._processes = [this, *this.children(recursive=True)]
-            took = time.monotonic() - began
-            self._walk_due = began + max(self._every_s, took / WALK_SHARE if self._every_s else 0)
+            self._processes, self._walked = [this, *this.children(recursive=True)], time.monotonic()
         total = 0.0
         for process in self._processes:
             with suppress(psutil.Error, OSError):  # it ended while we looked
