@@ -454,9 +454,7 @@ def generates(*options: str) -> str:
 
 @pytest.mark.nightly
 def test_native_generation_is_measured_on_a_cpu() -> None:
-    assert re.search(
-        r"tiny/1gpu/long-tail/native: [\d,]+ tokens/s \(\d+ response tokens", generates("--only", "native")
-    )
+    assert re.search(r"tiny/1gpu/long-tail/native: [\d,]+ tokens/s", generates("--only", "native"))
 
 
 @pytest.mark.vllm
