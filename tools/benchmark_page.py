@@ -49,8 +49,9 @@ LIMITS = {
     "for all gains less than the five times that were aimed for.",
     "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
     "handover": "generation, three fifths of the step, and of it the longest response: some 300 steps of few sequences, of 1.8 ms each, which is the GPU's own time. "
-    "Where all fits nothing moves but weights: the rollout stays awake. `controller_share` is planning and scattering (2%), and what is in no phase: asking ranks "
-    "for their memory and counts, 9 ms, and the run's report, 20 ms every other step, most of it the recipe's YAML, which since this record is read once.",
+    "Where all fits nothing moves but weights: the rollout stays awake. `controller_share` is planning and scattering (2%), and 30 ms in no phase: of these 9 ask "
+    "ranks for their memory and counts, and 20, every other step, wrote the run's report, most of that the recipe's YAML, which since this record is read once; the "
+    "rest is not known.",
     "kv_cache": "memory bandwidth: slots or pages are read once a token.",
     "fp8": "what is not multiplied in 8 bits (attention, head, norms, optimizer), and rounding, which passes over memory: at a model's full depth "
     "head and optimizer are a smaller part, so that more is gained than at 8 layers. Of 128 experts each is rounded and multiplied by launches of "

@@ -84,7 +84,7 @@ def _ratio(a: str, b: str) -> float:
 def expected(field: FieldInfo, override: str = "") -> str:
     """Return what a key accepts, in words: "a whole number greater than 0, or null". override: the key, where an override wrote it."""
     if (section := section_type(field)) is not None:
-        keys = [f"{override}.{key}=…" if override else key for key in section.model_fields]
+        keys = [f"{override}.{key}" if override else key for key in section.model_fields]
         shown = ", ".join(keys[:5]) + " …" * (len(keys) > 5)
         or_null = ", or null" if type(None) in get_args(field.annotation) else ""
         return f"a section (its keys{'' if override else ', indented below it'}: {shown}){or_null}"

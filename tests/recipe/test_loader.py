@@ -243,7 +243,7 @@ def test_on_the_command_line_a_section_is_told_with_its_keys_as_they_stand_there
     refuse, override: str
 ) -> None:
     assert (
-        "engine.aux_loss is 0.001; expected a section (its keys: engine.aux_loss.per=…, engine.aux_loss.weight=…), or null"
+        "engine.aux_loss is 0.001; expected a section (its keys: engine.aux_loss.per, engine.aux_loss.weight), or null"
         in refuse(override)
     )
 
