@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from typing import NamedTuple
 
 
@@ -25,8 +25,7 @@ def deal(count: int, rollouts: int, expected: Sequence[float] | None) -> list[li
     if expected is None:
         return [list(range(rollout, count, rollouts)) for rollout in range(rollouts)]
     shares: list[list[int]] = [[] for _ in range(rollouts)]
-    loads = [(0.0, 0, rollout) for rollout in range(rollouts)]
-    heapify(loads)
+    loads = [(0.0, 0, rollout) for rollout in range(rollouts)]  # a heap, being sorted
     for number in sorted(range(count), key=lambda one: -expected[one]):
         tokens, requests, rollout = loads[0]
         shares[rollout].append(number)
