@@ -89,7 +89,7 @@ def second_runner_lacks(recipe: Recipe) -> str | None:
         return "rollout.adapter_sync=separate"
     if "speculative_config" in recipe.rollout.vllm:
         return "rollout.vllm.speculative_config"
-    for key, value in sorted(recipe.rollout.vllm.items()):
+    for key, value in recipe.rollout.vllm.items():
         if key not in _TRIED_WITH_SECOND and (key, value) != _ON_ANYWAY:
             return f"rollout.vllm.{key} (not tried)"
     if placement_of(recipe).layout.pp > 1:

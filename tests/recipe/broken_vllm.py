@@ -27,6 +27,7 @@ BROKEN_VLLM = [
             "model.build.head_dim=32",
         ],
     ),
+    ("vllm_can_do_it", [V, "@qwen2-wide"], ["heads = 8 in models of qwen2, and these have 16"]),
     (
         "vllm_can_do_it",
         [V, "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=5"],
@@ -109,7 +110,10 @@ BROKEN_VLLM = [
             "rollout.quantization=fp8",
             "rollout.vllm.hf_overrides={quantization_config: {quant_method: awq}}",
         ],
-        ["rollout.vllm.hf_overrides.quantization_config: it is rollout.quantization; remove it"],
+        [
+            'override "rollout.vllm.hf_overrides={',
+            "rollout.vllm.hf_overrides.quantization_config: it is rollout.quantization; remove it",
+        ],
     ),
     (
         "vllm_can_do_it",

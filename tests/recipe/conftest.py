@@ -23,6 +23,7 @@ MODELS = {
     "dense": QWEN3,
     "moe": QWEN3_MOE,
     "mla": DEEPSEEK_V3,
+    "qwen2-wide": QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "head_dim": 16},
     "sinks": GPT_OSS,
     "sinks-limit": GPT_OSS | {"swiglu_limit": 5.0},
     "fp8": QWEN3 | _FP8 | {"hidden_size": 128, "head_dim": 128, "intermediate_size": 128},

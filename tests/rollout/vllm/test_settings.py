@@ -12,7 +12,7 @@ from pydantic import create_model
 
 from quintet.errors import UserError, WorkerFailure
 from quintet.recipe import schema
-from quintet.recipe.vllm import second_runner_lacks
+from quintet.recipe.vllm import DECIDED, second_runner_lacks
 from quintet.rollout import draft_length as draft_length_of
 from quintet.rollout.base import Sampling
 from quintet.rollout.draft_length import Measured
@@ -191,6 +191,27 @@ def test_of_a_directory_in_8_bits_vllm_loads_none(tmp_path, config):
     assert of_eight == of_plain | {"model": str(eight)}
 
 
+def test_what_is_set_is_refused_of_a_user_unless_it_may_be_another(arguments, monkeypatch):
+    monkeypatch.setenv(runners.RUNNER, "1")
+    lora = {"lora": {"rank": 8}, "adapter_sync": "separate"}
+    made = [
+        arguments(),
+        arguments("cpu"),
+        arguments(layout={"tp": 2, "pp": 4}, sequences_per_rank=1024, quantization="fp8"),
+        arguments(**lora),
+    ]
+    assert {name for one in made for name in one} - DECIDED.keys() == {
+        "async_scheduling",
+        "cudagraph_capture_sizes",
+        "enable_chunked_prefill",
+        "enforce_eager",
+        "hf_overrides",
+        "kv_cache_memory_bytes",
+        "load_format",
+        "max_num_batched_tokens",
+    }
+
+
 def test_options_go_through(arguments):
     assert arguments(vllm={"enforce_eager": True})["enforce_eager"]
     with pytest.raises(UserError, match=r"rollout\.vllm\.enforce_eagr.*did you mean enforce_eager"):
@@ -260,6 +281,8 @@ def test_processes_that_do_not_start_are_told_with_where_to_look():
         ({"vllm": {"enforce_eager": True}}, None),
         ({"vllm": {"async_scheduling": True, "cudagraph_capture_sizes": [1, 8, 64]}}, None),
         ({"vllm": {"async_scheduling": False}}, "rollout.vllm.async_scheduling (not tried)"),
+        ({"vllm": {"max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 9}}, None),
+        ({"vllm": {"hf_overrides": {"rope_theta": 2}, "load_format": "dummy"}}, None),
     ],
 )
 def test_the_second_runner_is_taken_where_it_can_do_all(monkeypatch, rollout, lacks):
