@@ -4,7 +4,7 @@ Ray's own agents stay for a minute, a verifier in the middle of a computation fo
 for ever. So a shell waits for the end of this process, which closes its input, kills all that belongs to the run's scratch
 directory, and removes that: what was started with the directory's name in its environment, and those programs of a run that have a
 file of it open (a process that sets its title may write over its environment). Whoever else reads such a file, as `tail -f` of a
-log, stays.
+log, stays; so does another run, which looks at the owner's file, and into directories, as it removes what killed ones have left.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from quintet.runs.fsync import call_in_forked_children
+from quintet.runs.fsync import OWNER, call_in_forked_children
 from quintet.runs.successor import when_this_has_ended
 
 STOP_TIMEOUT_S = 5.0
 _SCRIPT = """\
-directory=$1
-shift
+directory=$1 owner=$2
+shift 2
 programs() {
     while read -r pid; do
         exe=$(readlink "/proc/$pid/exe")
@@ -33,7 +33,7 @@ programs() {
 left() {
     {
         grep -lsF "$directory" /proc/[0-9]*/environ | cut -d/ -f3
-        find /proc/[0-9]*/fd -lname "$directory/*" 2>/dev/null | cut -d/ -f3 | uniq | programs "$@"
+        find /proc/[0-9]*/fd -lname "$directory/*" ! -lname "$directory/$owner*" ! -xtype d 2>/dev/null | cut -d/ -f3 | uniq | programs "$@"
     } | sort -u | grep -vx "$PPID"
 }
 tries=0
@@ -55,7 +55,7 @@ class Guardian:
 
     def __init__(self, directory: Path, programs: Sequence[Path] = ()) -> None:
         known = [os.path.realpath(program) for program in (Path("/proc/self/exe"), *programs)]
-        self._process = when_this_has_ended(_SCRIPT, "quintet-guardian", str(directory), *known)
+        self._process = when_this_has_ended(_SCRIPT, "quintet-guardian", str(directory), OWNER, *known)
         assert self._process.stdin is not None
         self._alive = self._process.stdin
         call_in_forked_children(self._let_go)  # or it would wait for their end too

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from quintet.runs.fsync import OWNER
 from tests.patience import BUSY
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/exe").exists(), reason="there is no /proc")
@@ -83,6 +84,25 @@ def test_of_those_who_read_a_file_only_the_programs_of_a_run_are_killed(director
         tail.kill()
         tail.wait()
         python.stdout.close()
+
+
+def test_another_run_that_removes_what_is_left_stays(directory: Path) -> None:
+    """As `Scratch` does when it is made: it holds the owner's file while it removes directory after directory."""
+    (directory / "r").mkdir()
+    (directory / OWNER).touch()
+    removing = "import os; held = os.open(sys.argv[2], os.O_RDONLY); os.remove(sys.argv[1]);"
+    program = [sys.executable, "-c", READ.replace("print", f"{removing} print")]
+    other = subprocess.Popen([*program, directory / OWNER, directory / "r"], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    child = killed_guarded(directory)
+    try:
+        assert gone(directory)
+        assert other.poll() is None
+    finally:
+        os.kill(child, signal.SIGKILL)
+        other.kill()
+        other.communicate()
 
 
 @pytest.mark.parametrize("above", [False, True], ids=["by name", "by directory"])
