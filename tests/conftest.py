@@ -51,6 +51,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.split("::", 1)[0]
             return ROOMS_TOGETHER.get(PurePosixPath(file).parent.name, file)
 
+        def schedule(self) -> None:
+            super().schedule()
+            # A worker begins its last test when it has another, or knows that there is none: one that takes a dead one's place
+            # is told of neither, and would wait for ever.
+            for node in self.nodes:
+                while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                    self._reschedule(node)
+
+        def mark_test_pending(self, item: str) -> None:  # type: ignore[override]
+            """Called to run the test again in which a worker died: `remove_node` has put it back already."""
+
     return ByFile(config, log)
 
 
