@@ -15,7 +15,7 @@ LOG = """\
      3.000 s    40.000 GB    10.00 GB/s  training state left: grads, optimizer
      4.000 s    20.000 GB    40.00 GB/s  training state left: grads, optimizer
      5.000 s    20.000 GB    20.00 GB/s  training state left: grads, optimizer
-     6.000 s    20.000 GB    50.00 GB/s  training state is back
+     6.000 s    20.000 GB    50.00 GB/s  training state is back: optimizer
 """
 
 
@@ -24,7 +24,7 @@ def test_moves_are_read_with_their_seconds() -> None:
     assert found == {
         "training state left: grads, optimizer": [(4.0, 40.0), (4.0, 40.0), (0.5, 20.0), (1.0, 20.0)],
         "rollouts woke: weights": [(pytest.approx(0.1), 3.0)],
-        "training state is back": [(0.4, 20.0)],
+        "training state is back: optimizer": [(0.4, 20.0)],
     }
 
 
@@ -43,7 +43,7 @@ def test_what_is_told_leaves_the_first_steps_out_and_stands_beside_the_link() ->
     assert found["controller_share"] == (pytest.approx(0.25), "fraction", None)
     assert found["training_state_left_grads_optimizer_s"] == (1.0, "s", None)
     assert found["training_state_left_grads_optimizer_gb_s"] == (20.0, "GB/s", 55.0)
-    assert found["training_state_is_back_gb_s"] == (50.0, "GB/s", 60.0)
+    assert found["training_state_is_back_optimizer_gb_s"] == (50.0, "GB/s", 60.0)
     assert found["rollouts_woke_weights_s"] == (pytest.approx(0.1), "s", None)
     assert "rollouts_woke_weights_gb_s" not in found
 
@@ -55,7 +55,7 @@ def test_a_run_is_measured_on_a_cpu() -> None:
         "step_s",
         "train_s",
         "controller_share",
-        "training_state_is_back_gb_s",
+        "training_state_is_back_optimizer_gb_s",
         "rollouts_sleep_s",
     ):
         assert f"  {metric} " in printed

@@ -7,7 +7,8 @@ Within the block rollouts are awake, with the present weights; outside of it tra
 share devices, the order is always the same, and every step of it is told to `hybrid.log`, among the run's logs:
 
     gradients and optimizer state leave → weights of the rollout wake → weights are brought, and proved → parameters leave, if
-    the recipe says so → the KV cache wakes   …   the rollout sleeps → training state comes back
+    the recipe says so → the KV cache wakes   …   the rollout sleeps → parameters and gradients come back, and optimizer state beside
+    what follows: rewards, scoring and the first gradients
 
 The rollout sleeps, its KV cache released, whenever training state is there: so nothing is held twice, and buckets are
 allocated while neither KV cache nor optimizer state is. At level 0, which needs room for all of it, the rollout is held and keeps what it
@@ -59,6 +60,7 @@ class DeviceHandover:
         self._several = bool(roles_of(recipe))
         self._weights_stale = True
         self._awake = not rollouts.colocated
+        self._coming = False
         self._began = time.monotonic()
         self.metrics: dict[str, float] = {}
         """Of the last time weights were brought."""
@@ -85,6 +87,7 @@ class DeviceHandover:
 
     def mark_weights_updated(self) -> None:
         """Mark the weights as new: a rollout on its own devices takes them now, one that sleeps when it wakes."""
+        self._tell_what_came()
         self._weights_stale = True
         self._rollouts.mark_weights_updated()
         if not self._rollouts.colocated:
@@ -122,6 +125,7 @@ class DeviceHandover:
             self._log_event("rollouts paused")
             if sleeps:
                 self._tell("rollouts sleep: kv_cache", lambda: rollouts.sleep(0))
+        self._tell_what_came()
         self._offload_training("grads", "optimizer", to_come=self._room if sleeps else 0.0)
         if rollouts.colocated and sleeps:
             self._tell("rollouts woke: weights", lambda: rollouts.wake("weights"))
@@ -155,9 +159,22 @@ class DeviceHandover:
         self._awake = False
         self._weights_stale = self._weights_stale or self._level == 2
         if any(self._shares.values()):
-            self._tell(
-                "training state is back", lambda: sum(self._policy.all(Policy.onload, phase="reload")())
-            )
+            onload = self._policy.all(Policy.onload, phase="reload")
+            first = [kind for kind in KINDS if self._shares[kind] and kind != "optimizer"]
+            if first:
+                self._tell(f"training state is back: {', '.join(first)}", lambda: sum(onload()))
+            else:
+                onload()
+            self._coming = bool(self._shares["optimizer"])
+
+    def _tell_what_came(self) -> None:
+        """Write down the optimizer state that came back beside rewards, scoring and training."""
+        if self._coming:
+            self._coming = False
+            told = self._policy.all(Policy.came, phase="reload")()
+            moved, seconds = sum(moved for moved, _ in told), max(seconds for _, seconds in told)
+            if moved:
+                self._log_event("training state is back: optimizer", moved, seconds)
 
     def _offload_training(self, *kinds: str, to_come: float | None) -> None:
         if not self._rollouts.colocated:

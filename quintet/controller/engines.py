@@ -91,18 +91,28 @@ class Engines(Mapping[str, Engine | AdapterReference]):
     # whose turn it is
 
     def use(self, role: str) -> Engine | AdapterReference:
-        """Return the role's engine, on its device; the others leave it, as far as the recipe says. No collective."""
-        self.bring(role)
+        """Return the role's engine, its parameters on the device; the other roles leave it, as far as the recipe says. No collective."""
+        self.bring(role, "params")
         return self._roles[role]
 
-    def bring(self, role: str) -> int:
-        """Bring a role to its device, as for `use`; bytes that came."""
+    def whole(self, role: str) -> Engine | AdapterReference:
+        """Return the role's engine as `use` does, with gradients and optimizer state, which may come while something else is computed."""
+        engine = self.use(role)
+        self.behind(role).begin_reload()
+        return engine
+
+    def bring(self, role: str, *kinds: str) -> int:
+        """Bring these kinds of a role's training state to the device, as for `use`; bytes that came."""
         mine = self.behind(role)
         for name in self._roles:
             if self.behind(name) is not mine:
                 self._rest(name)
         self._active = role
-        return mine.reload()
+        return mine.reload(*kinds)
+
+    def alone(self) -> bool:
+        """Return whether nothing takes turns with the policy."""
+        return all(self.behind(role) is self.policy for role in self._roles)
 
     def offload(self, kinds: Sequence[str]) -> int:
         """Take the recipe's shares of these kinds off the device, of all roles; bytes that left. Of the policy nothing else is away.
@@ -173,7 +183,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
         return engine.optimizer_step(), engine.expert_load()
 
     def _trained(self, role: str) -> Engine:
-        engine = self.use(role)
+        engine = self.whole(role)
         if not isinstance(engine, Engine) or not engine.trains:
             raise RuntimeError(f"the {role} is not trained: it has no optimizer")
         return engine

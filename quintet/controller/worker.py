@@ -302,12 +302,20 @@ class PolicyWorker(Worker):
         return left
 
     def onload(self) -> int:
-        """Bring back what left, of the policy; bytes. Other roles come when they are used."""
-        return self.roles.bring("policy")
+        """Bring back the policy's parameters and gradients; bytes. Its optimizer state comes beside what is computed next (`came`), or
+        when it is used where roles take turns. So do other roles."""
+        came = self.roles.bring("policy", "params", "grads")
+        if self.roles.alone():
+            self.engine.begin_reload()
+        return came
+
+    def came(self) -> tuple[int, float]:
+        """Return the bytes of optimizer state of the policy that came back beside something else, and in how many seconds."""
+        return self.engine.came("optimizer")
 
     def masters(self) -> int | None:
         """Return a fingerprint of the fp32 master weights: see `Engine.master_fingerprint`."""
-        self.roles.use("policy")
+        self.roles.whole("policy")
         return self.engine.master_fingerprint()
 
     def open_server(self) -> None:
@@ -385,7 +393,7 @@ class PolicyWorker(Worker):
     def save_checkpoint(self, path: Path, role: str) -> str | None:
         """Copy this rank's state of a role and begin to write it; what went wrong, or None."""
         try:
-            self.roles.use(role).save(path, wait=False)
+            self.roles.whole(role).save(path, wait=False)
         except UserError as error:
             return str(error)
         return None

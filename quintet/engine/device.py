@@ -43,14 +43,35 @@ def download(values: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
+class Copying:
+    """Copies (to, from) pairs between device and host, on a stream of their own, once what is queued is done; the device goes on meanwhile
+    with what is queued after."""
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._began, self._done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.nbytes = 0
+        stream: Any = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._began.record()
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+                self.nbytes += target.nbytes
+            self._done.record()
+
+    def before_what_follows(self) -> None:
+        """Have what is queued from now on wait until all is there."""
+        torch.cuda.current_stream().wait_event(self._done)
+
+    def wait(self) -> float:
+        """Wait until all is there, and return the seconds that it took."""
+        self._done.synchronize()
+        return self._began.elapsed_time(self._done) / 1e3
+
+
 def copy_aside(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy (to, from) pairs between device and host on a stream of their own, once what is queued is done, and wait until all is there."""
-    stream: Any = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-    stream.synchronize()
+    """Copy (to, from) pairs as `Copying` does, and wait until all is there."""
+    Copying(pairs).wait()
 
 
 def memory(x: Tensor) -> memoryview:

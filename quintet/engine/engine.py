@@ -308,9 +308,17 @@ class Engine:
             self._gather.finish()
         return self._offloader.offload(params=params, grads=grads, optimizer=optimizer)
 
-    def reload(self) -> int:
-        """Bring back what is offloaded, if anything is; bytes."""
-        return self._offloader.reload()
+    def reload(self, *kinds: str) -> int:
+        """Bring back what is offloaded, if anything is, of these kinds or of all; bytes."""
+        return self._offloader.reload(*kinds)
+
+    def begin_reload(self) -> int:
+        """Begin to bring back all that is offloaded, beside what is computed meanwhile; bytes. Whatever needs it waits for it."""
+        return self._offloader.begin_reload()
+
+    def came(self, kind: str) -> tuple[int, float]:
+        """Wait for what comes of a kind: its bytes, and the seconds that they took. See `quintet.engine.offload`."""
+        return self._offloader.came(kind)
 
     # compute
 

@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import os
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -155,6 +156,7 @@ class _NoStream(contextlib.AbstractContextManager["_NoStream"]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cpu")
+        self._at = 0.0
 
     def __exit__(self, *args: object) -> None:
         return None
@@ -165,10 +167,16 @@ class _NoStream(contextlib.AbstractContextManager["_NoStream"]):
     def record_event(self, event: Any = None) -> Any:
         return event or _NoStream()
 
+    def record(self, *args: Any) -> None:
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, later: _NoStream) -> float:
+        return (later._at - self._at) * 1e3
+
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    wait = wait_stream = wait_event = synchronize = record = _nothing
+    wait = wait_stream = wait_event = synchronize = _nothing
 
 
 def _stand_in_for_cuda() -> None:

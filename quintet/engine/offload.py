@@ -3,8 +3,9 @@
 What moves is storage: a tensor's memory is copied to the host and its storage shrunk, so every view of it (flat
 buffers and the parameters in them, shards and their masters) stays the same object and is whole again once the
 storage has grown back. Gradients carry nothing between steps: their memory is given back without a copy and comes
-back zero. Host memory is pinned on GPU machines, allocated when first needed, and used again each time. On a CPU the
-same code runs, and merely moves memory to other memory.
+back zero. What comes back may do so beside what the device computes: whoever requires it waits. Host memory is pinned on GPU
+machines, allocated when first needed, and used again each time. On a CPU the same code runs, and merely moves memory to
+other memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from quintet.engine.device import copy_aside
+from quintet.engine.device import Copying, copy_aside
 from quintet.recipe.offload import KINDS, NAMES
 
 CHUNK_BYTES = 1 << 27
@@ -46,6 +47,7 @@ class Offloader:
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any = None) -> None:
         self.chunks, self.optimizer = list(chunks), optimizer
         self._away: dict[str, list[_Away]] = {}
+        self._coming: dict[str, Copying] = {}
         self._host = {kind: _HostMemory() for kind in KINDS}
         for chunk in self.chunks:
             # A rollout may share the modules, and reading a storage of size 0 ends the process.
@@ -60,6 +62,8 @@ class Offloader:
         What is away already stays as it is. Gradients are lost; with `forget` all is, and comes back undefined. No
         collective.
         """
+        for kind in tuple(self._coming):
+            self.came(kind)
         fractions = {"params": params, "grads": grads, "optimizer": optimizer}
         leaving = {
             kind: list(self._leave(kind, fraction, kept=kind != "grads" and not forget))
@@ -77,25 +81,42 @@ class Offloader:
             torch.cuda.empty_cache()  # other processes on this GPU see what was freed
         return sum(one.nbytes - one.kept for moved in leaving.values() for one in moved)
 
-    def reload(self) -> int:
-        """Bring everything back, and return the bytes that came; gradients are zero. Harmless when nothing is away. No
-        collective."""
-        back = [one for moved in self._away.values() for one in moved]
-        for one in back:
-            one.storage.resize_(one.nbytes)
-        copy_aside((part, piece) for one in back for part, piece in _pairs(one))
-        for one in self._away.get("grads", ()):
-            _bytes(one.storage, 0, one.nbytes).zero_()
-        self._away.clear()
-        for host in self._host.values():
-            host.used = 0
-        return sum(one.nbytes - one.kept for one in back)
+    def reload(self, *kinds: str) -> int:
+        """Bring these kinds back, all unless some are named, and return the bytes that came; gradients are zero. Harmless when nothing is
+        away. No collective."""
+        began = self.begin_reload(*kinds)
+        for kind in kinds or KINDS:
+            self.came(kind)
+        return began
+
+    def begin_reload(self, *kinds: str) -> int:
+        """Begin what `reload` does, beside what the device computes meanwhile; return the bytes that come."""
+        came = 0
+        for kind in kinds or KINDS:
+            back = self._away.pop(kind, [])
+            for one in back:
+                one.storage.resize_(one.nbytes)
+                came += one.nbytes - one.kept
+                if kind == "grads":
+                    _bytes(one.storage, 0, one.nbytes).zero_()
+            if back and kind != "grads":
+                self._coming[kind] = Copying(pair for one in back for pair in _pairs(one))
+                self._host[kind].used = 0
+        return came
+
+    def came(self, kind: str) -> tuple[int, float]:
+        """Wait until what comes of a kind is there; its bytes, and the seconds that they took. Nothing of what is waited for already."""
+        coming = self._coming.pop(kind, None)
+        return (0, 0.0) if coming is None else (coming.nbytes, coming.wait())
 
     def require(self, *kinds: str) -> None:
-        """Raise RuntimeError when one of the kinds is not all on the device."""
+        """Raise RuntimeError when one of the kinds is not all on the device, or on its way: what uses it from now on waits for that."""
         away = [NAMES[kind] for kind in kinds if kind in self._away]
         if away:
             raise RuntimeError(f"{' and '.join(away)} are offloaded: call reload() before they are used")
+        for kind in kinds:
+            if kind in self._coming:
+                self._coming[kind].before_what_follows()
 
     def _leave(self, kind: str, fraction: float, *, kept: bool) -> Iterator[_Away]:
         """Choose storages in their fixed order until `fraction` of the kind's bytes is reached, and host memory for what is

@@ -34,11 +34,11 @@ class Asked(AskedRanks):
         self.lost: set[str] = set()
         self.to_come: list[float | None] = []
 
-    def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> int:
+    def answer(self, name: str, rank: int, *args: Any, **kwargs: Any) -> Any:
         self.to_come += [kwargs["to_come"]] if name == "offload" else []
         self._note(" ".join([name, *args[0]]) if args else name)
         time.sleep(0.01)
-        return BYTES
+        return (BYTES, 0.5) if name == "came" else BYTES
 
     def missing(self) -> bool:
         return not self.there
@@ -86,8 +86,9 @@ class Asked(AskedRanks):
         self.order.append(what)
 
     def taken(self) -> list[str]:
+        """What was asked since, but for what came beside something else."""
         order, self.order = self.order, []
-        return order
+        return [what for what in order if what != "came"]
 
 
 def lines(logs: Path) -> list[tuple[Any, Any, str]]:
@@ -132,20 +133,23 @@ def test_the_rollout_is_awake_only_while_training_state_is_away(tmp_path: Path) 
         assert asked.taken() == []
     assert asked.taken() == GIVEN
     one.mark_weights_updated()
-    assert asked.taken() == ["look at masters"]
+    assert asked.order == ["came", "look at masters"]
+    asked.taken()
     with one.generating():
         assert asked.taken() == TAKEN
     assert one.metrics == {"sync/seconds": 1.0, "sync/gib": 2.0}
+    assert "came" not in asked.order, "it is told once"
     told = lines(tmp_path)
-    assert [event for _, _, event in told[4:11]] == [
+    assert [event for _, _, event in told[5:12]] == [
         "training state left: grads, optimizer",
         "rollouts woke: weights",
         "weights brought",
         "training state left: params",
         "rollouts woke: kv_cache",
         "rollouts sleep",
-        "training state is back",
+        "training state is back: grads, params",
     ]
+    assert told[12] == (BYTES / 1e9, 2 * BYTES / 1e9, "training state is back: optimizer")
     for gb, rate, event in told:
         if event == "weights brought":
             assert (gb, rate) == (2.147, 2.15)

@@ -16,12 +16,14 @@ from quintet.controller.worker import PolicyWorker
 from quintet.errors import WorkerFailure
 from quintet.models import trained_shape
 from quintet.recipe import schema
+from quintet.recipe.offload import KINDS
 from quintet.rewards.result import RewardResult
 from quintet.rollout.base import Sampling
 from quintet.train.algorithms import algorithm_of
 from quintet.train.ppo import learn
 from quintet.train.steps import Step
 from tests.controller.test_cells import model_dir, prompt  # noqa: F401  (a fixture)
+from tests.engine.storage import held
 from tests.oracle.pool import Pool, PoolError
 
 
@@ -175,6 +177,28 @@ def step_without_gradients(recipe: schema.Recipe, path: Path) -> None:
 def test_a_step_needs_gradients(pool: Pool, model_dir: Path) -> None:  # noqa: F811
     with pytest.raises(PoolError, match="critic: optimizer_step without forward_backward"):
         pool.run(step_without_gradients, 2, recipe_of(model_dir, None), model_dir)
+
+
+def what_moves(recipe: schema.Recipe, path: Path) -> None:
+    engines = Engines(recipe, trained_shape(path), path, "train", "bf16")
+    whole = {role: held(engines.behind(role)) for role in ("critic", "policy") if engines.whole(role)}
+    assert min(whole["policy"]["optimizer"], whole["critic"]["optimizer"]) > 0
+    engines.offload(KINDS)
+    rank: Any = SimpleNamespace(roles=engines, engine=engines.policy)
+    assert PolicyWorker.onload(rank) == whole["policy"]["params"] + whole["policy"]["grads"]
+    for role in ("policy", "reference", "critic"):  # they score
+        engines.use(role)
+        assert held(engines.behind(role))["params"] > 0
+        assert held(engines.policy)["optimizer"] == held(engines.behind("critic"))["optimizer"] == 0, role
+    for role, other in (("critic", "policy"), ("policy", "critic")):  # they train
+        engines._trained(role)
+        assert held(engines.behind(role)) == whole[role]
+        assert held(engines.behind(other)) == {"params": 0, "grads": 0, "optimizer": 0}
+
+
+def test_who_scores_brings_its_parameters_alone(pool: Pool, model_dir: Path) -> None:  # noqa: F811
+    shares = {f"offload_{kind}": 1.0 for kind in KINDS}
+    pool.run(what_moves, 2, recipe_of(model_dir, None, **shares), model_dir)
 
 
 def tells_turns(recipe: schema.Recipe, path: Path) -> bool:

@@ -189,12 +189,12 @@ def test_training_state_comes_back_while_rewards_are_computed(tmp_path: Path, re
             patch.setattr(RewardPool, "results", collected)
             step, algorithm = Step(1), algorithm_of(s.recipe, s.controller.roles)
             take_step(s, algorithm, Source(s, PromptStream(s.inputs.train, seed=0)), step)
-            back = told.index("training state is back")
+            back = told.index("training state is back: grads")
             assert (back > told.index("rewards are there")) == refills, told
             if not refills:
                 assert told[back - 1 : back + 3] == [
                     "rollouts sleep",
-                    "training state is back",
+                    "training state is back: grads",
                     "rewards are waited for",
                     "rewards are there",
                 ]

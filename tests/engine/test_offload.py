@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -118,6 +119,77 @@ def test_training_goes_on_as_if_nothing_had_happened(pool, tmp_path, layout):
             for kind, size in before.items():
                 assert size > 0
                 assert int((1 - share) * size) - CUT <= after[kind] <= (1 - share) * size + 1
+
+
+class Late:
+    """Copies that are made at the last moment: when somebody waits for them."""
+
+    made: ClassVar[list[Late]] = []
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._pairs = list(pairs)
+        self.nbytes = sum(target.nbytes for target, _ in self._pairs)
+        self.made.append(self)
+
+    def before_what_follows(self) -> None:
+        while self._pairs:
+            target, source = self._pairs.pop()
+            target.copy_(source)
+
+    def wait(self) -> float:
+        self.before_what_follows()
+        return 1.0
+
+
+def train_while_it_comes(path: Path, layout: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
+    """As `train_with_and_without`; what is away comes beside what follows, which waits for what it uses, and for that alone."""
+    from quintet.engine import offload
+
+    plain = make(path, layout, **how)
+    figures = [step(plain) for _ in range(4)]
+    engine = make(path, layout, **how)
+    cells = [RankCell(list(range(len(LENGTHS))))]
+    again, coming, moved = [], [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "Copying", Late)
+        for saves in (False, False, True):
+            again.append(step(engine))
+            left = engine.offload(params=1.0, grads=1.0, optimizer=1.0)
+            Late.made.clear()
+            parameters = engine.reload("params", "grads")
+            moved.append((parameters + engine.begin_reload(), left))
+            optimizer = Late.made[-1]
+            engine.forward(work(), cells)
+            engine.forward_backward(work(), cells, MeanNll())
+            coming.append(bool(optimizer._pairs))
+            if saves:
+                engine.master_fingerprint()
+                coming.append(not optimizer._pairs)
+                assert engine.came("optimizer") == (optimizer.nbytes, 1.0)
+                assert engine.came("optimizer") == (0, 0.0)
+            elif len(again) == 1:  # it leaves before it is there
+                engine.offload(optimizer=1.0)
+                engine.begin_reload()
+        again.append(step(engine))
+    return {
+        "figures": (figures, again),
+        "tensors": same(copies(plain), copies(engine), "params", "optimizer"),
+        "coming": coming,
+        "moved": moved,
+    }
+
+
+@pytest.mark.parametrize("layout", ["one-bf16", "dp2-bf16", "pp2-vpp2"])
+def test_what_comes_beside_something_else_is_waited_for_by_who_uses_it(pool, tmp_path, layout):
+    family, world, sizes, how = LAYOUTS[layout]
+    if torch.cuda.is_available():
+        pytest.skip("the copies are held back on the host")
+    for result in pool.run(train_while_it_comes, world, save(family, tmp_path / "model"), sizes, how):
+        assert result["figures"][0] == result["figures"][1]
+        assert result["tensors"]
+        assert result["coming"] == [True] * 4
+        for came, left in result["moved"]:
+            assert came == left
 
 
 def any_shares(path: Path, dtype: str) -> None:
