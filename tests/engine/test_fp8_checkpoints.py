@@ -167,8 +167,8 @@ def in_small_pieces(path: Path, layout: dict[str, Any]) -> list[tuple[str, Any, 
         return held(path, layout, "fp32")
 
 
-def read_of_scales(path: Path) -> dict[str, int]:
-    """On one rank: bytes that were read of the scales of each matrix."""
+def read_of_scales(path: Path, rows: int) -> dict[str, int]:
+    """On one rank: bytes that were read of the scales of each matrix, of which so many rows of 200 are read at once."""
     counted: dict[str, int] = dict.fromkeys(find_weights(path).tensors, 0)
     original = hf_read.HfReader._read_parts
 
@@ -179,17 +179,18 @@ def read_of_scales(path: Path) -> dict[str, int]:
 
     with (
         mock.patch.object(hf_read.HfReader, "_read_parts", count),
-        mock.patch.object(hf_read, "CHUNK_BYTES", 100 * 200 * 8),
+        mock.patch.object(hf_read, "CHUNK_BYTES", rows * 200 * 8),
     ):
         held(path, {}, "fp32")
     return counted
 
 
 def test_of_scales_a_piece_reads_its_own_rows(pool, tmp_path):
-    """A matrix of 600 rows in six pieces: they meet one or two of the five rows of blocks, ten together."""
+    """A matrix of 600 rows in six pieces: they meet one or two of the five rows of blocks, ten together. In five, each meets its own."""
     save("qwen3", tmp_path / "model")
-    (read,) = pool.run(read_of_scales, 1, tmp_path / "model")
-    assert read["model.layers.0.mlp.gate_proj.weight"] == 10 * 2 * 4
+    for rows, met in ((100, 10), (128, 5)):
+        (read,) = pool.run(read_of_scales, 1, tmp_path / "model", rows)
+        assert read["model.layers.0.mlp.gate_proj.weight"] == met * 2 * 4
 
 
 def _transposed(original, numbers, scales, first=(0, 0)):

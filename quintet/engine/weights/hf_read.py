@@ -80,7 +80,7 @@ def _pieces(shard: Shard, located: Located) -> Iterator[Piece]:
     def cut(box: Box, dim: int, offset: int) -> Iterator[Piece]:
         (first, last), stride = box[dim], strides[dim]
         unit = shard.unit(dim)
-        inner = dim + 1 < len(box) and unit == 1 and stride > most
+        inner = dim + 1 < len(box) and stride > most
         step = 1 if inner else max(most // (unit * stride), 1) * unit
         for start in range(first, last, step):
             stop = min(start + step, last)
@@ -99,8 +99,7 @@ def _pieces(shard: Shard, located: Located) -> Iterator[Piece]:
                     located.scales,
                 )
 
-    if all(start < stop for start, stop in shard.box):  # a rank's rows of the vocabulary may all be padding
-        yield from cut(shard.box, 0, 0)
+    yield from cut(shard.box, 0, 0)
 
 
 def same_bytes(one: Located, other: Located) -> bool:
@@ -144,8 +143,7 @@ class HfReader(AbstractContextManager["HfReader"]):
         """
         pieces = [piece for shard in shards for piece in _pieces(shard, self._weights.tensors[shard.name])]
         pieces.sort(key=lambda piece: (piece.file, piece.entry.start + piece.start))
-        run = self._pool.map if len(pieces) > 1 else map
-        for failure in list(run(self._read_unless_failed, pieces)):
+        for failure in list(self._pool.map(self._read_unless_failed, pieces)):
             if failure is not None:
                 raise failure
         self._check_finite()
