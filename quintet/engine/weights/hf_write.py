@@ -123,11 +123,8 @@ class HfWriter:
             self._tasks.append(self._pool.submit(self._write, file, name, number, start, part))
 
     def _write(self, file: _File, name: str, number: int, start: int, part: memoryview) -> None:
-        at = file.starts[name] + start
         file.sums[name][number] = block_sums(part)
-        while part:
-            count = os.pwrite(file.descriptor, part, at)
-            part, at = part[count:], at + count
+        _put(file.descriptor, part, file.starts[name] + start)
 
     def _wait(self, most: int = 0) -> None:
         """Until at most so many tasks are under way."""
@@ -143,7 +140,6 @@ class HfWriter:
             file.starts[one.name] = at
             self._file_of[one.name] = (file, one)
             at += one.nbytes
-        os.ftruncate(descriptor, at)
 
     def finish(self) -> None:
         """Wait for all tensors, and write the headers, which tell the checksums, and the index."""
@@ -151,14 +147,18 @@ class HfWriter:
             raise ValueError(f"planned and not written: {', '.join(sorted(self._file_of))}")
         self._wait()
         for file in self._files:
-            os.pwrite(
-                file.descriptor, _header(file.tensors, {n: "".join(s) for n, s in file.sums.items()}), 0
-            )
+            _put(file.descriptor, _header(file.tensors, {n: "".join(s) for n, s in file.sums.items()}), 0)
         if len(self._files) > 1:
             weight_map = {one.name: file.path.name for file in self._files for one in file.tensors}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             text = json.dumps(index, indent=2) + "\n"
             (self.directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _put(descriptor: int, data: bytes | memoryview, at: int) -> None:
+    while data:  # of what a disk that is filling up has room for, the system may write a part
+        count = os.pwrite(descriptor, data, at)
+        data, at = data[count:], at + count
 
 
 def _header(tensors: list[Planned], sums: dict[str, str]) -> bytes:
