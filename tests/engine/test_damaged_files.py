@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -361,6 +362,22 @@ def test_a_tied_model_with_a_head_of_its_own(sound, copy):
     assert loaded(file.parent)  # some checkpoints carry it twice
     save_file(sound[1] | {"lm_head.weight": embedding + 1}, file, metadata={"format": "pt"})
     assert "lm_head.weight differs from model.embed_tokens.weight" in refused(file.parent)
+    untied = json.loads((file.parent / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (file.parent / "config.json").write_text(json.dumps(untied))
+    check_hf(read_shape(file.parent), file.parent)
+
+
+def test_the_head_of_a_value_model_that_a_language_model_becomes_is_zero(sound):
+    path, written = sound
+    shape = read_shape(path).as_value_model()
+    shards = [
+        Shard(name, full, whole_box(full), torch.full(full, 7.0))
+        for name, full in (("score.weight", (1, 64)), ("model.norm.weight", (64,)))
+    ]
+    fill_hf(shards, check_hf(shape, path))
+    head, norm = shards
+    assert (head.view == 0).all()
+    assert torch.equal(norm.view, written[norm.name].float())
 
 
 def test_nothing_is_written_before_all_headers_are_read(sound, copy):
@@ -404,7 +421,25 @@ def test_all_ranks_refuse_what_one_found_damaged(pool, copy):
     assert not (file.parent / "out").exists()
 
 
-def full_disk(path: Path, out: Path) -> str:
+def compared(path: Path) -> str:
+    try:
+        check_hf(read_shape(path), path)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_refuse_what_the_first_alone_compares(pool, sound, copy):
+    file = copy()
+    head = {"lm_head.weight": sound[1]["model.embed_tokens.weight"] + 1}
+    save_file(sound[1] | head, file, metadata={"format": "pt"})
+    first, second = pool.run(compared, 2, file.parent)
+    assert first == second
+    assert "lm_head.weight differs from model.embed_tokens.weight" in first
+
+
+def full_disk(path: Path, out: Path) -> tuple[str, str]:
+    """On each of two ranks: what is said of a disk that fills up, and of a directory that is there."""
     from quintet.engine.engine import Engine
     from quintet.engine.weights import hf_write
     from quintet.recipe import schema
@@ -416,25 +451,25 @@ def full_disk(path: Path, out: Path) -> str:
     original = hf_write.os.pwrite
 
     def pwrite(descriptor: int, data: memoryview, at: int) -> int:
-        if at > 100_000:
-            raise OSError(28, "No space left on device")
+        if at > 100_000:  # what comes of it later is not what is told
+            raise OSError(28, "No space left on device") if at < 200_000 else OSError(5, "Input/output error")
         return original(descriptor, data, at)
 
-    hf_write.os.pwrite = pwrite
-    try:
-        engine.save_hf(out, path)
-    except UserError as error:
-        return str(error)
-    finally:
-        hf_write.os.pwrite = original
-    return ""
+    def said(to: Path) -> str:
+        with pytest.raises(UserError) as caught:
+            engine.save_hf(to, path)
+        return str(caught.value)
+
+    with mock.patch.object(hf_write.os, "pwrite", pwrite):
+        return said(out), said(path)
 
 
 def test_a_full_disk_is_told_to_all_and_leaves_nothing(pool, sound, tmp_path):
     out = tmp_path / "out"
     first, second = pool.run(full_disk, 2, sound[0], out)
     assert first == second
-    assert f"{out} cannot be written: the disk is full" in first
+    assert f"{out} cannot be written: the disk is full" in first[0]
+    assert f"{sound[0]} is there already" in first[1]
     assert not list(tmp_path.iterdir())
 
 

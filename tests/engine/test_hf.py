@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from quintet.engine.weights.hf import GATHERED_BYTES, check_hf
 from quintet.engine.weights.hf_aux_files import write_companions
 from quintet.engine.weights.hf_write import SHARD_BYTES
+from quintet.engine.weights.reshard import Resharder
 from quintet.errors import UserError
 from quintet.models import read_shape
 from tests.engine import moe_models
+from tests.models.directory import QWEN3, shapes_of, write_model
 from tests.oracle.reference import save
 
 
@@ -154,6 +157,43 @@ def test_sharded_files_and_transformers(pool, tmp_path):
     want = load_file(path / "model.safetensors")
     state = model.state_dict()
     assert all(torch.equal(state[name], want[name]) for name in want)
+
+
+def saved_in_parts(path: Path, out: Path) -> list[int]:
+    """On each of two stages: bytes that came to it at a time."""
+    from quintet.engine.engine import Engine
+    from quintet.engine.weights import hf
+    from quintet.recipe import schema
+
+    engine = Engine(
+        read_shape(path), schema.Layout(pp=2), engine=schema.Engine(), optimizer=None, dtype="fp32"
+    )
+    engine.load_hf(path)
+    came = []
+
+    def resharder(sources, targets, **how):
+        came.append(sum(one.view.nbytes for one in targets))
+        return Resharder(sources, targets, bucket_mib=1, **how)
+
+    with mock.patch.multiple(hf, Resharder=resharder, GATHERED_BYTES=2 << 20):
+        engine.save_hf(out, path, "its own template")
+    return came
+
+
+def test_large_tensors_of_another_stage_come_in_parts_that_their_views_have(pool, tmp_path):
+    """Of 1.5 MiB in two groups of heads, where 1 MiB travels at a time."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 24, "head_dim": 64}
+    config = QWEN3 | sizes | {"tie_word_embeddings": False}
+    path = write_model(tmp_path / "in", config)
+    (path / "model.safetensors").unlink()
+    save_file({name: torch.randn(one) for name, one in shapes_of(config).items()}, path / "model.safetensors")
+    first, second = pool.run(saved_in_parts, 2, path, tmp_path / "out")
+    assert 1.5 * 2**20 < max(first) <= 2 * 2**20
+    assert second == [0] * len(first)
+    before, after = load_file(path / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "its own template"
 
 
 def test_unknown_architectures_name_the_known(path):

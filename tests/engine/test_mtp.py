@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quintet.engine.weights.passthrough_tensors import refuse_other_copies
+from quintet.engine.weights.hf import check_hf
 from quintet.errors import UserError
 from quintet.models import check_weights, held_shape, read_shape
-from quintet.models.weights_on_disk import find_weights
 from quintet.packing.plan import RankCell
 from tests.engine.moe_models import save as save_trunk
 from tests.engine.moe_models import stored
@@ -255,7 +254,7 @@ def test_a_shared_tensor_that_is_not_the_same_is_refused_where_the_layers_are_us
     copy = "model.layers.5.shared_head.head.weight"
     path = rewrite(directory("glm4_moe"), tmp_path / "m", lambda t: t[copy].add_(1))
     with pytest.raises(UserError, match=rf"{copy} differs from lm_head\.weight"):
-        refuse_other_copies(find_weights(path), read_shape(path))
+        check_hf(read_shape(path), path)
     pool.run(round_trip, 1, path, tmp_path / "out", {}, True)
     assert torch.equal(stored(tmp_path / "out")[copy], stored(path)[copy])
 
