@@ -183,3 +183,11 @@ def test_a_part_may_be_some_of_the_heads_that_share_a_kv_head(inner):
         q.part(((33, 42), *rest))
     with pytest.raises(ValueError, match="q: 25:29 of dim 0 cut through a group of 3"):
         q.part(((25, 29), *rest))
+
+
+def test_a_unit_is_of_its_dim_alone():
+    from quintet.engine.weights.shards import Shard
+
+    shard = Shard("x", (6, 8, 30), ((0, 6), (2, 4), (0, 30)), torch.zeros(2, 3, 2, 3, 5, 2))
+    assert [shard.unit(dim) for dim in range(3)] == [3, 1, 10]
+    assert shard.part(((3, 6), (3, 4), (10, 20))).shape == (1, 3, 1, 1, 5, 2)
