@@ -59,6 +59,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
                     self._reschedule(node)
 
+        def remove_node(self, node: Any) -> str | None:
+            # What the dead one has done goes back into the queue with the rest: taken for work, it would leave others waiting.
+            work = self.assigned_work[node]
+            self.assigned_work[node] = {name: unit for name, unit in work.items() if not all(unit.values())}
+            return super().remove_node(node)
+
         def mark_test_pending(self, item: str) -> None:  # type: ignore[override]
             """Called to run the test again in which a worker died: `remove_node` has put it back already."""
 
