@@ -8,7 +8,7 @@ share devices, the order is always the same, and every step of it is told to `hy
 
     gradients and optimizer state leave → weights of the rollout wake → weights are brought, and proved → parameters leave, if
     the recipe says so → the KV cache wakes   …   the rollout sleeps → parameters and gradients come back, and optimizer state beside
-    what follows: rewards, scoring and the first gradients
+    what follows: rewards, scoring and the first gradients; where roles take turns, beside these gradients alone
 
 The rollout sleeps, its KV cache released, whenever training state is there: so nothing is held twice, and buckets are
 allocated while neither KV cache nor optimizer state is. At level 0, which needs room for all of it, the rollout is held and keeps what it

@@ -93,12 +93,13 @@ class Offloader:
         """Begin what `reload` does, beside what the device computes meanwhile; return the bytes that come."""
         came = 0
         for kind in kinds or KINDS:
-            back = self._away.pop(kind, [])
+            back = self._away.get(kind, [])
             for one in back:
                 one.storage.resize_(one.nbytes)
                 came += one.nbytes - one.kept
                 if kind == "grads":
                     _bytes(one.storage, 0, one.nbytes).zero_()
+            self._away.pop(kind, None)  # now: memory may have run out before
             if back and kind != "grads":
                 self._coming[kind] = Copying(pair for one in back for pair in _pairs(one))
                 self._host[kind].used = 0

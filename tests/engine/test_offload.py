@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -252,6 +253,29 @@ def test_use_of_what_is_away_is_an_error(pool, tmp_path):
     assert "parameters are offloaded" in found["forward"]
     assert "gradients are offloaded" in found["forward_backward"]
     assert "optimizer state are offloaded" in found["optimizer_step"]
+
+
+def out_of_memory_on_the_way(path: Path) -> bool:
+    engine = make(path, {}, dtype="bf16")
+    first = step(engine)
+    again = make(path, {}, dtype="bf16")
+    assert step(again) == first
+    left = again.offload(params=1.0, grads=1.0, optimizer=1.0)
+    last, resize = again._offloader._away["optimizer"][-1], torch.UntypedStorage.resize_
+
+    def full(storage: torch.UntypedStorage, nbytes: int) -> None:
+        if storage._cdata == last.storage._cdata:
+            raise torch.OutOfMemoryError
+        resize(storage, nbytes)
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", full), pytest.raises(torch.OutOfMemoryError):
+        again.reload()
+    again.reload()
+    return left > 0 and step(again) == step(engine)
+
+
+def test_what_found_no_memory_comes_when_there_is_some(pool, tmp_path):
+    assert pool.run(out_of_memory_on_the_way, 1, save("qwen3", tmp_path / "model")) == [True]
 
 
 def restarted(path: Path) -> bool:
