@@ -339,3 +339,20 @@ def test_device_memory_is_free_and_host_memory_is_used_again(pool, tmp_path):
     assert first == second
     assert first
     assert all(pinned for _, pinned in first)
+
+
+@on_gpu
+def test_copies_and_kernels_run_at_once():
+    from quintet.engine.device import Copying
+
+    host = torch.full((1 << 31,), 3, dtype=torch.uint8, pin_memory=True)  # some 40 ms of a link
+    here, a = torch.zeros_like(host, device="cuda"), torch.randn(4096, 4096, device="cuda")
+    a @ a  # loads the kernel
+    copying, computed = Copying([(here, host)]), torch.cuda.Event()
+    a @ a
+    computed.record()
+    computed.synchronize()
+    assert not copying._done.query()
+    copying.before_what_follows()
+    assert int(here[-1]) == 3
+    assert 0.01 < copying.wait() < 1
