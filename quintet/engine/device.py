@@ -43,7 +43,7 @@ def download(values: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
-class Copying:
+class CopyAside:
     """Copies (to, from) pairs between device and host, on a stream of their own, once what is queued is done; the device goes on meanwhile
     with what is queued after."""
 
@@ -67,11 +67,6 @@ class Copying:
         """Wait until all is there, and return the seconds that it took."""
         self._done.synchronize()
         return self._began.elapsed_time(self._done) / 1e3
-
-
-def copy_aside(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy (to, from) pairs as `Copying` does, and wait until all is there."""
-    Copying(pairs).wait()
 
 
 def memory(x: Tensor) -> memoryview:

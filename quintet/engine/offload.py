@@ -18,7 +18,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from quintet.engine.device import Copying, copy_aside
+from quintet.engine.device import CopyAside
 from quintet.recipe.offload import KINDS, NAMES
 
 CHUNK_BYTES = 1 << 27
@@ -47,7 +47,7 @@ class Offloader:
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any = None) -> None:
         self.chunks, self.optimizer = list(chunks), optimizer
         self._away: dict[str, list[_Away]] = {}
-        self._coming: dict[str, Copying] = {}
+        self._coming: dict[str, CopyAside] = {}
         self._host = {kind: _HostMemory() for kind in KINDS}
         for chunk in self.chunks:
             # A rollout may share the modules, and reading a storage of size 0 ends the process.
@@ -70,9 +70,9 @@ class Offloader:
             for kind, fraction in fractions.items()
             if fraction > 0 and kind not in self._away
         }
-        copy_aside(
+        CopyAside(
             (piece, part) for moved in leaving.values() for one in moved for part, piece in _pairs(one)
-        )
+        ).wait()
         for moved in leaving.values():
             for one in moved:
                 one.storage.resize_(one.kept)
@@ -97,11 +97,12 @@ class Offloader:
             for one in back:
                 one.storage.resize_(one.nbytes)
                 came += one.nbytes - one.kept
-                if kind == "grads":
-                    _bytes(one.storage, 0, one.nbytes).zero_()
             self._away.pop(kind, None)  # now: memory may have run out before
-            if back and kind != "grads":
-                self._coming[kind] = Copying(pair for one in back for pair in _pairs(one))
+            if kind == "grads":
+                for one in back:
+                    _bytes(one.storage, 0, one.nbytes).zero_()
+            elif back:
+                self._coming[kind] = CopyAside(pair for one in back for pair in _pairs(one))
                 self._host[kind].used = 0
         return came
 

@@ -152,7 +152,7 @@ def train_while_it_comes(path: Path, layout: dict[str, Any], how: dict[str, Any]
     cells = [RankCell(list(range(len(LENGTHS))))]
     again, coming, moved = [], [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "Copying", Late)
+        patch.setattr(offload, "CopyAside", Late)
         for saves in (False, False, True):
             again.append(step(engine))
             left = engine.offload(params=1.0, grads=1.0, optimizer=1.0)
@@ -343,12 +343,12 @@ def test_device_memory_is_free_and_host_memory_is_used_again(pool, tmp_path):
 
 @on_gpu
 def test_copies_and_kernels_run_at_once():
-    from quintet.engine.device import Copying
+    from quintet.engine.device import CopyAside
 
     host = torch.full((1 << 31,), 3, dtype=torch.uint8, pin_memory=True)  # some 40 ms of a link
     here, a = torch.zeros_like(host, device="cuda"), torch.randn(4096, 4096, device="cuda")
     a @ a  # loads the kernel
-    copying, computed = Copying([(here, host)]), torch.cuda.Event()
+    copying, computed = CopyAside([(here, host)]), torch.cuda.Event()
     a @ a
     computed.record()
     computed.synchronize()

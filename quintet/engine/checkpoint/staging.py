@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintet.engine.device import copy_aside
+from quintet.engine.device import CopyAside
 
 BUFFER_BYTES = 128 << 20
 """Memory comes in buffers of this size, or of one tensor's if that is larger: torch rounds each pinned allocation up to
@@ -28,7 +28,7 @@ class Staging:
         On a GPU machine tensors may be on either side; those on the GPU are copied on a stream of their own.
         """
         copies = self._room(tensors)
-        copy_aside(zip(copies, tensors, strict=True))
+        CopyAside(zip(copies, tensors, strict=True)).wait()
         return copies
 
     def _room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
