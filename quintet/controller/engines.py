@@ -110,9 +110,13 @@ class Engines(Mapping[str, Engine | AdapterReference]):
         self._active = role
         return mine.reload(*kinds)
 
-    def alone(self) -> bool:
-        """Return whether nothing takes turns with the policy."""
-        return all(self.behind(role) is self.policy for role in self._roles)
+    def onload(self) -> int:
+        """Bring back the policy's parameters and gradients; bytes. Its optimizer state comes beside what is computed next (`Engine.came`),
+        or when it is used where roles take turns. So do other roles. No collective."""
+        came = self.bring("policy", "params", "grads")
+        if all(self.behind(role) is self.policy for role in self._roles):
+            self.policy.begin_reload()
+        return came
 
     def offload(self, kinds: Sequence[str]) -> int:
         """Take the recipe's shares of these kinds off the device, of all roles; bytes that left. Of the policy nothing else is away.

@@ -302,12 +302,8 @@ class PolicyWorker(Worker):
         return left
 
     def onload(self) -> int:
-        """Bring back the policy's parameters and gradients; bytes. Its optimizer state comes beside what is computed next (`came`), or
-        when it is used where roles take turns. So do other roles."""
-        came = self.roles.bring("policy", "params", "grads")
-        if self.roles.alone():
-            self.engine.begin_reload()
-        return came
+        """Bring back what left, of the policy; bytes that are there on return: see `Engines.onload`."""
+        return self.roles.onload()
 
     def came(self) -> tuple[int, float]:
         """Return the bytes of optimizer state of the policy that came back beside something else, and in how many seconds."""

@@ -184,7 +184,7 @@ def what_moves(recipe: schema.Recipe, path: Path) -> None:
     whole = {role: held(engines.behind(role)) for role in ("critic", "policy") if engines.whole(role)}
     assert min(whole["policy"]["optimizer"], whole["critic"]["optimizer"]) > 0
     engines.offload(KINDS)
-    rank: Any = SimpleNamespace(roles=engines, engine=engines.policy)
+    rank: Any = SimpleNamespace(roles=engines)
     assert PolicyWorker.onload(rank) == whole["policy"]["params"] + whole["policy"]["grads"]
     for role in ("policy", "reference", "critic"):  # they score
         engines.use(role)
