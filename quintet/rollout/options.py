@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from quintet.errors import UserError
-from quintet.recipe.reserved_options import decided_options, unknown_options
+from quintet.recipe.reserved_options import decided_options, declared_fields, unknown_options
 
 
-def passed_through(
-    key: str, options: Mapping[str, Any], decided: Mapping[str, str], known: frozenset[str], fields: str
-) -> dict[str, Any]:
-    """Return the options, once it is sure that the back end knows them and that quintet leaves them free.
+def check_options(
+    backend: str, options: Iterable[str], decided: Mapping[str, str], file: str, cls: str, fields: str
+) -> None:
+    """Raise UserError naming an option in rollout.`backend` that quintet decides, or that the back end, as it is installed here, does
+    not know: the recipe was checked where ranks may not run.
 
-    key: where they stand in the recipe. decided: what quintet decides, and by what. known: the names that the back end
-    knows; `fields` says whose they are. Raises UserError naming the option.
+    decided: what quintet decides, and by what. file, cls: where in the package of that name its options are declared; `fields` says
+    whose they are.
     """
-    refused = (
+    key, known = f"rollout.{backend}", (declared_fields(backend, file, cls) if options else None) or ()
+    for problem in (
         *decided_options(key, options, decided),
         *unknown_options(key, options, decided, known, fields),
-    )
-    for problem in refused:
+    ):
         raise UserError(problem.message)
-    return dict(options)

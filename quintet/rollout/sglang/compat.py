@@ -90,15 +90,6 @@ def prepare(device: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def engine_fields() -> frozenset[str]:
-    """Return the names of the fields of SGLang's ServerArgs."""
-    import dataclasses
-
-    from sglang.srt.server_args import ServerArgs
-
-    return frozenset(field.name for field in dataclasses.fields(ServerArgs))
-
-
 def free_share(devices: int) -> float:
     """Return which share of the fullest of this process's first devices nobody has: SGLang takes its own of what is free there.
 

@@ -11,7 +11,7 @@ from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.sglang import DECIDED, deterministic
 from quintet.rollout.external_engine import longest
-from quintet.rollout.options import passed_through
+from quintet.rollout.options import check_options
 from quintet.rollout.sglang import compat
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -54,6 +54,6 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, free: float) -> dic
         "sampling_defaults": "openai",  # and not the model's generation_config.json
         "log_level": "warning",
     }
-    known = compat.engine_fields() if rollout.sglang else frozenset()
     names = f"the ServerArgs of sglang {', '.join(compat.SUPPORTED)}"
-    return arguments | passed_through("rollout.sglang", rollout.sglang, DECIDED, known, names)
+    check_options("sglang", rollout.sglang, DECIDED, "srt/server_args.py", "ServerArgs", names)
+    return arguments | rollout.sglang

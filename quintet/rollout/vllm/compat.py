@@ -121,15 +121,6 @@ def stores_on_loopback() -> None:
     torch_meets.TCPStore = on_its_host
 
 
-def engine_fields() -> frozenset[str]:
-    """Return the names of the fields of vLLM's EngineArgs."""
-    import dataclasses
-
-    from vllm.engine.arg_utils import EngineArgs
-
-    return frozenset(field.name for field in dataclasses.fields(EngineArgs))
-
-
 @contextmanager
 def starting() -> Iterator[None]:
     """Raise, where an engine is made within the block, UserError saying what vLLM has against its arguments or the machine,

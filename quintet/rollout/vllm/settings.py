@@ -16,7 +16,7 @@ from quintet.recipe.rollout import placement_of
 from quintet.recipe.vllm import CPU_EXPERTS, DECIDED
 from quintet.rollout.draft_length import Choice, drafts_of
 from quintet.rollout.external_engine import longest
-from quintet.rollout.options import passed_through
+from quintet.rollout.options import check_options
 from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.adapters import adapter_arguments
 from quintet.rollout.vllm.extension import Extension
@@ -65,9 +65,9 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
         if shape.moe and shape.moe.biases:
             # FlashInfer's kernels, which vLLM 0.20.2 may choose, leave experts' biases out.
             arguments["moe_backend"] = "triton"
-    known = compat.engine_fields() if rollout.vllm else frozenset()
     names = f"the EngineArgs of vLLM {compat.require()}"
-    arguments |= passed_through("rollout.vllm", rollout.vllm, DECIDED, known, names)
+    check_options("vllm", rollout.vllm, DECIDED, "engine/arg_utils.py", "EngineArgs", names)
+    arguments |= rollout.vllm
     if placement_of(recipe).adapters_separate:
         lora = lora_shape(recipe, shape)
         assert lora is not None

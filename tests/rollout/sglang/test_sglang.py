@@ -29,6 +29,7 @@ from quintet.models import ModelShape, MoeShape
 from quintet.models.mcore import whole_box
 from quintet.recipe import schema
 from quintet.recipe.sglang import DECIDED, refusals
+from quintet.rollout import options
 from quintet.rollout.base import Piece, Request, Sampling
 from quintet.rollout.external_engine import Job
 from quintet.rollout.native.sampler import draw
@@ -140,7 +141,7 @@ def test_what_it_can_do_is_not_refused(rollout):
 
 def test_a_recipe_becomes_its_arguments(monkeypatch, tmp_path):
     known = frozenset({"attention_backend", "moe_runner_backend", "tp_size"})
-    monkeypatch.setattr(compat, "engine_fields", lambda: known)
+    monkeypatch.setattr(options, "declared_fields", lambda *place: known)
     one = recipe(layout={"tp": 2}, sleep_level=1, return_routes=True, sglang={"attention_backend": "fa3"})
     arguments = engine_arguments(one, tmp_path, 0.8)
     assert arguments["tp_size"] == 2

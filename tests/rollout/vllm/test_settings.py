@@ -29,9 +29,8 @@ MIMO = QWEN3 | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers"
 def arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(compat, "require", lambda: "0.32.0")
     monkeypatch.setattr(
-        compat,
-        "engine_fields",
-        lambda: frozenset(
+        "quintet.rollout.options.declared_fields",
+        lambda *place: frozenset(
             {"async_scheduling", "enforce_eager", "hf_overrides", "load_format", "max_cudagraph_capture_size"}
         ),
     )
