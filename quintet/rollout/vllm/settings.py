@@ -10,6 +10,7 @@ import psutil
 from quintet.errors import UserError
 from quintet.models import ModelShape, read_shape
 from quintet.models.family import read_config
+from quintet.plan.rollout import token_bytes
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.rollout import placement_of
@@ -133,13 +134,7 @@ def _kv_bytes(recipe: schema.Recipe, shape: ModelShape, drafted: int) -> int:
     layout = placement_of(recipe).layout
     blocks = recipe.rollout.sequences_per_rank * -(-(longest(recipe) + drafted) // _BLOCK) + 1
     layers = -(-shape.layers // layout.pp) + (shape.mtp_layers if drafted else 0)
-    values = blocks * _BLOCK * _kv_values(shape, layout.tp) * layers
+    width = 4 if recipe.model.dtype_on("cpu") == "fp32" else 2
+    needed = blocks * _BLOCK * layers * token_bytes(shape, layout.tp, width, latent=True)
     share = recipe.rollout.memory_fraction * psutil.virtual_memory().total / (layout.tp * layout.pp)
-    return min(values * (4 if recipe.model.dtype_on("cpu") == "fp32" else 2), int(share))
-
-
-def _kv_values(shape: ModelShape, tp: int) -> int:
-    """What a layer keeps of a token on one rank."""
-    if shape.mla is not None:
-        return shape.mla.kv_lora_rank + shape.mla.qk_rope_head_dim
-    return 2 * max(1, shape.kv_heads // tp) * shape.head_dim
+    return min(needed, int(share))
