@@ -16,7 +16,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -169,32 +169,22 @@ def resolve(value: Any) -> Any:
     All are fetched in one `ray.get`, straight from the node that has them; the controller never sees them.
     """
     refs: list[ray.ObjectRef[Any]] = []
-    _find_refs(value, refs)
+    _with_refs(value, refs.append)
     if not refs:
         return value
-    return _replace_refs(value, dict(zip(refs, ray.get(refs), strict=True)))
+    return _with_refs(value, dict(zip(refs, ray.get(refs), strict=True)).__getitem__)
 
 
-def _find_refs(value: Any, refs: list[ray.ObjectRef[Any]]) -> None:
+def _with_refs(value: Any, change: Callable[[ray.ObjectRef[Any]], Any]) -> Any:
+    """`value` with what `change` makes of each reference in it."""
     if isinstance(value, ray.ObjectRef):
-        refs.append(value)
-    elif type(value) in (list, tuple):
-        if value and type(value[0]) in (int, float, str):  # token ids and the like: no need to look at each
-            return
-        for item in value:
-            _find_refs(item, refs)
-    elif type(value) is dict:
-        for item in value.values():
-            _find_refs(item, refs)
-
-
-def _replace_refs(value: Any, found: dict[ray.ObjectRef[Any], Any]) -> Any:
-    if isinstance(value, ray.ObjectRef):
-        return found[value]
+        return change(value)
     if type(value) in (list, tuple):
-        return type(value)(_replace_refs(item, found) for item in value)
+        if set(map(type, value)) <= {int, float, str}:  # token ids and the like: no need to copy them
+            return value
+        return type(value)(_with_refs(item, change) for item in value)
     if type(value) is dict:
-        return {key: _replace_refs(item, found) for key, item in value.items()}
+        return {key: _with_refs(item, change) for key, item in value.items()}
     return value
 
 

@@ -51,6 +51,7 @@ def test_references_are_resolved_at_any_depth(quartet: WorkerGroup) -> None:
     ref = ray.put("big")
     told = quartet.one(Light.tell)({"a": [1, (ref, "b")]}, [ref], c=ref)
     assert told == (0, ({"a": [1, ("big", "b")]}, ["big"]), {"c": "big"})
+    assert quartet.one(Light.tell)([1, (ref, "b")]) == (0, ([1, ("big", "b")],), {})
 
 
 def test_resolve_without_references_copies_nothing() -> None:
