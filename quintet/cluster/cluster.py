@@ -41,7 +41,6 @@ class Cluster:
         """Whether all of the cluster is this machine, and ours to fill."""
         self._log_dir = log_dir
         self._started: ray_compat.LocalRay | None = None
-        self._joined: contextlib.ExitStack | None = None
         self._groups: list[WorkerGroup] = []
         self._exit = contextlib.ExitStack()
 
@@ -87,9 +86,7 @@ class Cluster:
             else:
                 for group in self._groups:
                     group.close()
-                if self._joined is not None:
-                    self._joined.close()
-            self._groups, self._started, self._joined = [], None, None
+            self._groups, self._started = [], None
             self._exit.close()
         if failure is not None and isinstance(error, Exception) and not isinstance(error, QuintetError):
             raise failure from error  # what a call of Ray's says then
@@ -127,7 +124,7 @@ class Cluster:
             return
         try:
             _knock(self.settings.address)
-            self._joined = ray_compat.join(self.settings.address, self.settings.ray_auth)
+            self._exit.enter_context(ray_compat.join(self.settings.address, self.settings.ray_auth))
         except (OSError, RuntimeError, ValueError, ray.exceptions.RpcError) as error:
             raise UserError(
                 f"No Ray cluster answers at cluster.address={self.settings.address!r} ({_first_line(error)}). "

@@ -206,24 +206,26 @@ def start_local(num_cpus: int, num_gpus: int | None, auth: Auth, log_dir: Path) 
     return local
 
 
-def join(address: str, auth: Auth) -> contextlib.ExitStack:
-    """Connect to a running cluster; what is returned disconnects when it is closed.
+@contextlib.contextmanager
+def join(address: str, auth: Auth) -> Iterator[None]:
+    """Be connected to a running cluster for the length of the block.
 
     With `auth` "token" the token is found where Ray looks for it, and the cluster must ask for it. Raises UserError otherwise.
     """
     where = (
         address if address != "auto" else ray._private.services.canonicalize_bootstrap_address_or_die(address)
     )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(environment(RAY_AUTH_MODE=AUTH_MODE[auth]))
+    with environment(RAY_AUTH_MODE=AUTH_MODE[auth]):
         check_auth(where, f"The Ray cluster at cluster.address={address!r}", auth)
         with (
             _undisturbed(),
             mock.patch.object(ray._private.worker, "listen_error_messages", _no_error_messages),
         ):
             ray.init(address=where, log_to_driver=False, logging_level="error", job_config=_Job())
-        stack.callback(ray.shutdown)
-        return stack.pop_all()
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 class LocalRay:
