@@ -25,8 +25,6 @@ from multiprocessing.connection import Connection
 
 import psutil
 
-from quintet.errors import UserError
-
 PROCESSOR_S = 0.2
 TIMEOUT_S = 10.0
 """By the clock, for a child that has no processor time to be ended by."""
@@ -133,22 +131,14 @@ def equivalent(gold: str, answer: str) -> bool | None:
     """Return whether two expressions (LaTeX or plain) are equal as mathematics; None where that takes too long to tell.
 
     Cached: samples of one prompt repeat their answers. Loading takes seconds, a question milliseconds.
-
-    Raises:
-        UserError: math-verify is not installed.
     """
     return _child(os.getpid()).ask(gold, answer)
 
 
 @cache
 def _math_verify() -> Verify:
-    try:
-        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-    except ImportError:
-        raise UserError(
-            "the `math` reward could not start math-verify; is it installed (pip install 'math-verify')? "
-            "`gsm8k` and `exact_match` do without it"
-        ) from None
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
 
     def equal(gold: str, answer: str) -> bool:
