@@ -10,8 +10,7 @@ import pytest
 from quintet.errors import QuintetError, UserError
 from quintet.recipe import schema
 from quintet.rollout.base import Request, Sampling
-from quintet.rollout.external_engine import Answer, ExternalEngineRollout, Job
-from quintet.rollout.policy_sample import policy_sample
+from quintet.rollout.external_engine import Answer, ExternalEngineRollout, Job, policy_sample
 from quintet.rollout.seeds import sample_seeds
 from tests.models.directory import write_model
 
