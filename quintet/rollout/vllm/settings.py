@@ -7,8 +7,9 @@ from typing import Any
 
 import psutil
 
+from quintet.engine.weights.fp8 import quantized_names
 from quintet.errors import UserError
-from quintet.models import ModelShape, read_shape
+from quintet.models import ModelShape, read_shape, table_of
 from quintet.models.family import read_config
 from quintet.plan.rollout import token_bytes
 from quintet.recipe import schema
@@ -21,7 +22,6 @@ from quintet.rollout.options import check_options
 from quintet.rollout.vllm import compat, runners
 from quintet.rollout.vllm.adapters import adapter_arguments
 from quintet.rollout.vllm.extension import Extension
-from quintet.rollout.vllm.fp8 import fp8_config
 from quintet.rollout.vllm.sampling import mode_of
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -138,3 +138,26 @@ def _kv_bytes(recipe: schema.Recipe, shape: ModelShape, drafted: int) -> int:
     needed = blocks * _BLOCK * layers * token_bytes(shape, layout.tp, width, latent=True)
     share = recipe.rollout.memory_fraction * psutil.virtual_memory().total / (layout.tp * layout.pp)
     return min(needed, int(share))
+
+
+def fp8_config(shape: ModelShape) -> dict[str, Any]:
+    """Return the quantization_config with which vLLM makes FP8 layers: 8 bits and a scale for each block of 128 × 128, as `sync` sends
+    them.
+
+    Not quantised are embedding, head and routers, as in the FP8 models on the hub.
+    """
+    weights = table_of(shape)
+    quantized = quantized_names(shape)
+    others = {
+        name.removesuffix(".weight")
+        for weight in weights
+        for name, size in zip(weight.hf, weight.shapes, strict=True)
+        if len(size) == 2 and name not in quantized
+    }
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": sorted(others),
+    }

@@ -16,8 +16,8 @@ from quintet.models import read_shape
 from quintet.models.mcore import whole_box
 from quintet.rollout.base import Piece
 from quintet.rollout.vllm import compat
-from quintet.rollout.vllm.fp8 import fp8_config
 from quintet.rollout.vllm.reload import absorbed_kept, scales_kept
+from quintet.rollout.vllm.settings import fp8_config
 from quintet.rollout.vllm.weights import Weights, check, combine
 from quintet.rollout.vllm.worker_models import WorkerModels
 from tests.engine import test_fp8_checkpoints as published
