@@ -84,7 +84,7 @@ class RewardPool:
     ) -> None:
         self._spec, self._settings, self._log_dir = reward.spec, settings, log_dir.absolute()
         self._takes_row = reward.takes.row
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._work, self._news = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queue: deque[_Job] = deque()
         count = workers or min(cores_here(), MOST_PROCESSES)
@@ -125,12 +125,27 @@ class RewardPool:
     def check(self, scorings: Iterable[Scoring]) -> None:
         """Raise what `results` would, if it is known by now."""
         with self._lock:
-            self._check(scorings)
+            if self._broken is not None:
+                raise self._broken
+            if self._settings.on_error == "zero":
+                return
+            for scoring in scorings:
+                for at, (sample, result) in enumerate(zip(scoring.samples, scoring.results, strict=True)):
+                    if result is not None and result.failure is not None:
+                        raise UserError(
+                            f"sample {scoring.first + at}, {sample.response[-80:]!r}, to {sample.source}: {result.failure.rstrip()}\n"
+                            "reward.on_error=zero would count it as 0, and go on"
+                        )
 
-    def cancel(self, scoring: Scoring) -> None:
-        """Leave unscored what nobody waits for."""
+    def cancel(self, *scorings: Scoring) -> None:
+        """Leave unscored what nobody waits for; a process that is busy with it is replaced."""
         with self._lock:
-            self._cancel([scoring])
+            for scoring in scorings:
+                scoring.cancelled = True
+            self._queue = deque(job for job in self._queue if not job.scoring.cancelled)
+            for process in self._processes:
+                if process.job is not None and process.job.scoring.cancelled:
+                    process.kill()
 
     def results(self, scorings: Sequence[Scoring]) -> list[RewardResult]:
         """Wait for what was submitted, for `step_timeout_s` at most, and return it sample by sample, in the order of `scorings`.
@@ -142,16 +157,15 @@ class RewardPool:
         try:
             with self._lock:
                 while not all(scoring.done for scoring in scorings):
-                    self._check(scorings)
+                    self.check(scorings)
                     left = deadline - time.monotonic()
                     if left <= 0:
                         self._give_up(scorings)
                         break
                     self._news.wait(left)
-                self._check(scorings)
+                self.check(scorings)
         finally:
-            with self._lock:
-                self._cancel(scorings)
+            self.cancel(*scorings)
         return [result for scoring in scorings for result in scoring.results if result is not None]
 
     def close(self) -> None:
@@ -166,20 +180,6 @@ class RewardPool:
             thread.join()
         for process in self._processes:
             process.forget()
-
-    def _check(self, scorings: Iterable[Scoring]) -> None:
-        """Raise what ends the run."""
-        if self._broken is not None:
-            raise self._broken
-        if self._settings.on_error == "zero":
-            return
-        for scoring in scorings:
-            for at, (sample, result) in enumerate(zip(scoring.samples, scoring.results, strict=True)):
-                if result is not None and result.failure is not None:
-                    raise UserError(
-                        f"sample {scoring.first + at}, {sample.response[-80:]!r}, to {sample.source}: {result.failure.rstrip()}\n"
-                        "reward.on_error=zero would count it as 0, and go on"
-                    )
 
     def _give_up(self, scorings: Sequence[Scoring]) -> None:
         """What is not scored by now is not scored at all."""
@@ -196,15 +196,6 @@ class RewardPool:
                     how = "it was being scored" if _Job(scoring, number) in began else "it had not begun"
                     why_not = f"reward {self._spec} {why}; {how}"
                     scoring.put(number, RewardResult(0.0, {}, failure=why_not))
-
-    def _cancel(self, scorings: Sequence[Scoring]) -> None:
-        """Leave unscored what is still asked for; a process that is busy with it is replaced."""
-        for scoring in scorings:
-            scoring.cancelled = True
-        self._queue = deque(job for job in self._queue if not job.scoring.cancelled)
-        for process in self._processes:
-            if process.job is not None and process.job.scoring.cancelled:
-                process.kill()
 
     def _run(self, process: RewardProcess) -> None:
         try:
