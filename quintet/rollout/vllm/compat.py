@@ -126,39 +126,31 @@ def starting() -> Iterator[None]:
     """Raise, where an engine is made within the block, UserError saying what vLLM has against its arguments or the machine,
     WorkerFailure where its processes do not start."""
     try:
-        with _code_refused():
-            yield
-    except ValidationError as error:
-        told = (f"{'.'.join(map(str, one['loc'])) or error.title}: {one['msg']}" for one in error.errors())
-        raise UserError(
-            f"vLLM {require()} refuses its settings: {'; '.join(one.rstrip('.') for one in told)}. What is in rollout.vllm goes "
-            "to it as it is; the others follow from the recipe"
-        ) from error
-    except ValueError as error:  # too little memory, a format that it does not know
-        raise UserError(
-            f"vLLM {require()} cannot start as the recipe asks: {str(error).rstrip('.')}. (What it calls gpu_memory_utilization "
-            f"is rollout.memory_fraction.){other_runner()}"
-        ) from error
-    except RuntimeError as error:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if "trust_remote_code" in str(error):  # 0.20.2 raises RuntimeError, 0.32.0 ValueError
+            raise UserError(
+                f"vLLM {require()} cannot read the model without code that comes with it (auto_map in config.json), and code of a "
+                "model is not run unasked. Read it, and set model.trust_remote_code=true; or use rollout.backend=native"
+            ) from error
+        if isinstance(error, ValidationError):
+            told = (
+                f"{'.'.join(map(str, one['loc'])) or error.title}: {one['msg']}" for one in error.errors()
+            )
+            raise UserError(
+                f"vLLM {require()} refuses its settings: {'; '.join(one.rstrip('.') for one in told)}. What is in rollout.vllm goes "
+                "to it as it is; the others follow from the recipe"
+            ) from error
+        if isinstance(error, ValueError):  # too little memory, a format that it does not know
+            raise UserError(
+                f"vLLM {require()} cannot start as the recipe asks: {str(error).rstrip('.')}. (What it calls gpu_memory_utilization "
+                f"is rollout.memory_fraction.){other_runner()}"
+            ) from error
         if "core initialization failed" not in str(error):
             raise
         raise WorkerFailure(
             "vLLM: the processes of its engine did not start; their error is in this rank's log, in logs/ of the run directory",
             traceback=traceback.format_exc(),
-        ) from error
-
-
-@contextmanager
-def _code_refused() -> Iterator[None]:
-    """A model that vLLM cannot read without code of its own: 0.20.2 raises RuntimeError, 0.32.0 ValueError."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise UserError(
-            f"vLLM {require()} cannot read the model without code that comes with it (auto_map in config.json), and code of a "
-            "model is not run unasked. Read it, and set model.trust_remote_code=true; or use rollout.backend=native"
         ) from error
 
 
