@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ class WeightWorker:
     model_runner: Any
     rank: int
     device: torch.device
-    _weights_held: Weights | LoraSlots
     _store: Listener | TokenStore
 
     def take_weights(self, source: str) -> LoadReport:
@@ -40,7 +40,7 @@ class WeightWorker:
         `weights.check`."""
         batches = opened(source).batches(self.rank)
         try:
-            taken = self._held().take(batches)
+            taken = self._held.take(batches)
         finally:
             if isinstance(batches, Generator):
                 batches.close()  # early, which tells the sender
@@ -50,11 +50,11 @@ class WeightWorker:
 
     def read_fingerprints(self) -> Reading:
         """Return fingerprints of the live weights of this worker. See `weights.combine`."""
-        return self._held().read()
+        return self._held.read()
 
     def wanted_weights(self) -> list[Wanted] | None:
         """Return the parts of tensors that this worker takes: see `Weights.wanted`."""
-        return self._held().wanted()
+        return self._held.wanted()
 
     def begin_to_draft(self) -> None:
         """Prepare what vLLM does wrong with drafts. Raises UserError where it speculates in no way, SyncMismatch where a model was to draft and
@@ -85,19 +85,17 @@ class WeightWorker:
 
     def read_frozen(self) -> LoadReport:
         """Read the weights that adapters are beside, before these come."""
-        held, config = self._held(), self.vllm_config.model_config
+        held, config = self._held, self.vllm_config.model_config
         assert isinstance(held, LoraSlots)
         return held.read_frozen(pieces_on_disk(Path(config.model), config.dtype, self.device))
 
+    @cached_property
     def _held(self) -> Weights | LoraSlots:
-        if not hasattr(self, "_weights_held"):
-            models = self._models()
-            weights = Weights(
-                models, self._load_all, lambda name: models.drafter is None and self._only_drafts(name)
-            )
-            alone = self.vllm_config.lora_config is not None
-            self._weights_held = LoraSlots(self._slots(), weights) if alone else weights
-        return self._weights_held
+        models = self._models()
+        weights = Weights(
+            models, self._load_all, lambda name: models.drafter is None and self._only_drafts(name)
+        )
+        return weights if self.vllm_config.lora_config is None else LoraSlots(self._slots(), weights)
 
     def _slots(self) -> Any:
         return self.model_runner.lora_manager._adapter_manager
@@ -106,7 +104,10 @@ class WeightWorker:
         return models_of(self.model_runner, self.vllm_config.speculative_config)
 
     def _only_drafts(self, name: str) -> bool:
-        return only_drafts(name, self.vllm_config.model_config.hf_text_config.num_hidden_layers)
+        """Whether a Hugging Face name is of a layer for multi-token prediction."""
+        layers = self.vllm_config.model_config.hf_text_config.num_hidden_layers
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        return name.startswith("model.mtp_layers.") or (found is not None and int(found[1]) >= layers)
 
     def _load_all(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Load the policy, and with what is not its own the model that drafts."""
@@ -128,9 +129,3 @@ class WeightWorker:
             loads.append((models.drafter, drafts, config.speculative_config.draft_model_config))
         with set_current_vllm_config(config):
             load_again(loads)
-
-
-def only_drafts(name: str, layers: int) -> bool:
-    """Return whether a Hugging Face name is of a layer for multi-token prediction, of a model with so many other layers."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return name.startswith("model.mtp_layers.") or (found is not None and int(found[1]) >= layers)
