@@ -15,7 +15,7 @@ On CUDA one Triton kernel reads many tensors as they lie (`quintet.engine.triton
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -92,44 +92,34 @@ def fingerprints(items: Iterable[tuple[str, tuple[int, ...], Box, Tensor]]) -> F
 
     Empty parts are left out. A part that comes twice must be the same: SyncMismatch names it otherwise.
     """
-    order: list[tuple[str, Box]] = []
-    sums: list[Tensor] = []
-    waiting: dict[int, tuple[Tensor, Walk]] = {}  # by place in `order`
-    places: list[Tensor] = []
+    sums: list[tuple[Sequence[tuple[str, Box]], Tensor]] = []
+    waiting: list[tuple[tuple[str, Box], tuple[Tensor, Walk]]] = []
     room = BATCH_BYTES
 
     def launch() -> None:
         if waiting:
-            places.append(torch.tensor(list(waiting)))
-            sums.append(_fused(list(waiting.values())))
+            keys, given = zip(*waiting, strict=True)
+            sums.append((keys, _fused(list(given))))
             waiting.clear()
 
     for name, shape, box, tensor in items:
         walk = walk_of(shape, box, tensor)
         if not tensor.numel():
             continue
-        order.append((name, box))
         if runs_fused(tensor):
-            waiting[len(order) - 1] = tensor, walk
+            waiting.append(((name, box), (tensor, walk)))
             room -= tensor.nbytes
         else:
-            places.append(torch.tensor([len(order) - 1]))
-            sums.append(_plain(tensor, walk)[None])
+            sums.append(([(name, box)], _plain(tensor, walk)[None]))
         if room < 0:
             launch()
             room = BATCH_BYTES
     launch()
-    values = torch.zeros(len(order), dtype=torch.int64)
-    for place, found in zip(places, sums, strict=True):
-        values[place] = found.cpu()
-    return _agreeing(zip(order, values.tolist(), strict=True))
-
-
-def _agreeing(found: Iterable[tuple[tuple[str, Box], int]]) -> Fingerprints:
     parts: Fingerprints = {}
-    for key, value in found:
-        if parts.setdefault(key, value) != value:
-            raise SyncMismatch(f"{key[0]}: two copies of its part {list(key[1])} on one rank differ")
+    for keys, values in sums:
+        for key, value in zip(keys, values.tolist(), strict=True):
+            if parts.setdefault(key, value) != value:
+                raise SyncMismatch(f"{key[0]}: two copies of its part {list(key[1])} on one rank differ")
     return parts
 
 
