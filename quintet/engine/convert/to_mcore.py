@@ -24,7 +24,7 @@ from quintet.engine.weights.passthrough_tensors import held_copies
 from quintet.errors import UserError
 from quintet.models import ModelShape, Weight, held_shape, table_of
 from quintet.models.mcore import Block, CheckpointMap
-from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk
+from quintet.models.weights_on_disk import WeightsOnDisk
 from quintet.recipe.schema import Layout
 from quintet.runs.atomic_dir import atomic_directory
 
@@ -72,7 +72,7 @@ def hf_to_mcore(
         with HfReader(weights) as reader, ExitStack() as stack:
             for name, weight in table.weights.items():
                 held = Parameter(table, weight, shape, dtypes[name])
-                _fill(held, reader, weights)
+                reader.fill(held.shards)
                 for rank, of_tp, of_etp in places.of(weight):
                     if rank not in files:
                         files[rank] = stack.enter_context(TensorFile(directory / f"__{rank}_0.distcp"))
@@ -116,11 +116,3 @@ def _dtype(weight: Weight, weights: WeightsOnDisk, cast: torch.dtype | None) -> 
         return cast if weight.trained else torch.float32
     found = [weights.tensors[name].entry.dtype for name in weight.hf if name in weights.tensors]
     return common_dtype(TORCH_DTYPES[one] for one in found) if found else torch.float32
-
-
-def _fill(held: Parameter, reader: HfReader, weights: WeightsOnDisk) -> None:
-    """Read a parameter; a value head that is not there starts at zero."""
-    for shard in held.shards:
-        if shard.name == VALUE_HEAD and shard.name not in weights.tensors:
-            shard.view.zero_()
-    reader.fill(shard for shard in held.shards if shard.name in weights.tensors)

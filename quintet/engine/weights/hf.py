@@ -22,7 +22,7 @@ from quintet.errors import UserError
 from quintet.models import ModelShape, check_weights, table_of
 from quintet.models.hf_config import read_json
 from quintet.models.mcore import whole_box
-from quintet.models.weights_on_disk import VALUE_HEAD, WeightsOnDisk, head_and_embedding
+from quintet.models.weights_on_disk import WeightsOnDisk, head_and_embedding
 
 GATHERED_BYTES = 256 << 20
 
@@ -42,11 +42,8 @@ def fill_hf(shards: list[Shard], weights: WeightsOnDisk) -> None:
     """
 
     def read() -> None:
-        new = {VALUE_HEAD} - set(weights.tensors)  # starts at zero
-        for shard in (one for one in shards if one.name in new):
-            shard.write(torch.zeros(shard.box_shape))
         with HfReader(weights) as reader:
-            reader.fill(one for one in shards if one.name not in new)
+            reader.fill(shards)
 
     run_on_all_or_raise(read)
 

@@ -31,7 +31,7 @@ from quintet.models import fp8_blocks
 from quintet.models.checksums import BLOCK_BYTES, damaged, recorded_sums
 from quintet.models.mcore import box_sizes
 from quintet.models.safetensors_header import DTYPES, Entry
-from quintet.models.weights_on_disk import Located, WeightsOnDisk
+from quintet.models.weights_on_disk import VALUE_HEAD, Located, WeightsOnDisk
 
 CHUNK_BYTES = 8 << 20
 """Read at once. Large enough for disks and PCIe, small enough that what was read is still in a CPU cache."""
@@ -136,12 +136,18 @@ class HfReader(AbstractContextManager["HfReader"]):
         self._stack.close()
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Copy tensors from files into shards, converted to the shards' types. No collective.
+        """Copy tensors from files into shards, converted to the shards' types. A value head that no file has starts at zero. No
+        collective.
 
         Raises UserError naming file and tensor for what cannot be read, does not fit its checksum, or holds values that
         are not finite; the shards' contents are then no model.
         """
-        pieces = [piece for shard in shards for piece in _pieces(shard, self._weights.tensors[shard.name])]
+        tensors, pieces = self._weights.tensors, list[Piece]()
+        for shard in shards:
+            if shard.name == VALUE_HEAD and VALUE_HEAD not in tensors:
+                shard.view.zero_()
+            else:
+                pieces += _pieces(shard, tensors[shard.name])
         pieces.sort(key=lambda piece: (piece.file, piece.entry.start + piece.start))
         for failure in list(self._pool.map(self._read_unless_failed, pieces)):
             if failure is not None:
