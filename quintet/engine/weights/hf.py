@@ -136,7 +136,18 @@ def save_hf(
     Raises UserError on every rank when `path` is there already or the disk does not take it; nothing is left of it then.
     """
     planned = planned_tensors(shape, dtype)
-    begun = run_on_all_or_raise(lambda: _begin(path, planned, companions, shape, dtype, chat_template))
+
+    def begin() -> tuple[ExitStack, HfWriter, Carried] | None:
+        if dist.get_rank() != 0:
+            return None
+        carried = carried_from(companions, shape)
+        config = saved_config(read_json(companions / "config.json"), shape, dtype, carried.mtp_layers)
+        with ExitStack() as stack:
+            writer = stack.enter_context(hf_writer(path, [*planned, *carried.planned(planned)]))
+            write_companions(writer.directory, companions, config, chat_template)
+            return stack.pop_all(), writer, carried
+
+    begun = run_on_all_or_raise(begin)
     failure: Exception | None = None
     for name, tensor in full_tensors(shards, planned, dtype, device):
         assert begun is not None  # tensors come to rank 0 alone
@@ -148,24 +159,6 @@ def save_hf(
         except Exception as error:  # the other ranks wait for this one until the last tensor
             failure = error
     run_on_all_or_raise(lambda: _end(begun, failure))
-
-
-def _begin(
-    path: Path,
-    planned: list[Planned],
-    companions: Path,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    chat_template: str | None,
-) -> tuple[ExitStack, HfWriter, Carried] | None:
-    if dist.get_rank() != 0:
-        return None
-    carried = carried_from(companions, shape)
-    config = saved_config(read_json(companions / "config.json"), shape, dtype, carried.mtp_layers)
-    with ExitStack() as stack:
-        writer = stack.enter_context(hf_writer(path, [*planned, *carried.planned(planned)]))
-        write_companions(writer.directory, companions, config, chat_template)
-        return stack.pop_all(), writer, carried
 
 
 def _end(begun: tuple[ExitStack, HfWriter, Carried] | None, failure: Exception | None) -> None:
