@@ -45,7 +45,7 @@ def layer(args: argparse.Namespace, device: torch.device) -> tuple[Callable[[boo
     chosen = torch.randint(0, args.experts, (rows,), generator=torch.Generator().manual_seed(1))
     counts = torch.bincount(chosen, minlength=args.experts)
     x = torch.randn(rows, args.hidden, device=device, generator=generator).to(torch.bfloat16).requires_grad_()
-    groups = {True: group_rows(counts, device, first, second), False: _Groups.of(counts, None)}
+    groups = {True: group_rows(counts, device, first, second), False: _Groups(counts.tolist(), None)}
     if groups[True].ends is None:
         raise SystemExit("grouped products are not to be had for these sizes on this device")
 

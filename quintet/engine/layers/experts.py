@@ -2,7 +2,7 @@
 
 Tokens arrive sorted by expert. `torch.nn.functional.grouped_mm` multiplies each expert's rows with its own weight
 in one kernel: on CUDA in bf16, on a CPU in any type, with rows that are multiples of 16 bytes. Elsewhere each expert
-is a product of its own. Which of the two serves is decided once, when the module meets its device.
+is a product of its own.
 
     y_t = p_t · W2_e (silu(G_e x_t) ⊙ U_e x_t),  W1_e = [G_e; U_e]
 
@@ -63,7 +63,6 @@ class GroupedExperts(MegatronModule):
             mark_expert(self.bias2, pg_collection, dim=0, vectors=True)
             self.bias2.shared = etp.rank() > 0  # type: ignore[attr-defined]
         self._glu, self._etp = glu, etp.size()
-        self._grouped: bool | None = None
         self.after: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
         """What is done to the products linear_fc1 and linear_fc2: (input, output, tokens of each expert) → output."""
 
@@ -73,9 +72,7 @@ class GroupedExperts(MegatronModule):
 
         Returns [T, hidden], under etp this rank's share of the sum. T and any of the counts may be 0.
         """
-        if self._grouped is None:
-            self._grouped = can_group(self.weight1) and can_group(self.weight2)
-        groups = _Groups.of(tokens_per_expert, tokens.device if self._grouped else None)
+        groups = group_rows(tokens_per_expert, tokens.device, self.weight1, self.weight2)
         hidden = grouped_linear(tokens, self.weight1, groups)
         if self.bias1 is not None:
             groups = groups.numbered(hidden.device)
@@ -129,11 +126,6 @@ class _Groups:
     ends: Tensor | None
     numbers: Tensor | None = None
 
-    @staticmethod
-    def of(counts: Tensor, device: torch.device | None) -> _Groups:
-        ends = None if device is None else upload(counts.cumsum(0, dtype=torch.int32), device)
-        return _Groups(counts.tolist(), ends)
-
     def numbered(self, device: torch.device) -> _Groups:
         """With `numbers`."""
         counts = torch.tensor(self.counts)
@@ -142,8 +134,10 @@ class _Groups:
 
 def group_rows(counts: Tensor | list[int], device: torch.device, *weights: Tensor) -> _Groups:
     """Return the rows sorted by expert, for products with these weights [E, out, in]."""
-    grouped = all(can_group(weight) for weight in weights)
-    return _Groups.of(torch.as_tensor(counts), device if grouped else None)
+    counts, ends = torch.as_tensor(counts), None
+    if all(map(can_group, weights)):
+        ends = upload(counts.cumsum(0, dtype=torch.int32), device)
+    return _Groups(counts.tolist(), ends)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: _Groups) -> Tensor:
