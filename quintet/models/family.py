@@ -89,7 +89,6 @@ class Family(ABC):
 
 
 _FAMILIES: dict[str, Family] = {}
-_OF_ARCHITECTURE: dict[str, Family] = {}
 _Class = TypeVar("_Class", bound=type[Family])
 
 
@@ -102,8 +101,9 @@ def register(cls: _Class) -> _Class:
     """
     _load_builtin()
     _check(cls)
-    family = cls()
-    for known in _others(cls):
+    for known in _FAMILIES.values():
+        if _title(type(known)) == _title(cls):
+            continue
         if known.name == cls.name:
             raise UserError(f"{_title(cls)}: its name {cls.name!r} is that of {_title(type(known))}")
         for architecture in set(known.architectures) & set(cls.architectures):
@@ -111,8 +111,7 @@ def register(cls: _Class) -> _Class:
                 f"{_title(cls)}: {architecture} is an architecture of {_title(type(known))} already; "
                 "a checkpoint's config.json must say which family it is of"
             )
-    _FAMILIES[cls.name] = family
-    _OF_ARCHITECTURE.update(dict.fromkeys(cls.architectures, family))
+    _FAMILIES[cls.name] = cls()
     return cls
 
 
@@ -131,11 +130,6 @@ def _check(cls: type[Family]) -> None:
         )
     if cls.__abstractmethods__:
         raise UserError(f"{_title(cls)}: {', '.join(sorted(cls.__abstractmethods__))}() is not defined")
-
-
-def _others(cls: type[Family]) -> list[Family]:
-    """Registered families but for an earlier load of this very class."""
-    return [one for one in _FAMILIES.values() if _title(type(one)) != _title(cls)]
 
 
 def _title(cls: type[Family]) -> str:
@@ -179,13 +173,13 @@ def family_of(config: dict[str, Any], where: str = "config.json") -> Family:
     """
     _load_builtin()
     names = HfConfig(config, where).texts("architectures")
+    known = {architecture: one for one in _FAMILIES.values() for architecture in one.architectures}
     for name in names:
-        causal = name.replace(VALUE_MODEL, "ForCausalLM")
-        if causal in _OF_ARCHITECTURE:
-            return _OF_ARCHITECTURE[causal]
+        if (found := known.get(name.replace(VALUE_MODEL, "ForCausalLM"))) is not None:
+            return found
     raise UserError(
         f"{where}: architecture {', '.join(names) or '(none given)'} is not supported; "
-        f"supported are {', '.join(sorted(_OF_ARCHITECTURE))}, and what model.family names"
+        f"supported are {', '.join(sorted(known))}, and what model.family names"
     )
 
 
