@@ -9,10 +9,11 @@ that share a row exchange what they need (`quintet.engine.layers.context_paralle
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import checkpoint, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
@@ -33,6 +34,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
+def attend(core: Any, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, again: bool) -> Tensor:
+    """Compute `CoreAttention`; again: anew in backward, where nothing of it is kept."""
+    compute = partial(core, row=row)
+    return checkpoint(compute, False, query, key, value) if again else compute(query, key, value)
+
+
 class PackedSelfAttention(SelfAttention):
     """Self-attention whose `packed_seq_params` is a `PackedRow`. Hidden states are [T (/tp under SP), 1, hidden]."""
 
@@ -46,12 +53,8 @@ class PackedSelfAttention(SelfAttention):
         assert row.sin is not None
         query, key = rotate(query, row.cos, row.sin), rotate(key, row.cos, row.sin)
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if self.checkpoint_core_attention and self.training:
-            from megatron.core.tensor_parallel import checkpoint
-
-            context = checkpoint(lambda q, k, v: self.core_attention(q, k, v, row), False, query, key, value)
-        else:
-            context = self.core_attention(query, key, value, row)
+        again = self.checkpoint_core_attention and self.training
+        context = attend(self.core_attention, query, key, value, row, again)
         out, bias = self.linear_proj(context.flatten(1).unsqueeze(1))
         return out, bias
 

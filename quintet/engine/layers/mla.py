@@ -10,10 +10,10 @@ own module forgets that (0.16.1, local layers).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from quintet.engine.layers.attention import rotate
+from quintet.engine.layers.attention import attend, rotate
 from quintet.engine.layers.mlp import forgotten, recomputes
 from quintet.engine.row import PackedRow
 
@@ -128,17 +128,10 @@ class PackedLatentAttention(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the projected output like `hidden_states`, and the projection's bias (None)."""
         row: PackedRow = kwargs["packed_seq_params"]
-        latents = self._down(hidden_states)
-
-        def up(query: Tensor, latent: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self._up(query, latent, rotary_key, row)
-
+        latents, up = self._down(hidden_states), partial(self._up, row=row)
         again = self._recompute_up and self.training
         (query, key, value), forget = forgotten(again, up, *latents, fp8=self.config.fp8)
-        if self._recompute_core and self.training:
-            context = checkpoint(lambda q, k, v: self.core_attention(q, k, v, row), False, query, key, value)
-        else:
-            context = self.core_attention(query, key, value, row)
+        context = attend(self.core_attention, query, key, value, row, self._recompute_core and self.training)
         context = context.flatten(1).unsqueeze(1)
         forget(context)
         out, bias = self.linear_proj(context)

@@ -55,14 +55,9 @@ class MtpLayer(torch.nn.Module):
         groups = mesh.groups
         self.tp, self.sequence_parallel = groups.tp, config.sequence_parallel
         self.recomputed = config.recompute_granularity == "full"
-        norm = provider.layer_norm(rms_norm=True)
-        sizes: dict[str, Any] = {
-            "config": config,
-            "hidden_size": config.hidden_size,
-            "eps": config.layernorm_epsilon,
-        }
-        self.enorm = build_module(norm, **sizes)
-        self.hnorm = build_module(norm, **sizes)
+        sizes: Any = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        norm = partial(build_module, provider.layer_norm(rms_norm=True), config=config, **sizes)
+        self.enorm, self.hnorm = norm(), norm()
         self.eh_proj = build_module(
             provider.column_parallel_linear(),
             2 * config.hidden_size,
@@ -84,7 +79,7 @@ class MtpLayer(torch.nn.Module):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
-        self.final_layernorm = build_module(norm, **sizes)
+        self.final_layernorm = norm()
 
     def forward(self, hidden: Tensor, embeddings: Tensor, row: PackedRow) -> Tensor:
         """Compute the layer's hidden states. hidden: [T (/tp under SP), 1, H], as the family's trunk or the layer before gives
