@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megatron.core
 import torch
+from torch import Tensor
 
 from quintet.engine.agree import run_on_all_or_raise
 from quintet.engine.checkpoint.format import CHECKSUMS, STATE
 from quintet.engine.checkpoint.loader import Load
 from quintet.engine.checkpoint.parts import Holding
 from quintet.engine.checkpoint.reader import Reader
-from quintet.engine.checkpoint.rng import random_states, set_random_states
 from quintet.engine.checkpoint.saver import Saver
 from quintet.engine.checkpoint.slots import Slot, moment_names, slots
 from quintet.errors import DamagedCheckpoint, UserError
@@ -60,14 +61,14 @@ class Checkpoints:
         reader, state = run_on_all_or_raise(lambda: self._open(path))
         steps, moments = int(state["steps"]), tuple(state["moments"])
         load = run_on_all_or_raise(lambda: self._fitting(reader, state))
-        random = run_on_all_or_raise(lambda: self._read(load, state))
+        states = run_on_all_or_raise(lambda: self._read(load, state))
         engine._incomplete = f"{path} could not be loaded to its end"
         for slot in self._slots():
             slot.begin(moments, steps)
         load.commit()
         engine._incomplete = None
-        if random is not None:
-            set_random_states(random)
+        if states is not None:
+            set_random_states(states)
         elif engine.mesh.rank == 0:
             log.info("%s was saved in another layout: random states stay as they are", path)
         return steps
@@ -194,3 +195,28 @@ class Checkpoints:
             "adapters": self._adapters(),
             "versions": {"torch": torch.__version__, "megatron-core": megatron.core.__version__},
         }
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of all random number generators, as JSON can hold them."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": _text(torch.get_rng_state())}
+    if torch.cuda.is_available():
+        states["cuda"] = _text(torch.cuda.get_rng_state())
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Undo all drawing since `random_states`. A GPU's state stays where there is none, or was none."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(_tensor(states["torch"]))
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(_tensor(states["cuda"]))
+
+
+def _text(state: Tensor) -> str:
+    return bytes(state.numpy()).hex()
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

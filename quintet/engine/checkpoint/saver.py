@@ -23,13 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from quintet.engine.agree import gathered, run_on_all_or_raise
 from quintet.engine.checkpoint.format import Entry, TensorFile, publish, write_json
 from quintet.engine.checkpoint.parts import Part
-from quintet.engine.checkpoint.staging import Staging
+from quintet.engine.device import CopyAside
 from quintet.errors import UserError
 from quintet.typed import Typed, Words
 
@@ -41,6 +42,10 @@ WRITERS = 4
 FILE_BYTES = 256 << 20
 """Less than this is not worth another file."""
 SEAL_BYTES = 32
+BUFFER_BYTES = 128 << 20
+"""Memory comes in buffers of this size, or of one tensor's if that is larger: torch rounds each pinned allocation up to
+a power of two."""
+_ALIGN = 64
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,52 @@ class _Job:
     error: Exception | None = None
 
 
+class _Staging:
+    """Copies of tensors on the host, pinned on GPU machines, in memory that is kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return a copy of each on the CPU, which owns its storage; valid until the next call. Waits for what computes them.
+
+        On a GPU machine tensors may be on either side; those on the GPU are copied on a stream of their own.
+        """
+        copies = self._room(tensors)
+        CopyAside(zip(copies, tensors, strict=True)).wait()
+        return copies
+
+    def _room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Empty tensors of the same types and sizes: buffers are filled in order, each as far as the next one fits."""
+        found, number, used = [], 0, 0
+        for tensor in tensors:
+            size = tensor.nbytes
+            while number < len(self._buffers) and used + size > len(self._buffers[number]):
+                number, used = number + 1, 0
+            if number == len(self._buffers):
+                pinned = torch.cuda.is_available()
+                self._buffers.append(
+                    torch.empty(max(BUFFER_BYTES, size), dtype=torch.uint8, pin_memory=pinned)
+                )
+                used = 0
+            found.append(_owning(self._buffers[number], used, tensor))
+            used += -(-size // _ALIGN) * _ALIGN
+        return found
+
+
+def _owning(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """A tensor over part of a buffer whose storage is that part alone: torch.save writes whole storages."""
+    if not like.nbytes:
+        return torch.empty_like(like, device="cpu")
+    part: Any = buffer.numpy()[start : start + like.nbytes]
+    return torch.frombuffer(part, dtype=torch.uint8).view(like.dtype).view(like.shape)
+
+
 class Saver:
     """Saves of one engine, one at a time."""
 
     def __init__(self) -> None:
-        self._staging = Staging()
+        self._staging = _Staging()
         self._job: _Job | None = None
 
     def start(self, path: Path, parts: Sequence[Part], rng: dict[str, Any], state: dict[str, Any]) -> None:
