@@ -200,10 +200,8 @@ def _write_part(job: _Job) -> list[Entry]:
     rng = job.path / f"rng-{job.rank:05d}.json"
     try:
         with ThreadPoolExecutor(count) as pool:
-            files = [
-                pool.submit(_write_file, job.path / name, written[n::count]) for n, name in enumerate(names)
-            ]
-            entries = [entry for file in files for entry in file.result()]
+            paths, shares = (job.path / name for name in names), (written[n::count] for n in range(count))
+            entries = [entry for file in pool.map(_write_file, paths, shares) for entry in file]
         write_json(rng, job.rng)
         return entries
     except BaseException:
@@ -222,20 +220,14 @@ def _write_file(path: Path, written: Sequence[tuple[Part, Tensor]]) -> list[Entr
 def _conclude(job: _Job, store: Any, entries: list[Entry], error: Exception | None) -> Exception | None:
     """Rank 0, when all ranks have written theirs: publish it, or remove the directory. Returns the error there was."""
     for rank in range(1, job.ranks):
-        if not _heard(job, store, rank):
-            error = error or UserError(
-                f"checkpoint {job.path} was not saved: nothing came from rank {rank} for {SILENCE_S:g} s; look in its log whether it "
-                "ended, and at its disk"
-            )
-            continue
         try:
             told = _told(job, store, rank)
         except UserError as cause:
             error = error or cause
             continue
         entries = entries + told.entries
-        if told.problem is not None and error is None:
-            error = UserError(told.problem)
+        if told.problem is not None:
+            error = error or UserError(told.problem)
     if error is None:
         try:
             publish(job.path, entries, job.state)
@@ -265,7 +257,12 @@ def _tell(job: _Job, store: Any, report: _Report) -> None:
 
 
 def _told(job: _Job, store: Any, rank: int) -> _Report:
-    """What a rank has told. Raises UserError where that is not what it said."""
+    """What a rank has told. Raises UserError where nothing comes, or what has come is not what it said."""
+    if not _heard(job, store, rank):
+        raise UserError(
+            f"checkpoint {job.path} was not saved: nothing came from rank {rank} for {SILENCE_S:g} s; look in its log whether it "
+            "ended, and at its disk"
+        )
     told = store.get(_key(job, rank))
     store.delete_key(_key(job, rank))
     seal, data = told[:SEAL_BYTES], told[SEAL_BYTES:]
